@@ -1,0 +1,49 @@
+"""Errors that a user can act on: each names the value, the limit and the remedy in one line.
+
+Command-line programs print ``error: <message>`` and exit with the class's ``exit_code``; the
+traceback is shown only with ``WLB_TRACEBACK=1``.
+"""
+
+from __future__ import annotations
+
+
+class WLBError(Exception):
+    """Base of all errors raised at the project's boundaries."""
+
+    exit_code = 1
+
+
+class ConfigError(WLBError):
+    """A flag or a combination of flags that cannot run."""
+
+    exit_code = 2
+
+
+class CorpusError(WLBError):
+    """A corpus that is missing, empty, corrupt, or does not fit the run."""
+
+    exit_code = 3
+
+
+class PackingError(WLBError):
+    """Documents that the packing cannot place under its limits."""
+
+    exit_code = 4
+
+
+class PlanError(WLBError):
+    """Ranks whose plans disagree, or a plan that does not fit what runs."""
+
+    exit_code = 5
+
+
+class CheckpointError(WLBError):
+    """A checkpoint that cannot be written, or one that does not fit this run."""
+
+    exit_code = 6
+
+
+class CompatibilityError(WLBError):
+    """A Megatron or torch that lacks what the plugin hooks, or has it in another form."""
+
+    exit_code = 7

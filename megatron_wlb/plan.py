@@ -1,0 +1,197 @@
+"""The frozen values that pass between planning and running: documents, micro-batches, steps.
+
+Everything that a training step needs to know before any tensor exists is here, in plain Python:
+the tensors each rank builds, the lengths each pipeline stage expects, the loss normaliser, the
+logs and the digest by which ranks check that they hold the same plan.
+
+Ranges are half-open. Lengths are in tokens. Times are in µs and *predicted* by a cost model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A run of tokens that attends only to itself: what the packers place.
+
+    Usually one stored document of a corpus, whole. A stored document longer than the window may
+    reach the packers as several of these (one per piece), and ``original`` packing cuts them at
+    window boundaries as Megatron does. Positions start at 0 in each.
+
+    ``arrival`` numbers the documents of the stream; it is unique for a whole document, its pieces
+    share it and differ in ``offset``. ``(arrival, offset)`` is the total order that breaks ties.
+    """
+
+    corpus: int
+    """Which corpus prefix of the run it comes from."""
+    index: int
+    """Its number in that corpus."""
+    offset: int
+    """First token, counted from the stored document's first token."""
+    length: int
+    """Number of tokens, at least 1."""
+    ends: bool
+    """Whether its last token is the stored document's last one, which then has no label."""
+    epoch: int
+    """In which pass over the corpus it was drawn, from 0."""
+    arrival: int
+    """Its number in the stream, from 0."""
+    step: int
+    """The step it arrived in: the delay is the step it runs in minus this."""
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that have a label: every one but the last of the stored document."""
+        return self.length - int(self.ends)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.arrival, self.offset)
+
+    def cut(self, at: int, tail_step: int) -> tuple[Document, Document]:
+        """Two documents of ``at`` and ``length - at`` tokens; the second arrives in ``tail_step``.
+
+        The first keeps a label for its last token (the second's first token), so that cutting
+        changes which tokens see each other but not which tokens are trained.
+        """
+        assert 0 < at < self.length, (at, self.length)
+        head = replace(self, length=at, ends=False)
+        tail = replace(
+            self, offset=self.offset + at, length=self.length - at, step=tail_step
+        )
+        return head, tail
+
+    def as_list(self) -> list[int]:
+        """JSON-able form, for packer state; inverse of :meth:`from_list`."""
+        return [int(value) for value in astuple(self)]
+
+    @classmethod
+    def from_list(cls, values: Sequence[int]) -> Document:
+        corpus, index, offset, length, ends, epoch, arrival, step = values
+        return cls(corpus, index, offset, length, bool(ends), epoch, arrival, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``[start, stop)`` of a document: what a micro-batch runs.
+
+    WLB-LLM runs documents whole (``0, length``). Slices of a document that attend to an earlier
+    slice's keys and values are spans too.
+    """
+
+    document: Document
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_targets(self) -> int:
+        ends = self.document.ends and self.stop == self.document.length
+        return self.length - int(ends)
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """One micro-batch: its spans one after another, then padding at the tail only."""
+
+    index: int
+    """Number within the step over all data-parallel ranks, ``0 … N-1``."""
+    spans: tuple[Span, ...]
+    padded_length: int
+    """Length of the tensors, in tokens, over all TP and CP ranks; padding is masked out."""
+    predicted_us: float
+    """Predicted forward plus backward time of the whole model, padding not counted."""
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens without padding."""
+        return sum(span.length for span in self.spans)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of each attention segment; the padding at the tail is one of its own."""
+        padding = self.padded_length - self.length
+        return tuple(s.length for s in self.spans) + ((padding,) if padding else ())
+
+    @cached_property
+    def num_targets(self) -> int:
+        """Tokens that count in the loss."""
+        return sum(span.num_targets for span in self.spans)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step, over all data-parallel ranks. Every rank computes the same one."""
+
+    step: int
+    packing: str
+    micro_batches: tuple[tuple[MicroBatchPlan, ...], ...]
+    """``[dp_size][num_micro_batches]``, in the order in which each rank runs them."""
+    num_waiting: int
+    """Documents that have arrived but run in a later step."""
+    waiting_tokens: int
+
+    def __iter__(self) -> Iterator[MicroBatchPlan]:
+        """All micro-batches, rank by rank."""
+        for rank in self.micro_batches:
+            yield from rank
+
+    @property
+    def documents(self) -> Iterator[Document]:
+        for micro_batch in self:
+            for span in micro_batch.spans:
+                yield span.document
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(m.length for m in self)
+
+    @cached_property
+    def padding_tokens(self) -> int:
+        return sum(m.padded_length - m.length for m in self)
+
+    @cached_property
+    def num_targets(self) -> int:
+        """The loss normaliser: Σ token losses of the step is divided by this, once."""
+        return sum(m.num_targets for m in self)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """``max · N / Σ`` of the predicted micro-batch times (WLB-LLM §3.2); 1 is perfect."""
+        costs = [m.predicted_us for m in self]
+        total = sum(costs)
+        return max(costs) * len(costs) / total if total else 1.0
+
+    @cached_property
+    def delay_steps(self) -> float:
+        """Token-weighted mean of (this step - step of arrival) over the documents that run."""
+        if not self.num_tokens:
+            return 0.0
+        delayed = sum(d.length * (self.step - d.step) for d in self.documents)
+        return delayed / self.num_tokens
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over everything that must be equal on all ranks, as 64 hex digits."""
+        sha = hashlib.sha256(f"{self.step} {self.packing}".encode())
+        for rank, micro_batches in enumerate(self.micro_batches):
+            for m in micro_batches:
+                sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
+                for s in m.spans:
+                    d = s.document
+                    sha.update(
+                        struct.pack(
+                            "<8q", d.corpus, d.index, d.offset, d.length, d.ends, d.epoch,
+                            s.start, s.stop,
+                        )
+                    )  # fmt: skip
+        return sha.hexdigest()
