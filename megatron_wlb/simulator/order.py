@@ -1,0 +1,261 @@
+"""Pipeline schedules as data: the order in which Megatron's stock schedules run and receive.
+
+An order is, for each pipeline rank, the list of its actions: ``F0.3`` is the forward and ``B0.3``
+the backward of micro-batch 3 through the rank's model chunk 0. Chunk ``c`` of rank ``r`` is the
+*virtual stage* ``c * pp_size + r``: a forward sends its activations to the next virtual stage, a
+backward its gradients to the previous one.
+
+The orders are those of megatron-core 0.16.1 (``pipeline_parallel/schedules.py``); the tests run
+its schedule functions and compare. Not covered: ``overlap_moe_expert_parallel_comm``, which runs
+one forward more before the first backward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from megatron_wlb.errors import ConfigError, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One forward ``F`` or backward ``B`` of a micro-batch through one of a rank's chunks."""
+
+    kind: Literal["F", "B"]
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.chunk}.{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of ``str``. Raises :class:`PlanError` for any other text."""
+        match = re.fullmatch(r"([FB])(\d+)\.(\d+)", text, re.ASCII)
+        if match is None:
+            raise PlanError(f"{text!r} is no action; write F or B, chunk.micro_batch, as in F0.3")
+        kind: Literal["F", "B"] = "F" if match[1] == "F" else "B"
+        return cls(kind, int(match[2]), int(match[3]))
+
+
+Order: TypeAlias = list[list[Action]]
+"""``[pp_size][2 * vpp_size * num_micro_batches]``."""
+
+Unit: TypeAlias = tuple[int, int]
+"""``(chunk, micro_batch)``, the chunk counted on the rank that runs it."""
+
+
+class ReceiveOrder(NamedTuple):
+    """What a rank receives, one entry per message, named by the action that consumes it."""
+
+    forward: list[Unit]
+    """Activations from the previous rank."""
+    backward: list[Unit]
+    """Gradients from the next rank."""
+
+
+class Task(NamedTuple):
+    """An action of a rank, and the task whose output it waits for."""
+
+    rank: int
+    action: Action
+    source: int
+    """Index of that task in the same list, always a smaller one; -1: waits for nothing."""
+
+
+def one_f_one_b(pp_size: int, num_micro_batches: int) -> Order:
+    """Megatron's schedule for one chunk a rank; with ``pp_size`` 1, that without a pipeline."""
+    _check_sizes(pp_size, 1, num_micro_batches)
+    units = _forward_units(1, num_micro_batches, num_micro_batches)
+    return [_warm_up_then_alternate(units, 1, pp_size - rank - 1) for rank in range(pp_size)]
+
+
+def interleaved(
+    pp_size: int, vpp_size: int, num_micro_batches: int, group_size: int | None = None
+) -> Order:
+    """Megatron's schedule for ``vpp_size`` ≥ 2 chunks a rank.
+
+    Each chunk in turn runs ``group_size`` micro-batches (Megatron's
+    ``microbatch_group_size_per_vp_stage``; ``pp_size`` if not given), the last group the rest.
+    Raises :class:`ConfigError` where Megatron refuses the sizes.
+    """
+    group_size = pp_size if group_size is None else group_size
+    _check_interleaved(pp_size, vpp_size, num_micro_batches, group_size)
+    units = _forward_units(vpp_size, num_micro_batches, group_size)
+    warm_up = (vpp_size - 1) * group_size
+    return [
+        _warm_up_then_alternate(units, vpp_size, warm_up + 2 * (pp_size - rank - 1))
+        for rank in range(pp_size)
+    ]
+
+
+def schedule(
+    pp_size: int, vpp_size: int, num_micro_batches: int, group_size: int | None = None
+) -> Order:
+    """The order that Megatron picks: :func:`interleaved`, or with one chunk :func:`one_f_one_b`."""
+    if vpp_size == 1:
+        return one_f_one_b(pp_size, num_micro_batches)
+    return interleaved(pp_size, vpp_size, num_micro_batches, group_size)
+
+
+def receive_order(
+    pp_size: int, vpp_size: int, num_micro_batches: int, group_size: int | None, pp_rank: int
+) -> ReceiveOrder:
+    """In which order a rank receives activations and gradients under :func:`schedule`.
+
+    A rank receives in the order in which its neighbour sends. As all ranks run their forwards in
+    one common order, and so their backwards, this is also the order in which the rank itself
+    consumes them; only the first virtual stage receives no activations and the last no gradients.
+    A forward-only step receives the same activations and no gradients.
+    """
+    group_size = pp_size if group_size is None else group_size
+    if vpp_size == 1:
+        group_size = num_micro_batches
+        _check_sizes(pp_size, vpp_size, num_micro_batches)
+    else:
+        _check_interleaved(pp_size, vpp_size, num_micro_batches, group_size)
+    if not 0 <= pp_rank < pp_size:
+        raise ConfigError(f"pp_rank {pp_rank} is not below pp_size {pp_size}; give 0 … pp_size - 1")
+    units = _forward_units(vpp_size, num_micro_batches, group_size)
+    first, last = pp_rank == 0, pp_rank == pp_size - 1
+    last_chunk = vpp_size - 1
+    return ReceiveOrder(
+        forward=[(c, m) for c, m in units if not (first and c == 0)],
+        backward=[(last_chunk - c, m) for c, m in units if not (last and c == 0)],
+    )
+
+
+def sizes(order: Sequence[Sequence[Action]]) -> tuple[int, int]:
+    """``(vpp_size, num_micro_batches)`` of a complete order, both 0 if it is empty."""
+    return (
+        1 + max((action.chunk for actions in order for action in actions), default=-1),
+        1 + max((action.micro_batch for actions in order for action in actions), default=-1),
+    )
+
+
+def dataflow(order: Sequence[Sequence[Action]]) -> list[Task]:
+    """All actions, each rank's in its order and each after the one whose output it waits for.
+
+    A dry run with unbounded message buffers: each rank runs ahead until an input is missing.
+    Raises :class:`PlanError` when no rank can go on (deadlock), naming what each waits for.
+    """
+    pp_size = len(order)
+    last_stage = pp_size * sizes(order)[0] - 1
+    done: dict[tuple[str, int, int], int] = {}  # (kind, virtual stage, micro-batch) -> task
+    tasks: list[Task] = []
+    position = [0] * pp_size
+    num_actions = sum(map(len, order))
+    while len(tasks) < num_actions:
+        num_before = len(tasks)
+        for rank, actions in enumerate(order):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                stage = action.chunk * pp_size + rank
+                if action.kind == "F":
+                    source = done.get(("F", stage - 1, action.micro_batch)) if stage else -1
+                elif stage == last_stage:  # The loss of its own forward.
+                    source = done.get(("F", stage, action.micro_batch))
+                else:
+                    source = done.get(("B", stage + 1, action.micro_batch))
+                if source is None:
+                    break
+                done[action.kind, stage, action.micro_batch] = len(tasks)
+                tasks.append(Task(rank, action, source))
+                position[rank] += 1
+        if len(tasks) == num_before:
+            waiting = [
+                f"rank {rank} at {actions[position[rank]]}"
+                for rank, actions in enumerate(order)
+                if position[rank] < len(actions)
+            ]
+            raise PlanError(
+                f"the order deadlocks: {', '.join(waiting)} would wait for ever; "
+                "run each input's producer earlier"
+            )
+    return tasks
+
+
+def validate(order: Sequence[Sequence[Action]]) -> None:
+    """Return if every rank can run to its end, and raise :class:`PlanError` otherwise.
+
+    Every rank must run each chunk's forward and backward of each micro-batch once, a backward
+    after its forward, and no rank may wait for ever (:func:`dataflow`).
+    """
+    vpp_size, num_micro_batches = sizes(order)
+    if not num_micro_batches:
+        raise PlanError("the order is empty; give each pipeline rank its actions")
+    for rank, actions in enumerate(order):
+        position = {action: at for at, action in enumerate(actions)}
+        for at, action in enumerate(actions):
+            if position[action] != at:
+                raise PlanError(f"rank {rank} runs {action} twice; run each action once")
+        for chunk in range(vpp_size):
+            for micro_batch in range(num_micro_batches):
+                forward = Action("F", chunk, micro_batch)
+                backward = Action("B", chunk, micro_batch)
+                for action in (forward, backward):
+                    if action not in position:
+                        raise PlanError(f"rank {rank} never runs {action}; run each action once")
+                if position[backward] < position[forward]:
+                    raise PlanError(
+                        f"rank {rank} runs {backward} before {forward}; run the forward first"
+                    )
+    dataflow(order)
+
+
+def _forward_units(vpp_size: int, num_micro_batches: int, group_size: int) -> list[Unit]:
+    """What each rank runs forward, in order; backward is the same with the chunks reversed."""
+    return [
+        (chunk, micro_batch)
+        for start in range(0, num_micro_batches, group_size)
+        for chunk in range(vpp_size)
+        for micro_batch in range(start, min(start + group_size, num_micro_batches))
+    ]
+
+
+def _warm_up_then_alternate(units: Sequence[Unit], vpp_size: int, warm_up: int) -> list[Action]:
+    """``warm_up`` forwards, then one forward and one backward in turn, then what is left."""
+    forward = [Action("F", chunk, micro_batch) for chunk, micro_batch in units]
+    backward = [Action("B", vpp_size - 1 - chunk, micro_batch) for chunk, micro_batch in units]
+    num_alternating = max(len(units) - warm_up, 0)
+    actions = forward[:warm_up]
+    for pair in zip(forward[warm_up:], backward, strict=False):
+        actions.extend(pair)
+    return actions + backward[num_alternating:]
+
+
+def _check_sizes(pp_size: int, vpp_size: int, num_micro_batches: int) -> None:
+    for name, size in (
+        ("pp_size", pp_size),
+        ("vpp_size", vpp_size),
+        ("num_micro_batches", num_micro_batches),
+    ):
+        if size < 1:
+            raise ConfigError(f"{name} is {size}; it must be at least 1")
+
+
+def _check_interleaved(
+    pp_size: int, vpp_size: int, num_micro_batches: int, group_size: int
+) -> None:
+    """Raise :class:`ConfigError` where Megatron does, and for one rank or one chunk."""
+    _check_sizes(pp_size, vpp_size, num_micro_batches)
+    if pp_size < 2 or vpp_size < 2:
+        raise ConfigError(
+            f"interleaving {vpp_size} chunks over {pp_size} pipeline ranks needs 2 of each; "
+            "set the virtual pipeline size to 1"
+        )
+    if not pp_size <= group_size <= num_micro_batches:
+        raise ConfigError(
+            f"group_size {group_size} is not between pp_size {pp_size} and num_micro_batches "
+            f"{num_micro_batches}; raise the number of micro-batches or change the group size"
+        )
+    remainder = num_micro_batches % group_size
+    if 0 < remainder < pp_size:
+        raise ConfigError(
+            f"{num_micro_batches} micro-batches in groups of {group_size} leave {remainder}, which "
+            f"must be 0 or at least pp_size {pp_size}; change the number of micro-batches or the "
+            "group size"
+        )

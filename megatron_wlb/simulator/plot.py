@@ -1,0 +1,268 @@
+"""Pictures of what balancing changes: lengths, micro-batches, timelines; PNG files.
+
+Drawn on ``Figure`` objects, without pyplot, so no global state is read or left changed and no
+display is needed. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    PercentFormatter,
+)
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.simulator.engine import Timeline
+
+BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
+GREY, INK, PALE_INK = "#E4E4E4", "#222222", "#666666"
+
+MAX_BARS = 128
+"""So many micro-batches of a packing are drawn, in whole steps; more could not be told apart."""
+
+Path: TypeAlias = str | os.PathLike[str]
+
+
+def plot_lengths(lengths: Sequence[int] | npt.NDArray[Any], window: int, path: Path) -> None:
+    """Document lengths, and which share of the tokens and of the attention work they hold.
+
+    The attention work of a document of ``d`` tokens is ``d²``. Lengths and ``window`` are in
+    tokens. Raises :class:`ConfigError` if there are no documents, or empty ones.
+    """
+    ordered = np.sort(np.asarray(lengths, dtype=np.float64))
+    if not ordered.size or min(ordered[0], window) < 1:
+        raise ConfigError(
+            f"cannot plot {ordered.size} documents of at least {ordered[:1].sum():.0f} tokens in a "
+            f"window of {window}; give one or more documents, lengths and window 1 or more"
+        )
+    figure = _figure("Document lengths", height=6.8)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.25])
+    edges = np.geomspace(ordered[0] * 0.95, max(ordered[-1], window) * 1.05, 61)
+    above.hist(ordered, bins=edges.tolist(), color=BLUE)
+    above.set_ylabel("documents")
+    above.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    _title(above, f"{ordered.size:,} documents, {_tokens(ordered.sum())} tokens")
+
+    long = ordered >= window / 2
+    shares = []
+    for name, weights, colour in (
+        ("documents", np.ones_like(ordered), BLUE),
+        ("tokens", ordered, ORANGE),
+        ("attention work", ordered**2, VERMILION),
+    ):
+        cumulative = np.cumsum(weights) / weights.sum()
+        below.step(ordered, cumulative, where="post", color=colour, lw=2.2, label=name)
+        shares.append(f"{weights[long].sum() / weights.sum():.1%} of the {name}")
+    below.set_ylabel("share up to this length")
+    below.set_ylim(0, 1.03)
+    below.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _title(below, f"Half a window and longer: {', '.join(shares)}")
+    for axes in (above, below):
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(edges[0], edges[-1])
+        axes.grid(axis="y", color=GREY, lw=0.8)
+        axes.set_axisbelow(True)
+        axes.axvspan(window / 2, edges[-1], color=GREY, lw=0, zorder=0)
+        axes.axvline(window, color=INK, lw=1.2, ls="--", zorder=1)
+    below.xaxis.set_major_locator(LogLocator(base=2, numticks=24))
+    below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
+    below.xaxis.set_minor_formatter(NullFormatter())
+    below.set_xlabel("document length d (tokens, log scale)")
+    figure.legend(
+        handles=[
+            *below.get_lines()[:3],
+            Patch(color=GREY, label="half a window and longer"),
+            Line2D([], [], color=INK, lw=1.2, ls="--", label=f"window, {_tokens(window)} tokens"),
+        ],
+        loc="outside lower center",
+        ncols=5,
+    )
+    _save(figure, path)
+
+
+def plot_micro_batches(work: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
+    """The predicted work of each micro-batch, per packing (key), step and micro-batch.
+
+    Any unit: a packing is shown relative to its mean micro-batch. The heaviest micro-batch of a
+    step, which the others wait for, stands out. The imbalance degree ``max · N / Σ`` is the mean
+    over all steps given, also over those beyond ``MAX_BARS`` that are not drawn. Raises
+    :class:`ConfigError` if a packing has no work.
+    """
+    if not work:
+        raise ConfigError("there are no packings to plot; give the work of at least one")
+    figure = _figure("Work of each micro-batch (predicted)", height=1.4 + 1.75 * len(work))
+    panels = figure.subplots(len(work), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    highest = 0.0
+    for axes, (packing, steps) in zip(panels, work.items(), strict=True):
+        values = [np.asarray(step, dtype=np.float64) for step in steps]
+        if not values or not all(value.size and value.sum() for value in values):
+            raise ConfigError(
+                f"packing {packing!r} has a step without work; give each step its micro-batches"
+            )
+        mean = float(np.mean(np.concatenate(values)))
+        imbalance = float(np.mean([value.max() / value.mean() for value in values]))
+        num_bars = num_drawn = 0
+        for number, value in enumerate(values):
+            if number and num_bars + value.size > MAX_BARS:
+                break
+            num_bars += value.size
+            num_drawn += 1
+            width = 1 / (value.size + 1.5)  # The gap between two steps is 1.5 bars.
+            left, right = number - width * value.size / 2, number + width * value.size / 2
+            centres = left + width * (np.arange(value.size) + 0.5)
+            colours = [BLUE] * value.size
+            colours[int(value.argmax())] = VERMILION
+            axes.bar(centres, value / mean, width * 0.86, color=colours, zorder=2)
+            axes.hlines(value.mean() / mean, left, right, color=INK, lw=1.6, zorder=3)
+            highest = max(highest, float(value.max()) / mean)
+        drawn = f"; the first {num_drawn} are drawn" if num_drawn < len(values) else ""
+        over = f"mean of {len(values)} steps{drawn}" if len(values) > 1 else "one step"
+        _title(axes, f"{packing}: imbalance degree {imbalance:.3f} ({over})")
+        axes.set_ylabel("predicted work\n(overall mean = 1)")
+        axes.grid(axis="y", color=GREY, lw=0.8, zorder=0)
+        axes.margins(x=0.01)
+    panels[0].set_ylim(0, highest * 1.08)
+    panels[-1].set_xlabel("step, counted from the first one drawn")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
+    figure.legend(
+        handles=[
+            Patch(color=BLUE, label="micro-batch"),
+            Patch(color=VERMILION, label="heaviest of its step"),
+            Line2D([], [], color=INK, lw=1.6, label="mean of the step"),
+        ],
+        loc="outside lower center",
+        ncols=3,
+    )
+    _save(figure, path)
+
+
+def plot_timelines(
+    timelines: Mapping[str, Timeline], path: Path, title: str, measured: bool
+) -> None:
+    """What each pipeline rank does during a step, per packing (key), on one time axis.
+
+    ``measured`` says whether the times were recorded in a run or come from a replay, and the
+    picture says it. Raises :class:`ConfigError` if there is nothing to draw.
+    """
+    longest_us = max((timeline.step_us for timeline in timelines.values()), default=0.0)
+    if not longest_us:
+        raise ConfigError("there are no timelines to plot; give one that takes some time")
+    unit, unit_us = _time_unit(longest_us)
+    num_chunks = 1 + max(
+        interval.action.chunk
+        for timeline in timelines.values()
+        for rank in timeline.intervals
+        for interval in rank
+    )
+    rows = [len(timeline.intervals) for timeline in timelines.values()]
+    said = "measured" if measured else "simulated"
+    height = 1.5 + sum(0.55 + 0.34 * num_rows for num_rows in rows)
+    figure = _figure(f"{title} ({said})", height)
+    panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=rows)[:, 0]
+    for axes, (packing, timeline) in zip(panels, timelines.items(), strict=True):
+        step = timeline.step_us / unit_us
+        _title(axes, f"{packing}: step {step:.4g} {unit}, bubble {timeline.bubble_share:.1%}")
+        for rank, intervals in enumerate(timeline.intervals):
+            axes.broken_barh([(0, step)], (rank - 0.42, 0.84), facecolors=GREY, zorder=1)
+            axes.broken_barh(
+                [
+                    ((i.start_us - timeline.start_us) / unit_us, (i.stop_us - i.start_us) / unit_us)
+                    for i in intervals
+                ],
+                (rank - 0.42, 0.84),
+                facecolors=[_shade(i.action.kind, i.action.chunk, num_chunks) for i in intervals],
+                edgecolors="white",
+                linewidths=min(0.7, 50 / max(len(intervals), 1)),
+                zorder=2,
+            )
+            for i in intervals:
+                number = str(i.action.micro_batch)
+                # A digit is about 0.65 % of the picture wide.
+                if i.stop_us - i.start_us < (0.004 + 0.0065 * len(number)) * longest_us:
+                    continue
+                centre_us = (i.start_us + i.stop_us) / 2 - timeline.start_us
+                _, green, _ = _shade(i.action.kind, i.action.chunk, num_chunks)
+                axes.text(
+                    centre_us / unit_us, rank, number, ha="center", va="center_baseline",
+                    fontsize=8, zorder=3, color="white" if green < 0.5 else INK,
+                )  # fmt: skip
+        axes.axvline(step, color=INK, lw=1.2, zorder=4)
+        axes.set_ylim(len(timeline.intervals) - 0.5, -0.5)
+        axes.set_yticks(range(len(timeline.intervals)))
+        axes.set_ylabel("pipeline rank")
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    panels[-1].set_xlim(0, longest_us / unit_us * 1.01)
+    panels[-1].set_xlabel(f"time in the step, {said} ({unit})")
+    shades = ", darker: later chunk" if num_chunks > 1 else ""
+    figure.legend(
+        handles=[
+            Patch(color=_shade("F", num_chunks - 1, num_chunks), label=f"forward{shades}"),
+            Patch(color=_shade("B", num_chunks - 1, num_chunks), label=f"backward{shades}"),
+            Patch(color=GREY, label="bubble"),
+            Line2D([], [], color=INK, lw=1.2, label="end of the step"),
+        ],
+        loc="outside lower center",
+        ncols=4,
+    )
+    _save(figure, path)
+
+
+def _figure(title: str, height: float) -> Figure:
+    """1500 pixels wide for 10 inches: shown at 1000, text of 10 points is 14 pixels high."""
+    figure = Figure(figsize=(10, height), dpi=150, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    figure.suptitle(title, fontsize=13, fontweight="bold", color=INK)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(PALE_INK)
+        axes.tick_params(colors=PALE_INK, labelcolor=INK)
+    for legend in figure.legends:
+        legend.set_frame_on(False)
+    figure.savefig(path, format="png", dpi="figure")
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11.5, color=INK)
+
+
+def _shade(kind: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
+    """The kind's colour, mixed with white for all chunks but the last. Dark where green is low."""
+    colour = to_rgb(BLUE if kind == "F" else ORANGE)
+    share = 1.0 - 0.5 * (num_chunks - 1 - chunk) / max(num_chunks - 1, 1)
+    red, green, blue = (1.0 - share * (1.0 - value) for value in colour)
+    return red, green, blue
+
+
+def _tokens(count: float) -> str:
+    """64, 2K, 128K, 1.5M: in powers of 1024, as window sizes are named."""
+    for size, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:.3g}"
+
+
+def _time_unit(longest_us: float) -> tuple[str, float]:
+    for unit, unit_us in (("s", 1e6), ("ms", 1e3)):
+        if longest_us >= 2 * unit_us:
+            return unit, unit_us
+    return "µs", 1.0

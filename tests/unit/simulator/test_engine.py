@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.simulator.engine import (
+    Interval,
+    Timeline,
+    replay,
+    split_stages,
+    start_stop_us,
+)
+from megatron_wlb.simulator.order import Action, dataflow, one_f_one_b, schedule
+
+F, B = "F", "B"
+
+
+def uniform(sizes, time_us):
+    pp_size, vpp_size, num_micro_batches, *_ = sizes
+    return [[[time_us] * num_micro_batches] * vpp_size] * pp_size
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 9])
+def test_replay_of_equal_micro_batches_is_the_closed_form_of_1f1b(pp_size, num_micro_batches):
+    """Step (N + P - 1)·(f + b), so the bubble is (P - 1)/N of the ideal time."""
+    sizes = (pp_size, 1, num_micro_batches)
+    timeline = replay(schedule(*sizes), uniform(sizes, 3.0), uniform(sizes, 7.0))
+    ideal_us = num_micro_batches * 10.0
+    assert timeline.step_us == ideal_us + (pp_size - 1) * 10.0
+    assert timeline.busy_us == (ideal_us,) * pp_size
+    bubble_us = timeline.bubble_share * timeline.step_us
+    assert bubble_us / ideal_us == pytest.approx((pp_size - 1) / num_micro_batches, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 2, 2), (2, 3, 6), (3, 2, 9), (4, 2, 4), (4, 2, 16), (4, 4, 8), (8, 2, 16), (4, 2, 12, 6)],
+)
+def test_replay_of_equal_micro_batches_is_the_closed_form_of_interleaved(sizes):
+    """The bubble shrinks to (P - 1)/(V·N) of the ideal time."""
+    pp_size, vpp_size, num_micro_batches, *_ = sizes
+    timeline = replay(schedule(*sizes), uniform(sizes, 3.0), uniform(sizes, 7.0))
+    ideal_us = vpp_size * num_micro_batches * 10.0
+    assert timeline.step_us == ideal_us + (pp_size - 1) * 10.0
+    bubble_us = timeline.bubble_share * timeline.step_us
+    expected = (pp_size - 1) / (vpp_size * num_micro_batches)
+    assert bubble_us / ideal_us == pytest.approx(expected, rel=1e-12)
+
+
+def test_replay_shows_the_heavy_micro_batch_on_every_stage():
+    """By hand: 2 ranks, 3 micro-batches, backward twice the forward, the middle one heavy."""
+    times = [[[1.0, 4.0, 1.0]]] * 2
+    doubled = [[[2.0, 8.0, 2.0]]] * 2
+    timeline = replay(one_f_one_b(2, 3), times, doubled, p2p_us=0.5)
+
+    def intervals(rank):
+        return [(str(i.action), i.start_us, i.stop_us) for i in timeline.intervals[rank]]
+
+    assert intervals(0) == [
+        ("F0.0", 0.0, 1.0),
+        ("F0.1", 1.0, 5.0),
+        ("B0.0", 5.0, 7.0),
+        ("F0.2", 7.0, 8.0),
+        ("B0.1", 18.0, 26.0),
+        ("B0.2", 26.0, 28.0),
+    ]
+    assert intervals(1) == [
+        ("F0.0", 1.5, 2.5),
+        ("B0.0", 2.5, 4.5),
+        ("F0.1", 5.5, 9.5),
+        ("B0.1", 9.5, 17.5),
+        ("F0.2", 17.5, 18.5),
+        ("B0.2", 18.5, 20.5),
+    ]
+    assert timeline.step_us == 28.0
+    assert timeline.busy_us == (18.0, 18.0)
+    assert timeline.bubble_share == 1 - 36 / 56
+
+
+def longest_path(order, times, p2p_us):
+    """The longest of all paths through the actions, by trying every one of them."""
+    pp_size = len(order)
+    stages = pp_size * (1 + max(a.chunk for a in order[0]))
+    nodes = {
+        (action.kind, action.chunk * pp_size + rank, action.micro_batch): rank
+        for rank, actions in enumerate(order)
+        for action in actions
+    }
+    after = {node: [] for node in nodes}
+    for rank, actions in enumerate(order):
+        names = [(a.kind, a.chunk * pp_size + rank, a.micro_batch) for a in actions]
+        for one, other in pairwise(names):
+            after[one].append((other, 0.0))
+    for kind, stage, micro_batch in nodes:
+        last = stage == stages - 1
+        if kind == F:
+            consumer = (B, stage, micro_batch) if last else (F, stage + 1, micro_batch)
+        elif stage:
+            consumer = (B, stage - 1, micro_batch)
+        else:
+            continue
+        crosses = nodes[consumer] != nodes[kind, stage, micro_batch]
+        after[kind, stage, micro_batch].append((consumer, p2p_us if crosses else 0.0))
+
+    def length_from(node):
+        kind, stage, micro_batch = node
+        time_us = times[kind][stage % pp_size][stage // pp_size][micro_batch]
+        return time_us + max((gap + length_from(n) for n, gap in after[node]), default=0.0)
+
+    return max(length_from(node) for node in nodes)
+
+
+SMALL = [(1, 1, 3), (2, 1, 1), (2, 1, 4), (3, 1, 2), (3, 1, 3), (4, 1, 2), (2, 2, 2), (3, 2, 3)]
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(st.sampled_from(SMALL), st.integers(0, 40), st.data())
+def test_replay_takes_as_long_as_the_longest_path(sizes, p2p_us, data):
+    pp_size, vpp_size, num_micro_batches = sizes
+    count = pp_size * vpp_size * num_micro_batches
+    # Whole µs, so that sums in any order are exact.
+    one_kind = st.lists(st.integers(0, 100), min_size=count, max_size=count)
+    times = {}
+    for kind in (F, B):
+        flat = iter(data.draw(one_kind))
+        times[kind] = [
+            [[float(next(flat)) for _ in range(num_micro_batches)] for _ in range(vpp_size)]
+            for _ in range(pp_size)
+        ]
+    order = schedule(*sizes)
+    timeline = replay(order, times[F], times[B], p2p_us)
+    last_stop_us = max(rank[-1].stop_us for rank in timeline.intervals)
+    assert last_stop_us == longest_path(order, times, p2p_us)
+    for rank, intervals in enumerate(timeline.intervals):
+        assert [i.action for i in intervals] == order[rank]
+        assert timeline.busy_us[rank] == sum(map(sum, times[F][rank] + times[B][rank]))
+        for before, after in pairwise(intervals):
+            assert before.stop_us <= after.start_us
+    assert 0.0 <= timeline.bubble_share <= 1.0
+
+
+def test_start_stop_us_is_what_replay_shows():
+    sizes = (3, 2, 4, 4)
+    order = schedule(*sizes)
+    forward = [[[r + 2.0 * c + m * m for m in range(4)] for c in range(2)] for r in range(3)]
+    backward = [[[5.0 * r + c + 3.0 * m for m in range(4)] for c in range(2)] for r in range(3)]
+    tasks = dataflow(order)
+    times = start_stop_us(tasks, 3, forward, backward, 1.5)
+    for rank, intervals in enumerate(replay(order, forward, backward, 1.5).intervals):
+        mine = [pair for task, pair in zip(tasks, times, strict=True) if task.rank == rank]
+        assert mine == [(i.start_us, i.stop_us) for i in intervals]
+
+
+def test_timeline_may_be_recorded_and_start_at_any_time():
+    timeline = Timeline(
+        (
+            (Interval(100.0, 103.0, Action(F, 0, 0)), Interval(110.0, 117.0, Action(B, 0, 0))),
+            (Interval(104.0, 109.0, Action(F, 0, 0)), Interval(109.0, 110.0, Action(B, 0, 0))),
+        )
+    )
+    assert (timeline.start_us, timeline.step_us, timeline.busy_us) == (100.0, 17.0, (10.0, 6.0))
+    assert timeline.bubble_share == 1 - 16 / 34
+
+
+def test_timeline_without_actions_has_no_bubble():
+    assert Timeline(((), ())).bubble_share == 0.0
+    assert replay([], [], []).step_us == 0.0
+
+
+def test_replay_names_times_that_do_not_fit():
+    order = one_f_one_b(2, 3)
+    good, short = [[[1.0] * 3]] * 2, [[[1.0] * 3], [[1.0] * 2]]
+    for forward, backward, name in ((short, good, "forward_us"), (good, short, "backward_us")):
+        with pytest.raises(PlanError, match=rf"{name} does not fit .*\[2\]\[1\]\[3\]"):
+            replay(order, forward, backward)
+    with pytest.raises(PlanError, match="forward_us"):
+        replay(order, good[:1], good)
+    with pytest.raises(PlanError, match="forward_us"):
+        replay(order, [[[1.0] * 3] * 2] * 2, good)
+
+
+def test_split_stages_keeps_the_work_and_the_order_of_virtual_stages():
+    measured = [[[4.0, 10.0], [6.0, 2.0]], [[8.0, 12.0], [20.0, 14.0]]]  # 2 ranks of 2 chunks
+    split = split_stages(measured, 2)
+    assert split == [
+        [[2.0, 5.0], [3.0, 1.0]],
+        [[2.0, 5.0], [3.0, 1.0]],
+        [[4.0, 6.0], [10.0, 7.0]],
+        [[4.0, 6.0], [10.0, 7.0]],
+    ]
+    # Along the virtual stages c * pp_size + r, the parts of one stage follow one another.
+    along = [split[r][c][0] for c in range(2) for r in range(4)]
+    assert along == [2.0, 2.0, 4.0, 4.0, 3.0, 3.0, 10.0, 10.0]
+    assert split_stages(measured, 1) == measured
+
+
+def test_split_stages_feeds_a_replay_of_the_longer_pipeline():
+    forward, backward = [[[2.0] * 6], [[2.0] * 6]], [[[4.0] * 6], [[4.0] * 6]]
+    timeline = replay(one_f_one_b(4, 6), split_stages(forward, 2), split_stages(backward, 2))
+    assert timeline.step_us == (6 + 3) * 3.0
+
+
+def test_split_stages_refuses_no_parts():
+    with pytest.raises(ConfigError, match="0 parts"):
+        split_stages([[[1.0]]], 0)
