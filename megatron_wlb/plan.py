@@ -62,9 +62,7 @@ class Document:
         """
         assert 0 < at < self.length, (at, self.length)
         head = replace(self, length=at, ends=False)
-        tail = replace(
-            self, offset=self.offset + at, length=self.length - at, step=tail_step
-        )
+        tail = replace(self, offset=self.offset + at, length=self.length - at, step=tail_step)
         return head, tail
 
     def as_list(self) -> list[int]:

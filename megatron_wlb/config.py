@@ -1,0 +1,326 @@
+"""One tree of settings: the command line, its help, the YAML file and the defaults all come
+from the dataclasses below.
+
+Names and meanings are Megatron's (``--num-layers`` is ``Config.model.num_layers``); ours begin
+with ``wlb_``. A setting of the YAML file (``--wlb-config``) is the flag's name without dashes in
+front; the command line goes before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+
+from megatron_wlb.errors import ConfigError
+
+
+def setting(default: Any, help: str) -> Any:
+    """A dataclass field with the text that ``--help`` shows."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the GPT."""
+
+    num_layers: int = setting(4, "transformer layers")
+    hidden_size: int = setting(64, "hidden size")
+    ffn_hidden_size: int | None = setting(None, "MLP size; 4 × hidden if not given")
+    num_attention_heads: int = setting(4, "query heads")
+    group_query_attention: bool = setting(False, "grouped-query attention")
+    num_query_groups: int = setting(1, "key/value heads with --group-query-attention")
+    kv_channels: int | None = setting(None, "head dimension; hidden ÷ heads if not given")
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = setting(
+        "rope", "positions count from the start of each document"
+    )
+    max_position_embeddings: int | None = setting(
+        None, "rows of learned positions; at least --seq-length"
+    )
+    rotary_base: int = setting(10000, "base of the rotary angles")
+    rotary_percent: float = setting(1.0, "share of the head dimension that is rotated")
+    rotary_interleaved: bool = setting(False, "rotate even/odd pairs instead of halves")
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "kind of layer norm")
+    norm_epsilon: float = setting(1e-5, "epsilon of the layer norm")
+    qk_layernorm: bool = setting(False, "normalise queries and keys")
+    swiglu: bool = setting(False, "gated MLP with SiLU")
+    disable_bias_linear: bool = setting(False, "no bias in linear layers")
+    add_qkv_bias: bool = setting(False, "bias in the QKV projection only")
+    untie_embeddings_and_output_weights: bool = setting(False, "separate output weights")
+    make_vocab_size_divisible_by: int = setting(128, "vocabulary is padded to this × TP")
+    hidden_dropout: float = setting(0.0, "dropout after attention and MLP")
+    attention_dropout: float = setting(0.0, "must be 0: packed attention has no dropout")
+    init_method_std: float = setting(0.02, "standard deviation of initial weights")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is laid out over the processes that torchrun starts."""
+
+    tensor_model_parallel_size: int = setting(1, "TP")
+    pipeline_model_parallel_size: int = setting(1, "PP")
+    num_virtual_stages_per_pipeline_rank: int | None = setting(
+        None, "VPP: model chunks a pipeline rank (interleaved 1F1B)"
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
+        None, "micro-batches that a chunk runs in a row with VPP; PP if not given"
+    )
+    context_parallel_size: int = setting(1, "CP; only 1 is supported yet")
+    sequence_parallel: bool = setting(False, "shard norms and residuals over TP")
+    no_overlap_p2p_communication: bool = setting(
+        False, "with VPP: do not overlap pipeline communication with computation"
+    )
+    use_distributed_optimizer: bool = setting(False, "shard optimizer state over DP")
+    overlap_grad_reduce: bool = setting(False, "reduce gradients during the backward pass")
+    distributed_backend: Literal["nccl", "gloo"] | None = setting(
+        None, "nccl on GPUs, gloo on CPUs if not given"
+    )
+    distributed_timeout_minutes: int = setting(10, "after which a collective gives up")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batch, precision, optimizer and schedule."""
+
+    micro_batch_size: int = setting(1, "windows a micro-batch; must be 1, lengths vary instead")
+    global_batch_size: int = setting(
+        8, "windows of tokens that arrive a step; also N, its number of micro-batches over DP"
+    )
+    train_iters: int = setting(100, "steps to train; less if --wlb-epochs ends the data before")
+    exit_interval: int | None = setting(None, "leave at a step that this divides, after saving")
+    seed: int = setting(1234, "seed of weights, dropout and document order")
+    bf16: bool = setting(False, "bfloat16 weights and activations, fp32 master weights")
+    recompute_granularity: Literal["full", "selective"] | None = setting(
+        None, "recompute activations in the backward pass"
+    )
+    recompute_method: Literal["uniform", "block"] | None = setting(None, "with full recompute")
+    recompute_num_layers: int | None = setting(None, "with full recompute")
+    optimizer: Literal["adam", "sgd"] = setting("adam", "optimizer")
+    lr: float = setting(1e-3, "peak learning rate")
+    min_lr: float = setting(0.0, "learning rate after decay")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = setting("cosine", "decay")
+    lr_decay_iters: int | None = setting(None, "steps of the decay; --train-iters if not given")
+    lr_warmup_iters: int = setting(0, "steps of linear warm-up")
+    weight_decay: float = setting(0.01, "decoupled weight decay")
+    adam_beta1: float = setting(0.9, "Adam's β₁")
+    adam_beta2: float = setting(0.95, "Adam's β₂")
+    adam_eps: float = setting(1e-8, "Adam's ε")
+    sgd_momentum: float = setting(0.9, "momentum of SGD")
+    clip_grad: float = setting(1.0, "global gradient norm is clipped to this; 0 is off")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Documents."""
+
+    data_path: tuple[str, ...] = setting((), "prefixes of Megatron .bin/.idx corpora")
+    split: str = setting("969,30,1", "shares of documents for training, validation and test")
+    seq_length: int = setting(8192, "the window, in tokens")
+    vocab_size: int | None = setting(None, "vocabulary; read from PREFIX.json if it is there")
+    eval_interval: int = setting(0, "evaluate every so many steps; 0 is never")
+    eval_iters: int = setting(4, "steps an evaluation")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = setting(None, "folder to save checkpoints in")
+    load: str | None = setting(None, "folder to resume from; an empty one starts afresh")
+    save_interval: int | None = setting(None, "save every so many steps; also at the end")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is written where."""
+
+    log_interval: int = setting(1, "log every so many steps")
+    tensorboard_dir: str | None = setting(None, "folder for TensorBoard")
+
+
+@dataclass(frozen=True)
+class WlbConfig:
+    """Workload balance: everything that stock Megatron does not have."""
+
+    wlb_packing: Literal["original", "wlb", "hold"] = setting(
+        "hold",
+        "original: Megatron's fixed windows. wlb: Algorithm 1 of WLB-LLM, with delay queues. "
+        "hold: holds back the fewest heaviest documents",
+    )
+    wlb_max_tokens: int | None = setting(
+        None, "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given"
+    )
+    wlb_queue_thresholds: tuple[int, ...] = setting(
+        (), "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given"
+    )
+    wlb_hold_tau: float = setting(1.0, "`hold`: how heavy a document may be against the mean")
+    wlb_max_age: int = setting(12, "steps after which a delayed document runs whatever it costs")
+    wlb_long_documents: Literal["split", "truncate", "error"] = setting(
+        "split", "what becomes of documents longer than the window"
+    )
+    wlb_epochs: int | None = setting(None, "end after so many passes over the data, all trained")
+    wlb_cost: str = setting(
+        "analytic", "analytic: from the model's shape. measured: timed at start. Or a JSON file"
+    )
+    wlb_device: Literal["auto", "cuda", "cpu"] = setting(
+        "auto", "cpu runs Megatron under the CPU emulation; auto never does where a GPU is"
+    )
+    wlb_verify_plan_interval: int = setting(
+        1, "compare the plan's digest over all ranks every so many steps; 0 is never"
+    )
+    wlb_verify_shapes: bool = setting(
+        False, "debug: also exchange shapes as stock Megatron does, and compare"
+    )
+    wlb_metrics: str | None = setting(None, "file for one JSON line a step")
+    wlb_config: str | None = setting(None, "YAML file of settings, under the command line")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a training run is told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    wlb: WlbConfig = field(default_factory=WlbConfig)
+
+    def flat(self) -> dict[str, Any]:
+        """Settings by name, JSON-able: what is saved with a run."""
+        return {k: v for group in dataclasses.asdict(self).values() for k, v in group.items()}
+
+
+def _groups() -> dict[str, type]:
+    return typing.get_type_hints(Config)
+
+
+def flag_of(name: str) -> str:
+    """``num_layers`` -> ``--num-layers``."""
+    return "--" + name.replace("_", "-")
+
+
+@cache
+def megatron_flags() -> frozenset[str]:
+    """Every flag of Megatron-LM's ``pretrain_gpt.py`` at core_v0.16.1, for better errors."""
+    text = resources.files("megatron_wlb.runtime").joinpath("megatron_flags_core_v0.16.1.txt")
+    return frozenset(text.read_text().split())
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises :class:`ConfigError` instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _type_options(hint: Any) -> dict[str, Any]:
+    """Argparse options for an annotated type."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (a for a in typing.get_args(hint) if a is not types.NoneType)
+    if hint is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    if typing.get_origin(hint) is tuple:
+        return {"nargs": "+", "type": typing.get_args(hint)[0], "metavar": "X"}
+    return {"type": hint, "metavar": {int: "N", float: "X", str: "TEXT"}[hint]}
+
+
+def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """The parser of all settings, grouped as the tree is."""
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    for group_name, group_type in _groups().items():
+        group = parser.add_argument_group(group_name, group_type.__doc__)
+        hints = typing.get_type_hints(group_type)
+        for f in dataclasses.fields(group_type):
+            shown = "" if f.default in (None, False, ()) else f" (default: {f.default})"
+            group.add_argument(
+                flag_of(f.name),
+                dest=f.name,
+                default=argparse.SUPPRESS,
+                help=f.metadata["help"].replace("%", "%%") + shown,
+                **_type_options(hints[f.name]),
+            )
+    return parser
+
+
+def _reject_unknown(flags: Sequence[str]) -> None:
+    """Raises for the first flag that is not ours, saying whether it is Megatron's."""
+    known = {"--help"} | {
+        flag_of(f.name) for g in _groups().values() for f in dataclasses.fields(g)
+    }
+    for flag in flags:
+        name = flag.split("=")[0]
+        if name.startswith("--") and name not in known:
+            if name in megatron_flags():
+                raise ConfigError(
+                    f"{name} is a Megatron flag that this trainer does not honour; leave it out, "
+                    "or train with Megatron-LM's own pretrain_gpt.py"
+                )
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see --help"
+            raise ConfigError(f"unknown flag {name}{hint}")
+
+
+def parse(
+    argv: Sequence[str],
+    *,
+    prog: str = "python -m megatron_wlb.pretrain_gpt",
+    description: str = "Trains a GPT on Megatron-core with workload-balanced micro-batches.",
+) -> Config:
+    """Settings from a command line (and from the YAML file that it names).
+
+    Raises:
+        ConfigError: an unknown flag (the nearest one is named), a Megatron flag that is not
+            honoured, a bad value, or an unknown key in the file.
+    """
+    parser = build_parser(prog, description)
+    _reject_unknown(argv)
+    values = vars(parser.parse_args(argv))
+    if "wlb_config" in values:
+        values = {**vars(parser.parse_args(_yaml_arguments(values["wlb_config"]))), **values}
+    return from_flat(values)
+
+
+def _yaml_arguments(path: str) -> list[str]:
+    """The YAML file as if it had been written on the command line: one set of rules for both."""
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--wlb-config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--wlb-config {path}: expected settings as `name: value`")
+    arguments: list[str] = []
+    for key, value in content.items():
+        flag = flag_of(str(key).lstrip("-"))
+        if value is True:
+            arguments.append(flag)
+        elif value not in (None, False):
+            values = value if isinstance(value, list) else [value]
+            arguments += [flag, *map(str, values)]
+    _reject_unknown(arguments)
+    return arguments
+
+
+def from_flat(values: dict[str, Any]) -> Config:
+    """A :class:`Config` from settings by name; what is missing keeps its default."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    groups = {
+        name: group(
+            **{f.name: values[f.name] for f in dataclasses.fields(group) if f.name in values}
+        )
+        for name, group in _groups().items()
+    }
+    return Config(**groups)

@@ -1,0 +1,197 @@
+"""Combinations of settings that cannot run, refused before any work is lost.
+
+Each guard names the value, the limit and the remedy. Some of what is refused here Megatron would
+run and silently compute something else.
+"""
+
+from __future__ import annotations
+
+from megatron_wlb.config import Config
+from megatron_wlb.errors import ConfigError
+
+
+def check(config: Config, world_size: int) -> None:
+    """Checks settings against each other and against the number of processes.
+
+    Raises:
+        ConfigError: the first thing that cannot run.
+    """
+    _check_layout(config, world_size)
+    _check_model(config)
+    _check_batch(config)
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """DP: what is left of the world after TP, CP and PP."""
+    p = config.parallel
+    return world_size // (
+        p.tensor_model_parallel_size * p.context_parallel_size * p.pipeline_model_parallel_size
+    )
+
+
+def _check_layout(config: Config, world_size: int) -> None:
+    p, m = config.parallel, config.model
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    ):
+        if getattr(p, name) < 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(p, name)}; it must be at least 1"
+            )
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    if p.context_parallel_size != 1:
+        raise ConfigError(
+            f"--context-parallel-size is {p.context_parallel_size}, but only 1 is supported yet; "
+            "use --tensor-model-parallel-size with --sequence-parallel to spread long documents"
+        )
+    if world_size % (tp * pp):
+        raise ConfigError(
+            f"{world_size} processes were started, but TP {tp} × PP {pp} = {tp * pp} does not "
+            f"divide that; start a multiple of {tp * pp} (torchrun --nproc-per-node)"
+        )
+    if pp > m.num_layers:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size is {pp}, but there are only {m.num_layers} layers; "
+            f"use at most {m.num_layers} stages"
+        )
+    vpp = p.num_virtual_stages_per_pipeline_rank
+    if vpp is not None:
+        if pp == 1:
+            raise ConfigError(
+                f"--num-virtual-stages-per-pipeline-rank is {vpp}, but there is no pipeline; "
+                "leave it out or use --pipeline-model-parallel-size of at least 2"
+            )
+        if vpp < 2:
+            raise ConfigError(
+                f"--num-virtual-stages-per-pipeline-rank is {vpp}; use at least 2, or leave it out"
+            )
+    chunks = pp * (vpp or 1)
+    if m.num_layers % chunks:
+        raise ConfigError(
+            f"--num-layers is {m.num_layers}, which PP {pp} × VPP {vpp or 1} = {chunks} model "
+            f"chunks do not divide; use a multiple of {chunks}"
+        )
+    if p.sequence_parallel and tp == 1:
+        raise ConfigError(
+            "--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out"
+        )
+
+
+def _check_model(config: Config) -> None:
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(m, name) < 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(m, name)}; it must be at least 1"
+            )
+    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+        raise ConfigError(
+            f"--hidden-size {m.hidden_size} is not divisible by --num-attention-heads "
+            f"{m.num_attention_heads}; change one of them or give --kv-channels"
+        )
+    head_dim = m.kv_channels or m.hidden_size // m.num_attention_heads
+    if m.position_embedding_type == "rope" and head_dim % 2:
+        raise ConfigError(
+            f"rotary positions need an even head dimension, but it is {head_dim}; change "
+            "--kv-channels or --num-attention-heads"
+        )
+    for name, value in (
+        ("num-attention-heads", m.num_attention_heads),
+        ("ffn-hidden-size", m.ffn_hidden_size or 4 * m.hidden_size),
+        ("num-query-groups", m.num_query_groups if m.group_query_attention else tp),
+    ):
+        if value % tp:
+            raise ConfigError(
+                f"--{name} is {value}, which TP {tp} does not divide; use a multiple of {tp}"
+            )
+    if m.group_query_attention and m.num_attention_heads % m.num_query_groups:
+        raise ConfigError(
+            f"--num-attention-heads {m.num_attention_heads} is not divisible by "
+            f"--num-query-groups {m.num_query_groups}"
+        )
+    if config.parallel.sequence_parallel and m.hidden_size % tp:
+        raise ConfigError(f"--hidden-size {m.hidden_size} is not divisible by TP {tp}")
+    if m.attention_dropout:
+        raise ConfigError(
+            f"--attention-dropout is {m.attention_dropout}, but packed attention has none; set it "
+            "to 0 (long-context pretraining recipes do)"
+        )
+    if not 0 <= m.hidden_dropout < 1:
+        raise ConfigError(f"--hidden-dropout is {m.hidden_dropout}; it must be in [0, 1)")
+    rows = m.max_position_embeddings
+    if rows is not None and rows < config.data.seq_length:
+        raise ConfigError(
+            f"--max-position-embeddings is {rows}, below --seq-length {config.data.seq_length}; "
+            "documents reach the window's length"
+        )
+
+
+def _check_batch(config: Config) -> None:
+    t, d, w = config.training, config.data, config.wlb
+    if d.seq_length < 2:
+        raise ConfigError(
+            f"--seq-length is {d.seq_length}; a window needs at least 2 tokens, one to predict "
+            "the other"
+        )
+    if t.micro_batch_size != 1:
+        raise ConfigError(
+            f"--micro-batch-size is {t.micro_batch_size}; use 1: a micro-batch is one packed row "
+            "whose length follows its work (raise --seq-length for more tokens)"
+        )
+    for name in ("global_batch_size", "train_iters"):
+        if getattr(t, name) < 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(t, name)}; it must be at least 1"
+            )
+    if w.wlb_max_tokens is not None and w.wlb_max_tokens < d.seq_length:
+        raise ConfigError(
+            f"--wlb-max-tokens is {w.wlb_max_tokens}, below --seq-length {d.seq_length}; a "
+            "document of a whole window would fit nowhere: use at least the window, better twice"
+        )
+    if t.recompute_granularity == "full" and t.recompute_method is None:
+        raise ConfigError(
+            "--recompute-granularity full needs --recompute-method uniform or block (and "
+            "--recompute-num-layers)"
+        )
+    if t.recompute_granularity == "full" and t.recompute_num_layers is None:
+        raise ConfigError("--recompute-granularity full needs --recompute-num-layers, e.g. 1")
+    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
+        raise ConfigError("--save-interval is given without --save FOLDER")
+    if (config.checkpoint.save_interval or 1) < 1:
+        raise ConfigError(
+            f"--save-interval is {config.checkpoint.save_interval}; it must be at least 1"
+        )
+
+
+def check_micro_batches(config: Config, world_size: int) -> int:
+    """Micro-batches of each data-parallel rank, M.
+
+    Raises:
+        ConfigError: DP does not divide the global batch, or the interleaved schedule cannot
+            run M micro-batches.
+    """
+    dp = data_parallel_size(config, world_size)
+    n = config.training.global_batch_size
+    if n % dp:
+        raise ConfigError(
+            f"--global-batch-size is {n}, which DP {dp} does not divide; every data-parallel rank "
+            f"runs the same number of micro-batches: use a multiple of {dp}"
+        )
+    num_micro_batches = n // dp
+    if config.parallel.num_virtual_stages_per_pipeline_rank is not None:
+        pp = config.parallel.pipeline_model_parallel_size
+        group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or pp
+        if not pp <= group <= num_micro_batches:
+            raise ConfigError(
+                f"--microbatch-group-size-per-virtual-pipeline-stage is {group}; it must lie "
+                f"between PP {pp} and the {num_micro_batches} micro-batches of a rank"
+            )
+        if 0 < num_micro_batches % group < pp:
+            raise ConfigError(
+                f"{num_micro_batches} micro-batches a rank leave {num_micro_batches % group} after "
+                f"groups of {group}; the remainder must be 0 or at least PP {pp}: change "
+                "--global-batch-size"
+            )
+    return num_micro_batches

@@ -1,0 +1,54 @@
+"""Settings -> Megatron's optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_wlb.config import Config
+from megatron_wlb.runtime.model import Model
+
+
+def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamScheduler]:
+    """Megatron's optimizer over the model's chunks, and its schedule counted in samples.
+
+    A sample is a window, of which ``global_batch_size`` arrive a step; so a schedule keeps its
+    meaning whatever the number of tokens that a balanced step runs.
+    """
+    training = config.training
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=training.optimizer,
+            lr=training.lr,
+            min_lr=training.min_lr,
+            weight_decay=training.weight_decay,
+            bf16=training.bf16,
+            params_dtype=model.config.params_dtype,
+            adam_beta1=training.adam_beta1,
+            adam_beta2=training.adam_beta2,
+            adam_eps=training.adam_eps,
+            sgd_momentum=training.sgd_momentum,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            clip_grad=training.clip_grad,
+        ),
+        model.chunks,
+        use_gloo_process_groups=False,
+    )
+    model.config.grad_scale_func = optimizer.scale_loss
+    batch = training.global_batch_size
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=training.lr,
+        min_lr=training.min_lr,
+        lr_warmup_steps=training.lr_warmup_iters * batch,
+        lr_decay_steps=(training.lr_decay_iters or training.train_iters) * batch,
+        lr_decay_style=training.lr_decay_style,
+        start_wd=training.weight_decay,
+        end_wd=training.weight_decay,
+        wd_incr_steps=training.train_iters * batch,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler

@@ -1,0 +1,156 @@
+"""One step of a plan through Megatron's own schedules: losses, gradients, nothing else.
+
+The loss is Σ token losses ÷ Σ labelled tokens over all micro-batches and data-parallel ranks,
+never a mean of means: ``calculate_per_token_loss`` makes Megatron sum gradients and divide once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.runtime.batch import Batch, BatchBuilder
+from megatron_wlb.runtime.communicator import PlanCommunicator
+from megatron_wlb.runtime.model import Model
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Over all data-parallel ranks; on every rank."""
+
+    loss_sum: float
+    """Σ token losses, in nats."""
+    num_targets: int
+
+    @property
+    def mean(self) -> float:
+        return self.loss_sum / max(self.num_targets, 1)
+
+
+def loss_function(
+    batch: Batch, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Megatron's loss protocol: (Σ losses, number of tokens, what to report).
+
+    Args:
+        batch: of the last stage.
+        losses: ``[1, T]`` per token.
+    """
+    assert batch.loss_mask is not None
+    loss_sum = (losses.float() * batch.loss_mask).sum()
+    num_targets = torch.tensor(batch.plan.num_targets, dtype=torch.int, device=losses.device)
+    return loss_sum, num_targets, loss_sum.detach()
+
+
+def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Megatron's ``forward_step_func``: runs the next micro-batch of this chunk."""
+    batch = next(batches)
+    output = model(
+        input_ids=batch.tokens,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        labels=batch.labels,
+        packed_seq_params=batch.packed_seq_params,
+    )
+    return output, partial(loss_function, batch)
+
+
+class StepRunner:
+    """Runs plans on a model: batches, shapes, schedule, loss.
+
+    Args:
+        model: this rank's chunks.
+        batches: builds this stage's tensors.
+        verify_shapes: also exchange shapes as stock Megatron does, and compare.
+        verify_plan_interval: compare the plan's digest over all ranks every so many steps.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        batches: BatchBuilder,
+        *,
+        verify_shapes: bool = False,
+        verify_plan_interval: int = 1,
+    ) -> None:
+        self.model = model
+        self.batches = batches
+        self.communicator = PlanCommunicator(model.groups.pp, model.config, verify_shapes)
+        self.verify_plan_interval = verify_plan_interval
+        self._schedule = get_forward_backward_func()
+
+    def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
+        """Forward (and backward) of one step; gradients are left in the model, reduced.
+
+        Raises:
+            PlanError: ranks disagree, or the plan does not fit the layout.
+        """
+        self._check(plan)
+        model = self.model
+        micro_batches = plan.micro_batches[model.groups.dp.rank()]
+        shards = model.config.context_parallel_size
+        if model.config.sequence_parallel:
+            shards *= model.config.tensor_model_parallel_size
+        self.communicator.begin(
+            [m.padded_length // shards for m in micro_batches],
+            forward_only=forward_only,
+            label=f"step {plan.step}",
+        )
+        iterators = [
+            self.batches.iterate(micro_batches, first=gpt.pre_process, last=gpt.post_process)
+            for gpt in model.gpts
+        ]
+        reports: list[torch.Tensor] = self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators,
+            model=model.chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=max(m.padded_length for m in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            p2p_communicator=self.communicator,
+            pg_collection=model.groups,
+        )
+        self.communicator.end()
+        # Last stage: Σ over its micro-batches; then over DP ranks, then to the other stages.
+        total = torch.zeros(1, dtype=torch.float64, device=self.batches.device)
+        for report in reports:
+            total += report
+        torch.distributed.all_reduce(total, group=model.groups.dp_cp)
+        last = torch.distributed.get_process_group_ranks(model.groups.pp)[-1]
+        torch.distributed.broadcast(total, src=last, group=model.groups.pp)
+        return StepLoss(float(total), plan.num_targets)
+
+    def _check(self, plan: StepPlan) -> None:
+        dp_size = self.model.groups.dp.size()
+        if len(plan.micro_batches) != dp_size:
+            raise PlanError(
+                f"step {plan.step}: the plan is for {len(plan.micro_batches)} data-parallel ranks, "
+                f"this run has {dp_size}"
+            )
+        if self.verify_plan_interval and plan.step % self.verify_plan_interval == 0:
+            verify_digest(plan, self.batches.device)
+
+
+def verify_digest(plan: StepPlan, device: str) -> None:
+    """Compares the plan's digest over all ranks, in one collective of 16 bytes.
+
+    Raises:
+        PlanError: on every rank, if any two differ.
+    """
+    value = int(plan.digest[:15], 16)
+    # max(x) and -min(x) in one reduction.
+    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(pair, op=torch.distributed.ReduceOp.MAX)
+    if int(pair[0]) != -int(pair[1]):
+        raise PlanError(
+            f"step {plan.step}: ranks hold different plans (this one {plan.digest[:12]}); they "
+            "must see the same corpus, flags, seed and packing state"
+        )

@@ -1,0 +1,274 @@
+"""Everything a training run holds, and its loop: plan, step, update, log, evaluate, save."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from megatron_wlb.config import Config
+from megatron_wlb.cost import DocumentCost
+from megatron_wlb.errors import CheckpointError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.planner import Planner
+from megatron_wlb.runtime import checkpoint, targets
+from megatron_wlb.runtime.batch import BatchBuilder
+from megatron_wlb.runtime.measure import measure_cost
+from megatron_wlb.runtime.model import Model, build_model, padded_vocab_size
+from megatron_wlb.runtime.optimizer import build_optimizer
+from megatron_wlb.runtime.planning import (
+    Corpora,
+    known_cost,
+    make_evaluation_planner,
+    make_planner,
+)
+from megatron_wlb.runtime.step import StepRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One training step, as it is logged: what ran, what came out, what it took."""
+
+    iteration: int
+    loss: float
+    """Σ token losses ÷ Σ labelled tokens, in nats."""
+    grad_norm: float
+    lr: float
+    tokens: int
+    targets: int
+    padding: int
+    imbalance: float
+    """Predicted, ``max · N / Σ`` over all micro-batches."""
+    delay_steps: float
+    waiting_documents: int
+    waiting_tokens: int
+    plan_ms: float
+    """Time to make the plan."""
+    step_ms: float
+    """Time of the whole step, plan and update included."""
+
+
+class Trainer:
+    """A run of the embedded trainer; Megatron's groups must exist (:func:`initialize`).
+
+    ``cost`` replaces what ``--wlb-cost`` would give, for runs that share a measured one.
+    """
+
+    def __init__(self, config: Config, device: str, *, cost: DocumentCost | None = None) -> None:
+        targets.check()
+        self.config = config
+        self.corpora = Corpora.open(config)
+        vocab_size = self.corpora.vocab_size
+        self.model: Model = build_model(config, vocab_size)
+        self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        self.runner = StepRunner(
+            self.model,
+            BatchBuilder(self.corpora.corpora, vocab_size, device),
+            verify_shapes=config.wlb.wlb_verify_shapes,
+            verify_plan_interval=config.wlb.wlb_verify_plan_interval,
+        )
+        self.iteration = 0
+        restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
+        if restored is None:
+            cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
+            self.cost = cost or self._measure()
+            self.planner = self._make_planner()
+        else:
+            self.iteration, state = restored
+            # The cost is restored, not measured again: other costs would make other plans.
+            self.cost = DocumentCost.from_dict(state["cost"])
+            self.planner = self._make_planner()
+            self.planner.load_state_dict(state["planner"])
+            logger.info(
+                "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
+            )
+
+    def _make_planner(self) -> Planner:
+        return make_planner(self.config, self.corpora, self.cost, self.model.groups.dp.size())
+
+    def _measure(self) -> DocumentCost:
+        fit = measure_cost(self.model, self.config.data.seq_length, self.corpora.vocab_size)
+        logger.info(
+            "measured cost: %s (relative error mean %.1f %%, max %.1f %%)",
+            {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()},
+            100 * fit.mean_error,
+            100 * fit.max_error,
+        )
+        return fit.cost
+
+    def train_step(self, plan: StepPlan) -> tuple[float, float, float]:
+        """Runs one plan and updates the weights; returns loss, gradient norm and learning rate."""
+        for chunk in self.model.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        loss = self.runner.run(plan)
+        _, grad_norm, _ = self.optimizer.step()
+        # Counted in windows, not in tokens: a schedule keeps its meaning under every packing.
+        self.scheduler.step(increment=self.config.training.global_batch_size)
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        # None with --clip-grad 0, which does not compute it.
+        return loss.mean, math.nan if grad_norm is None else float(grad_norm), lr
+
+    def evaluate(self) -> float:
+        """Mean loss over the first ``--eval-iters`` steps of the validation documents."""
+        planner = make_evaluation_planner(
+            self.config, self.corpora, self.cost, self.model.groups.dp.size()
+        )
+        for chunk in self.model.chunks:
+            chunk.eval()
+        loss_sum, num_targets = 0.0, 0
+        with torch.no_grad():
+            for _ in range(self.config.data.eval_iters):
+                plan = planner.next_plan()
+                if plan is None:
+                    break
+                loss = self.runner.run(plan, forward_only=True)
+                loss_sum, num_targets = loss_sum + loss.loss_sum, num_targets + loss.num_targets
+        return loss_sum / max(num_targets, 1)
+
+    def save(self) -> None:
+        """Writes a checkpoint after the present iteration."""
+        folder = checkpoint.save(
+            self.config,
+            self.iteration,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            {"planner": self.planner.state_dict(), "cost": self.cost.as_dict()},
+        )
+        logger.info("saved %s", folder)
+
+    def train(self) -> None:
+        """The loop. Ends at ``--train-iters``, ``--exit-interval``, or when the data end."""
+        training, data = self.config.training, self.config.data
+        saved = self.iteration
+        with RunLog(self.config) as log:
+            while self.iteration < training.train_iters:
+                start = time.monotonic()
+                plan = self.planner.next_plan()
+                if plan is None:
+                    logger.info(
+                        "all documents of the %s epochs are trained", self.config.wlb.wlb_epochs
+                    )
+                    break
+                planned = time.monotonic()
+                loss, grad_norm, lr = self.train_step(plan)
+                self.iteration += 1
+                stop = time.monotonic()
+                log.step(
+                    StepReport(
+                        self.iteration,
+                        loss,
+                        grad_norm,
+                        lr,
+                        plan.num_tokens,
+                        plan.num_targets,
+                        plan.padding_tokens,
+                        plan.imbalance,
+                        plan.delay_steps,
+                        plan.num_waiting,
+                        plan.waiting_tokens,
+                        (planned - start) * 1e3,
+                        (stop - start) * 1e3,
+                    )
+                )
+                if data.eval_interval and self.iteration % data.eval_interval == 0:
+                    log.evaluation(self.iteration, self.evaluate())
+                if self._due(self.config.checkpoint.save_interval):
+                    self.save()
+                    saved = self.iteration
+                if self._due(training.exit_interval):
+                    break
+        if self.config.checkpoint.save is not None and saved != self.iteration:
+            self.save()
+        self._report_waiting()
+
+    def _due(self, interval: int | None) -> bool:
+        return interval is not None and self.iteration % interval == 0
+
+    def _report_waiting(self) -> None:
+        waiting = self.planner.packer.waiting
+        if waiting:
+            where = "are in the checkpoint" if self.config.checkpoint.save else "were not trained"
+            logger.info(
+                "%d documents of %d tokens wait for a later step and %s",
+                len(waiting),
+                sum(d.length for d in waiting),
+                where,
+            )
+
+
+class RunLog:
+    """Progress lines, TensorBoard and JSON lines; only rank 0 writes."""
+
+    def __init__(self, config: Config) -> None:
+        self._interval = config.logging.log_interval
+        self._total = config.training.train_iters
+        self._writer: Any = None
+        self._metrics: TextIO | None = None
+        if torch.distributed.get_rank() != 0:
+            return
+        try:
+            if config.logging.tensorboard_dir is not None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(config.logging.tensorboard_dir)
+            if config.wlb.wlb_metrics is not None:
+                path = Path(config.wlb.wlb_metrics)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._metrics = path.open("a")
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {error.filename}: {error.strerror}; choose another place"
+            ) from None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def step(self, report: StepReport) -> None:
+        values = asdict(report)
+        if self._metrics is not None:
+            self._metrics.write(json.dumps(values) + "\n")
+            self._metrics.flush()
+        if self._writer is not None:
+            for name, value in values.items():
+                if name != "iteration":
+                    self._writer.add_scalar(f"train/{name}", value, report.iteration)
+        if report.iteration % self._interval == 0:
+            logger.info(
+                "iteration %5d/%d | lm loss %.5f | grad norm %.3f | lr %.2e | tokens %d | "
+                "imbalance %.3f | delay %.2f | waiting %d | step %.0f ms",
+                report.iteration,
+                self._total,
+                report.loss,
+                report.grad_norm,
+                report.lr,
+                report.tokens,
+                report.imbalance,
+                report.delay_steps,
+                report.waiting_documents,
+                report.step_ms,
+            )
+
+    def evaluation(self, iteration: int, loss: float) -> None:
+        logger.info("validation after iteration %d | lm loss %.5f", iteration, loss)
+        if self._writer is not None:
+            self._writer.add_scalar("valid/loss", loss, iteration)
+        if self._metrics is not None:
+            self._metrics.write(json.dumps({"iteration": iteration, "valid_loss": loss}) + "\n")
+            self._metrics.flush()
