@@ -240,7 +240,13 @@ def _type_options(hint: Any) -> dict[str, Any]:
 
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """The parser of all settings, grouped as the tree is."""
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    parser = _Parser(
+        prog=prog,
+        usage=f"torchrun --nproc-per-node N -m {prog.split()[-1]} --data-path PREFIX [flags]",
+        description=description,
+        epilog="Flags without wlb- mean what they mean in Megatron-LM.",
+        allow_abbrev=False,
+    )
     for group_name, group_type in _groups().items():
         group = parser.add_argument_group(group_name, group_type.__doc__)
         hints = typing.get_type_hints(group_type)

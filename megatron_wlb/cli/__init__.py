@@ -1,0 +1,1 @@
+"""The ``wlb`` command and its sub-commands."""

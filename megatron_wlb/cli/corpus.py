@@ -1,0 +1,151 @@
+"""``wlb corpus build``: text files -> Megatron's ``.bin/.idx``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import numpy as np
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.table import Table
+
+from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
+from megatron_wlb.data.sources import Progress
+from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
+
+_EPILOG = f"""\
+what a document is:
+  a .jsonl file is one document a line, every other text file is one document; folders are
+  walked recursively, without hidden files, __pycache__ and binary files
+
+tokenizers:
+  bytes   a token a byte, 256 ids, EOD 0
+  bpe     byte-level BPE trained on this text, saved as PREFIX.tokenizer.json
+          ({DEFAULT_VOCAB_SIZE} ids unless --vocab-size says otherwise)
+  FILE    a tokenizer.json of the tokenizers library
+
+examples:
+  wlb corpus build ~/books notes.jsonl --out corpora/books --tokenizer bpe
+  wlb corpus build /usr/lib/python3.11 --python-definitions --exclude test --out corpora/python
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    build = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
+        "build",
+        help="write PREFIX.bin, PREFIX.idx and PREFIX.json",
+        description="Write the documents of files and folders as PREFIX.bin and PREFIX.idx.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    build.add_argument("paths", nargs="+", metavar="PATH", help="file or folder")
+    build.add_argument("--out", required=True, metavar="PREFIX", help="corpus to write")
+    build.add_argument(
+        "--tokenizer", default="bytes", metavar="bytes|bpe|FILE", help="default: bytes"
+    )
+    build.add_argument("--vocab-size", type=int, metavar="N", help="token ids (bpe only)")
+    build.add_argument(
+        "--json-key", default="text", metavar="KEY", help="where JSONL has the text (default: text)"
+    )
+    build.add_argument(
+        "--python-definitions",
+        action="store_true",
+        help="in .py files, each top-level function or class is a document",
+    )
+    build.add_argument(
+        "--exclude", nargs="+", action="extend", default=[], metavar="NAME", help="folders to skip"
+    )
+    build.add_argument("--force", action="store_true", help="replace PREFIX where it exists")
+    build.add_argument(
+        "--reuse",
+        action="store_true",
+        help="keep PREFIX where it was built from the same content and settings",
+    )
+    build.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    build.set_defaults(run=_build)
+
+
+def _build(args: argparse.Namespace) -> int:
+    with _progress_bar() as progress:
+        info = build_corpus(
+            args.paths,
+            args.out,
+            tokenizer=args.tokenizer,
+            vocab_size=args.vocab_size,
+            json_key=args.json_key,
+            python_definitions=args.python_definitions,
+            exclude=args.exclude,
+            force=args.force,
+            reuse=args.reuse,
+            progress=progress,
+        )
+    lengths = _summary(info)
+    if args.json:
+        print(json.dumps(asdict(info) | {"length_tokens": lengths}))
+    else:
+        Console().print(_table(info, lengths))
+    return 0
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A bar on stderr while it is a terminal; nothing otherwise."""
+    console = Console(stderr=True)
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    with rich_progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bars:
+        tasks: dict[str, rich_progress.TaskID] = {}
+
+        def report(task: str, bytes_read: int, total_bytes: int) -> None:
+            if task not in tasks:
+                tasks[task] = bars.add_task(task)
+            bars.update(tasks[task], completed=bytes_read, total=total_bytes)
+
+        yield report
+
+
+def _summary(info: CorpusInfo) -> dict[str, float]:
+    """Of the documents' lengths in tokens, EOD included."""
+    lengths = Corpus.open(info.prefix).lengths
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99]).tolist()
+    return {
+        "mean": float(lengths.mean()),
+        "p50": p50,
+        "p90": p90,
+        "p99": p99,
+        "max": float(lengths.max()),
+    }
+
+
+def _table(info: CorpusInfo, lengths: dict[str, float]) -> Table:
+    table = Table(title=f"corpus {info.prefix}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    skipped = {
+        "documents without text": info.num_empty,
+        "binary files": info.num_binary_files,
+        "Python files that do not parse": info.num_unparsable_files,
+    }
+    rows: dict[str, float] = {
+        "documents": info.num_documents,
+        "tokens": info.num_tokens,
+        "vocabulary": info.vocab_size,
+        "EOD token": info.eod,
+        **{f"length in tokens, {name}": value for name, value in lengths.items()},
+        "documents with invalid UTF-8": info.num_utf8_errors,
+        "files": info.num_files,
+        **{f"skipped: {name}": value for name, value in skipped.items()},
+    }
+    for name, value in rows.items():
+        table.add_row(name, f"{value:,.0f}")
+    return table

@@ -1,0 +1,79 @@
+"""The ``wlb`` command: one sub-command a module, imported only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_wlb import __version__
+from megatron_wlb.errors import WLBError
+
+COMMANDS = {
+    "corpus": ("megatron_wlb.cli.corpus", "turn text files into a corpus that Megatron reads"),
+}
+"""Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
+a function from the parsed arguments to the exit status."""
+
+_EPILOG = """\
+example:
+  wlb corpus build ~/books notes.jsonl --out corpora/books --tokenizer bpe
+
+'wlb COMMAND --help' says more. Errors are one line and an exit status of their own;
+WLB_TRACEBACK=1 shows where they come from.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; the exit status: 0, a :class:`WLBError`'s own, or 128 + signal.
+
+    Help, the version and wrong usage end in SystemExit, as argparse has it.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        status = _run(argv)
+        sys.stdout.flush()  # So that a closed pipe is met here.
+        return status
+    except WLBError as error:
+        if os.environ.get("WLB_TRACEBACK") == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has enough (as in `wlb … | head`). Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="wlb",
+        description="Workload-balanced training on long, uneven documents with Megatron-LM.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-wlb {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name in argv[:1]:
+            importlib.import_module(module).configure(command)
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):  # no command
+        parser.print_help(sys.stderr)
+        return 2
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,364 @@
+"""Corpora in Megatron's ``.bin/.idx`` format: made from files, and read.
+
+The format is Megatron's, so Megatron writes and reads it: this is the one module outside
+``runtime/`` that imports megatron, and only once tokens are written or read (the import takes
+seconds). Lengths, all that planning needs, are read without it.
+
+One *sequence* of the index is one document here, as it is for Megatron's ``GPTDataset``.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import struct
+import tempfile
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.data.sources import Progress, SourceCounts, Sources, find_files
+from megatron_wlb.data.tokenizer import (
+    Encoder,
+    bytes_encoder,
+    file_encoder,
+    tokenizer_settings,
+    train_bpe,
+)
+from megatron_wlb.errors import ConfigError, CorpusError
+
+_FORMAT = "megatron-wlb corpus 1"
+_MAX_INFO_CHARACTERS = 1 << 16
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document bounds
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # by type code; 6 and 7 are floats
+
+
+@dataclass(frozen=True)
+class CorpusInfo:
+    """What was built, and from what; beside the corpus as ``PREFIX.json``."""
+
+    prefix: str
+    tokenizer: str
+    """``bytes``, ``bpe`` (saved as ``PREFIX.tokenizer.json``) or the path of a tokenizer.json."""
+    vocab_size: int
+    """Token ids are below this."""
+    eod: int
+    """The token that ends each document."""
+    num_documents: int
+    num_tokens: int
+    """With one EOD a document."""
+    num_files: int
+    num_binary_files: int
+    num_unparsable_files: int
+    num_empty: int
+    num_utf8_errors: int
+    fingerprint: str
+    """SHA-256 over the content of the sources and all settings: equal means nothing to rebuild."""
+
+    def save(self, path: Path) -> None:
+        values = {"format": _FORMAT} | asdict(self)
+        del values["prefix"]  # Or it would be wrong once the files are moved.
+        path.write_text(json.dumps(values, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, prefix: str | Path) -> CorpusInfo | None:
+        """What :func:`build_corpus` noted of a corpus; None for a corpus made otherwise.
+
+        Raises CorpusError for a note that is damaged.
+        """
+        path = Path(f"{prefix}.json")
+        try:
+            with path.open(encoding="utf-8") as stream:
+                text = stream.read(_MAX_INFO_CHARACTERS)
+        except (OSError, UnicodeDecodeError):
+            return None
+        if _FORMAT not in text:  # Somebody else's file, perhaps the text of the corpus itself.
+            return None
+        try:
+            values = json.loads(text)
+            del values["format"]
+            return cls(prefix=str(prefix), **values)
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorpusError(f"{path} is damaged ({error}); build the corpus anew") from error
+
+
+def build_corpus(
+    paths: Sequence[str | Path],
+    prefix: str | Path,
+    *,
+    tokenizer: str = "bytes",
+    vocab_size: int | None = None,
+    json_key: str = "text",
+    python_definitions: bool = False,
+    exclude: Collection[str] = (),
+    force: bool = False,
+    reuse: bool = False,
+    progress: Progress | None = None,
+) -> CorpusInfo:
+    """Write the documents of ``paths`` as ``PREFIX.bin``, ``.idx`` and ``.json``: all or none.
+
+    See :class:`~megatron_wlb.data.sources.Sources` for what a document is. ``tokenizer`` is
+    ``bytes`` (256 ids), ``bpe`` (byte-level BPE trained on this text, saved beside the corpus, of
+    ``vocab_size`` ids, 8192 by default) or the path of a ``tokenizer.json``. One EOD token is
+    appended to each document.
+
+    ``reuse`` keeps a corpus that was built from the same content with the same settings; ``force``
+    replaces whatever is there. Raises CorpusError, and leaves nothing that looks like a corpus,
+    for sources that are missing, unreadable or hold no text, and for a ``prefix`` that exists or
+    cannot be written.
+    """
+    prefix = _file_prefix(prefix)
+    suffixes = [".bin", ".json", ".idx"]
+    if tokenizer == "bpe":
+        suffixes.insert(0, ".tokenizer.json")
+    outputs = [Path(prefix + suffix) for suffix in suffixes]
+    existing = [str(path) for path in outputs if path.exists()]
+    if existing and not (force or reuse):
+        raise CorpusError(f"{existing[0]} exists; choose another prefix, or replace it (--force)")
+
+    settings = tokenizer_settings(tokenizer, vocab_size)
+    files = find_files(paths, exclude, skip={path.resolve() for path in outputs})
+    sources = Sources(files, json_key, python_definitions)
+    fingerprint = sources.fingerprint(settings)
+    if reuse:
+        with suppress(CorpusError):  # Missing or broken: as if it were another one.
+            Corpus.open(prefix)
+            info = CorpusInfo.load(prefix)
+            if info and info.fingerprint == fingerprint and len(existing) == len(outputs):
+                return info
+    if existing and not force:
+        raise CorpusError(
+            f"{existing[0]} exists, broken or built from other content or settings; "
+            "choose another prefix, or replace it (--force)"
+        )
+
+    parent = Path(prefix).absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=f".{Path(prefix).name}.") as folder:
+            draft = f"{folder}/draft"
+            encoder = _make_encoder(tokenizer, settings, sources, draft, progress)
+            counts, num_documents, num_tokens = _write(sources, encoder, draft, progress)
+            info = CorpusInfo(
+                prefix,
+                tokenizer,
+                encoder.vocab_size,
+                encoder.eod,
+                num_documents,
+                num_tokens,
+                counts.num_files,
+                counts.num_binary_files,
+                counts.num_unparsable_files,
+                counts.num_empty,
+                counts.num_utf8_errors,
+                fingerprint,
+            )
+            info.save(Path(f"{draft}.json"))
+            # A corpus is whole while its .idx is there: the old one goes first, the new comes last.
+            outputs[-1].unlink(missing_ok=True)
+            for suffix, path in zip(suffixes, outputs, strict=True):
+                os.replace(draft + suffix, path)
+    except OSError as error:
+        raise CorpusError(
+            f"cannot write {prefix}.bin: {error.strerror or error}; "
+            "choose another folder, or make room"
+        ) from error
+    return info
+
+
+def _make_encoder(
+    tokenizer: str,
+    settings: dict[str, str | int],
+    sources: Sources,
+    draft: str,
+    progress: Progress | None,
+) -> Encoder:
+    if tokenizer == "bytes":
+        return bytes_encoder()
+    if tokenizer == "bpe":
+        batches = sources.batches(SourceCounts(), "training BPE", progress)
+        content = train_bpe(batches, int(settings["vocab_size"]))
+        Path(f"{draft}.tokenizer.json").write_text(content, encoding="utf-8")
+    else:
+        content = str(settings["content"])
+    return file_encoder(content, tokenizer)
+
+
+def _write(
+    sources: Sources, encoder: Encoder, draft: str, progress: Progress | None
+) -> tuple[SourceCounts, int, int]:
+    """Write the draft's ``.bin`` and ``.idx``; what was met, documents and tokens."""
+    counts, num_documents, num_tokens = SourceCounts(), 0, 0
+    indexed_dataset = _megatron_indexed_dataset()
+    dtype = indexed_dataset.DType.optimal_dtype(encoder.vocab_size)
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{draft}.bin", dtype=dtype)
+    try:
+        for batch in sources.batches(counts, "writing tokens", progress):
+            for ids in encoder.encode(batch):
+                tokens = np.append(ids.astype(dtype), dtype(encoder.eod))
+                builder.add_document(tokens, [len(tokens)])
+                num_documents += 1
+                num_tokens += len(tokens)
+        builder.finalize(f"{draft}.idx")
+    finally:
+        builder.data_file.close()
+    if num_documents == 0:
+        raise CorpusError(
+            f"no documents in {counts.num_files} files: {counts.num_binary_files} binary, "
+            f"{counts.num_unparsable_files} unparsable, {counts.num_empty} times no text or no "
+            "definition; name files with text"
+        )
+    return counts, num_documents, num_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A ``.bin/.idx`` pair, whoever made it, checked when opened."""
+
+    prefix: str
+    lengths: npt.NDArray[np.int64]
+    """Tokens of each document, EOD included."""
+    vocab_size: int | None
+    """None, like ``eod``, without the ``PREFIX.json`` that :func:`build_corpus` writes."""
+    eod: int | None
+
+    @classmethod
+    def open(cls, prefix: str | Path) -> Corpus:
+        """Read the index and check it against the size of the ``.bin``, which is not read.
+
+        Raises CorpusError for a file that is missing, is not an index, is truncated, or does not
+        fit the others, and for a corpus without documents.
+        """
+        prefix = str(prefix)
+        for suffix in (".idx", ".bin"):
+            if not Path(prefix + suffix).is_file():
+                raise CorpusError(f"no such corpus file: {prefix}{suffix}{_suggestion(prefix)}")
+        lengths = _read_lengths(prefix)
+        info = CorpusInfo.load(prefix)
+        if info is None:
+            return cls(prefix, lengths, None, None)
+        found, noted = (len(lengths), int(lengths.sum())), (info.num_documents, info.num_tokens)
+        if found != noted:
+            raise CorpusError(
+                f"{prefix}.idx has {found[0]} documents of {found[1]} tokens and {prefix}.json "
+                f"says {noted[0]} of {noted[1]}: files of two corpora; build it anew"
+            )
+        return cls(prefix, lengths, info.vocab_size, info.eod)
+
+    def tokens(self, index: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of a document, as a copy; CorpusError where there are none."""
+        if not 0 <= index < len(self.lengths):
+            raise CorpusError(
+                f"{self.prefix} has documents 0 to {len(self.lengths) - 1}, not {index}"
+            )
+        if not 0 <= start <= stop <= self.lengths[index]:
+            raise CorpusError(
+                f"document {index} of {self.prefix} has {self.lengths[index]} tokens, "
+                f"not [{start}, {stop})"
+            )
+        # A copy always: Megatron's arrays are views of a map that it closes.
+        tokens: npt.NDArray[np.int64] = np.array(
+            self._dataset.get(index, offset=start, length=stop - start), dtype=np.int64
+        )
+        return tokens
+
+    @cached_property
+    def _dataset(self) -> Any:
+        return _megatron_indexed_dataset().IndexedDataset(self.prefix, mmap=True)
+
+
+def parse_split(split: str, num_documents: int) -> tuple[tuple[int, int], ...]:
+    """Megatron's ``--split`` as half-open ranges of documents for training, validation and test.
+
+    The bounds are those that Megatron gives ``GPTDataset``: cumulated normalised weights times the
+    number of documents, rounded half to even. ``"99,1,0"`` of 250 documents: (0, 248), (248, 250),
+    (250, 250). Raises ConfigError for what Megatron would misread (``"99,-1,0"``) or crash on.
+    """
+    parts = [part.strip() for part in split.split(",")]
+    numeric = all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts)
+    weights = [float(part) for part in parts] if numeric else []
+    if not 1 <= len(weights) <= 3 or sum(weights) == 0:
+        raise ConfigError(
+            f"split {split!r} is not up to three weights for training, validation and test, "
+            "at least one above 0; write it like 99,1,0"
+        )
+    weights += [0.0] * (3 - len(weights))
+    total = np.sum(np.array(weights))
+    shares = accumulate((float(weight / total) for weight in weights), initial=0.0)
+    bounds = [round(share * float(num_documents)) for share in shares]
+    return tuple(pairwise(bounds))
+
+
+def _file_prefix(prefix: str | Path) -> str:
+    if str(prefix).endswith(("/", os.sep)) or not Path(prefix).name:
+        raise CorpusError(f"prefix {str(prefix)!r} is a folder; add a name for the files in it")
+    return str(prefix)
+
+
+def _suggestion(prefix: str) -> str:
+    """What the user may have meant, from the files that are there."""
+    stem = prefix.removesuffix(".bin").removesuffix(".idx")
+    if stem != prefix and Path(f"{stem}.idx").is_file():
+        return f"; give the prefix alone: {stem}"
+    others = sorted(glob.glob(f"{glob.escape(stem)}*_document.idx"))
+    if others:
+        return f"; did you mean {' or '.join(name.removesuffix('.idx') for name in others[:3])}?"
+    return "; give the prefix of a .bin/.idx pair, or make one with 'wlb corpus build'"
+
+
+def _read_lengths(prefix: str) -> npt.NDArray[np.int64]:
+    """The index's lengths, once its sizes are known to agree with each other and the ``.bin``."""
+    path = Path(f"{prefix}.idx")
+
+    def bad(reason: str) -> NoReturn:
+        raise CorpusError(f"{path} {reason}; build the corpus anew, or copy it again")
+
+    try:
+        num_bytes, num_bin_bytes = path.stat().st_size, Path(f"{prefix}.bin").stat().st_size
+        with path.open("rb") as stream:
+            header = stream.read(_HEADER.size)
+            if not header.startswith(_MAGIC[: len(header)]):
+                bad(f"is not a Megatron index (it starts with {header[:9]!r})")
+            if len(header) < _HEADER.size:
+                bad(f"is truncated: {num_bytes} bytes, less than its header's {_HEADER.size}")
+            _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
+            if version != 1 or code not in _TOKEN_BYTES:
+                bad(f"has version {version} and type code {code}, which is no index of tokens")
+            # int32 lengths, int64 pointers and document bounds; int8 modes if multimodal
+            expected = _HEADER.size + 12 * num_sequences + 8 * num_bounds
+            if num_bytes < expected:
+                bad(f"is truncated: {num_bytes} bytes of {expected}")
+            if num_bytes not in (expected, expected + num_sequences):
+                bad(f"is {num_bytes} bytes long where its header says {expected}")
+            if num_sequences == 0 or num_bin_bytes == 0:
+                bad("has no documents")
+            lengths = np.fromfile(stream, dtype="<i4", count=num_sequences).astype(np.int64)
+            stream.seek(expected - 8)
+            last_bound = int.from_bytes(stream.read(8), "little") if num_bounds else 0
+    except OSError as error:
+        raise CorpusError(f"cannot read {path}: {error.strerror or error}") from error
+    if lengths.min() < 0 or last_bound != num_sequences:
+        bad("is corrupt: its lengths or document bounds cannot be")
+    expected = int(lengths.sum()) * _TOKEN_BYTES[code]
+    if num_bin_bytes != expected:
+        bad(f"says that {prefix}.bin has {expected} bytes, and it has {num_bin_bytes}")
+    return lengths
+
+
+def _megatron_indexed_dataset() -> Any:
+    """Megatron's module of the format."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It warns of GPU libraries, which no corpus needs.
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset

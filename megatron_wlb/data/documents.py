@@ -1,0 +1,263 @@
+"""The stream of documents that a run draws from its corpora: seeded, endless, and resumable.
+
+Planning code: lengths in, :class:`~megatron_wlb.plan.Document` out; no token is read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.errors import CheckpointError, ConfigError, CorpusError
+from megatron_wlb.plan import Document
+
+LongDocuments = Literal["split", "truncate", "error"]
+"""What becomes of a stored document longer than the window."""
+
+_STATE_VERSION = 1
+_POSITION = ("step", "position_tokens", "epoch", "document", "offset")
+
+
+class DocumentStream:
+    """Every document of every corpus once an epoch, in an order that depends on the seed alone.
+
+    The stream is one long line of tokens. Step ``k`` receives the documents whose *first* token
+    lies at stream positions ``[k · step_tokens, (k+1) · step_tokens)``, whole, so that all packings
+    see the same arrivals, and the mean per step is exactly ``step_tokens`` whatever the lengths.
+    With ``step_tokens`` = global batch size × window a step keeps the size it has in Megatron.
+
+    A stored document longer than ``window`` follows ``long_documents``: ``split`` makes pieces of
+    ``window`` tokens and a last one of the remainder, each a Document that arrives by its own first
+    token; ``truncate`` keeps the first ``window`` tokens and counts the others in
+    ``dropped_tokens_per_epoch``; ``error`` refuses the corpus. Stored documents without tokens are
+    skipped and counted in ``num_empty``.
+
+    Order: one permutation an epoch over all corpora together, made from ``(seed, epoch)``; without
+    ``shuffle``, the stored order, corpus after corpus. An epoch may end in the middle of a step.
+    Memory: 24 bytes a document.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[npt.NDArray[np.integer[Any]]],
+        *,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        window: int,
+        step_tokens: int,
+        seed: int,
+        long_documents: LongDocuments = "split",
+        num_epochs: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        """``lengths`` and ``ranges`` (half-open, of document numbers; default all): by corpus.
+
+        ``num_epochs`` None never ends. Raises ConfigError for a setting out of its limits, and
+        CorpusError for lengths that cannot be streamed under them.
+        """
+        if ranges is None:
+            ranges = [(0, len(corpus)) for corpus in lengths]
+        _check(len(lengths) >= 1, "no corpus to stream")
+        _check(len(ranges) == len(lengths), f"{len(ranges)} ranges for {len(lengths)} corpora")
+        for corpus, (start, stop) in enumerate(ranges):
+            inside = 0 <= start <= stop <= len(lengths[corpus])
+            _check(
+                inside,
+                f"range {start}:{stop} is outside corpus {corpus}, {len(lengths[corpus])} long",
+            )
+        _check(window >= 2, f"window {window} is below 2 tokens, which leaves nothing to predict")
+        _check(step_tokens >= 1, f"step_tokens {step_tokens} is below 1")
+        _check(num_epochs is None or num_epochs >= 1, f"num_epochs {num_epochs} is below 1")
+        _check(0 <= seed < 2**32, f"seed {seed} is not in 0 to 2**32 - 1")
+        policies = get_args(LongDocuments)
+        _check(
+            long_documents in policies,
+            f"policy {long_documents!r} for long documents is none of {', '.join(policies)}",
+        )
+        self.window = window
+        self.step_tokens = step_tokens
+        self.seed = seed
+        self.long_documents = long_documents
+        self.num_epochs = num_epochs
+        self.shuffle = shuffle
+
+        # Documents in range have one number over all corpora, their place in _lengths.
+        self._ranges = [(int(start), int(stop)) for start, stop in ranges]
+        parts = [part[a:b] for part, (a, b) in zip(lengths, self._ranges, strict=True)]
+        self._lengths = np.concatenate(parts, dtype=np.int64, casting="unsafe")
+        self._first_number = np.cumsum([0] + [len(part) for part in parts])[:-1]
+        self._first_index = np.array([start for start, _ in self._ranges])
+        self._present = np.flatnonzero(self._lengths)
+
+        self.num_empty = len(self._lengths) - len(self._present)
+        self.num_documents = len(self._present)
+        """Stored documents in an epoch."""
+        if self.num_documents == 0:
+            raise CorpusError(
+                f"no documents in the ranges {self._ranges} ({self.num_empty} empty); "
+                "use a larger corpus or another split"
+            )
+        excess = np.maximum(self._lengths - window, 0)
+        self.num_long = int(np.count_nonzero(excess))
+        """Stored documents longer than the window."""
+        if long_documents == "error" and self.num_long:
+            self._refuse_long()
+        truncates = long_documents == "truncate"
+        self.dropped_tokens_per_epoch = int(excess.sum()) if truncates else 0
+        self.tokens_per_epoch = int(self._lengths.sum()) - self.dropped_tokens_per_epoch
+        self._max_tokens = window if truncates else int(self._lengths.max())
+
+        self.step = 0
+        """The step that :meth:`next_step` gives the documents of."""
+        self.position_tokens = 0
+        """Tokens given so far."""
+        self.epoch = 0
+        self._document = 0  # place of the next document in the epoch's order
+        self._offset = 0  # tokens of it already given
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all epochs have been given."""
+        return self.num_epochs is not None and self.epoch >= self.num_epochs
+
+    def next_step(self) -> list[Document]:
+        """The documents that arrive in the next step, in stream order.
+
+        Empty once exhausted, and also in a step that begins and ends inside one document (possible
+        where ``step_tokens`` is below the window): :attr:`exhausted` tells which.
+        """
+        end = (self.step + 1) * self.step_tokens
+        documents: list[Document] = []
+        while self.position_tokens < end and not self.exhausted:
+            self._draw(end, documents)
+        self.step += 1
+        return documents
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as a few JSON-able numbers, and the settings it depends on."""
+        position = (self.step, self.position_tokens, self.epoch, self._document, self._offset)
+        return {
+            "version": _STATE_VERSION,
+            **dict(zip(_POSITION, position, strict=True)),
+            "settings": self._settings,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where ``state`` was taken.
+
+        ``num_epochs`` may differ: it moves the end alone. Raises CheckpointError, and changes
+        nothing, for a state of another corpus or of other settings, naming what differs.
+        """
+        try:
+            version, saved = state["version"], dict(state["settings"])
+            position = [int(state[name]) for name in _POSITION]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"not the state of a document stream ({error!r}); use an intact checkpoint"
+            ) from error
+        if version != _STATE_VERSION:
+            raise CheckpointError(
+                f"document stream state of version {version}, not {_STATE_VERSION}; "
+                "resume with the release that saved it"
+            )
+        ours = self._settings
+        differing = [
+            f"{name} {saved.get(name)} there and {ours.get(name)} here"
+            for name in {**ours, **saved}
+            if saved.get(name) != ours.get(name)
+        ]
+        if differing:
+            raise CheckpointError(
+                f"the checkpoint's document stream is another: {'; '.join(differing)}; "
+                "resume with the same corpora and settings"
+            )
+        step, position_tokens, epoch, document, offset = position
+        if min(position) < 0 or document >= self.num_documents or offset >= self._max_tokens:
+            raise CheckpointError(
+                f"document stream state {dict(zip(_POSITION, position, strict=True))} lies outside "
+                f"the {self.num_documents} documents; use an intact checkpoint"
+            )
+        self.step, self.position_tokens, self.epoch = step, position_tokens, epoch
+        self._document, self._offset = document, offset
+
+    def _draw(self, end: int, documents: list[Document]) -> None:
+        """Append what begins before stream position ``end`` of some documents of this epoch.
+
+        At least one is drawn, at most about as many as are expected to be needed.
+        """
+        position, offset, window, step = self.position_tokens, self._offset, self.window, self.step
+        expected = (end - position) * self.num_documents // self.tokens_per_epoch
+        numbers = self._epoch_order()[self._document :][: expected + 16]
+        corpora = np.searchsorted(self._first_number, numbers, side="right") - 1
+        indices = numbers - self._first_number[corpora] + self._first_index[corpora]
+        stored = self._lengths[numbers]
+        arrival = self.epoch * self.num_documents + self._document
+        for corpus, index, length, kept in zip(
+            corpora.tolist(),
+            indices.tolist(),
+            stored.tolist(),
+            np.minimum(stored, self._max_tokens).tolist(),
+            strict=True,
+        ):
+            while offset < kept and position < end:
+                size = min(window, kept - offset)
+                ends = offset + size == length
+                documents.append(
+                    Document(corpus, index, offset, size, ends, self.epoch, arrival, step)
+                )
+                offset += size
+                position += size
+            if offset < kept:
+                break
+            offset = 0
+            arrival += 1
+        self.position_tokens, self._offset = position, offset
+        self.epoch, self._document = divmod(arrival, self.num_documents)
+
+    def _epoch_order(self) -> npt.NDArray[np.int64]:
+        """The numbers of the epoch's documents in the order in which they are drawn."""
+        if not self.shuffle:
+            return self._present
+        if self._order is None or self._order[0] != self.epoch:
+            # RandomState, because NumPy guarantees its streams for ever; those of Generator may
+            # change with a release, and a resumed run would then see other documents.
+            random = np.random.RandomState([self.seed, self.epoch])
+            self._order = self.epoch, random.permutation(self._present)
+        return self._order[1]
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """All that decides which documents come when."""
+        corpora = []
+        for first, (start, stop) in zip(self._first_number, self._ranges, strict=True):
+            part = self._lengths[first : first + stop - start].astype("<i8")
+            digest = hashlib.sha256(part.tobytes()).hexdigest()[:16]
+            corpora.append(f"{start}:{stop}/{digest}")
+        return {
+            "corpora": corpora,
+            "window": self.window,
+            "step_tokens": self.step_tokens,
+            "seed": self.seed,
+            "long_documents": self.long_documents,
+            "shuffle": self.shuffle,
+        }
+
+    def _refuse_long(self) -> None:
+        number = int(np.argmax(self._lengths))
+        corpus = int(np.searchsorted(self._first_number, number, side="right")) - 1
+        index = number - int(self._first_number[corpus]) + self._ranges[corpus][0]
+        raise CorpusError(
+            f"document {index} of corpus {corpus} has {self._lengths[number]} tokens, above the "
+            f"window of {self.window} ({self.num_long} documents are); enlarge the window, or let "
+            "long documents be 'split' or 'truncate'd"
+        )
+
+
+def _check(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise ConfigError(complaint)

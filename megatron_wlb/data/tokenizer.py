@@ -1,0 +1,137 @@
+"""Documents' bytes -> token ids: plain bytes, byte-level BPE trained here, or a tokenizer.json."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.errors import ConfigError, CorpusError
+
+DEFAULT_VOCAB_SIZE = 8192
+EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
+"""What ends a document in a ``tokenizer.json``: the first of these that it has."""
+
+Batches = Iterator[list[bytes]]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer ready to run: a batch of documents in, one array of token ids each out."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    eod: int
+    """The token that ends a document; ``encode`` does not append it."""
+    encode: Callable[[list[bytes]], Iterable[npt.NDArray[Any]]]
+
+
+def tokenizer_settings(tokenizer: str, vocab_size: int | None) -> dict[str, str | int]:
+    """All that decides the token ids besides the text, checked, defaults filled in.
+
+    Raises ConfigError for a vocabulary size that is too small or that the tokenizer cannot take,
+    CorpusError for a tokenizer file that cannot be read.
+    """
+    if vocab_size is not None and tokenizer != "bpe":
+        raise ConfigError(f"a vocabulary size is for tokenizer bpe only, not for {tokenizer}")
+    if tokenizer == "bytes":
+        return {"tokenizer": tokenizer}
+    if tokenizer == "bpe":
+        vocab_size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+        if vocab_size < 257:
+            raise ConfigError(f"vocabulary size {vocab_size} is below 257, 256 bytes and one EOD")
+        return {"tokenizer": tokenizer, "vocab_size": vocab_size}
+    try:
+        return {"tokenizer": "file", "content": Path(tokenizer).read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(
+            f"cannot read tokenizer {tokenizer} ({error}); "
+            "give bytes, bpe or the path of a tokenizer.json"
+        ) from error
+
+
+def bytes_encoder() -> Encoder:
+    """Token = byte: 256 ids. EOD is 0, the NUL byte, which text does not contain."""
+    return Encoder(256, 0, lambda batch: (np.frombuffer(data, np.uint8) for data in batch))
+
+
+def train_bpe(batches: Batches, vocab_size: int) -> str:
+    """A ``tokenizer.json`` (its text) of byte-level BPE trained on ``batches``.
+
+    The same text gives the same tokenizer. Its vocabulary is smaller than asked for where the text
+    has too few distinct pairs.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_TOKENS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # The library reads from threads of its own and would hold up Ctrl-C until it is done, so the
+    # main thread waits in Python, and an interrupt ends the text.
+    interrupted = threading.Event()
+
+    def texts() -> Iterator[list[str]]:
+        for batch in batches:
+            if interrupted.is_set():
+                raise InterruptedError
+            yield _decode(batch)
+
+    with ThreadPoolExecutor(1) as thread:
+        training = thread.submit(tokenizer.train_from_iterator, texts(), trainer)
+        try:
+            training.result()
+        except BaseException:
+            interrupted.set()
+            raise
+    return str(tokenizer.to_str(pretty=True))
+
+
+def file_encoder(content: str, name: str) -> Encoder:
+    """The encoder of a ``tokenizer.json`` whose text is ``content``.
+
+    Invalid UTF-8 becomes U+FFFD. Truncation and padding that the file asks for are turned off:
+    documents are whole. Text that spells a special token, EOD above all, does not become one.
+    Raises CorpusError for a file that is no tokenizer, or one without an EOD token.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:  # The library raises bare Exception.
+        raise CorpusError(
+            f"{name} is not a tokenizer.json ({error}); "
+            "give one that the tokenizers library has written"
+        ) from error
+    eods = [eod for eod in map(tokenizer.token_to_id, EOD_TOKENS) if eod is not None]
+    if not eods:
+        raise CorpusError(
+            f"tokenizer {name} has none of {', '.join(EOD_TOKENS)} to end a document with; "
+            "add one of them to it"
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+
+    def encode(batch: list[bytes]) -> Iterator[npt.NDArray[Any]]:
+        for encoding in tokenizer.encode_batch_fast(_decode(batch), add_special_tokens=False):
+            yield np.array(encoding.ids, dtype=np.int32)
+
+    # Ids may have holes, so the number of tokens would be too few.
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return Encoder(vocab_size, eods[0], encode)
+
+
+def _decode(batch: list[bytes]) -> list[str]:
+    return [data.decode("utf-8", "replace") for data in batch]

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_wlb import __version__
+from megatron_wlb.cli.main import COMMANDS, main
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "texts"
+    (folder / "old").mkdir(parents=True)
+    (folder / "a.txt").write_text("first\n")
+    (folder / "b.jsonl").write_text('{"body": "second one"}\n{"body": "third, the longest"}\n')
+    (folder / "old/c.txt").write_text("fourth\n")
+    (folder / "d.bin").write_bytes(b"\0")
+    return folder
+
+
+def test_build_prints_a_table_of_what_it_wrote(
+    texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["corpus", "build", "texts", "--out", "c", "--json-key", "body"])
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    rows = {
+        cells[1].strip(): cells[2].strip()
+        for cells in (line.split("│") for line in out.splitlines())
+        if len(cells) == 4
+    }
+    assert rows["documents"] == "4"
+    assert rows["tokens"] == str(7 + 11 + 19 + 8)
+    assert rows["length in tokens, max"] == "19"
+    assert (rows["vocabulary"], rows["skipped: binary files"]) == ("256", "1")
+
+
+def test_build_json_is_one_object_and_nothing_else(
+    texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--json-key", "body", "--exclude", "old", "new", "--json"]
+    assert main(["corpus", "build", "texts", "--out", "c", *arguments]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert err == "" and out.count("\n") == 1
+    assert (result["prefix"], result["num_documents"], result["num_tokens"]) == ("c", 3, 37)
+    lengths = result["length_tokens"]
+    assert (lengths["mean"], lengths["p50"], lengths["max"]) == (37 / 3, 11, 19)
+
+
+def test_build_passes_every_option_on(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (texts / "e.py").write_text("X = 1\ndef f(): pass\ndef g(): pass\n")
+    command = ["corpus", "build", "texts/e.py", "--out", "c", "--json", "--python-definitions"]
+    bpe = ["--tokenizer", "bpe", "--vocab-size", "258"]
+    assert main([*command, *bpe]) == 0
+    built = json.loads(capsys.readouterr().out)
+    assert (built["num_documents"], built["vocab_size"]) == (2, 258)
+    assert main([*command, *bpe]) == 3
+    assert capsys.readouterr().err.startswith("error: c.tokenizer.json exists")
+    assert main([*command, *bpe, "--reuse"]) == 0
+    assert json.loads(capsys.readouterr().out) == built
+    assert main([*command, "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["vocab_size"] == 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["nowhere", "--out", "c"], 3, "error: no such file or folder: nowhere\n"),
+        (["texts", "--out", "c", "--vocab-size", "512"], 2, "error: a vocabulary size is for "),
+        (["texts", "--out", "c"], 3, "error: texts/b.jsonl:1 has no key 'text' (it has 'body')"),
+    ],
+)
+def test_errors_are_one_line_with_the_status_of_their_class(
+    texts: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    message: str,
+) -> None:
+    assert main(["corpus", "build", *arguments]) == status
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(message) and err.count("\n") == 1
+
+
+def test_traceback_is_shown_when_asked_for(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WLB_TRACEBACK", "1")
+    with pytest.raises(Exception, match="no such file or folder"):
+        main(["corpus", "build", "nowhere", "--out", "c"])
+
+
+def test_interrupt_exits_with_130_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_wlb.cli.corpus.configure", interrupt)
+    assert main(["corpus"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_closed_pipe_is_quiet(texts: Path) -> None:
+    command = ["corpus", "build", "texts/a.txt", "--out", "c", "--reuse", "--json"]
+    assert main(command) == 0
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_wlb.cli.main", *command],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_help_lists_every_command_with_an_example_and_imports_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0 and "example" in text
+    assert all(f"\n    {name}" in text for name in COMMANDS)
+    code = (
+        "import sys; from megatron_wlb.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "finally: print([name for name in ('numpy', 'rich', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_version_and_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"megatron-wlb {__version__}\n"
+    with pytest.raises(SystemExit) as caught:
+        main(["corpse"])
+    assert caught.value.code == 2
+    assert main([]) == 2
+    assert "COMMAND" in capsys.readouterr().err
