@@ -56,7 +56,7 @@ def plot_lengths(lengths: Sequence[int] | npt.NDArray[Any], window: int, path: P
     above.set_ylabel("documents")
     above.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _title(above, f"{ordered.size:,} documents, {_tokens(ordered.sum())} tokens")
+    _title(above, f"{ordered.size:,} documents, {ordered.sum():,.0f} tokens")
 
     long = ordered >= window / 2
     shares = []
