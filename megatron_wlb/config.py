@@ -160,6 +160,9 @@ class WlbConfig:
     wlb_max_tokens: int | None = setting(
         None, "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given"
     )
+    wlb_max_step_tokens: int | None = setting(
+        None, "most tokens of a step, to even out steps; N × S_max if not given"
+    )
     wlb_queue_thresholds: tuple[int, ...] = setting(
         (), "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given"
     )
@@ -251,7 +254,9 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
         group = parser.add_argument_group(group_name, group_type.__doc__)
         hints = typing.get_type_hints(group_type)
         for f in dataclasses.fields(group_type):
-            shown = "" if f.default in (None, False, ()) else f" (default: {f.default})"
+            # By identity: 0 is a default worth showing, though it equals False.
+            hidden = f.default is None or f.default is False or f.default == ()
+            shown = "" if hidden else f" (default: {f.default})"
             group.add_argument(
                 flag_of(f.name),
                 dest=f.name,
@@ -296,7 +301,11 @@ def parse(
     _reject_unknown(argv)
     values = vars(parser.parse_args(argv))
     if "wlb_config" in values:
-        values = {**vars(parser.parse_args(_yaml_arguments(values["wlb_config"]))), **values}
+        path = values["wlb_config"]
+        try:
+            values = {**vars(parser.parse_args(_yaml_arguments(path))), **values}
+        except ConfigError as error:
+            raise ConfigError(f"--wlb-config {path}: {error}") from None
     return from_flat(values)
 
 
@@ -304,16 +313,18 @@ def _yaml_arguments(path: str) -> list[str]:
     """The YAML file as if it had been written on the command line: one set of rules for both."""
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--wlb-config {path}: {' '.join(str(error).split())}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
     if not isinstance(content, dict):
-        raise ConfigError(f"--wlb-config {path}: expected settings as `name: value`")
+        raise ConfigError("expected settings as `name: value`")
     arguments: list[str] = []
     for key, value in content.items():
         flag = flag_of(str(key).lstrip("-"))
+        if flag in ("--help", "--wlb-config"):
+            raise ConfigError(f"{flag} belongs on the command line; leave it out of the file")
         if value is True:
             arguments.append(flag)
-        elif value not in (None, False):
+        elif value is not None and value is not False:  # 0 is neither
             values = value if isinstance(value, list) else [value]
             arguments += [flag, *map(str, values)]
     _reject_unknown(arguments)

@@ -154,6 +154,7 @@ def _planner(
             window=data.seq_length,
             cost=cost,
             max_tokens=wlb.wlb_max_tokens,
+            max_step_tokens=wlb.wlb_max_step_tokens,
             max_age=wlb.wlb_max_age,
             queue_thresholds=wlb.wlb_queue_thresholds,
             tau=tau,

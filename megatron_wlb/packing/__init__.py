@@ -1,0 +1,67 @@
+"""Which documents run in a step, and with which others in a micro-batch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+
+from megatron_wlb.cost import CostModel
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.base import Limits, Packer
+from megatron_wlb.packing.hold import HoldPacker
+from megatron_wlb.packing.metrics import PackingMetrics, measure
+from megatron_wlb.packing.original import OriginalPacker
+from megatron_wlb.packing.wlb import WLBPacker
+
+__all__ = [
+    "HoldPacker",
+    "Limits",
+    "OriginalPacker",
+    "Packer",
+    "PackingMetrics",
+    "WLBPacker",
+    "measure",
+    "packer",
+]
+
+
+def packer(
+    name: str,
+    *,
+    num_micro_batches: int,
+    window: int,
+    cost: CostModel,
+    max_tokens: int | None = None,
+    step_tokens: int | None = None,
+    max_step_tokens: int | None = None,
+    max_age: int = 12,
+    queue_thresholds: Sequence[int] = (),
+    tau: float = 1.0,
+) -> Packer:
+    """The packing called ``name``, empty: ``original``, ``wlb`` or ``hold``.
+
+    All settings of all packings are taken, so that a run can pass its whole configuration; each
+    packing uses its own. ``max_tokens`` is two windows if not given; for the others see
+    :class:`Limits`, :class:`WLBPacker` and :class:`HoldPacker`.
+
+    Raises :class:`ConfigError` for an unknown name (the nearest one is named) or settings that
+    cannot work.
+    """
+    limits = Limits(
+        num_micro_batches,
+        window,
+        2 * window if max_tokens is None else max_tokens,
+        num_micro_batches * window if step_tokens is None else step_tokens,
+        max_step_tokens,
+        max_age,
+    )
+    packers: dict[str, Callable[[], Packer]] = {
+        "original": lambda: OriginalPacker(limits),
+        "wlb": lambda: WLBPacker(limits, cost, queue_thresholds),
+        "hold": lambda: HoldPacker(limits, cost, tau),
+    }
+    if name not in packers:
+        near = difflib.get_close_matches(name, packers, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(packers)}"
+        raise ConfigError(f"unknown packing {name}; {hint}")
+    return packers[name]()

@@ -1,0 +1,216 @@
+"""What every packing promises, over random documents; see ``packing.base.Packer``."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
+from megatron_wlb.packing import packer
+from megatron_wlb.testing.strategies import REFERENCE_COST, Run, documents, runs
+
+WHOLE = ("wlb", "hold")
+ALL = ("original", *WHOLE)
+hypothesis_settings = settings(deadline=None, derandomize=True, max_examples=80)
+
+
+def arrivals(run: Run):
+    first = 0
+    for step, lengths in enumerate(run.steps):
+        yield documents(lengths, step, first)
+        first += len(lengths)
+
+
+def drive(name: str, run: Run, reload_before: int | None = None):
+    """All steps, then flushes, as ``(micro_batches, waiting after the step)``."""
+    packing = packer(name, **run.settings)
+    results = []
+
+    def maybe_reload():
+        nonlocal packing
+        if len(results) == reload_before:
+            state = json.loads(json.dumps(packing.state_dict()))
+            packing = packer(name, **run.settings)
+            packing.load_state_dict(state)
+
+    for arriving in arrivals(run):
+        maybe_reload()
+        results.append((packing.pack(arriving, len(results)), tuple(packing.waiting)))
+    while packing.waiting:
+        maybe_reload()
+        num_waiting = len(packing.waiting)
+        results.append((packing.flush(len(results)), tuple(packing.waiting)))
+        assert name == "original" or len(packing.waiting) < num_waiting, "flush must progress"
+        assert len(results) < 1000, "flush must end"
+    return results
+
+
+@pytest.mark.parametrize("name", ALL)
+@hypothesis_settings
+@given(data=st.data())
+def test_packer_runs_each_token_once_in_n_micro_batches_within_s_max(name, data):
+    run = data.draw(runs(longest_in_windows=12 if name == "original" else None))
+    results = drive(name, run)
+
+    most = run.settings["window" if name == "original" else "max_tokens"]
+    for micro_batches, _ in results:
+        assert len(micro_batches) == run.settings["num_micro_batches"]
+        assert all(sum(d.length for d in m) <= most for m in micro_batches)
+
+    ran = [d for micro_batches, _ in results for m in micro_batches for d in m]
+    arrived = [d for arriving in arrivals(run) for d in arriving]
+    if name != "original":
+        assert Counter(ran) == Counter(arrived)
+        return
+    pieces: dict[int, list] = {}
+    for piece in ran:
+        pieces.setdefault(piece.arrival, []).append(piece)
+    for document in arrived:
+        tiles = pieces.pop(document.arrival)
+        offset = 0
+        for tile in tiles:  # in stream order already
+            assert tile.offset == offset
+            offset += tile.length
+        assert offset == document.length
+        assert [tile.ends for tile in tiles] == [False] * (len(tiles) - 1) + [True]
+    assert not pieces
+
+
+@pytest.mark.parametrize("name", ALL)
+@hypothesis_settings
+@given(data=st.data())
+def test_packer_counts_as_waiting_what_has_not_run(name, data):
+    run = data.draw(runs())
+    arrived = ran = 0
+    for (micro_batches, waiting), arriving in zip(drive(name, run), arrivals(run), strict=False):
+        arrived += sum(d.length for d in arriving)
+        ran += sum(d.length for m in micro_batches for d in m)
+        assert sum(d.length for d in waiting) == arrived - ran
+
+
+@pytest.mark.parametrize("name", ALL)
+@hypothesis_settings
+@given(data=st.data())
+def test_packer_runs_something_while_documents_are_at_hand(name, data):
+    run = data.draw(runs())
+    at_hand = 0
+    for step, (micro_batches, waiting) in enumerate(drive(name, run)):
+        at_hand += len(run.steps[step]) if step < len(run.steps) else 0
+        assert not at_hand or any(micro_batches)
+        at_hand = len(waiting)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@hypothesis_settings
+@given(run=runs())
+def test_packer_delays_beyond_max_age_only_without_room(name, run):
+    """A document that is due waits only if older due ones left no micro-batch with room for it."""
+    max_age, max_tokens = run.settings["max_age"], run.settings["max_tokens"]
+    for step, (micro_batches, waiting) in enumerate(drive(name, run)):
+        for document in waiting:
+            if step - document.step < max_age:
+                continue
+            for micro_batch in micro_batches:
+                older_due = sum(
+                    d.length
+                    for d in micro_batch
+                    if step - d.step >= max_age and d.key < document.key
+                )
+                assert older_due + document.length > max_tokens
+
+
+@pytest.mark.parametrize("name", ALL)
+@hypothesis_settings
+@given(data=st.data())
+def test_packer_continues_the_same_from_its_saved_state(name, data):
+    run = data.draw(runs())
+    results = drive(name, run)
+    assert drive(name, run) == results
+    assert drive(name, run, reload_before=data.draw(st.integers(0, len(results) - 1))) == results
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_packer_accepts_a_step_without_documents(name):
+    packing = packer(name, num_micro_batches=3, window=8, cost=REFERENCE_COST)
+    assert packing.pack([], 0) == [[], [], []]
+    assert packing.flush(1) == [[], [], []]
+    assert not packing.waiting
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_packer_gives_fewer_documents_than_micro_batches_one_each(name):
+    packing = packer(name, num_micro_batches=4, window=8, max_age=0, cost=REFERENCE_COST)
+    packed = packing.pack(documents([3, 5, 8]), 0)
+    assert sorted(sum(d.length for d in m) for m in packed) == [0, 3, 5, 8]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_packer_runs_a_document_of_exactly_s_max(name):
+    packing = packer(name, num_micro_batches=1, window=8, max_tokens=9, cost=REFERENCE_COST)
+    assert [d.length for d in packing.pack(documents([9]), 0)[0]] == [9]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_packer_refuses_a_document_above_s_max(name):
+    packing = packer(name, num_micro_batches=2, window=8, max_tokens=9, cost=REFERENCE_COST)
+    with pytest.raises(PackingError, match=r"document 1 of corpus 0 has 10 tokens.* 9; raise"):
+        packing.pack(documents([3, 10]), 0)
+    assert not packing.waiting
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_packer_refuses_the_state_of_another_packing_or_number(name):
+    ours = packer(name, num_micro_batches=2, window=8, cost=REFERENCE_COST)
+    for other in ALL:
+        for num_micro_batches in (2, 3):
+            theirs = packer(
+                other, num_micro_batches=num_micro_batches, window=8, cost=REFERENCE_COST
+            )
+            if (other, num_micro_batches) == (name, 2):
+                ours.load_state_dict(theirs.state_dict())
+                continue
+            expected = f"by {other} into {num_micro_batches} .*by {name} into 2; resume"
+            with pytest.raises(CheckpointError, match=expected):
+                ours.load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "spoil", [dict.clear, lambda s: s.popitem(), lambda s: s.update(waiting=3, queued=[[1]])]
+)
+def test_packer_refuses_a_spoilt_state(name, spoil):
+    packing = packer(name, num_micro_batches=2, window=8, cost=REFERENCE_COST)
+    state = packing.state_dict()
+    spoil(state)
+    with pytest.raises(CheckpointError, match="not the state of a packing"):
+        packing.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_packer_refuses_waiting_documents_above_a_lowered_s_max(name):
+    common = {"num_micro_batches": 4, "window": 8, "cost": REFERENCE_COST}
+    before = packer(name, max_tokens=16, **common)
+    before.pack(documents([1] * 20 + [16]), 0)
+    assert [d.length for d in before.waiting] == [16]
+    after = packer(name, max_tokens=12, **common)
+    with pytest.raises(PackingError, match=r"16 tokens, above max_tokens \(S_max\) 12"):
+        after.load_state_dict(before.state_dict())
+    assert not after.waiting
+
+
+def test_packer_names_the_nearest_packing():
+    common = {"num_micro_batches": 2, "window": 8, "cost": REFERENCE_COST}
+    with pytest.raises(ConfigError, match=r"unknown packing holds; did you mean hold\?"):
+        packer("holds", **common)
+    with pytest.raises(ConfigError, match=r"unknown packing xyz; use one of original, wlb, hold"):
+        packer("xyz", **common)
+
+
+def test_packer_passes_each_packing_its_settings():
+    common = {"num_micro_batches": 2, "window": 8, "cost": REFERENCE_COST, "tau": 1.25}
+    assert packer("hold", **common).tau == 1.25
+    assert packer("wlb", queue_thresholds=[3, 5], **common).queue_thresholds == [3, 5]
+    assert packer("original", **common).limits.max_tokens == 16
+    assert packer("original", max_tokens=9, max_age=3, **common).limits.max_age == 3

@@ -1,0 +1,92 @@
+from dataclasses import replace
+
+import pytest
+
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+
+LONG = Document(corpus=1, index=7, offset=0, length=10, ends=True, epoch=2, arrival=5, step=3)
+SHORT = Document(corpus=0, index=2, offset=0, length=4, ends=False, epoch=2, arrival=6, step=4)
+
+
+def micro_batch(index, *documents, padded=16, us=1.0):
+    return MicroBatchPlan(index, tuple(Span(d, 0, d.length) for d in documents), padded, us)
+
+
+def step_plan(*ranks, step=5):
+    return StepPlan(step, "any", tuple(map(tuple, ranks)), num_waiting=0, waiting_tokens=0)
+
+
+def test_document_cut_keeps_tokens_and_labels():
+    head, tail = LONG.cut(6, tail_step=4)
+    assert (head.offset, head.length, head.ends, head.step) == (0, 6, False, 3)
+    assert (tail.offset, tail.length, tail.ends, tail.step) == (6, 4, True, 4)
+    assert head.num_targets + tail.num_targets == LONG.num_targets == 9
+    assert head.key < tail.key
+    assert tail.cut(1, 4)[1].offset == 7
+
+
+def test_document_survives_its_list_form():
+    assert Document.from_list(LONG.as_list()) == LONG
+    assert Document.from_list(SHORT.as_list()) == SHORT
+    assert all(type(value) is int for value in LONG.as_list())
+
+
+def test_span_has_no_target_only_at_the_stored_end():
+    assert Span(LONG, 0, 10).num_targets == 9
+    assert Span(LONG, 2, 6).num_targets == Span(LONG, 2, 6).length == 4
+    assert Span(LONG, 6, 10).num_targets == 3
+    assert Span(SHORT, 0, 4).num_targets == 4
+
+
+def test_micro_batch_padding_is_a_segment_of_its_own():
+    padded = micro_batch(0, LONG, SHORT)
+    assert (padded.length, padded.lengths, padded.num_targets) == (14, (10, 4, 2), 13)
+    assert micro_batch(0, LONG, SHORT, padded=14).lengths == (10, 4)
+    empty = micro_batch(0, padded=8)
+    assert (empty.length, empty.lengths, empty.num_targets) == (0, (8,), 0)
+
+
+def test_step_plan_sums_over_ranks():
+    plan = step_plan(
+        [micro_batch(0, LONG, us=9.0), micro_batch(2, us=1.0)],
+        [micro_batch(1, SHORT, us=3.0), micro_batch(3, us=1.0)],
+    )
+    assert [m.index for m in plan] == [0, 2, 1, 3]
+    assert list(plan.documents) == [LONG, SHORT]
+    assert (plan.num_tokens, plan.padding_tokens, plan.num_targets) == (14, 50, 13)
+    assert plan.imbalance == pytest.approx(9 * 4 / 14)
+    assert plan.delay_steps == pytest.approx((10 * 2 + 4 * 1) / 14)
+
+
+def test_step_plan_without_documents_is_defined():
+    plan = step_plan([micro_batch(0, us=0.0)])
+    assert (plan.imbalance, plan.delay_steps, plan.num_targets) == (1.0, 0.0, 0)
+
+
+def test_digest_changes_with_whatever_ranks_must_agree_on():
+    plan = step_plan([micro_batch(0, LONG)], [micro_batch(1, SHORT)])
+    changed = [
+        replace(plan, step=6),
+        replace(plan, packing="other"),
+        step_plan([micro_batch(1, LONG)], [micro_batch(0, SHORT)]),
+        step_plan([micro_batch(0, LONG), micro_batch(1, SHORT)]),
+        step_plan([micro_batch(0, LONG, SHORT)], [micro_batch(1)]),
+        step_plan([micro_batch(0, LONG, padded=24)], [micro_batch(1, SHORT)]),
+        *(
+            step_plan([micro_batch(0, replace(LONG, **change))], [micro_batch(1, SHORT)])
+            for change in (
+                {"corpus": 0}, {"index": 8}, {"offset": 1}, {"length": 9}, {"ends": False},
+                {"epoch": 0},
+            )
+        ),
+    ]  # fmt: skip
+    digests = {plan.digest, *(other.digest for other in changed)}
+    assert len(digests) == 1 + len(changed)
+    assert len(plan.digest) == 64
+    assert step_plan([micro_batch(0, LONG)], [micro_batch(1, SHORT)]).digest == plan.digest
+
+
+def test_digest_leaves_out_what_may_differ_between_ranks():
+    """Predicted times are floats of a cost model; plans that agree on documents agree."""
+    plan = step_plan([micro_batch(0, LONG, us=1.0)])
+    assert step_plan([micro_batch(0, LONG, us=1.0 + 1e-9)]).digest == plan.digest
