@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import struct
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -160,23 +162,30 @@ def test_build_that_fails_says_why_and_leaves_nothing(
     assert list_names(tmp_path) == before
 
 
-@pytest.fixture
-def limit_file_bytes() -> Any:
-    """Sets the size above which writing any file fails, as on a full disk."""
+@contextlib.contextmanager
+def limit_file_bytes(num_bytes: int) -> Iterator[None]:
+    """Makes writing any larger file fail, as on a full disk; for as short as can be, because
+    pytest's own output may be a file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(("tokenizer", "num_bytes"), [("bytes", 10_000), ("bpe", 1_000)])
 def test_build_on_a_full_disk_says_so_and_keeps_the_old_corpus(
-    texts: Path, tmp_path: Path, limit_file_bytes: Any, tokenizer: str, num_bytes: int
+    texts: Path, tmp_path: Path, tokenizer: str, num_bytes: int
 ) -> None:
     old = build_corpus([texts], tmp_path / "c")
     (texts / "large").write_bytes(b"0123456789" * 3000)
     before = list_names(tmp_path)
-    limit_file_bytes(num_bytes)
-    with pytest.raises(CorpusError, match=r"cannot write .*c\.bin: File too large; .*make room"):
+    with (
+        pytest.raises(CorpusError, match=r"cannot write .*c\.bin: File too large; .*make room"),
+        limit_file_bytes(num_bytes),
+    ):
         build_corpus([texts], tmp_path / "c", tokenizer=tokenizer, force=True)
     assert list_names(tmp_path) == before
     assert Corpus.open(tmp_path / "c").lengths.sum() == old.num_tokens

@@ -84,7 +84,7 @@ def test_plot_lengths_counts_every_document_and_states_the_shares(drawn, tmp_pat
     plot_lengths(np.array(LENGTHS, dtype=np.int32), 8192, tmp_path / "plot.png")
     above, below = drawn[0].axes
     assert sum(bar.get_height() for bar in above.containers[0]) == len(LENGTHS)
-    assert titles(drawn[0])[0] == "10 documents, 22.2K tokens"
+    assert titles(drawn[0])[0] == "10 documents, 22,771 tokens"
     long = np.array([4096.0, 6000.0, 8192.0])
     tokens = long.sum() / sum(LENGTHS)
     work = (long**2).sum() / sum(d * d for d in LENGTHS)

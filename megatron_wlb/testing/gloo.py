@@ -1,0 +1,301 @@
+"""Gloo processes for tests, started once for each world size and used for all cases of that size.
+
+Importing Megatron costs 4 s and 350 MB a process. So a fork server imports it once, under the CPU
+emulation, and the *world* of a case is forked from it in a tenth of a second and kept for the
+next case. A case finds new process groups (25 ms for 2 ranks, 100 ms for 8), so nothing of the
+case before can be received in it; module globals that a case changes do stay changed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+from unittest import mock
+
+from megatron_wlb.errors import WLBError
+
+_T = TypeVar("_T")
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOAD = "megatron_wlb.testing.preload"
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # ranks are many, cores are few
+    "CUDA_VISIBLE_DEVICES": "",  # gloo cases run on the CPU wherever they run
+    "GLOO_SOCKET_IFNAME": "lo",  # needs no host name that resolves
+}
+_START_S = 120.0
+"""How long a world may take to start; it includes the fork server's imports."""
+_GRACE_S = 1.0
+"""After a first failure, how long to listen for failures of other ranks."""
+_DUMP_S = 1.0
+"""After a timeout, how long the ranks have to write their stacks."""
+
+
+class RankError(WLBError):
+    """A rank died, or raised what cannot be brought to the parent."""
+
+
+class RankTimeoutError(RankError):
+    """Ranks did not finish in time; the stacks of all are in the error's notes."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What came back from a rank: a result or an error."""
+
+    rank: int
+    result: Any = None
+    error: BaseException | None = None
+    died: bool = False
+
+
+class GlooPool:
+    """Runs functions on worlds of gloo ranks; at most ``max_processes`` ranks are alive.
+
+    Worlds are kept between calls, and the least recently used ones closed to make room. Close the
+    pool when done, or use it as a context manager: no rank outlives it, nor the interpreter.
+    (Python's fork server and resource tracker stay until the interpreter ends.)
+    """
+
+    def __init__(self, max_processes: int = 8) -> None:
+        self._max_processes = max_processes
+        self._worlds: dict[int, _World] = {}  # least recently used first
+        atexit.register(self.close)  # before multiprocessing waits for processes to end
+
+    def run(
+        self, world_size: int, function: Callable[..., _T], *args: Any, timeout_s: float = 120.0
+    ) -> list[_T]:
+        """The results of ``function(*args)`` on each rank, in rank order.
+
+        ``function`` belongs to a module; it, ``args`` and results travel pickled. It runs in the
+        main thread of a process with one computing thread, under the CPU emulation, where
+        ``torch.distributed`` is initialised with ``world_size`` ranks; Megatron's groups are its
+        own to set up, and are gone for the next case. Environment variables and working directory
+        are those of the pool's first use.
+
+        Raises:
+            RankTimeoutError: after ``timeout_s``; a hanging collective, mostly.
+            RankError: a rank died; there are more ranks than ``max_processes``.
+            BaseException: what ``function`` raised first on any rank, with the rank, its
+                traceback and what other ranks raised in notes. In all three cases the world is
+                killed, and the next case gets a new one.
+        """
+        if not 1 <= world_size <= self._max_processes:
+            raise RankError(
+                f"a world of {world_size} ranks does not fit a pool of {self._max_processes} "
+                "processes; use 1 to that many, or raise max_processes"
+            )
+        request = pickle.dumps((function, args))
+        name = getattr(function, "__qualname__", repr(function))
+        world = self._worlds.pop(world_size, None)
+        if world is None:
+            self._make_room(world_size)
+            world = _World(world_size)
+        try:
+            results: list[_T] = world.run(request, name, timeout_s)
+        except BaseException:
+            world.kill()
+            raise
+        self._worlds[world_size] = world
+        return results
+
+    def close(self) -> None:
+        """Ends all ranks and waits until they are gone; the pool can be used again."""
+        while self._worlds:
+            self._worlds.popitem()[1].kill()
+
+    def _make_room(self, world_size: int) -> None:
+        while sum(self._worlds) + world_size > self._max_processes:
+            self._worlds.pop(next(iter(self._worlds))).kill()
+
+    def __enter__(self) -> GlooPool:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+class _World:
+    """The parent's side of one world: its processes, and a pipe to each."""
+
+    def __init__(self, size: int) -> None:
+        self._directory = TemporaryDirectory(prefix="wlb-gloo-")
+        self._pipes: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._num_cases = 0
+        try:
+            _start_fork_server()
+            for rank in range(size):
+                ours, theirs = _CONTEXT.Pipe()
+                self._pipes.append(ours)
+                process = _CONTEXT.Process(
+                    target=_serve,
+                    args=(theirs, rank, size, self._directory.name),
+                    name=f"gloo rank {rank} of {size}",
+                    daemon=False,  # cases start processes of their own, to save checkpoints
+                )
+                process.start()
+                theirs.close()  # so that the pipe ends when the process does
+                self._processes.append(process)
+            self._collect("to start", _START_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def run(self, request: bytes, name: str, timeout_s: float) -> list[Any]:
+        self._num_cases += 1
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # it died: noticed when it does not answer
+                pipe.send((self._num_cases, sys.path, timeout_s, request))
+        return self._collect(name, timeout_s)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._directory.cleanup()
+
+    def _collect(self, name: str, timeout_s: float) -> list[Any]:
+        """Each rank's result; raises when one failed, and when time is up."""
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + timeout_s + _DUMP_S
+        answers: list[_Answer] = []
+        failed = False
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                answer = self._receive(pipe, waiting.pop(pipe))
+                answers.append(answer)
+                if answer.error is not None and not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if failed:
+            raise _first_error(answers)
+        if waiting:
+            ranks = ", ".join(str(rank) for rank in waiting.values())
+            error = RankTimeoutError(
+                f"{name}: rank {ranks} of {len(self._pipes)} did not finish within {timeout_s:g} s;"
+                " see the stacks, or raise timeout_s"
+            )
+            for rank in waiting.values():
+                error.add_note(f"rank {rank} hangs at\n{self._stacks(rank)}")
+            raise error
+        return [answer.result for answer in sorted(answers, key=lambda answer: answer.rank)]
+
+    def _receive(self, pipe: Connection, rank: int) -> _Answer:
+        try:
+            result, error = pickle.loads(pipe.recv_bytes())
+            return _Answer(rank, result, error)
+        except (EOFError, ConnectionError):
+            process = self._processes[rank]
+            process.join()
+            died = RankError(f"rank {rank} of {len(self._pipes)} died: exit {process.exitcode}")
+            if stacks := self._stacks(rank):
+                died.add_note(stacks)
+            return _Answer(rank, error=died, died=True)
+
+    def _stacks(self, rank: int) -> str:
+        return _stacks_file(self._directory.name, rank).read_text(errors="replace")
+
+
+def _first_error(answers: list[_Answer]) -> BaseException:
+    """The error most likely to be the cause; the others are named in its notes.
+
+    That is the first to arrive, but for a rank that died: its peers' connections break with it,
+    and they may tell so sooner.
+    """
+    failures = [answer for answer in answers if answer.error is not None]
+    failures.sort(key=lambda answer: not answer.died)  # stable
+    first = failures[0].error
+    assert first is not None
+    for other in failures[1:]:
+        first.add_note(f"then rank {other.rank} failed: {other.error!r}")
+    return first
+
+
+def _start_fork_server() -> None:
+    """Starts the fork server where none runs, with the environment that all ranks inherit."""
+    _CONTEXT.set_forkserver_preload([_PRELOAD])
+    with mock.patch.dict(os.environ, _ENVIRONMENT):
+        forkserver.ensure_running()
+
+
+# What follows runs in the ranks.
+
+
+def _stacks_file(directory: str, rank: int) -> Path:
+    return Path(directory, f"stacks-{rank}")
+
+
+def _serve(pipe: Connection, rank: int, size: int, directory: str) -> None:
+    """Answers requests until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    with _stacks_file(directory, rank).open("a") as stacks, contextlib.suppress(EOFError):
+        faulthandler.enable(stacks)
+        pipe.send_bytes(_answer(rank, size, _warm_up))
+        while True:
+            case, path, timeout_s, request = pipe.recv()
+            sys.path[:] = path  # where the parent's tests come from
+            stacks.truncate(0)
+            faulthandler.dump_traceback_later(timeout_s, file=stacks)
+            answer = _answer(rank, size, _run_case, rank, size, f"{directory}/{case}", request)
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send_bytes(answer)
+
+
+def _warm_up() -> None:
+    import torch
+
+    import megatron_wlb.testing.preload  # noqa: F401  # loud, should the fork server have failed
+
+    torch.set_num_threads(1)
+
+
+def _run_case(rank: int, size: int, rendezvous: str, request: bytes) -> Any:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    # All ranks have answered the case before, so nobody needs its groups any more.
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.FileStore(rendezvous, size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    function, args = pickle.loads(request)
+    return function(*args)
+
+
+def _answer(rank: int, size: int, function: Callable[..., Any], *args: Any) -> bytes:
+    """Pickled ``(result, error)``: whatever ``function`` raises is the error."""
+    try:
+        return pickle.dumps((function(*args), None))
+    except BaseException as error:
+        note = f"on rank {rank} of {size}:\n{traceback.format_exc()}"
+        try:
+            error.add_note(note)
+            answer = pickle.dumps((None, error))
+            pickle.loads(answer)  # constructors with arguments of their own fail only here
+        except Exception:
+            portable = RankError(f"{type(error).__name__}: {error}")
+            portable.add_note(note)
+            answer = pickle.dumps((None, portable))
+        return answer

@@ -1,0 +1,18 @@
+"""Megatron-core, imported under the CPU emulation, for processes to be forked with.
+
+The fork server of :mod:`megatron_wlb.testing.gloo` imports this module; nothing else should.
+Whatever starts threads must stay out of it: a forked process has none of them.
+"""
+
+from __future__ import annotations
+
+from megatron_wlb.runtime import cpu
+
+cpu.install()
+
+# After the emulation, which refuses a Megatron that was imported before it.
+import megatron.core.distributed  # noqa: E402
+import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
+import megatron.core.optimizer  # noqa: E402
+import megatron.core.parallel_state  # noqa: E402
+import megatron.core.pipeline_parallel.schedules  # noqa: E402, F401

@@ -1,0 +1,70 @@
+"""Tiers: a test's folder says what it needs, and the summary counts what each tier did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_wlb.testing.gloo import GlooPool
+
+TESTS = Path(__file__).parent
+TIERS = ("unit", "distributed", "integration", "gpu")
+OUTCOMES = {
+    "passed": "passed",
+    "failed": "failed",
+    "error": "failed",
+    "skipped": "skipped",
+    "xfailed": "skipped",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "unit: runs in the process of pytest")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test with its tier; skips the ``gpu`` tier where there is no GPU."""
+    for item in items:
+        item.add_marker(item.path.relative_to(TESTS).parts[0])
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator[GlooPool]:
+    """Worlds of gloo ranks: ``gloo.run(4, function, *args)``."""
+    with GlooPool() as pool:
+        yield pool
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Per tier: what passed, failed and was skipped, and why it was skipped."""
+    counts = {tier: Counter[str]() for tier in TIERS}
+    reasons = {tier: Counter[str]() for tier in TIERS}
+    for category, outcome in OUTCOMES.items():
+        for report in terminalreporter.stats.get(category, ()):
+            tier = next((tier for tier in TIERS if f"tests/{tier}/" in report.nodeid), None)
+            if tier is None:
+                continue
+            counts[tier][outcome] += 1
+            if outcome == "skipped":
+                xfail = getattr(report, "wasxfail", None)
+                reason = report.longrepr[2] if xfail is None else f"known to fail: {xfail}"
+                reasons[tier][reason.removeprefix("Skipped: ")] += 1
+
+    terminalreporter.section("tiers")
+    for tier in TIERS:
+        said = (
+            f"{counts[tier][outcome]:5d} {outcome}" for outcome in ("passed", "failed", "skipped")
+        )
+        terminalreporter.line(f"{tier:12s}" + "  ".join(said))
+        for reason, number in reasons[tier].most_common():
+            terminalreporter.line(f"{'':12s}{number:5d} skipped: {reason}")

@@ -1,0 +1,135 @@
+"""Who may import what, held over every file of the package."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import megatron_wlb
+
+PACKAGE = Path(megatron_wlb.__file__).parent
+PROJECT = PACKAGE.parent
+MAX_LINES = 600
+
+MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch", "testing")
+MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
+PLANNING = ("plan", "planner", "packing", "cost", "simulator", "data.documents", "config", "errors")
+
+
+def module_name(path: Path) -> str:
+    """Dotted name below ``megatron_wlb``; empty for the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def belongs(module: str, groups: tuple[str, ...]) -> bool:
+    return any(module == group or module.startswith(group + ".") for group in groups)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+PLANNING_MODULES = [module for module in MODULES if belongs(module, PLANNING)]
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports, inside functions too."""
+    return set(_imported(ast.parse(path.read_text()), into_functions=True))
+
+
+def imported_at_once(path: Path) -> set[str]:
+    """Top-level packages that importing a file imports: not those inside functions."""
+    return set(_imported(ast.parse(path.read_text()), into_functions=False))
+
+
+def _imported(node: ast.AST, into_functions: bool) -> Iterator[str]:
+    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    match node:
+        case ast.Import():
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        case ast.ImportFrom(level=0, module=str(module)):
+            yield module.partition(".")[0]
+        case ast.If() if ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            children = node.orelse
+        case ast.FunctionDef() | ast.AsyncFunctionDef() if not into_functions:
+            children = ()
+    for child in children:
+        yield from _imported(child, into_functions)
+
+
+def test_import_rules_speak_of_modules_that_exist() -> None:
+    assert {"plan", "errors"} <= set(PLANNING_MODULES)
+    assert any("megatron" in imported(path) for path in MODULES.values())
+
+
+def test_import_finder_sees_what_python_imports(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "import numpy.linalg as la\n"
+        "from . import sibling\n"
+        "if TYPE_CHECKING:\n    import types_only\nelse:\n    import run_only\n"
+        "try:\n    import tried\nexcept ImportError:\n    from fallback.inner import x\n"
+        "class C:\n    import in_class\n"
+        "def f():\n    import lazy\n"
+    )
+    at_once = {"typing", "numpy", "run_only", "tried", "fallback", "in_class"}
+    assert imported_at_once(path) == at_once
+    assert imported(path) == at_once | {"lazy"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_runtime_imports_megatron(module: str) -> None:
+    if belongs(module, MAY_IMPORT_MEGATRON):
+        return
+    lazy_is_fine = belongs(module, MAY_IMPORT_MEGATRON_IN_FUNCTIONS)
+    assert "megatron" not in (imported_at_once if lazy_is_fine else imported)(MODULES[module])
+
+
+@pytest.mark.parametrize("module", PLANNING_MODULES)
+def test_planning_code_names_no_torch(module: str) -> None:
+    assert not {"torch", "megatron"} & imported_at_once(MODULES[module])
+
+
+def test_planning_code_loads_neither_torch_nor_megatron() -> None:
+    """By what Python has loaded after each import: also through other modules."""
+    script = (
+        "import importlib, json, sys\n"
+        "loaded = {}\n"
+        "for module in json.loads(sys.argv[1]):\n"
+        "    importlib.import_module('megatron_wlb.' + module)\n"
+        "    loaded[module] = sorted({'torch', 'megatron'} & set(sys.modules))\n"
+        "print(json.dumps(loaded))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(PLANNING_MODULES)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=PROJECT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {module: [] for module in PLANNING_MODULES}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_says_what_it_is(module: str) -> None:
+    if any(part.startswith("_") for part in module.split(".")):
+        return
+    assert ast.get_docstring(ast.parse(MODULES[module].read_text())), MODULES[module]
+
+
+def test_files_stay_one_idea_long() -> None:
+    paths = [
+        path
+        for folder in ("megatron_wlb", "tests", "scripts")
+        for path in (PROJECT / folder).rglob("*")
+        if path.suffix in {"", ".py", ".sh"} and path.is_file()
+    ]
+    lengths = {str(path.relative_to(PROJECT)): len(path.read_text().splitlines()) for path in paths}
+    assert len(lengths) > len(MODULES)
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
