@@ -6,8 +6,40 @@ run and silently compute something else.
 
 from __future__ import annotations
 
-from megatron_wlb.config import Config
+from megatron_wlb.config import Config, flag_of
 from megatron_wlb.errors import ConfigError
+
+_AT_LEAST = {
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "distributed_timeout_minutes",
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "make_vocab_size_divisible_by",
+            "vocab_size",
+            "global_batch_size",
+            "train_iters",
+            "exit_interval",
+            "lr_decay_iters",
+            "recompute_num_layers",
+            "eval_iters",
+            "save_interval",
+            "log_interval",
+            "wlb_epochs",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        ("lr_warmup_iters", "eval_interval", "wlb_max_age", "wlb_verify_plan_interval"), 0
+    ),
+}
 
 
 def check(config: Config, world_size: int) -> None:
@@ -16,8 +48,10 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: the first thing that cannot run.
     """
+    _check_ranges(config)
     _check_layout(config, world_size)
     _check_model(config)
+    _check_recompute(config)
     _check_batch(config)
 
 
@@ -29,17 +63,15 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     )
 
 
+def _check_ranges(config: Config) -> None:
+    values = config.flat()
+    for name, least in _AT_LEAST.items():
+        if values[name] is not None and values[name] < least:
+            raise ConfigError(f"{flag_of(name)} is {values[name]}; it must be at least {least}")
+
+
 def _check_layout(config: Config, world_size: int) -> None:
     p, m = config.parallel, config.model
-    for name in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    ):
-        if getattr(p, name) < 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {getattr(p, name)}; it must be at least 1"
-            )
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     if p.context_parallel_size != 1:
         raise ConfigError(
@@ -57,6 +89,12 @@ def _check_layout(config: Config, world_size: int) -> None:
             f"use at most {m.num_layers} stages"
         )
     vpp = p.num_virtual_stages_per_pipeline_rank
+    if vpp is None and p.microbatch_group_size_per_virtual_pipeline_stage is not None:
+        raise ConfigError(
+            "--microbatch-group-size-per-virtual-pipeline-stage is "
+            f"{p.microbatch_group_size_per_virtual_pipeline_stage}, but there are no virtual "
+            "stages; give --num-virtual-stages-per-pipeline-rank too, or leave it out"
+        )
     if vpp is not None:
         if pp == 1:
             raise ConfigError(
@@ -66,6 +104,13 @@ def _check_layout(config: Config, world_size: int) -> None:
         if vpp < 2:
             raise ConfigError(
                 f"--num-virtual-stages-per-pipeline-rank is {vpp}; use at least 2, or leave it out"
+            )
+        if pp == 2 and p.no_overlap_p2p_communication and config.wlb.wlb_verify_shapes:
+            # Both directions go to one peer in one batch, and the exchange cannot tell them apart.
+            raise ConfigError(
+                "--wlb-verify-shapes cannot check --pipeline-model-parallel-size 2 with virtual "
+                "stages and --no-overlap-p2p-communication: Megatron's exchange of shapes mixes up "
+                "activations and gradients there; leave one of the flags out"
             )
     chunks = pp * (vpp or 1)
     if m.num_layers % chunks:
@@ -81,11 +126,6 @@ def _check_layout(config: Config, world_size: int) -> None:
 
 def _check_model(config: Config) -> None:
     m, tp = config.model, config.parallel.tensor_model_parallel_size
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if getattr(m, name) < 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {getattr(m, name)}; it must be at least 1"
-            )
     if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
         raise ConfigError(
             f"--hidden-size {m.hidden_size} is not divisible by --num-attention-heads "
@@ -140,28 +180,38 @@ def _check_batch(config: Config) -> None:
             f"--micro-batch-size is {t.micro_batch_size}; use 1: a micro-batch is one packed row "
             "whose length follows its work (raise --seq-length for more tokens)"
         )
-    for name in ("global_batch_size", "train_iters"):
-        if getattr(t, name) < 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {getattr(t, name)}; it must be at least 1"
-            )
     if w.wlb_max_tokens is not None and w.wlb_max_tokens < d.seq_length:
         raise ConfigError(
             f"--wlb-max-tokens is {w.wlb_max_tokens}, below --seq-length {d.seq_length}; a "
             "document of a whole window would fit nowhere: use at least the window, better twice"
         )
-    if t.recompute_granularity == "full" and t.recompute_method is None:
-        raise ConfigError(
-            "--recompute-granularity full needs --recompute-method uniform or block (and "
-            "--recompute-num-layers)"
-        )
-    if t.recompute_granularity == "full" and t.recompute_num_layers is None:
-        raise ConfigError("--recompute-granularity full needs --recompute-num-layers, e.g. 1")
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         raise ConfigError("--save-interval is given without --save FOLDER")
-    if (config.checkpoint.save_interval or 1) < 1:
+
+
+def _check_recompute(config: Config) -> None:
+    t, p = config.training, config.parallel
+    method, num_layers = t.recompute_method, t.recompute_num_layers
+    if t.recompute_granularity != "full":
+        for name, value in (("method", method), ("num-layers", num_layers)):
+            if value is not None:
+                raise ConfigError(
+                    f"--recompute-{name} is {value}, which counts only with "
+                    "--recompute-granularity full; give that too, or leave it out"
+                )
+        return
+    if method is None or num_layers is None:
         raise ConfigError(
-            f"--save-interval is {config.checkpoint.save_interval}; it must be at least 1"
+            "--recompute-granularity full needs --recompute-method uniform or block, and "
+            "--recompute-num-layers, e.g. 1"
+        )
+    chunks = p.pipeline_model_parallel_size * (p.num_virtual_stages_per_pipeline_rank or 1)
+    layers = config.model.num_layers // chunks
+    if method == "uniform" and layers % num_layers:
+        # Megatron would index beyond the chunk's last layer.
+        raise ConfigError(
+            f"--recompute-num-layers is {num_layers}, which does not divide the {layers} layers of "
+            "a model chunk; use a divisor of it, or --recompute-method block"
         )
 
 

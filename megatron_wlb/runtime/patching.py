@@ -29,7 +29,13 @@ class PatchSet:
                 set has already replaced it.
         """
         if isinstance(owner, str):
-            owner = importlib.import_module(owner)
+            try:
+                owner = importlib.import_module(owner)
+            except ImportError as error:
+                raise CompatibilityError(
+                    f"{owner} is missing ({error}): this version of {owner.split('.')[0]} is not "
+                    "one that megatron-wlb knows; install the versions in its constraints file"
+                ) from None
         label = f"{getattr(owner, '__name__', owner)}.{name}"
         if any(o is owner and n == name for o, n, _ in self._saved):
             raise CompatibilityError(f"{label} is already replaced; a name has one owner")

@@ -85,6 +85,7 @@ class StepRunner:
         self.communicator = PlanCommunicator(model.groups.pp, model.config, verify_shapes)
         self.verify_plan_interval = verify_plan_interval
         self._schedule = get_forward_backward_func()
+        self._num_runs = 0
 
     def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
         """Forward (and backward) of one step; gradients are left in the model, reduced.
@@ -92,12 +93,12 @@ class StepRunner:
         Raises:
             PlanError: ranks disagree, or the plan does not fit the layout.
         """
-        self._check(plan)
         model = self.model
-        micro_batches = plan.micro_batches[model.groups.dp.rank()]
         shards = model.config.context_parallel_size
         if model.config.sequence_parallel:
             shards *= model.config.tensor_model_parallel_size
+        self._check(plan, shards)
+        micro_batches = plan.micro_batches[model.groups.dp.rank()]
         self.communicator.begin(
             [m.padded_length // shards for m in micro_batches],
             forward_only=forward_only,
@@ -128,15 +129,25 @@ class StepRunner:
         torch.distributed.broadcast(total, src=last, group=model.groups.pp)
         return StepLoss(float(total), plan.num_targets)
 
-    def _check(self, plan: StepPlan) -> None:
+    def _check(self, plan: StepPlan, shards: int) -> None:
+        # First, so that a plan that is wrong on one rank raises on all, and no rank waits for it.
+        # Counted in runs, not by the plan's step, on which ranks may disagree.
+        is_due = self.verify_plan_interval and self._num_runs % self.verify_plan_interval == 0
+        self._num_runs += 1
+        if is_due:
+            verify_digest(plan, self.batches.device)
         dp_size = self.model.groups.dp.size()
         if len(plan.micro_batches) != dp_size:
             raise PlanError(
                 f"step {plan.step}: the plan is for {len(plan.micro_batches)} data-parallel ranks, "
-                f"this run has {dp_size}"
+                f"this run has {dp_size}; plan for {dp_size}"
             )
-        if self.verify_plan_interval and plan.step % self.verify_plan_interval == 0:
-            verify_digest(plan, self.batches.device)
+        for m in plan:
+            if m.padded_length < 1 or m.padded_length % shards:
+                raise PlanError(
+                    f"step {plan.step}: micro-batch {m.index} is {m.padded_length} tokens long; "
+                    f"pad it to a positive multiple of {shards}, over which sequences are sharded"
+                )
 
 
 def verify_digest(plan: StepPlan, device: str) -> None:

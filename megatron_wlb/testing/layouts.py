@@ -1,0 +1,79 @@
+"""Layouts, models and documents that are run against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_wlb.config import Config, parse
+from megatron_wlb.testing.workload import make_workload
+
+WORKLOAD = make_workload(
+    [
+        [37, 1, 5, 60, 12, 29, 2, 48, 1, 17, (33, 20), 9, 55, 3],
+        [8, 60, 1, 44, 21, (60, 1, 60, 7), 30, 2, 13],
+        [51, 1, 1, (5, 1), 26, 40, 11, 60, 33, 6, 19, 4],
+    ],
+    vocab_size=59,  # padded to 64 for every layout
+)
+COMMON = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 64 --make-vocab-size-divisible-by 32 "
+    # Adam's first steps are lr · sign(g) for entries far above ε: a larger ε keeps entries that
+    # are nothing but rounding from deciding where the weights go.
+    "--lr 0.01 --min-lr 0.001 --train-iters 5 --adam-eps 1e-3 --weight-decay 0.1 --clip-grad 0.5"
+)
+MODELS = {
+    # RMSNorm, gated, bias for QKV only, grouped queries, normalised queries and keys, untied.
+    "llama": "--normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias "
+    "--group-query-attention "
+    "--num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights "
+    "--ffn-hidden-size 48",
+    # LayerNorm, gelu, bias, learned positions, tied.
+    "gpt2": "--position-embedding-type learned_absolute",
+    # LayerNorm with bias, half the head rotated in pairs, heads wider than hidden ÷ heads, tied.
+    "mixed": "--rotary-interleaved --rotary-percent 0.5 --kv-channels 12 --qk-layernorm "
+    "--group-query-attention --num-query-groups 2",
+}
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
+OVERLAP = "--overlap-grad-reduce"
+SHARDED = "--use-distributed-optimizer"
+NO_P2P_OVERLAP = "--no-overlap-p2p-communication"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout; ``num_micro_batches`` is that of each data-parallel rank."""
+
+    model: str
+    num_micro_batches: int
+    pp: int = 1
+    vpp: int = 1
+    tp: str = "1"
+    """``1``, ``2``, or ``2sp``: with sequence parallelism."""
+    dp: int = 1
+    extra: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * int(self.tp[0]) * self.dp
+
+    def __str__(self) -> str:
+        flags = "".join(word.replace("--", "-") for word in self.extra.split() if "--" in word)
+        return (
+            f"{self.model}-pp{self.pp}-vpp{self.vpp}-tp{self.tp}-dp{self.dp}"
+            f"-m{self.num_micro_batches}{flags}"
+        )
+
+    @property
+    def config(self) -> Config:
+        flags = [*COMMON.split(), *MODELS[self.model].split(), *self.extra.split()]
+        flags += ["--num-layers", str(max(4, self.pp * self.vpp))]
+        flags += ["--global-batch-size", str(self.num_micro_batches * self.dp)]
+        flags += ["--pipeline-model-parallel-size", str(self.pp)]
+        flags += ["--tensor-model-parallel-size", self.tp[0]]
+        if self.vpp > 1:
+            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        if self.tp == "2sp":
+            flags.append("--sequence-parallel")
+        return parse(flags)

@@ -1,0 +1,126 @@
+"""Runs the runtime on one rank of a gloo world, from the oracle's weights, and records it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_wlb.config import Config
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.testing.oracle import State
+from megatron_wlb.testing.shards import Held, RankRun, held_by, whole_name
+from megatron_wlb.testing.workload import Workload, scatter
+
+Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
+"""Breaks a :class:`megatron_wlb.runtime.step.StepRunner` for the length of a ``with`` block."""
+
+
+def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
+    """A ``StepRunner`` with Megatron's groups and a fresh model behind it."""
+    import torch
+
+    from megatron_wlb.runtime import distributed, guards
+    from megatron_wlb.runtime.batch import BatchBuilder
+    from megatron_wlb.runtime.model import build_model
+    from megatron_wlb.runtime.step import StepRunner
+
+    world_size = torch.distributed.get_world_size()
+    guards.check(config, world_size)
+    guards.check_micro_batches(config, world_size)
+    distributed.initialize_groups(config)
+    model = build_model(config, workload.vocab_size)
+    corpora: Sequence[Any] = [workload.corpus]
+    return StepRunner(model, BatchBuilder(corpora, workload.vocab_size, "cpu"), **options)
+
+
+def scatter_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """:func:`scatter` for a layout."""
+    from megatron_wlb.runtime import guards
+
+    p = config.parallel
+    return scatter(
+        step,
+        workload.steps[step],
+        guards.data_parallel_size(config, world_size),
+        guards.check_micro_batches(config, world_size),
+        p.tensor_model_parallel_size if p.sequence_parallel else 1,
+    )
+
+
+def load(config: Config, model: Any, state: State) -> tuple[list[Held], list[Any]]:
+    """Sets a rank's parameters to its shards of ``state``; returns where they lie, and them."""
+    import torch
+
+    stages, stage = model.groups.pp.size(), model.groups.pp.rank()
+    layers = config.model.num_layers // (stages * len(model.gpts))
+    tied = not config.model.untie_embeddings_and_output_weights
+    named = []
+    for chunk, gpt in enumerate(model.gpts):
+        first = (chunk * stages + stage) * layers
+        named += [(whole_name(n, first, tied), p) for n, p in gpt.named_parameters()]
+    tp = model.groups.tp
+    held = held_by(state, named, tp.rank(), tp.size(), config.model.swiglu)
+    with torch.no_grad():
+        for part, (_, parameter) in zip(held, named, strict=True):
+            parameter.copy_(torch.from_numpy(state[part.name].reshape(-1)[part.indices]))
+    return held, [parameter for _, parameter in named]
+
+
+def train(
+    config: Config, workload: Workload, initial: State, fault: Fault = contextlib.nullcontext
+) -> RankRun:
+    """Runs the workload's steps, scattered, as the trainer does; gradients are taken unclipped.
+
+    Each step is evaluated too, after its backward pass, which must leave the gradients alone.
+    """
+    import torch
+
+    from megatron_wlb.runtime.optimizer import build_optimizer
+
+    runner = build_runner(config, workload)
+    model = runner.model
+    held, parameters = load(config, model, initial)
+    optimizer, scheduler = build_optimizer(config, model)
+    ranges = [_gradient_range(optimizer, p) for p in parameters]
+    losses, evaluated, gradients = [], [], []
+    with fault(runner):
+        for number in range(len(workload.steps)):
+            plan = scatter_for(config, workload, torch.distributed.get_world_size(), number)
+            for chunk in model.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            losses.append(runner.run(plan).mean)
+            for chunk in model.chunks:
+                chunk.eval()
+            with torch.no_grad():
+                evaluated.append(runner.run(plan, forward_only=True).mean)
+            gradients.append(
+                tuple(
+                    p.main_grad.reshape(-1)[slice(*span)].numpy().copy()
+                    for p, span in zip(parameters, ranges, strict=True)
+                )
+            )
+            success, _, _ = optimizer.step()
+            assert success
+            scheduler.step(increment=config.training.global_batch_size)
+    return RankRun(
+        tuple(held),
+        tuple(losses),
+        tuple(evaluated),
+        tuple(gradients),
+        tuple(ranges),
+        tuple(p.detach().numpy().copy() for p in parameters),
+    )
+
+
+def _gradient_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
+    """The flat elements of a parameter whose reduced gradient this rank has."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not hasattr(inner, "model_param_gbuf_map"):  # not the distributed optimizer
+            return 0, parameter.numel()
+        if parameter in inner.model_param_gbuf_map:
+            found = inner._get_model_param_range_map(parameter)["param"]
+            return found.start, found.end
+    return 0, 0  # other data-parallel ranks have it

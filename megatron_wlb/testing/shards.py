@@ -1,0 +1,191 @@
+"""Which elements of the whole model a rank holds, and whether they are what the oracle has.
+
+A rank's parameter is described by the *flat indices* of its elements in the whole parameter, got
+by cutting an array of indices exactly as an array of weights. So one function cuts the weights
+that a rank starts from, and says where its gradients belong; and what all ranks cover together
+can be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.testing.oracle import Array, OracleRun, State
+
+Indices = npt.NDArray[np.int64]
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+OUTPUT_WEIGHTS = "output_layer.weight"
+
+RTOL = 1e-5
+ATOL_OF_MAX = 1e-5
+"""Absolute tolerance, as a share of the largest entry of the whole array.
+
+An entry of a gradient is a sum over some hundred tokens and all micro-batches, which the oracle
+adds in another order, so it is wrong by some fp32 roundings (6e-8) of its *terms*, and no bound
+relative to the sum can hold where they cancel. The terms are of the order of the array's largest
+entries. After the first step the weights differ by such roundings too, which deep layers amplify:
+up to 4e-6 was seen with 8 layers, 6e-7 without normalised queries and keys.
+"""
+ATOL_OF_MODEL = 1e-7
+"""Absolute tolerance, as a share of the largest entry of the whole model.
+
+For arrays in which *every* entry is a sum that cancels: the softmax does not see a shift of all
+scores, so the bias of the keys' norm has a gradient only through what is rotated.
+"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of one rank, as part of the whole model's."""
+
+    name: str
+    """In the whole model."""
+    indices: Indices
+    """Of its elements in the flattened whole parameter; the shape is that of the rank's."""
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank saw in a run of the same steps as the oracle's."""
+
+    held: tuple[Held, ...]
+    losses: tuple[float, ...]
+    evaluated: tuple[float, ...]
+    """The losses again, from forward passes alone."""
+    gradients: tuple[tuple[Array, ...], ...]
+    """Of each step and parameter; flat, the elements that ``gradient_ranges`` says."""
+    gradient_ranges: tuple[tuple[int, int], ...]
+    """Per parameter: the part of its flat elements whose gradient this rank has.
+
+    All of it, unless the distributed optimizer shards gradients over DP.
+    """
+    final: tuple[Array, ...]
+    """Weights after the last step, of each parameter."""
+
+
+def whole_name(name: str, first_layer: int, tied: bool) -> str:
+    """A chunk's parameter name -> the whole model's.
+
+    Args:
+        name: as ``named_parameters`` of the chunk gives it; layers count from 0 in each chunk.
+        first_layer: how many layers lie before the chunk.
+        tied: whether output weights are the word embeddings.
+    """
+    if tied and name == OUTPUT_WEIGHTS:
+        return WORD_EMBEDDINGS
+    head, layers, tail = name.partition("decoder.layers.")
+    if not layers:
+        return name
+    assert not head
+    number, dot, rest = tail.partition(".")
+    return f"{layers}{int(number) + first_layer}{dot}{rest}"
+
+
+def shard(
+    whole: npt.NDArray[Any], name: str, dim: int | None, rank: int, size: int, gated: bool
+) -> Any:
+    """A TP rank's part of a whole array, as Megatron divides it.
+
+    Contiguous along ``dim``; query, key and value rows are grouped by query group, so that holds
+    for them too. A gated MLP's first layer is ``[gate; up]``, and each half is divided.
+
+    Args:
+        whole: the array.
+        name: of its parameter.
+        dim: the divided dimension; None where every rank has all of it.
+        rank: of TP.
+        size: of TP.
+        gated: whether the MLP is gated (SwiGLU).
+    """
+    if dim is None:
+        return whole
+    if gated and ".linear_fc1." in name:
+        halves = np.split(whole, 2, axis=dim)
+        return np.concatenate([np.split(half, size, axis=dim)[rank] for half in halves], axis=dim)
+    return np.split(whole, size, axis=dim)[rank]
+
+
+def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
+    """How the ranks' run differs from the oracle's, one line a difference; none is equality.
+
+    Everything that any rank holds is compared, and everything that the oracle has must be held by
+    some rank.
+    """
+    found: list[str] = []
+    for rank, run in enumerate(runs):
+        for label, losses in (("loss", run.losses), ("evaluated loss", run.evaluated)):
+            for number, (loss, step) in enumerate(zip(losses, oracle.steps, strict=True)):
+                # fp32 sums of some hundred token losses, of about one size; 1e-7 was seen.
+                if not abs(loss - step.loss) <= 1e-6 * abs(step.loss):
+                    found.append(
+                        f"step {number}: {label} on rank {rank}: {loss:.8f}, not {step.loss:.8f}"
+                    )
+    for number, step in enumerate(oracle.steps):
+        pieces = [
+            (rank, held.name, held.indices.reshape(-1)[slice(*run.gradient_ranges[at])], values)
+            for rank, run in enumerate(runs)
+            for at, (held, values) in enumerate(zip(run.held, run.gradients[number], strict=True))
+        ]
+        found += _compare(f"step {number}: gradient of", step.gradients, pieces)
+    weights = [
+        (rank, held.name, held.indices.reshape(-1), values.reshape(-1))
+        for rank, run in enumerate(runs)
+        for held, values in zip(run.held, run.final, strict=True)
+    ]
+    return found + _compare("final", oracle.final, weights)
+
+
+def _compare(
+    label: str, expected: Mapping[str, Array], pieces: Iterable[tuple[int, str, Indices, Array]]
+) -> list[str]:
+    found = []
+    floor = ATOL_OF_MODEL * max(float(np.abs(array).max()) for array in expected.values())
+    covered = {name: np.zeros(array.size, dtype=bool) for name, array in expected.items()}
+    for rank, name, indices, values in pieces:
+        if name not in expected:
+            found.append(f"{label} {name} on rank {rank}: the oracle has no such parameter")
+            continue
+        covered[name][indices] = True
+        whole = expected[name].reshape(-1)
+        atol = max(ATOL_OF_MAX * float(np.abs(whole).max()), floor)
+        error = np.abs(values - whole[indices])
+        # Not `error > limit`: NaN must not pass.
+        wrong = ~(error <= atol + RTOL * np.abs(whole[indices]))
+        if wrong.any():
+            found.append(
+                f"{label} {name} on rank {rank}: {wrong.sum()} of {wrong.size} elements differ, by "
+                f"up to {np.nanmax(error):.2e} where the largest is {np.abs(whole).max():.2e}"
+            )
+    for name, seen in covered.items():
+        if not seen.all():
+            found.append(f"{label} {name}: {(~seen).sum()} of {seen.size} elements on no rank")
+    return found
+
+
+def held_by(
+    state: State, parameters: Iterable[tuple[str, Any]], tp_rank: int, tp_size: int, gated: bool
+) -> list[Held]:
+    """Where the elements of a rank's parameters lie in the whole model's.
+
+    Args:
+        state: of the whole model, for its shapes.
+        parameters: whole names, and the rank's parameters with Megatron's TP attributes.
+        tp_rank: of this rank.
+        tp_size: of the world.
+        gated: whether the MLP is gated (SwiGLU).
+    """
+    result = []
+    for name, parameter in parameters:
+        whole = np.arange(state[name].size).reshape(state[name].shape)
+        divided = getattr(parameter, "tensor_model_parallel", False)
+        dim = parameter.partition_dim if divided else None
+        indices = shard(whole, name, dim, tp_rank, tp_size, gated)
+        assert indices.shape == tuple(parameter.shape), (name, indices.shape, parameter.shape)
+        result.append(Held(name, indices))
+    return result

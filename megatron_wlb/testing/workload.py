@@ -1,0 +1,114 @@
+"""Documents and plans for tests: uneven on purpose, the same on every rank.
+
+Plain numpy: what a step trains is known here without torch, Megatron or the packers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MemoryCorpus:
+    """Stored documents in memory, read as :class:`megatron_wlb.data.corpus.Corpus` is."""
+
+    stored: tuple[Tokens, ...]
+    prefix: str = "memory"
+
+    def tokens(self, index: int, start: int, stop: int) -> Tokens:
+        assert 0 <= start < stop <= len(self.stored[index]), (index, start, stop)
+        return self.stored[index][start:stop]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What each step trains, however it is packed."""
+
+    corpus: MemoryCorpus
+    steps: tuple[tuple[Document, ...], ...]
+    vocab_size: int
+
+    def examples(self, step: int) -> list[tuple[Tokens, Tokens]]:
+        """``(tokens, labels)`` of each document of a step; -1 where there is no label.
+
+        Written without :attr:`Document.num_targets`, as it is part of what tests check.
+        """
+        examples = []
+        for document in self.steps[step]:
+            stored = self.corpus.stored[document.index]
+            labels = np.append(stored[1:], -1)
+            run = slice(document.offset, document.offset + document.length)
+            examples.append((stored[run], labels[run]))
+        return examples
+
+
+def make_workload(
+    lengths_of_steps: Sequence[Sequence[int | tuple[int, ...]]], vocab_size: int, seed: int = 0
+) -> Workload:
+    """Random documents of the given lengths; a tuple is a stored document in several pieces.
+
+    A stored document has at least one piece of its own, and the pieces of a tuple are trained in
+    one step, each attending only to itself.
+    """
+    random = np.random.RandomState(seed)
+    stored: list[Tokens] = []
+    steps = []
+    for number, lengths in enumerate(lengths_of_steps):
+        documents = []
+        for length in lengths:
+            pieces = length if isinstance(length, tuple) else (length,)
+            offset = 0
+            for at, piece in enumerate(pieces):
+                ends = at == len(pieces) - 1
+                index = len(stored)
+                documents.append(Document(0, index, offset, piece, ends, 0, index, number))
+                offset += piece
+            stored.append(random.randint(0, vocab_size, offset))
+        steps.append(tuple(documents))
+    return Workload(MemoryCorpus(tuple(stored)), tuple(steps), vocab_size)
+
+
+def scatter(
+    step: int,
+    documents: Sequence[Document],
+    dp_size: int,
+    num_micro_batches: int,
+    multiple: int = 1,
+) -> StepPlan:
+    """Documents thrown into micro-batches at random, with everything that is awkward.
+
+    Micro-batch 1 of the last rank stays empty, padding only (where a rank has more than one).
+    Documents run in the reverse of the order in which they arrived, so that pieces do not follow
+    each other. Some micro-batches have a tail of padding; all are padded to ``multiple`` (TP under
+    sequence parallelism).
+    """
+    random = np.random.RandomState(1000 + step)
+    bins: list[list[Document]] = [[] for _ in range(dp_size * num_micro_batches)]
+    empty = (dp_size - 1) * num_micro_batches + 1 if num_micro_batches > 1 else -1
+    usable = [at for at in range(len(bins)) if at != empty]
+    for document in documents:
+        bins[usable[random.randint(len(usable))]].append(document)
+    plans = []
+    for index, content in enumerate(bins):
+        length = sum(d.length for d in content)
+        padded = -(-max(length, 1) // multiple) * multiple + multiple * int(random.randint(3))
+        spans = tuple(Span(d, 0, d.length) for d in reversed(content))
+        plans.append(MicroBatchPlan(index, spans, padded, float(length**2)))
+    return StepPlan(
+        step,
+        "scatter",
+        tuple(
+            tuple(plans[rank * num_micro_batches : (rank + 1) * num_micro_batches])
+            for rank in range(dp_size)
+        ),
+        0,
+        0,
+    )

@@ -1,0 +1,421 @@
+"""What travels between pipeline stages in a real step, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+
+from megatron_wlb.config import Config, parse
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.simulator.order import Action, interleaved, one_f_one_b, receive_order
+from megatron_wlb.testing.gloo import GlooPool
+from megatron_wlb.testing.ranks import build_runner
+from megatron_wlb.testing.workload import Workload, make_workload
+
+HIDDEN = 32
+NO_OVERLAP = "--no-overlap-p2p-communication"
+TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+@dataclass(frozen=True)
+class Layout:
+    pp: int
+    vpp: int
+    num_micro_batches: int
+    group: int | None = None
+    extra: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"pp{self.pp}-vpp{self.vpp}-m{self.num_micro_batches}-group{self.group}"
+            f"{self.extra.replace(' ', '').replace('--', '-')}"
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def config(self) -> Config:
+        flags = f"--hidden-size {HIDDEN} --num-attention-heads 4 --seq-length 64 {self.extra} "
+        flags += f"--num-layers {self.pp * self.vpp} --pipeline-model-parallel-size {self.pp} "
+        flags += f"--global-batch-size {self.num_micro_batches} "
+        if self.vpp > 1:
+            flags += f"--num-virtual-stages-per-pipeline-rank {self.vpp} "
+        if self.group:
+            flags += f"--microbatch-group-size-per-virtual-pipeline-stage {self.group}"
+        return parse(flags.split())
+
+    @property
+    def workload(self) -> Workload:
+        """A document for each micro-batch, each of another length, multiples of 2, not sorted."""
+        n = self.num_micro_batches
+        return make_workload([[2 + 2 * ((7 * m + 3) % n if n % 7 else m) for m in range(n)]], 59)
+
+    @property
+    def plan(self) -> StepPlan:
+        micro_batches = [
+            MicroBatchPlan(m, (Span(d, 0, d.length),), d.length, 1.0)
+            for m, d in enumerate(self.workload.steps[0])
+        ]
+        assert len({m.length for m in micro_batches}) == self.num_micro_batches
+        return StepPlan(0, "one document each", (tuple(micro_batches),), 0, 0)
+
+
+def swapped(plan: StepPlan) -> StepPlan:
+    """The first two micro-batches in the other order."""
+    (first, second, *rest) = plan.micro_batches[0]
+    return dataclasses.replace(plan, micro_batches=((second, first, *rest),))
+
+
+# Cases, run on every rank.
+
+
+def run_step(layout: Layout, options, plans_of_ranks=None):
+    """``(loss, error)`` of one step; ``plans_of_ranks`` overrides the plan of some ranks."""
+    import torch
+
+    runner = build_runner(layout.config, layout.workload, **options)
+    plan = (plans_of_ranks or {}).get(torch.distributed.get_rank(), layout.plan)
+    for chunk in runner.model.chunks:
+        chunk.zero_grad_buffer()
+    return runner.run(plan).mean
+
+
+def error_of_step(layout: Layout, options, plans_of_ranks) -> str:
+    with pytest.raises(PlanError) as caught:
+        run_step(layout, options, plans_of_ranks)
+    return str(caught.value)
+
+
+def runs_that_compare(layout: Layout, interval: int, plans_of_ranks) -> list[bool]:
+    """For each of four runs of plans that differ, whether the difference was found."""
+    import torch
+
+    runner = build_runner(layout.config, layout.workload, verify_plan_interval=interval)
+    plan = plans_of_ranks.get(torch.distributed.get_rank(), layout.plan)
+    found = []
+    for _ in range(4):
+        for chunk in runner.model.chunks:
+            chunk.zero_grad_buffer()
+        try:
+            runner.run(plan)
+        except PlanError:
+            found.append(True)
+        else:
+            found.append(False)
+    return found
+
+
+def messages_of_step(layout: Layout, options):
+    """The loss, and ``(from, to, dtype, shape)`` of all p2p messages sent and received."""
+    from torch.distributed import ProcessGroup, get_global_rank, get_rank
+
+    sent, received = [], []
+
+    def recording(stock, record, is_send):
+        def send_or_receive(group, tensors, peer, tag):
+            (tensor,) = tensors
+            me, other = get_rank(), get_global_rank(group, peer)
+            ends = (me, other) if is_send else (other, me)
+            record.append((*ends, str(tensor.dtype), tuple(tensor.shape)))
+            return stock(group, tensors, peer, tag)
+
+        return send_or_receive
+
+    send, receive = ProcessGroup.send, ProcessGroup.recv
+    with (
+        mock.patch.object(ProcessGroup, "send", recording(send, sent, True)),
+        mock.patch.object(ProcessGroup, "recv", recording(receive, received, False)),
+    ):
+        loss = run_step(layout, options)
+    return loss, sent, received
+
+
+def actions_of_step(layout: Layout, forward_only: bool):
+    """What ran, in order; and the lengths of what was sent to the next and the previous stage.
+
+    A micro-batch is known by the batch that the chunk was given, a backward by the gradient that
+    reaches the chunk's output.
+    """
+    from megatron_wlb.runtime import step
+
+    runner = build_runner(layout.config, layout.workload)
+    model, communicator = runner.model, runner.communicator
+    actions, to_next, to_previous = [], [], []
+    forward, communicate = step.forward_step, communicator._communicate
+
+    def recording_forward(batches, chunk):
+        output, loss_function = forward(batches, chunk)
+        assert isinstance(loss_function, partial)
+        (batch,) = loss_function.args
+        number = model.chunks.index(chunk)
+        actions.append(Action("F", number, batch.plan.index))
+        if output.requires_grad:
+            output.register_hook(lambda _: actions.append(Action("B", number, batch.plan.index)))
+        return output, loss_function
+
+    def recording_communicate(*, tensor_send_next, tensor_send_prev, **kwargs):
+        for tensor, record in ((tensor_send_next, to_next), (tensor_send_prev, to_previous)):
+            if tensor is not None:
+                record.append(tensor.shape[0])
+        return communicate(
+            tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **kwargs
+        )
+
+    with (
+        mock.patch.object(step, "forward_step", recording_forward),
+        mock.patch.object(communicator, "_communicate", recording_communicate),
+    ):
+        runner.run(layout.plan, forward_only=forward_only)
+    return actions, to_next, to_previous
+
+
+def misuse_communicator(layout: Layout) -> list[str]:
+    """The errors of a communicator whose plan is longer, then shorter than the schedule."""
+    communicator = build_runner(layout.config, layout.workload).communicator
+    stage = communicator.pp_group.rank()
+    errors = []
+    communicator.begin([4, 6, 8], forward_only=True, label="step 7")
+    if stage == 1:
+        assert communicator._communicate_shapes(None, None, True, False)[0] == [4, 1, HIDDEN]
+    for call in (
+        communicator.end,
+        lambda: communicator.begin([2], forward_only=True, label="step 8"),
+    ):
+        try:
+            call()
+        except PlanError as error:
+            errors.append(str(error))
+    if stage == 1:
+        communicator._communicate_shapes(None, None, True, False)
+        communicator._communicate_shapes(None, None, True, False)
+        communicator.end()
+        for directions in ((True, False), (False, True)):
+            with pytest.raises(PlanError) as caught:
+                communicator._communicate_shapes(None, None, *directions)
+            errors.append(str(caught.value))
+    return errors
+
+
+# Messages.
+
+MESSAGE_CASES = [
+    Layout(2, 1, 5),
+    Layout(2, 2, 5, 3),
+    Layout(2, 2, 4, extra=NO_OVERLAP),
+    Layout(2, 1, 3, extra=TP_SP),
+    Layout(4, 2, 9, 5),
+    Layout(4, 2, 8, extra=NO_OVERLAP),
+]
+
+
+def payloads(layout: Layout) -> Counter[tuple[int, int, str, tuple[int, ...]]]:
+    """What must travel, and nothing else: each micro-batch over each boundary, there and back."""
+    p = layout.config.parallel
+    tp = p.tensor_model_parallel_size
+    needed: Counter[tuple[int, int, str, tuple[int, ...]]] = Counter()
+    for boundary in range(layout.pp * layout.vpp - 1):
+        before, after = boundary % layout.pp, (boundary + 1) % layout.pp
+        for m in layout.plan.micro_batches[0]:
+            shape = (m.padded_length // (tp if p.sequence_parallel else 1), 1, HIDDEN)
+            for tp_rank in range(tp):  # ranks count over TP first
+                ends = before * tp + tp_rank, after * tp + tp_rank
+                needed[*ends, "torch.float32", shape] += 1
+                needed[*ends[::-1], "torch.float32", shape] += 1
+    assert needed.total() == 2 * (layout.pp * layout.vpp - 1) * layout.num_micro_batches * tp
+    return needed
+
+
+@pytest.mark.parametrize("layout", MESSAGE_CASES, ids=str)
+def test_step_sends_payloads_only(gloo: GlooPool, layout: Layout) -> None:
+    results = gloo.run(layout.world_size, messages_of_step, layout, {})
+    for direction in (1, 2):
+        messages = itertools.chain.from_iterable(result[direction] for result in results)
+        assert Counter(messages) == payloads(layout)
+
+
+@pytest.mark.parametrize(
+    "layout", [case for case in MESSAGE_CASES if case != Layout(2, 2, 4, extra=NO_OVERLAP)], ids=str
+)
+def test_verified_step_asks_for_each_shape_once(gloo: GlooPool, layout: Layout) -> None:
+    plain = gloo.run(layout.world_size, run_step, layout, {})
+    results = gloo.run(layout.world_size, messages_of_step, layout, {"verify_shapes": True})
+    sent = Counter(itertools.chain.from_iterable(result[1] for result in results))
+    needed = payloads(layout)
+    asked = Counter(m for m in sent.elements() if m[2] == "torch.int64")
+    assert sent - asked == needed
+    assert {shape for *_, shape in asked} == {(3,)}
+    assert Counter((start, stop) for start, stop, *_ in asked.elements()) == Counter(
+        (start, stop) for start, stop, *_ in needed.elements()
+    )
+    # Looking changes nothing.
+    assert [result[0] for result in results] == plain
+
+
+# Plans that differ.
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 5), Layout(4, 2, 8)], ids=str)
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_plan_of_one_rank_differs_and_all_raise(
+    gloo: GlooPool, layout: Layout, odd_rank: int
+) -> None:
+    plans = {odd_rank: swapped(layout.plan)}
+    errors = gloo.run(layout.world_size, error_of_step, layout, {}, plans, timeout_s=30)
+    for rank, error in enumerate(errors):
+        plan = plans.get(rank, layout.plan)
+        assert error.startswith(f"step 0: ranks hold different plans (this one {plan.digest[:12]})")
+
+
+def test_plans_with_equal_lengths_but_other_documents_differ(gloo: GlooPool) -> None:
+    layout = Layout(2, 1, 3)
+    first, *rest = layout.plan.micro_batches[0]
+    (span,) = first.spans
+    other = dataclasses.replace(span, document=dataclasses.replace(span.document, index=99))
+    moved = (dataclasses.replace(first, spans=(other,)), *rest)
+    plans = {1: dataclasses.replace(layout.plan, micro_batches=(moved,))}
+    errors = gloo.run(2, error_of_step, layout, {}, plans, timeout_s=30)
+    assert all("ranks hold different plans" in error for error in errors)
+
+
+def test_plan_is_compared_at_its_interval(gloo: GlooPool) -> None:
+    # The packing's name is in the digest, but changes nothing that runs.
+    other = {1: dataclasses.replace(Layout(2, 1, 3).plan, packing="other")}
+    compared = gloo.run(2, runs_that_compare, Layout(2, 1, 3), 2, other, timeout_s=30)
+    assert compared == [[True, False, True, False]] * 2
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 5), Layout(4, 2, 8)], ids=str)
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_plan_of_one_rank_differs_and_all_raise(
+    gloo: GlooPool, layout: Layout, odd_rank: int
+) -> None:
+    plans = {odd_rank: swapped(layout.plan)}
+    errors = gloo.run(layout.world_size, error_of_step, layout, {}, plans, timeout_s=30)
+    for rank, error in enumerate(errors):
+        plan = plans.get(rank, layout.plan)
+        assert error.startswith(f"step 0: ranks hold different plans (this one {plan.digest[:12]})")
+
+
+def test_plans_with_equal_lengths_but_other_documents_differ(gloo: GlooPool) -> None:
+    layout = Layout(2, 1, 3)
+    first, *rest = layout.plan.micro_batches[0]
+    (span,) = first.spans
+    other = dataclasses.replace(span, document=dataclasses.replace(span.document, index=99))
+    moved = (dataclasses.replace(first, spans=(other,)), *rest)
+    plans = {1: dataclasses.replace(layout.plan, micro_batches=(moved,))}
+    errors = gloo.run(2, error_of_step, layout, {}, plans, timeout_s=30)
+    assert all("ranks hold different plans" in error for error in errors)
+
+
+def test_plan_is_compared_at_its_interval(gloo: GlooPool) -> None:
+    layout = Layout(2, 1, 3)
+    options = {"verify_plan_interval": 2}
+    # The packing's name is in the digest, but changes nothing that runs.
+    for step, is_compared in ((2, True), (3, False), (4, True)):
+        plan = dataclasses.replace(layout.plan, step=step)
+        plans = {0: plan, 1: dataclasses.replace(plan, packing="other")}
+        if is_compared:
+            gloo.run(2, error_of_step, layout, options, plans, timeout_s=30)
+        else:
+            gloo.run(2, run_step, layout, options, plans, timeout_s=30)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 5), Layout(4, 2, 8)], ids=str)
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_verified_shapes_that_differ_are_named(
+    gloo: GlooPool, layout: Layout, odd_rank: int
+) -> None:
+    options = {"verify_shapes": True, "verify_plan_interval": 0}
+    plans = {odd_rank: swapped(layout.plan)}
+    first, second = (m.padded_length for m in layout.plan.micro_batches[0][:2])
+    with pytest.raises(PlanError, match=r"step 0: stage \d expects shapes \[") as caught:
+        gloo.run(layout.world_size, run_step, layout, options, plans, timeout_s=30)
+    for length in (first, second):
+        assert f"[{length}, 1, {HIDDEN}]" in str(caught.value)
+
+
+def test_plan_for_another_number_of_replicas_is_refused(gloo: GlooPool) -> None:
+    layout = Layout(2, 1, 3)
+    twice = dataclasses.replace(layout.plan, micro_batches=layout.plan.micro_batches * 2)
+    for error in gloo.run(2, error_of_step, layout, {}, {0: twice, 1: twice}):
+        assert error.startswith("step 0: the plan is for 2 data-parallel ranks, this run has 1")
+    # On one rank only, it must not leave the other waiting.
+    for error in gloo.run(2, error_of_step, layout, {}, {0: twice}, timeout_s=30):
+        assert error.startswith("step 0: ranks hold different plans")
+
+
+@pytest.mark.parametrize(
+    ("layout", "length"), [(Layout(2, 1, 3), 0), (Layout(2, 1, 3, extra=TP_SP), 7)]
+)
+def test_micro_batch_that_cannot_be_sharded_is_refused(
+    gloo: GlooPool, layout: Layout, length: int
+) -> None:
+    first, second, third = layout.plan.micro_batches[0]
+    second = dataclasses.replace(second, spans=(), padded_length=length)
+    plan = dataclasses.replace(layout.plan, micro_batches=((first, second, third),))
+    plans = dict.fromkeys(range(layout.world_size), plan)
+    for error in gloo.run(layout.world_size, error_of_step, layout, {}, plans, timeout_s=30):
+        assert error.startswith(f"step 0: micro-batch 1 is {length} tokens long; pad it to")
+
+
+def test_communicator_notices_a_schedule_that_does_not_fit(gloo: GlooPool) -> None:
+    first, second = gloo.run(2, misuse_communicator, Layout(2, 1, 3))
+    assert first == []  # the first stage receives no activations
+    ended = "step 7: the schedule ended with 2 activations and 0 gradients of the plan not received"
+    assert [error.startswith(ended) for error in second[:2]] == [True, True]
+    beyond = "step 7: stage 1 is asked to receive an {} beyond the last one of its plan"
+    assert second[2:] == [beyond.format("activation"), beyond.format("gradient")]
+
+
+# Order.
+
+ORDER_CASES = [
+    Layout(1, 1, 3),
+    Layout(2, 1, 1),
+    Layout(2, 1, 5),
+    Layout(3, 1, 2),
+    Layout(4, 1, 6),
+    Layout(2, 2, 2),
+    Layout(2, 2, 5, 3),
+    Layout(2, 2, 5, 3, extra=NO_OVERLAP),
+    Layout(2, 3, 6),
+    Layout(3, 2, 8, 5),
+    Layout(4, 2, 4, extra=NO_OVERLAP),
+    Layout(4, 2, 8),
+    Layout(4, 2, 9, 5),
+]
+
+
+@pytest.mark.parametrize("layout", ORDER_CASES, ids=str)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_stock_schedule_runs_the_simulated_order(
+    gloo: GlooPool, layout: Layout, forward_only: bool
+) -> None:
+    pp, vpp, num_micro_batches = layout.pp, layout.vpp, layout.num_micro_batches
+    results = gloo.run(layout.world_size, actions_of_step, layout, forward_only)
+    if vpp == 1:
+        order = one_f_one_b(pp, num_micro_batches)
+    else:
+        order = interleaved(pp, vpp, num_micro_batches, layout.group)
+    if forward_only:
+        order = [[action for action in actions if action.kind == "F"] for actions in order]
+    assert [actions for actions, _, _ in results] == order
+
+    length_of = [m.padded_length for m in layout.plan.micro_batches[0]]
+    for rank in range(pp):
+        expected = receive_order(pp, vpp, num_micro_batches, layout.group, rank)
+        if forward_only:
+            expected = expected._replace(backward=[])
+        _, sent_by_previous, _ = results[(rank - 1) % pp]
+        _, _, sent_by_next = results[(rank + 1) % pp]
+        assert sent_by_previous == [length_of[m] for _, m in expected.forward]
+        assert sent_by_next == [length_of[m] for _, m in expected.backward]
