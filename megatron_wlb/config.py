@@ -152,13 +152,19 @@ class LoggingConfig:
 class WlbConfig:
     """Workload balance: everything that stock Megatron does not have."""
 
-    wlb_packing: Literal["original", "wlb", "hold"] = setting(
+    wlb_packing: Literal["original", "fixed-greedy", "fixed-solver", "wlb", "hold"] = setting(
         "hold",
-        "original: Megatron's fixed windows. wlb: Algorithm 1 of WLB-LLM, with delay queues. "
-        "hold: holds back the fewest heaviest documents",
+        "original: Megatron's fixed windows. fixed-greedy, fixed-solver: fixed windows, repacked "
+        "over --wlb-fixed-batches. wlb: Algorithm 1 of WLB-LLM, with delay queues. hold: holds "
+        "back the fewest heaviest documents",
     )
     wlb_max_tokens: int | None = setting(
         None, "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given"
+    )
+    wlb_memory_gib: float | None = setting(
+        None,
+        "memory of a device for tensors, in GiB: S_max is what fits, and a larger "
+        "--wlb-max-tokens an error",
     )
     wlb_max_step_tokens: int | None = setting(
         None, "most tokens of a step, to even out steps; N × S_max if not given"
@@ -166,14 +172,45 @@ class WlbConfig:
     wlb_queue_thresholds: tuple[int, ...] = setting(
         (), "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given"
     )
-    wlb_hold_tau: float = setting(1.0, "`hold`: how heavy a document may be against the mean")
+    wlb_hold_tau: float = setting(
+        1.0, "`hold`: imbalance of a step below which nothing is gained; at least 1"
+    )
+    wlb_delay_price: float | None = setting(
+        None,
+        "`hold`: imbalance that delaying a whole step's tokens by one step may save; 0.15 if not "
+        "given, 0.45 with --wlb-look-ahead",
+    )
+    wlb_look_ahead: int = setting(
+        0, "`hold`: steps from which documents may run early; that counts as delay too"
+    )
+    wlb_fixed_batches: int = setting(
+        1, "`fixed-greedy`, `fixed-solver`: global batches that are repacked together"
+    )
+    wlb_fixed_grouping: Literal["sorted", "arrival"] = setting(
+        "sorted",
+        "`fixed-greedy`: which windows of several global batches run in a step: those of like "
+        "work, or those that arrived together",
+    )
+    wlb_solver_limit: float = setting(
+        10.0,
+        "`fixed-solver`: search a step or group of steps, in deterministic time: about so many "
+        "seconds, but the same plan on every rank",
+    )
     wlb_max_age: int = setting(12, "steps after which a delayed document runs whatever it costs")
     wlb_long_documents: Literal["split", "truncate", "error"] = setting(
         "split", "what becomes of documents longer than the window"
     )
     wlb_epochs: int | None = setting(None, "end after so many passes over the data, all trained")
     wlb_cost: str = setting(
-        "analytic", "analytic: from the model's shape. measured: timed at start. Or a JSON file"
+        "analytic",
+        "analytic: from the model's shape. measured: timed at start. Or a JSON or YAML file of "
+        "coefficients or measured tables",
+    )
+    wlb_hardware: str = setting(
+        "h100-sxm", "machine of the analytic cost: h100-sxm, h200, a100, cpu, or a YAML file"
+    )
+    wlb_cost_extrapolate: bool = setting(
+        False, "go beyond the longest row of measured tables; otherwise that is an error"
     )
     wlb_device: Literal["auto", "cuda", "cpu"] = setting(
         "auto", "cpu runs Megatron under the CPU emulation; auto never does where a GPU is"

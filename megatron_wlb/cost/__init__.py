@@ -1,14 +1,49 @@
-"""How long a document takes: from the model's shape, or fitted to measured times."""
+"""What documents cost in time and memory: from the model's shape, or from measurements."""
 
-from megatron_wlb.cost.analytic import CostModel, DocumentCost, ModelShape, analytic_cost
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wlb.cost.analytic import AnalyticModel, analytic_cost
+from megatron_wlb.cost.document import Cost, CostModel, DocumentCost, Work
+from megatron_wlb.cost.hardware import Hardware, hardware_names, load_hardware
+from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
+from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.table import ProfiledCost, Row, check_model, model_identity, read_cost_file
 
 __all__ = [
+    "AnalyticModel",
+    "Cost",
     "CostModel",
     "DocumentCost",
     "Fit",
+    "Hardware",
+    "MemoryModel",
     "ModelShape",
+    "Parallelism",
+    "ProfiledCost",
+    "Recompute",
+    "Row",
     "Sample",
+    "Work",
     "analytic_cost",
+    "check_model",
+    "cost_from_dict",
     "fit_document_cost",
+    "hardware_names",
+    "load_hardware",
+    "model_identity",
+    "read_cost_file",
 ]
+
+
+def cost_from_dict(values: Mapping[str, Any]) -> Cost:
+    """The cost that :meth:`Cost.as_dict` wrote, whichever it was: tables or coefficients.
+
+    Raises :class:`ConfigError` if it is neither.
+    """
+    if "attention" in values or "linear" in values:
+        return ProfiledCost.from_dict(values)
+    return DocumentCost.from_dict(values)

@@ -1,165 +1,168 @@
-"""What a document costs, as a function of its length: ``linear · d + quadratic · d²`` µs.
+"""A cost from first principles: the model's operations at the rates of a machine.
 
-This is WLB-LLM's Equation 2: ``W_l`` (matrix products, element-wise operations, collectives) grows
-with the tokens of a micro-batch, ``W_a`` (causal attention) with the square of each document.
+Per device and layer, forward, of a micro-batch (``h`` hidden, bytes of ``e`` a number):
+
+* matrix products: 2 FLOPs a weight and token, over TP and CP;
+* causal attention: ``2 · heads · dim · d²`` FLOPs a document, over TP and CP;
+* TP: four all-gathers or reduce-scatters of ``[tokens / CP, h]`` (two all-reduces are as much),
+  less what is hidden behind matrix products;
+* CP: the other ranks' K and V, less what is hidden behind attention;
+* element-wise operations: what they read and write, at memory bandwidth.
+
+The first stage has the embedding besides, the last one the LM head and its fp32 loss. Sends between
+stages belong to the schedule, so :mod:`megatron_wlb.simulator` has them. Backward takes twice the
+forward's linear work and 2.5 times its attention work (flash attention computes the scores again),
+and once more the forward of what is recomputed.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass
 
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.cost.document import DocumentCost
+from megatron_wlb.cost.hardware import Hardware
+from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
 
+BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
+"""Work of the backward pass, in forwards."""
 
-class CostModel(Protocol):
-    """What packers and the planner ask of a cost: µs that grow with a document's length."""
-
-    def document_us(self, length: int) -> float:
-        """Forward plus backward of one document, without what every micro-batch costs."""
-        ...
-
-    def total_us(self, lengths: Iterable[int]) -> float:
-        """Forward plus backward of one micro-batch; of an empty one as well."""
-        ...
+_FP32 = 4
+_LOSS_BYTES = 9 * _FP32
+"""A logit's fp32 traffic: cast, maximum, subtraction, exponential, sum, division."""
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentCost:
-    """Predicted time of one document, forward and backward apart, in µs.
+class ForwardTimes:
+    """Forward of one layer, or of what a stage has besides layers: µs on each device."""
 
-    The paper balances forward times; the two passes have different shares of attention, so this
-    balances their sum.
+    matrix_us: float
+    """A token, as are those that follow."""
+    elementwise_us: float
+    tp_us: float
+    """Tensor-parallel collectives that are not hidden."""
+    cp_us: float = 0.0
+    """Context-parallel exchange that is not hidden."""
+    attention_us: float = 0.0
+    """A token²."""
 
-    Raises :class:`ConfigError` if a coefficient is negative or not finite, or if documents cost
-    nothing at all.
-    """
-
-    forward_linear_us: float
-    """µs a token."""
-    forward_quadratic_us: float
-    """µs a token²."""
-    backward_linear_us: float
-    """µs a token."""
-    backward_quadratic_us: float
-    """µs a token²."""
-    micro_batch_us: float = 0.0
-    """What a micro-batch takes besides its documents, forward plus backward."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(
-                    f"document cost: {name} is {value}, but must be finite and not negative; "
-                    "measure again or correct it"
-                )
-        if self.document_us(1) == 0:
-            raise ConfigError(
-                "document cost: all coefficients are 0, so nothing can be balanced; "
-                "give at least one positive coefficient"
-            )
-
-    def forward_us(self, length: int) -> float:
-        return (self.forward_linear_us + self.forward_quadratic_us * length) * length
-
-    def backward_us(self, length: int) -> float:
-        return (self.backward_linear_us + self.backward_quadratic_us * length) * length
-
-    def document_us(self, length: int) -> float:
-        """Forward plus backward."""
-        linear_us = self.forward_linear_us + self.backward_linear_us
-        quadratic_us = self.forward_quadratic_us + self.backward_quadratic_us
-        return (linear_us + quadratic_us * length) * length
-
-    def total_us(self, lengths: Iterable[int]) -> float:
-        """Forward plus backward of a micro-batch of such documents."""
-        return self.micro_batch_us + sum(map(self.document_us, lengths))
-
-    def as_dict(self) -> dict[str, float]:
-        """JSON-able; inverse of :meth:`from_dict`."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DocumentCost:
-        """Raises :class:`ConfigError` for a missing, unknown or non-numeric coefficient."""
-        known = [f.name for f in fields(cls)]
-        for name, value in values.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1) or known
-                raise ConfigError(f"document cost: unknown coefficient {name}; use {near[0]}")
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"document cost: {name} is {value!r}; give a number of µs")
-        missing = [name for name in known[:4] if name not in values]
-        if missing:
-            raise ConfigError(f"document cost: coefficient {missing[0]} is missing; add it")
-        return cls(**{name: float(value) for name, value in values.items()})
+    @property
+    def linear_us(self) -> float:
+        """All that grows with the tokens."""
+        return self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes of a dense GPT that its FLOPs depend on, by Megatron's names."""
+class AnalyticModel:
+    """Times of a model's parts on a machine. ``element_bytes`` is 2 with bf16, 4 with fp32."""
 
-    hidden_size: int
-    ffn_hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_query_groups: int
-    """Key/value heads; equal to ``num_attention_heads`` without grouped-query attention."""
-    kv_channels: int
-    """Dimension of one head."""
-    vocab_size: int
-    """Rows of the LM head, padding included."""
-    gated: bool
-    """Whether the MLP has a gate (SwiGLU): three matrices instead of two."""
+    shape: ModelShape
+    hardware: Hardware
+    parallelism: Parallelism
+    recompute: Recompute
+    element_bytes: int = 2
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "gated" and value < 1:
-                raise ConfigError(f"model shape: {name} is {value}; give at least 1")
+    def layer(self) -> ForwardTimes:
+        """One transformer layer."""
+        shape, p = self.shape, self.parallelism
+        # Numbers read and written a token. Norms: 2 each; residual additions: 3 each.
+        spread = 10 * shape.hidden_size / p.sequence_shards
+        attention_numbers = shape.query_size + shape.key_size
+        local = 2 * (attention_numbers + shape.key_size)  # q, k, v taken out of one tensor
+        if shape.rotary_percent:
+            local += 2 * attention_numbers
+        if shape.qk_norm:
+            local += 2 * attention_numbers
+        local += (3 if shape.gated else 2) * shape.ffn_hidden_size
+        kv_bytes = 2 * shape.key_size / p.tp_size * self.element_bytes
+        gathered_bytes = kv_bytes * (p.cp_size - 1) / p.cp_size
+        exchange_us = self.hardware.transfer_us(gathered_bytes, p.tp_size * p.cp_size)
+        return ForwardTimes(
+            self._matrix_us(shape.layer_linear_parameters),
+            self._elementwise_us((spread + local / p.tp_size) * self.element_bytes),
+            self._tp_us(num_collectives=4),
+            (1 - self.hardware.cp_overlap) * exchange_us,
+            2 * shape.query_size / (self._devices * self.hardware.attention_tflops * 1e6),
+        )
+
+    def embedding(self) -> ForwardTimes:
+        """What the first stage has besides its layers."""
+        spread = 2 * self.shape.hidden_size / self.parallelism.sequence_shards
+        return ForwardTimes(
+            0.0, self._elementwise_us(spread * self.element_bytes), self._tp_us(num_collectives=1)
+        )
+
+    def head(self) -> ForwardTimes:
+        """What the last stage has besides its layers: norm, LM head, loss."""
+        shape, p = self.shape, self.parallelism
+        norm_bytes = 2 * shape.hidden_size / p.sequence_shards * self.element_bytes
+        loss_bytes = shape.vocab_size / p.tp_size * (self.element_bytes + _LOSS_BYTES)
+        return ForwardTimes(
+            self._matrix_us(shape.head_linear_parameters),
+            self._elementwise_us(norm_bytes + loss_bytes),
+            self._tp_us(num_collectives=1),
+        )
+
+    def chunk_cost(self, *, first: bool, last: bool) -> DocumentCost:
+        """Cost of a document in a model chunk that embeds, has the loss, both or neither."""
+        layer = self.layer()
+        num_layers = self.parallelism.layers_of_chunk(self.shape)
+        again = self.recompute.recomputed_layers(num_layers)
+        again_attention = num_layers if self.recompute.granularity == "selective" else again
+        linear_us, attention_us = num_layers * layer.linear_us, num_layers * layer.attention_us
+        ends = [part for part, has in ((self.embedding(), first), (self.head(), last)) if has]
+        linear_us += sum(part.linear_us for part in ends)
+        return DocumentCost(
+            linear_us,
+            attention_us,
+            BACKWARD_LINEAR * linear_us + again * layer.linear_us,
+            BACKWARD_ATTENTION * attention_us + again_attention * layer.attention_us,
+        )
+
+    def stage_costs(self) -> tuple[DocumentCost, ...]:
+        """Cost in each virtual stage (chunk ``c`` of rank ``r`` is ``c · PP + r``)."""
+        num = self.parallelism.pp_size * self.parallelism.vpp_size
+        return tuple(self.chunk_cost(first=n == 0, last=n == num - 1) for n in range(num))
+
+    def cost(self) -> DocumentCost:
+        """Cost of a document in the whole model: the sum over its stages."""
+        stages = self.stage_costs()
+        return DocumentCost(
+            sum(stage.forward_linear_us for stage in stages),
+            sum(stage.forward_quadratic_us for stage in stages),
+            sum(stage.backward_linear_us for stage in stages),
+            sum(stage.backward_quadratic_us for stage in stages),
+        )
 
     @property
-    def linear_parameters(self) -> int:
-        """Weights that every token is multiplied with: all layers' and the LM head's."""
-        heads = 2 * self.num_attention_heads + 2 * self.num_query_groups  # Q, output; K, V
-        attention = self.hidden_size * self.kv_channels * heads
-        mlp = (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
-        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+    def _devices(self) -> int:
+        """Devices that share a layer."""
+        return self.parallelism.tp_size * self.parallelism.cp_size
 
-    @property
-    def linear_flops(self) -> int:
-        """Of one token, forward: a multiplication and an addition a weight."""
-        return 2 * self.linear_parameters
+    def _matrix_us(self, num_weights: int) -> float:
+        return 2 * num_weights / (self._devices * self.hardware.linear_tflops * 1e6)
 
-    def attention_flops(self, length: int) -> int:
-        """Of one document, forward: QKᵀ and PV over the causal half of ``length²`` pairs."""
-        return self.num_layers * 2 * self.num_attention_heads * self.kv_channels * length**2
+    def _elementwise_us(self, num_bytes: float) -> float:
+        return self.hardware.memory_us(num_bytes / self.parallelism.cp_size)
+
+    def _tp_us(self, num_collectives: int) -> float:
+        p = self.parallelism
+        hidden_bytes = self.shape.hidden_size * self.element_bytes / p.cp_size
+        received = num_collectives * hidden_bytes * (p.tp_size - 1) / p.tp_size
+        return (1 - self.hardware.tp_overlap) * self.hardware.transfer_us(received, p.tp_size)
 
 
 def analytic_cost(
     shape: ModelShape,
+    hardware: Hardware,
+    parallelism: Parallelism | None = None,
+    recompute: Recompute | None = None,
     *,
-    attention_tflops: float,
-    linear_tflops: float,
-    num_devices: int = 1,
-    micro_batch_us: float = 0.0,
+    element_bytes: int = 2,
 ) -> DocumentCost:
-    """The cost that ``shape``'s FLOPs take at the given rates; good for balance before measuring.
+    """The cost of a document in the whole model; good for balance before measuring.
 
-    Rates are what one device achieves, in 10¹² FLOP/s; ``num_devices`` share each layer (TP × CP).
-    Backward takes twice the forward's linear work and 2.5 times its attention work (flash
-    attention computes the scores again). Collectives and element-wise operations are not modelled:
-    choose ``linear_tflops`` lower to account for them.
+    Raises :class:`ConfigError` for a model that the layout does not divide.
     """
-    for name, value in (
-        ("attention_tflops", attention_tflops),
-        ("linear_tflops", linear_tflops),
-        ("num_devices", num_devices),
-    ):
-        if not value > 0:
-            raise ConfigError(f"analytic cost: {name} is {value}; give a positive number")
-    linear_us = shape.linear_flops / (linear_tflops * num_devices * 1e6)
-    quadratic_us = shape.attention_flops(1) / (attention_tflops * num_devices * 1e6)
-    return DocumentCost(linear_us, quadratic_us, 2 * linear_us, 2.5 * quadratic_us, micro_batch_us)
+    return AnalyticModel(
+        shape, hardware, parallelism or Parallelism(), recompute or Recompute(), element_bytes
+    ).cost()

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.cost.analytic import DocumentCost
+from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.errors import ConfigError
 
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -1,18 +1,21 @@
-"""Times documents of several lengths on the model that will train, and fits their cost.
+"""Times micro-batches of several lengths on the model that will train: a fitted cost, or tables.
 
-Each pipeline stage runs its own chunks, one document a micro-batch, forward and backward; stages
-are added up, data-parallel replicas averaged. Takes seconds. The result is the same on all ranks.
+Each pipeline stage runs its own chunks, forward and backward; stages are added up, data-parallel
+replicas averaged. Takes seconds. The result is the same on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import math
 import time
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
+from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.runtime.attention import PlanSeqParams
 from megatron_wlb.runtime.model import Model
 
@@ -32,46 +35,140 @@ def measure_cost(model: Model, window: int, vocab_size: int, *, num_repeats: int
         model: this rank's chunks, wrapped for DP.
         window: longest document, in tokens.
         vocab_size: for the random tokens.
-        num_repeats: the median of so many runs of a length counts; long ones run less often.
+        num_repeats: the least of so many runs of a length counts; long ones run less often.
     """
-    device = next(model.gpts[0].parameters()).device
-    multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    lengths = lengths_to_measure(window, _multiple(model))
+    with _undisturbed(model):
+        _run(model, lengths[:1], vocab_size)  # the first run of all loads and allocates
+        times_us = _least_us(
+            model, lengths, num_repeats, lambda length: _run(model, [length], vocab_size)
+        )
+    return fit_document_cost(
+        Sample(length, forward, backward)
+        for length, (forward, backward) in zip(lengths, times_us, strict=True)
+    )
+
+
+def measure_tables(
+    model: Model,
+    shape: ModelShape,
+    max_tokens: int,
+    vocab_size: int,
+    machine: str,
+    *,
+    num_repeats: int = 5,
+) -> ProfiledCost:
+    """Measured tables up to micro-batches, and documents, of ``max_tokens``; as with
+    :func:`measure_cost` the model is left as it was.
+
+    Attention is timed alone, by its kernel on numbers of the model's sizes, times the layers. The
+    rest is what micro-batches of short documents take beyond their attention.
+    """
+    config, multiple = model.config, _multiple(model)
+    longest = -(-max_tokens // multiple) * multiple
+    lengths = sorted({max(1, longest // 2**n // multiple) * multiple for n in range(7)})
+    piece = lengths[min(2, len(lengths) - 1)]  # short: little attention; not tiny: few calls
+    with _undisturbed(model):
+        _run(model, _pieces(longest, piece), vocab_size)
+        attention_us = _least_us(
+            model, lengths, num_repeats, lambda length: _run_attention(model, length)
+        )
+        whole_us = _least_us(
+            model, lengths, num_repeats, lambda n: _run(model, _pieces(n, piece), vocab_size)
+        )
+    by_length = dict(zip(lengths, attention_us, strict=True))
+    linear_us = []
+    for length, (forward, backward) in zip(lengths, whole_us, strict=True):
+        pieces = _pieces(length, piece)
+        # All pieces but a rest are of one length, and the rest counts by its share.
+        attention = [us * length / pieces[0] for us in by_length[pieces[0]]]
+        # Never nothing: of a small model the difference may be all noise.
+        linear_us.append(
+            [
+                max(forward - attention[0], 0.05 * forward),
+                max(backward - attention[1], 0.05 * backward),
+            ]
+        )
+    return ProfiledCost(
+        model_identity(shape),
+        config.tensor_model_parallel_size,
+        config.context_parallel_size,
+        _rows(lengths, attention_us),
+        _rows(lengths, linear_us),
+        machine,
+    )
+
+
+def _rows(lengths: Sequence[int], times_us: Sequence[Sequence[float]]) -> tuple[Row, ...]:
+    """Rows whose times rise: noise only adds time, so a longer run that took less is believed."""
+    least = [math.inf, math.inf]
+    rows = []
+    for length, us in zip(reversed(lengths), reversed(times_us), strict=True):
+        least = [min(a, b) for a, b in zip(least, us, strict=True)]
+        rows.append(Row(length, *least))
+    return tuple(reversed(rows))
+
+
+def _multiple(model: Model) -> int:
+    return model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+
+
+def _pieces(num_tokens: int, piece: int) -> list[int]:
+    """``num_tokens`` in documents of ``piece`` tokens and a shorter one."""
+    rest = num_tokens % piece
+    return [piece] * (num_tokens // piece) + ([rest] if rest else [])
+
+
+@contextlib.contextmanager
+def _undisturbed(model: Model) -> Iterator[None]:
+    """Leaves gradients zero and random-number streams as they were; no gradient is reduced."""
     cpu_state, cuda_state = torch.get_rng_state(), torch.cuda.get_rng_state()
-    lengths = lengths_to_measure(window, multiple)
-    times = torch.zeros(len(lengths), 2, dtype=torch.float64, device=device)
     with contextlib.ExitStack() as stack:
         for chunk in model.chunks:
             stack.enter_context(chunk.no_sync())  # type: ignore[operator]
-        _run(model, lengths[0], vocab_size, device)  # the first run of all loads and allocates
-        for row, length in enumerate(lengths):
-            # All ranks must run equally often: the number follows from the length alone.
-            repeats = max(1, min(num_repeats, window // length))
-            runs = [_run(model, length, vocab_size, device) for _ in range(repeats)]
-            for column in range(2):
-                times[row, column] = statistics.median(run[column] for run in runs) * 1e6
+        yield
     for chunk in model.chunks:
         chunk.zero_grad_buffer()  # type: ignore[operator]
     torch.set_rng_state(cpu_state)
     torch.cuda.set_rng_state(cuda_state)
 
+
+def _least_us(
+    model: Model,
+    lengths: Sequence[int],
+    num_repeats: int,
+    run: Callable[[int], tuple[float, float]],
+) -> list[list[float]]:
+    """Least µs of forward and backward of each length, of the whole model, equal on all ranks.
+
+    The least of several runs, because all that others do on the machine only adds time.
+    """
+    device = next(model.gpts[0].parameters()).device
+    times = torch.zeros(len(lengths), 2, dtype=torch.float64, device=device)
+    for row, length in enumerate(lengths):
+        # All ranks must run equally often: the number follows from the length alone.
+        repeats = max(2, min(num_repeats, max(lengths) // length))
+        runs = [run(length) for _ in range(repeats)]
+        for column in range(2):
+            times[row, column] = min(r[column] for r in runs) * 1e6
     # Σ over stages; mean over the replicas (and over TP ranks, which run in step).
     torch.distributed.all_reduce(times)
     times *= model.groups.pp.size() / torch.distributed.get_world_size()
     # Ranks may round a reduction differently; plans must not.
     torch.distributed.broadcast(times, src=0)
-    return fit_document_cost(
-        Sample(length, forward, backward)
-        for length, (forward, backward) in zip(lengths, times.tolist(), strict=True)
-    )
+    rows: list[list[float]] = times.tolist()
+    return rows
 
 
-def _run(model: Model, length: int, vocab_size: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of forward and of backward of one document through this rank's chunks."""
+def _run(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[float, float]:
+    """Seconds of forward and of backward of a micro-batch through this rank's chunks."""
     config = model.config
-    positions = torch.arange(length, device=device)
-    params = PlanSeqParams.of((length,), positions)
-    tokens = torch.randint(0, vocab_size, (1, length), device=device)
-    local = length // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    device = next(model.gpts[0].parameters()).device
+    num_tokens = sum(lengths)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    params = PlanSeqParams.of(tuple(lengths), positions)
+    tokens = torch.randint(0, vocab_size, (1, num_tokens), device=device)
+    local = num_tokens // _multiple(model)
     forward = backward = 0.0
     for gpt, chunk in zip(model.gpts, model.chunks, strict=True):
         if not gpt.pre_process:
@@ -90,6 +187,31 @@ def _run(model: Model, length: int, vocab_size: int, device: torch.device) -> tu
         middle = _now()
         output.float().sum().backward()
         forward, backward = forward + middle - start, backward + _now() - middle
+    return forward, backward
+
+
+def _run_attention(model: Model, length: int) -> tuple[float, float]:
+    """Seconds of core attention of one document in all layers of this rank's chunks."""
+    config = model.config
+    device = next(model.gpts[0].parameters()).device
+    forward = backward = 0.0
+    for gpt in model.gpts:
+        attention = gpt.decoder.layers[0].self_attention
+        core, heads = attention.core_attention, attention.num_attention_heads_per_partition
+        groups = attention.num_query_groups_per_partition
+        query, key, value = (
+            torch.randn(
+                length, num, config.kv_channels, device=device, dtype=config.params_dtype
+            ).requires_grad_()
+            for num in (heads, groups, groups)
+        )
+        start = _now()
+        output = core.kernel(query, key, value, (length,), core.softmax_scale)
+        middle = _now()
+        output.backward(torch.ones_like(output))
+        num_layers = len(gpt.decoder.layers)
+        forward += num_layers * (middle - start)
+        backward += num_layers * (_now() - middle)
     return forward, backward
 
 

@@ -25,6 +25,7 @@ from megatron_wlb.config import Config
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.attention import DocumentAttention
 from megatron_wlb.runtime.norm import TorchNorm
+from megatron_wlb.runtime.planning import padded_vocab_size
 from megatron_wlb.runtime.rope import use_document_positions
 
 
@@ -36,14 +37,6 @@ class Model:
     groups: ProcessGroupCollection
     chunks: list[torch.nn.Module]
     gpts: list[GPTModel]
-
-
-def padded_vocab_size(config: Config, vocab_size: int) -> int:
-    """``vocab_size`` rounded up as Megatron does, so that TP divides it."""
-    multiple = (
-        config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    )
-    return -(-vocab_size // multiple) * multiple
 
 
 def transformer_config(config: Config) -> TransformerConfig:

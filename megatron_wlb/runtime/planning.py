@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_wlb.config import Config
-from megatron_wlb.cost import DocumentCost, ModelShape, analytic_cost
+from megatron_wlb.cost import (
+    Cost,
+    MemoryModel,
+    ModelShape,
+    Parallelism,
+    ProfiledCost,
+    Recompute,
+    analytic_cost,
+    check_model,
+    cost_from_dict,
+    load_hardware,
+    read_cost_file,
+)
+from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.packing import packer
 from megatron_wlb.planner import Planner
 
-ATTENTION_TFLOPS, LINEAR_TFLOPS = 400.0, 600.0
-"""Achieved rates of the analytic cost; only their ratio matters for balance. About an H100's in
-bf16; ``--wlb-cost measured`` asks the machine itself."""
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "valid", "test")
 
@@ -66,8 +77,9 @@ class Corpora:
 
 
 def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
-    """The sizes that the model's FLOPs depend on."""
+    """The sizes that the model's FLOPs and memory depend on."""
     m = config.model
+    rows = m.max_position_embeddings or config.data.seq_length
     return ModelShape(
         hidden_size=m.hidden_size,
         ffn_hidden_size=m.ffn_hidden_size or 4 * m.hidden_size,
@@ -77,31 +89,131 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         kv_channels=m.kv_channels or m.hidden_size // m.num_attention_heads,
         vocab_size=padded_vocab_size,
         gated=m.swiglu,
+        rms_norm=m.normalization == "RMSNorm",
+        linear_bias=not m.disable_bias_linear,
+        qkv_bias=m.add_qkv_bias,
+        qk_norm=m.qk_layernorm,
+        rotary_percent=m.rotary_percent if m.position_embedding_type == "rope" else 0.0,
+        learned_positions=rows if m.position_embedding_type == "learned_absolute" else 0,
+        tied_embeddings=not m.untie_embeddings_and_output_weights,
+        dropout=m.hidden_dropout > 0,
     )
 
 
-def known_cost(config: Config, padded_vocab_size: int) -> DocumentCost | None:
+def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
+    """How the run divides the model."""
+    p = config.parallel
+    return Parallelism(
+        tp_size=p.tensor_model_parallel_size,
+        cp_size=p.context_parallel_size,
+        pp_size=p.pipeline_model_parallel_size,
+        vpp_size=p.num_virtual_stages_per_pipeline_rank or 1,
+        dp_size=dp_size,
+        sequence_parallel=p.sequence_parallel,
+        group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
+    )
+
+
+def recompute(config: Config) -> Recompute:
+    """What the run recomputes."""
+    t = config.training
+    return Recompute(t.recompute_granularity, t.recompute_method, t.recompute_num_layers)
+
+
+def memory_model(config: Config, padded_vocab_size: int, dp_size: int) -> MemoryModel:
+    """Memory of the run on each pipeline rank.
+
+    It counts what the modules of this runtime keep on the CPU; on a GPU, whose norms are single
+    kernels, they keep less.
+    """
+    return MemoryModel(
+        model_shape(config, padded_vocab_size),
+        parallelism(config, dp_size),
+        recompute(config),
+        bf16=config.training.bf16,
+        optimizer=config.training.optimizer,
+        distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+
+
+def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:
     """The cost that ``--wlb-cost`` names, or None where it must be measured.
 
     Raises:
-        ConfigError: a file that is missing or holds no cost.
+        ConfigError: a file that is missing, holds no cost, or is of another model; unknown
+            hardware.
     """
-    if config.wlb.wlb_cost == "measured":
+    named = config.wlb.wlb_cost
+    if named == "measured":
         return None
-    if config.wlb.wlb_cost == "analytic":
+    shape = model_shape(config, padded_vocab_size)
+    if named == "analytic":
         return analytic_cost(
-            model_shape(config, padded_vocab_size),
-            attention_tflops=ATTENTION_TFLOPS,
-            linear_tflops=LINEAR_TFLOPS,
+            shape,
+            load_hardware(config.wlb.wlb_hardware),
+            parallelism(config),
+            recompute(config),
+            element_bytes=2 if config.training.bf16 else 4,
         )
     try:
-        values = json.loads(Path(config.wlb.wlb_cost).read_text())
-    except (OSError, ValueError) as error:
+        cost = _cost_of_file(config, shape)
+    except ConfigError as error:
+        raise ConfigError(f"--wlb-cost {named}: {error}") from None
+    return cost
+
+
+def _cost_of_file(config: Config, shape: ModelShape) -> Cost:
+    """What ``--wlb-cost FILE`` holds: coefficients, a fit or tables, for this model."""
+    wlb, p = config.wlb, config.parallel
+    values = read_cost_file(wlb.wlb_cost)
+    inner = values.get("cost", values)
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"cost is {inner!r}; give coefficients by name")
+    if inner is not values and "model" in values:
+        check_model(values["model"], shape)
+    cost = cost_from_dict(inner)
+    if isinstance(cost, ProfiledCost):
+        if wlb.wlb_cost_extrapolate:
+            cost = dataclasses.replace(cost, extrapolate=True)
+        cost.check(shape, p.tensor_model_parallel_size, p.context_parallel_size)
+    return cost
+
+
+def max_tokens(config: Config, padded_vocab_size: int, dp_size: int) -> int | None:
+    """S_max: ``--wlb-max-tokens``, or what fits ``--wlb-memory-gib``, or None for the default.
+
+    Memory asks that a step fits even if all micro-batches in flight are S_max long. More than the
+    tokens of a step is of no use.
+
+    Raises:
+        ConfigError: not even a window fits, or ``--wlb-max-tokens`` does not.
+    """
+    given, memory_gib = config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib
+    if memory_gib is None:
+        return given
+    if not memory_gib > 0:
+        raise ConfigError(f"--wlb-memory-gib is {memory_gib}; give a positive number")
+    training, window = config.training, config.data.seq_length
+    fitting = memory_model(config, padded_vocab_size, dp_size).max_tokens(
+        memory_gib * GIB,
+        training.global_batch_size // dp_size,
+        multiple=length_multiple(config),
+    )
+    if fitting < (given or window):
+        name, wanted = ("--seq-length", window) if given is None else ("--wlb-max-tokens", given)
         raise ConfigError(
-            f"--wlb-cost {config.wlb.wlb_cost}: {error}; use analytic, measured, or a JSON file of "
-            "cost coefficients"
-        ) from None
-    return DocumentCost.from_dict(values.get("cost", values))
+            f"micro-batches of {name} {wanted} tokens do not fit --wlb-memory-gib {memory_gib:g}, "
+            f"which {fitting} tokens do; recompute activations, use more TP or PP, or lower {name}"
+        )
+    return given or min(fitting, training.global_batch_size * window)
+
+
+def padded_vocab_size(config: Config, vocab_size: int) -> int:
+    """``vocab_size`` rounded up as Megatron does, so that TP divides it."""
+    multiple = (
+        config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    )
+    return -(-vocab_size // multiple) * multiple
 
 
 def length_multiple(config: Config) -> int:
@@ -110,15 +222,13 @@ def length_multiple(config: Config) -> int:
     return p.tensor_model_parallel_size if p.sequence_parallel else 1
 
 
-def make_planner(config: Config, corpora: Corpora, cost: DocumentCost, dp_size: int) -> Planner:
+def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
     """The planner of training steps, before its first one."""
     wlb = config.wlb
     return _planner(config, corpora, cost, dp_size, "train", wlb.wlb_packing, wlb.wlb_hold_tau)
 
 
-def make_evaluation_planner(
-    config: Config, corpora: Corpora, cost: DocumentCost, dp_size: int
-) -> Planner:
+def make_evaluation_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
     """Plans the validation documents, the same ones at each evaluation.
 
     Balanced and whole, but nothing is held back for balance, so that each evaluation is of the
@@ -130,17 +240,28 @@ def make_evaluation_planner(
 def _planner(
     config: Config,
     corpora: Corpora,
-    cost: DocumentCost,
+    cost: Cost,
     dp_size: int,
     split: str,
     packing: str,
     tau: float,
 ) -> Planner:
     data, training, wlb = config.data, config.training, config.wlb
+    s_max = max_tokens(config, padded_vocab_size(config, corpora.vocab_size), dp_size)
+    if s_max != wlb.wlb_max_tokens:
+        logger.info("S_max is %d tokens, which fit %g GiB", s_max, wlb.wlb_memory_gib)
+    if isinstance(cost, ProfiledCost):  # now, not in the step that has the first such micro-batch
+        cost.check_reach(s_max or 2 * data.seq_length)
+    lengths = [corpus.lengths for corpus in corpora.corpora]
+    longest = data.seq_length
+    if packing == "original" and wlb.wlb_long_documents == "split":
+        # It cuts at the windows of the stream itself, as Megatron does. Cut before at windows of
+        # their own, long documents would be cut twice, and Megatron's work be understated.
+        longest = max(longest, *(int(corpus.max()) for corpus in lengths))
     stream = DocumentStream(
-        [corpus.lengths for corpus in corpora.corpora],
+        lengths,
         ranges=corpora.ranges[split],
-        window=data.seq_length,
+        window=longest,
         step_tokens=training.global_batch_size * data.seq_length,
         seed=training.seed,
         long_documents=wlb.wlb_long_documents,
@@ -153,11 +274,16 @@ def _planner(
             num_micro_batches=training.global_batch_size,
             window=data.seq_length,
             cost=cost,
-            max_tokens=wlb.wlb_max_tokens,
+            max_tokens=s_max,
             max_step_tokens=wlb.wlb_max_step_tokens,
             max_age=wlb.wlb_max_age,
             queue_thresholds=wlb.wlb_queue_thresholds,
             tau=tau,
+            delay_price=wlb.wlb_delay_price,
+            look_ahead=wlb.wlb_look_ahead if split == "train" else 0,
+            fixed_batches=wlb.wlb_fixed_batches,
+            fixed_grouping=wlb.wlb_fixed_grouping,
+            solver_limit=wlb.wlb_solver_limit,
         ),
         cost,
         dp_size=dp_size,

@@ -1,0 +1,363 @@
+"""The operations of a model chunk and the bytes that each keeps: what activation memory is made of.
+
+A chunk is a *tape* of operations. Forward writes it: each adds what its backward needs. Backward
+reads it from the end: each needs some working memory, then lets go of what it kept. The most that
+was alive on the way is the chunk's peak. Full recompute is an operation that keeps its input and,
+in backward, writes and reads an inner tape.
+
+Two ways to count, by the kernels that run:
+
+* ``torch``: the modules that this project's runtime builds from Megatron's local layer spec, on
+  the CPU: norms of several operations that keep fp32 copies, unfused RoPE and SwiGLU, and one
+  attention call a document, whose outputs are kept beside their concatenation.
+* ``fused``: kernels that keep their inputs only, as Transformer Engine's norms, flash attention,
+  fused RoPE and fused SwiGLU do. Not measured; from their definitions (for a GPT with dropout it is
+  the ``34·h`` bytes a token and layer of Korthikanti et al., 2022).
+
+Legend: ``h`` hidden, ``f`` FFN, ``q``/``k`` numbers of a token's query/key on a TP rank. All bytes
+are those of one device, a token of the micro-batch (padded, over CP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
+
+Kernels: TypeAlias = Literal["torch", "fused"]
+
+FP32 = 4
+INT64 = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Bytes a token of one operation; ``weight_bytes`` are absolute."""
+
+    name: str
+    saved: float = 0.0
+    """Kept from its forward to its backward, its output included where a later one needs it."""
+    forward: float = 0.0
+    """Alive besides only while it runs forward."""
+    backward: float = 0.0
+    """Alive besides only while it runs backward: gradients in and out, temporaries."""
+    weight_bytes: int = 0
+    """The gradient of its weight, before it is added to the gradient buffer."""
+    inner: tuple[Operation, ...] = ()
+    """What is written and read again in backward, for an operation that recomputes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """The operations of one model chunk, in forward order."""
+
+    operations: tuple[Operation, ...]
+
+    @property
+    def saved_per_token(self) -> float:
+        """Bytes that a micro-batch in flight keeps, a token."""
+        return sum(operation.saved for operation in self.operations)
+
+    def forward_peak_bytes(self, num_tokens: int) -> float:
+        """The most that a micro-batch adds while it runs forward, what it keeps included."""
+        return _forward(self.operations, num_tokens)
+
+    def backward_peak_bytes(self, num_tokens: int) -> float:
+        """The most of a micro-batch while it runs backward, what it has kept included."""
+        return _backward(self.operations, num_tokens)
+
+
+def _forward(operations: Sequence[Operation], num_tokens: int) -> float:
+    kept = peak = 0.0
+    for operation in operations:
+        working = operation.forward
+        if operation.inner:  # forward without keeping anything: its largest operation
+            working = max(o.forward + o.saved for o in operation.inner)
+        peak = max(peak, kept + (operation.saved + working) * num_tokens)
+        kept += operation.saved * num_tokens
+    return peak
+
+
+def _backward(operations: Sequence[Operation], num_tokens: int) -> float:
+    kept = sum(operation.saved for operation in operations) * num_tokens
+    peak = kept
+    for operation in reversed(operations):
+        working = operation.backward * num_tokens + operation.weight_bytes
+        if operation.inner:
+            working += max(
+                _forward(operation.inner, num_tokens), _backward(operation.inner, num_tokens)
+            )
+        peak = max(peak, kept + working)
+        kept -= operation.saved * num_tokens
+    return peak
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationModel:
+    """Tapes of a model's chunks. ``element_bytes`` is 2 with bf16 and 4 with fp32."""
+
+    shape: ModelShape
+    parallelism: Parallelism
+    recompute: Recompute
+    element_bytes: int
+    kernels: Kernels
+
+    def tape(self, *, first: bool, last: bool) -> Tape:
+        """The tape of a chunk that embeds (``first``) or has the loss (``last``), or of another."""
+        operations = [self._embedding() if first else self._received()]
+        groups = self.recompute.groups(self.parallelism.layers_of_chunk(self.shape))
+        for number, (num_layers, recomputed) in enumerate(groups):
+            # What leaves a chunk that is not the last is sent and freed.
+            leaves = number == len(groups) - 1 and not last
+            if recomputed:
+                inner = self._layers(num_layers, keep_output=False)
+                kept, again = (0.0, self._hidden) if leaves else (self._hidden, 0.0)
+                # In backward its output exists again.
+                operations.append(Operation("recomputed", kept, backward=again, inner=inner))
+            else:
+                operations += self._layers(num_layers, keep_output=not leaves)
+        if self.recompute.granularity == "full" and self._rotary:
+            operations.append(Operation("rotary angles", FP32 * self._rotary))
+        if last:
+            operations += self._head()
+        per_cp_rank = (_scaled(o, 1 / self.parallelism.cp_size) for o in operations)
+        return Tape(tuple(per_cp_rank))
+
+    # Sizes on this rank, in numbers or bytes a token.
+
+    @property
+    def _fused(self) -> bool:
+        return self.kernels == "fused"
+
+    @property
+    def _residual_numbers(self) -> float:
+        return self.shape.hidden_size / self.parallelism.sequence_shards
+
+    @property
+    def _hidden(self) -> float:
+        """Bytes of a hidden state where sequence parallelism spreads it."""
+        return self.element_bytes * self._residual_numbers
+
+    @property
+    def _gathered(self) -> float:
+        """Bytes of a hidden state of all tokens, as matrix products take and give it."""
+        return float(self.element_bytes * self.shape.hidden_size)
+
+    @property
+    def _collective(self) -> float:
+        """What sequence parallelism needs beside a matrix product's input and output."""
+        return self._gathered if self.parallelism.sequence_shards > 1 else 0.0
+
+    @property
+    def _rotary(self) -> float:
+        return self.shape.kv_channels * self.shape.rotary_percent
+
+    @property
+    def _keeps_residual(self) -> bool:
+        """Torch's RMSNorm keeps an fp32 copy of a bf16 input instead of the input."""
+        return self._fused or not self.shape.rms_norm or self.element_bytes == FP32
+
+    def _weight(self, rows: int, columns: int) -> int:
+        return self.element_bytes * rows * columns // self.parallelism.tp_size
+
+    # Operations.
+
+    def _embedding(self) -> Operation:
+        shape = self.shape
+        ids = 2 * INT64  # tokens and positions
+        if self.parallelism.tp_size > 1:
+            ids += INT64  # ids within this rank's part of the vocabulary
+        kept = self._keeps_residual or self.recompute.granularity == "full"
+        return Operation(
+            "embedding",
+            (self._hidden if kept else 0.0) + ids + self._dropout_mask,
+            forward=self._gathered,
+            backward=self._hidden + self._collective,
+            weight_bytes=self._weight(shape.vocab_size, shape.hidden_size),
+        )
+
+    def _received(self) -> Operation:
+        return Operation("received", self._hidden + INT64, backward=self._hidden)
+
+    def _layers(self, num_layers: int, *, keep_output: bool) -> tuple[Operation, ...]:
+        """``num_layers`` layers; the output of the last may be kept by nobody."""
+        layer = self._layer()
+        if keep_output:
+            return layer * num_layers
+        return (*(layer * num_layers)[:-1], Operation("output", self._dropout_mask))
+
+    def _norm(self, name: str, numbers: float, *, num_rows: float = 1.0) -> Operation:
+        """A norm of ``numbers`` in ``num_rows`` rows a token, without its input and output."""
+        e, statistics = self.element_bytes, FP32 * num_rows
+        if not self.shape.rms_norm:
+            return Operation(name, 2 * statistics, backward=2 * e * numbers)
+        if self._fused:
+            return Operation(name, statistics, backward=2 * e * numbers)
+        normalised = FP32 * numbers
+        copy = FP32 * numbers if e != FP32 else 0.0
+        # Its backward is several operations, each with a result of its own.
+        return Operation(name, normalised + copy + statistics, backward=(e + 4 * FP32) * numbers)
+
+    @property
+    def _dropout_mask(self) -> float:
+        """Torch's CPU keeps the mask as numbers, a fused kernel as a byte each."""
+        if not self.shape.dropout:
+            return 0.0
+        return self._residual_numbers if self._fused else self._hidden
+
+    def _residual(self, name: str) -> Operation:
+        kept = self._hidden if self._keeps_residual else 0.0
+        return Operation(name, kept + self._dropout_mask)
+
+    def _layer(self) -> tuple[Operation, ...]:
+        return (
+            self._layer_norm(),
+            *self._attention(),
+            self._residual("attention residual"),
+            self._layer_norm(),
+            *self._mlp(),
+            self._residual("output"),
+        )
+
+    def _layer_norm(self) -> Operation:
+        """A norm of the residual stream, with its output: the input of a matrix product."""
+        rows = 1 / self.parallelism.sequence_shards
+        norm = self._norm("norm", self._residual_numbers, num_rows=rows)
+        return _with(norm, saved=self._hidden, backward=self._hidden)
+
+    def _into(self, name: str, outputs: float, columns: int, *, bias: bool) -> Operation:
+        """A matrix product from the hidden state to ``outputs`` numbers, which are kept."""
+        product = self.element_bytes * outputs
+        return Operation(
+            name,
+            product,
+            forward=self._collective + (product if bias else 0.0),
+            backward=self._hidden + product + self._gathered + self._collective,
+            weight_bytes=self._weight(self.shape.hidden_size, columns),
+        )
+
+    def _out_of(self, name: str, inputs: float, rows: int) -> Operation:
+        """A matrix product from ``inputs`` numbers, which are kept, to the hidden state.
+
+        Its output's gradient is that of the residual path.
+        """
+        product = self.element_bytes * inputs
+        return Operation(
+            name,
+            product,
+            forward=self._gathered,
+            backward=self._hidden + self._collective + product,
+            weight_bytes=self._weight(rows, self.shape.hidden_size),
+        )
+
+    def _attention(self) -> list[Operation]:
+        """From the norm's output to the projection."""
+        shape, tp_size, e = self.shape, self.parallelism.tp_size, self.element_bytes
+        q, k = shape.query_size / tp_size, shape.key_size / tp_size
+        heads, groups = shape.num_attention_heads / tp_size, shape.num_query_groups / tp_size
+        columns = shape.query_size + 2 * shape.key_size
+        bias = shape.linear_bias or shape.qkv_bias
+        # V stays a view of the product, and so keeps all of it.
+        operations = [self._into("qkv", q + 2 * k, columns, bias=bias)]
+
+        rotated = self._rotary > 0
+        # Queries of several heads a group are copied out; somebody may keep the copy.
+        copied = e * q if heads != groups and not self._fused else 0.0
+        if shape.qk_norm:
+            norm = self._norm("qk norm", q + k, num_rows=heads + groups)
+            kept_input = copied if self._keeps_residual else 0.0
+            kept_output = 0.0 if rotated else e * (q + k)
+            operations.append(
+                _with(norm, saved=kept_input + kept_output, backward=self._hidden + e * k)
+            )
+        if rotated:
+            tables = 0.0 if self._fused else 4 * e * self._rotary  # cos and sin, for q and for k
+            operations.append(
+                Operation(
+                    "rotary",
+                    e * (q + k) + tables,
+                    forward=2 * e * q + FP32 * self._rotary,
+                    backward=self._hidden + 4 * e * q + 2 * e * k,
+                )
+            )
+        elif not shape.qk_norm:
+            operations.append(Operation("query", copied))
+
+        # Each document's output and log-sum-exp; of fused attention the output is the projection's
+        # input, here that is a concatenation.
+        kept = FP32 * heads + (0.0 if self._fused else e * q)
+        # Gradients of the output, of q, k, v, and of one document's again.
+        gradients = self._hidden + e * q + 2 * e * (q + 2 * k)
+        if self.recompute.granularity == "selective":
+            attention = Operation("attention", forward=kept, backward=gradients + kept + e * q)
+        else:
+            attention = Operation("attention", kept, backward=gradients)
+        return [*operations, attention, self._out_of("projection", q, shape.query_size)]
+
+    def _mlp(self) -> list[Operation]:
+        """From the norm's output to the second product."""
+        shape, e = self.shape, self.element_bytes
+        f = shape.ffn_hidden_size / self.parallelism.tp_size
+        matrices = 2 if shape.gated else 1
+        columns = matrices * shape.ffn_hidden_size
+        return [
+            self._into("fc1", matrices * f, columns, bias=shape.linear_bias),
+            Operation(
+                "activation",
+                # Torch keeps SiLU's output and its factor.
+                2 * e * f if shape.gated and not self._fused else 0.0,
+                backward=self._hidden + (matrices + 1) * e * f,
+            ),
+            self._out_of("fc2", f, shape.ffn_hidden_size),
+        ]
+
+    def _head(self) -> list[Operation]:
+        shape, p, e = self.shape, self.parallelism, self.element_bytes
+        logits = shape.vocab_size / p.tp_size
+        norm = self._norm("final norm", self._residual_numbers, num_rows=1 / p.sequence_shards)
+        return [
+            _with(norm, saved=self._hidden),
+            Operation(
+                "output layer",
+                forward=self._collective + e * logits,
+                backward=e * logits + self._gathered + self._collective,
+                weight_bytes=self._weight(shape.vocab_size, shape.hidden_size),
+            ),
+            # Its softmax is fp32 and takes the place of fp32 logits; of bf16 ones it is a copy.
+            Operation(
+                "cross entropy",
+                FP32 * logits + 2 * INT64,  # the softmax; labels and mask
+                forward=0.0 if e == FP32 else e * logits,
+                backward=0.0 if e == FP32 else e * logits,
+            ),
+        ]
+
+
+def _with(operation: Operation, *, saved: float = 0.0, backward: float = 0.0) -> Operation:
+    """``operation`` with more bytes."""
+    return Operation(
+        operation.name,
+        operation.saved + saved,
+        operation.forward,
+        operation.backward + backward,
+        operation.weight_bytes,
+        operation.inner,
+    )
+
+
+def _scaled(operation: Operation, factor: float) -> Operation:
+    """``operation`` on a share of the tokens."""
+    return Operation(
+        operation.name,
+        operation.saved * factor,
+        operation.forward * factor,
+        operation.backward * factor,
+        operation.weight_bytes,
+        _all_scaled(operation.inner, factor),
+    )
+
+
+def _all_scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, ...]:
+    return tuple(_scaled(operation, factor) for operation in operations)

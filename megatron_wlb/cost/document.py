@@ -1,0 +1,146 @@
+"""What a cost answers, and the plainest one: ``linear · d + quadratic · d²`` µs.
+
+This is WLB-LLM's Equation 2: ``W_l`` (matrix products, element-wise operations, collectives) grows
+with the tokens of a micro-batch, ``W_a`` (causal attention) with the square of each document.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+from megatron_wlb.errors import ConfigError
+
+
+class CostModel(Protocol):
+    """What packers and the planner ask of a cost: µs that grow with a document's length."""
+
+    def document_us(self, length: int) -> float:
+        """Forward plus backward of one document, without what every micro-batch costs."""
+        ...
+
+    def total_us(self, lengths: Iterable[int]) -> float:
+        """Forward plus backward of one micro-batch; of an empty one as well."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The parts of a micro-batch's time, in µs: W_l and W_a of each pass."""
+
+    forward_linear_us: float
+    forward_attention_us: float
+    backward_linear_us: float
+    backward_attention_us: float
+    overhead_us: float = 0.0
+    """Of both passes, whatever the documents."""
+
+    @property
+    def total_us(self) -> float:
+        return self.forward_us + self.backward_us + self.overhead_us
+
+    @property
+    def forward_us(self) -> float:
+        return self.forward_linear_us + self.forward_attention_us
+
+    @property
+    def backward_us(self) -> float:
+        return self.backward_linear_us + self.backward_attention_us
+
+
+class Cost(CostModel, Protocol):
+    """A cost that can also be taken apart and stored: what a run plans with."""
+
+    def work(self, lengths: Iterable[int]) -> Work:
+        """The parts of ``total_us``."""
+        ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, for checkpoints; :func:`megatron_wlb.cost.cost_from_dict` is its inverse."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentCost:
+    """Predicted time of one document, forward and backward apart, in µs.
+
+    The paper balances forward times; the two passes have different shares of attention, so this
+    balances their sum.
+
+    Raises :class:`ConfigError` if a coefficient is negative or not finite, or if documents cost
+    nothing at all.
+    """
+
+    forward_linear_us: float
+    """µs a token."""
+    forward_quadratic_us: float
+    """µs a token²."""
+    backward_linear_us: float
+    """µs a token."""
+    backward_quadratic_us: float
+    """µs a token²."""
+    micro_batch_us: float = 0.0
+    """What a micro-batch takes besides its documents, forward plus backward."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(
+                    f"document cost: {name} is {value}, but must be finite and not negative; "
+                    "measure again or correct it"
+                )
+        if self.document_us(1) == 0:
+            raise ConfigError(
+                "document cost: all coefficients are 0, so nothing can be balanced; "
+                "give at least one positive coefficient"
+            )
+
+    def forward_us(self, length: int) -> float:
+        return (self.forward_linear_us + self.forward_quadratic_us * length) * length
+
+    def backward_us(self, length: int) -> float:
+        return (self.backward_linear_us + self.backward_quadratic_us * length) * length
+
+    def document_us(self, length: int) -> float:
+        """Forward plus backward."""
+        linear_us = self.forward_linear_us + self.backward_linear_us
+        quadratic_us = self.forward_quadratic_us + self.backward_quadratic_us
+        return (linear_us + quadratic_us * length) * length
+
+    def total_us(self, lengths: Iterable[int]) -> float:
+        """Forward plus backward of a micro-batch of such documents."""
+        return self.micro_batch_us + sum(map(self.document_us, lengths))
+
+    def work(self, lengths: Iterable[int]) -> Work:
+        """The parts of :meth:`total_us`."""
+        lengths = list(lengths)
+        tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        return Work(
+            self.forward_linear_us * tokens,
+            self.forward_quadratic_us * squares,
+            self.backward_linear_us * tokens,
+            self.backward_quadratic_us * squares,
+            self.micro_batch_us,
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        """JSON-able; inverse of :meth:`from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DocumentCost:
+        """Raises :class:`ConfigError` for a missing, unknown or non-numeric coefficient."""
+        known = [f.name for f in fields(cls)]
+        for name, value in values.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1) or known
+                raise ConfigError(f"document cost: unknown coefficient {name}; use {near[0]}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"document cost: {name} is {value!r}; give a number of µs")
+        missing = [name for name in known[:4] if name not in values]
+        if missing:
+            raise ConfigError(f"document cost: coefficient {missing[0]} is missing; add it")
+        return cls(**{name: float(value) for name, value in values.items()})

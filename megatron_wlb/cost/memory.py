@@ -1,0 +1,230 @@
+"""Memory of a training step on each pipeline rank, and the longest micro-batch that fits: S_max.
+
+A rank holds its weights, gradients and optimizer state, and the activations of the micro-batches
+that are in flight: run forward, not yet backward. How many those are follows from the schedule,
+and how large from their own lengths, as ragged micro-batches differ. What one of them keeps is in
+:mod:`megatron_wlb.cost.activations`.
+
+What is counted are the bytes of tensors that are alive. An allocator needs more: blocks are
+rounded, and free ones between live ones do not join. Leave room for that in the limit, and for
+what is no tensor (CUDA context, libraries, communication buffers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from megatron_wlb.cost.activations import FP32, ActivationModel, Kernels, Tape
+from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.simulator.order import Action, schedule
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What a rank holds from the first step to the last."""
+
+    weights: int
+    gradients: int
+    """The gradient buffer, fp32."""
+    optimizer: int
+    """Moments, and with bf16 the fp32 master weights."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Predicted bytes of tensors alive on each rank. Raises :class:`ConfigError` for a layout that
+    the model does not divide over.
+    """
+
+    shape: ModelShape
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    recompute: Recompute = field(default_factory=Recompute)
+    bf16: bool = True
+    optimizer: Literal["adam", "sgd"] = "adam"
+    distributed_optimizer: bool = False
+    """Whether optimizer state is spread over the data-parallel ranks."""
+    kernels: Kernels = "torch"
+
+    def __post_init__(self) -> None:
+        self.parallelism.layers_of_chunk(self.shape)
+
+    def num_parameters(self, pp_rank: int) -> int:
+        """Parameters of all chunks of a pipeline rank, on one of its TP ranks."""
+        shape, p = self.shape, self.parallelism
+        h, tp = shape.hidden_size, p.tp_size
+        norm = (1 if shape.rms_norm else 2) * h
+        qkv = (shape.query_size + 2 * shape.key_size) // tp
+        ffn_in = (2 if shape.gated else 1) * shape.ffn_hidden_size // tp
+        layer = 2 * norm + shape.layer_linear_parameters // tp
+        if shape.linear_bias:
+            layer += ffn_in + 2 * h
+        if shape.linear_bias or shape.qkv_bias:
+            layer += qkv
+        if shape.qk_norm:
+            layer += 2 * (1 if shape.rms_norm else 2) * shape.kv_channels
+        total = p.vpp_size * p.layers_of_chunk(shape) * layer
+        embedding = shape.head_linear_parameters // tp
+        if pp_rank == 0:
+            total += embedding + shape.learned_positions * h
+        if pp_rank == p.pp_size - 1:
+            # Tied weights are one tensor only where both ends are on one rank.
+            shared = shape.tied_embeddings and p.pp_size == 1
+            total += norm + (0 if shared else embedding)
+        return total
+
+    def state_bytes(self, pp_rank: int) -> StateBytes:
+        """Weights, gradients and optimizer state of a pipeline rank."""
+        num = self.num_parameters(pp_rank)
+        state = FP32 * (2 if self.optimizer == "adam" else 1) + (FP32 if self.bf16 else 0)
+        return StateBytes(
+            weights=num * self._element_bytes,
+            gradients=num * FP32,
+            optimizer=-(-num * state // self._state_shards),
+        )
+
+    def tape(self, pp_rank: int, chunk: int) -> Tape:
+        """What one of a rank's chunks keeps and needs, operation by operation."""
+        return self._tapes[pp_rank][chunk]
+
+    def activation_peak_bytes(self, pp_rank: int, lengths: Sequence[int]) -> float:
+        """The most that activations and what works on them take at once in a step.
+
+        ``lengths`` are the padded tokens of the rank's micro-batches, in running order.
+        """
+        return self._walk(pp_rank, self._order(len(lengths))[pp_rank], lengths)
+
+    def peak_bytes(self, pp_rank: int, lengths: Sequence[int]) -> float:
+        """The most bytes alive in a step, its optimizer update included."""
+        activations = self.activation_peak_bytes(pp_rank, lengths)
+        return self.state_bytes(pp_rank).total + max(activations, self._update_bytes(pp_rank))
+
+    def max_tokens(self, limit_bytes: float, num_micro_batches: int, *, multiple: int = 1) -> int:
+        """S_max: the longest micro-batch such that a step fits ``limit_bytes`` on every rank.
+
+        It fits even if all of a rank's ``num_micro_batches`` are that long. The result is a
+        multiple of ``multiple``, and at least that.
+
+        Raises:
+            ConfigError: the model does not fit, or not with a single micro-batch of ``multiple``.
+        """
+        # Once the pipeline is full, a longer step only repeats what is in flight.
+        group = self.parallelism.group_size or self.parallelism.pp_size
+        enough = 4 * max(group, self.parallelism.pp_size)
+        num = min(num_micro_batches, enough + (num_micro_batches - enough) % group)
+        order = self._order(num)
+        for rank in range(self.parallelism.pp_size):
+            state = self.state_bytes(rank).total + self._update_bytes(rank)
+            if state > limit_bytes:
+                raise ConfigError(
+                    f"weights, gradients and optimizer of pipeline rank {rank} take "
+                    f"{state / GIB:.2f} GiB, above the limit of {limit_bytes / GIB:.2f} GiB; "
+                    "use more TP or PP, a distributed optimizer, or a higher limit"
+                )
+
+        def fits(units: int) -> bool:
+            lengths = [units * multiple] * num
+            return all(
+                self.state_bytes(rank).total + self._walk(rank, actions, lengths) <= limit_bytes
+                for rank, actions in enumerate(order)
+            )
+
+        if not fits(1):
+            raise ConfigError(
+                f"not even micro-batches of {multiple} tokens fit {limit_bytes / GIB:.2f} GiB; "
+                "recompute activations, use more TP or PP, or give a higher limit"
+            )
+        fitting = 1
+        while fits(2 * fitting):
+            fitting *= 2
+        step = fitting
+        while step := step // 2:
+            fitting += step * fits(fitting + step)
+        return fitting * multiple
+
+    @property
+    def _element_bytes(self) -> int:
+        return 2 if self.bf16 else FP32
+
+    @property
+    def _state_shards(self) -> int:
+        return self.parallelism.dp_size if self.distributed_optimizer else 1
+
+    def _update_bytes(self, pp_rank: int) -> int:
+        """Working memory of the update: torch's Adam takes a root of all second moments at once."""
+        if self.kernels == "fused" or self.optimizer != "adam":
+            return 0
+        return FP32 * self.num_parameters(pp_rank) // self._state_shards
+
+    @cached_property
+    def _tapes(self) -> list[list[Tape]]:
+        activations = ActivationModel(
+            self.shape, self.parallelism, self.recompute, self._element_bytes, self.kernels
+        )
+        last_rank, last_chunk = self.parallelism.pp_size - 1, self.parallelism.vpp_size - 1
+        return [
+            [
+                activations.tape(
+                    first=rank == 0 and chunk == 0,
+                    last=rank == last_rank and chunk == last_chunk,
+                )
+                for chunk in range(self.parallelism.vpp_size)
+            ]
+            for rank in range(self.parallelism.pp_size)
+        ]
+
+    def _order(self, num_micro_batches: int) -> Sequence[Sequence[Action]]:
+        p = self.parallelism
+        return schedule(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
+
+    def _walk(self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]) -> float:
+        tapes = self._tapes[pp_rank]
+        in_transit = self._in_transit_bytes(pp_rank, actions, lengths)
+        kept = peak = 0.0
+        for action, transit_bytes in zip(actions, in_transit, strict=True):
+            tape, length = tapes[action.chunk], lengths[action.micro_batch]
+            saved = tape.saved_per_token * length
+            if action.kind == "F":
+                peak = max(peak, kept + transit_bytes + tape.forward_peak_bytes(length))
+                kept += saved
+            else:
+                kept -= saved
+                peak = max(peak, kept + transit_bytes + tape.backward_peak_bytes(length))
+        return peak
+
+    def _in_transit_bytes(
+        self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]
+    ) -> list[float]:
+        """While each action runs: the input that arrives for the next forward, and inputs of the
+        last two backwards with the gradients that are being sent.
+
+        Only the interleaved schedule sends and receives while it computes.
+        """
+        p = self.parallelism
+        if p.vpp_size == 1 or p.pp_size == 1:
+            return [0.0] * len(actions)
+        per_token = self._element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
+        moved = [
+            0.0 if pp_rank == 0 and a.chunk == 0 else per_token * lengths[a.micro_batch]
+            for a in actions
+        ]
+        arriving, coming = [], 0.0
+        for action, num_bytes in zip(reversed(actions), reversed(moved), strict=True):
+            arriving.append(coming)
+            if action.kind == "F":
+                coming = num_bytes
+        leaving, last_two = [], (0.0, 0.0)
+        for action, num_bytes in zip(actions, moved, strict=True):
+            leaving.append(2 * sum(last_two))
+            if action.kind == "B":
+                last_two = (last_two[1], num_bytes)
+        return [a + b for a, b in zip(reversed(arriving), leaving, strict=True)]

@@ -1,0 +1,173 @@
+"""What cost and memory depend on: the model's sizes, how it is divided, what is recomputed.
+
+Names are Megatron's. Plain values; the runtime makes them from its settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from megatron_wlb.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a dense GPT. FLOPs depend on the first eight, memory on all.
+
+    Raises :class:`ConfigError` for a size below 1, or heads that groups do not divide.
+    """
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    """Key/value heads; equal to ``num_attention_heads`` without grouped-query attention."""
+    kv_channels: int
+    """Dimension of one head."""
+    vocab_size: int
+    """Rows of the LM head, padding included."""
+    gated: bool
+    """Whether the MLP has a gate (SwiGLU): three matrices instead of two."""
+    rms_norm: bool = False
+    """RMSNorm instead of LayerNorm."""
+    linear_bias: bool = True
+    qkv_bias: bool = False
+    """Bias of the QKV projection where ``linear_bias`` is off."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised."""
+    rotary_percent: float = 1.0
+    """Share of a head's dimension that is rotated; 0 is no rotary embedding."""
+    learned_positions: int = 0
+    """Rows of learned positions; 0 is none."""
+    tied_embeddings: bool = True
+    """Whether the LM head is the embedding."""
+    dropout: bool = False
+    """Whether there is dropout after attention and MLP."""
+
+    def __post_init__(self) -> None:
+        for name, value in list(asdict(self).items())[:7]:
+            if value < 1:
+                raise ConfigError(f"model shape: {name} is {value}; give at least 1")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ConfigError(
+                f"model shape: {self.num_attention_heads} attention heads do not divide into "
+                f"{self.num_query_groups} query groups; give a divisor"
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a token's query, all heads."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of a token's key, and of its value."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def layer_linear_parameters(self) -> int:
+        """Weights of one layer's matrix products."""
+        attention = self.hidden_size * (2 * self.query_size + 2 * self.key_size)
+        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
+
+    @property
+    def head_linear_parameters(self) -> int:
+        """Weights of the LM head."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights that every token is multiplied with: all layers' and the LM head's."""
+        return self.num_layers * self.layer_linear_parameters + self.head_linear_parameters
+
+    @property
+    def linear_flops(self) -> int:
+        """Of one token, forward: a multiplication and an addition a weight."""
+        return 2 * self.linear_parameters
+
+    def attention_flops(self, length: int) -> int:
+        """Of one document, forward: QKᵀ and PV over the causal half of ``length²`` pairs."""
+        return self.num_layers * 2 * self.query_size * length**2
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """How the model is divided over devices. Raises :class:`ConfigError` for a size below 1."""
+
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
+    vpp_size: int = 1
+    """Model chunks a pipeline rank."""
+    dp_size: int = 1
+    sequence_parallel: bool = False
+    group_size: int | None = None
+    """Micro-batches that a chunk runs in a row with VPP; ``pp_size`` if not given."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"parallelism: {name} is {getattr(self, name)}; give at least 1")
+
+    @property
+    def sequence_shards(self) -> int:
+        """Over how many TP ranks norms and residuals are spread."""
+        return self.tp_size if self.sequence_parallel else 1
+
+    def layers_of_chunk(self, shape: ModelShape) -> int:
+        """Layers of one model chunk; all have as many.
+
+        Raises :class:`ConfigError` where stages, heads, groups, FFN or vocabulary do not divide.
+        """
+        chunks = self.pp_size * self.vpp_size
+        if shape.num_layers % chunks:
+            raise ConfigError(
+                f"{shape.num_layers} layers do not divide over {chunks} model chunks (PP × VPP); "
+                "choose a multiple"
+            )
+        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
+            if getattr(shape, name) % self.tp_size:
+                raise ConfigError(
+                    f"{name} {getattr(shape, name)} does not divide over TP {self.tp_size}; "
+                    "choose a multiple"
+                )
+        return shape.num_layers // chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Which activations the backward pass computes again, as Megatron's flags have it."""
+
+    granularity: Literal["selective", "full"] | None = None
+    """``selective`` is core attention; ``full`` is whole layers."""
+    method: Literal["uniform", "block"] | None = None
+    """``uniform``: all layers, in groups of ``num_layers`` of which only the input is kept.
+    ``block``: the first ``num_layers`` of each model chunk, each for itself."""
+    num_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        full = self.granularity == "full"
+        if full != (self.method is not None) or full != (self.num_layers is not None):
+            raise ConfigError(
+                f"recompute: granularity {self.granularity} with method {self.method} and "
+                f"num_layers {self.num_layers}; full needs both, the others neither"
+            )
+        if self.num_layers is not None and self.num_layers < 1:
+            raise ConfigError(f"recompute: num_layers is {self.num_layers}; give at least 1")
+
+    def groups(self, num_layers: int) -> list[tuple[int, bool]]:
+        """``(layers, recomputed)`` of one chunk of ``num_layers``, in order."""
+        if self.granularity != "full":
+            return [(1, False)] * num_layers
+        assert self.num_layers is not None
+        if self.method == "block":
+            first = min(self.num_layers, num_layers)
+            return [(1, True)] * first + [(1, False)] * (num_layers - first)
+        starts = range(0, num_layers, self.num_layers)
+        return [(min(self.num_layers, num_layers - start), True) for start in starts]
+
+    def recomputed_layers(self, num_layers: int) -> int:
+        """How many of a chunk's layers run forward once more."""
+        return sum(layers for layers, recomputed in self.groups(num_layers) if recomputed)

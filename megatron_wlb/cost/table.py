@@ -1,0 +1,247 @@
+"""A cost interpolated in measured tables: attention by document, the rest by micro-batch.
+
+``W_a`` is looked up for each document and added up; ``W_l`` is looked up once, for the tokens of
+the micro-batch, as its kernels run over all of them together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_wlb.cost.document import Work
+from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.errors import ConfigError
+
+MAX_FALL = 0.1
+"""How much less a longer measurement may take, as noise, before the table is refused."""
+
+_IDENTITY = (
+    "hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads", "num_query_groups",
+    "kv_channels", "vocab_size", "gated",
+)  # fmt: skip
+"""The sizes of the model that must be the run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Measured times of ``tokens`` (a document's or a micro-batch's), in µs."""
+
+    tokens: int
+    forward_us: float
+    backward_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Times through measured points, never falling.
+
+    Between two points it is a power of the length (a straight line on logarithmic axes), which is
+    exact for times that grow with the square, and for those that grow with the length; below the
+    first, proportional. A point up to 10 % under an earlier one is noise and counts as equal to it.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    times_us: tuple[float, ...]
+    extrapolate: bool = False
+
+    @classmethod
+    def through(cls, name: str, points: Sequence[tuple[int, float]]) -> Curve:
+        """Raises :class:`ConfigError` for no points, times that are no measurement or that fall."""
+        if not points:
+            raise ConfigError(f"cost table {name}: no rows; measure at least one length")
+        points = sorted(points)
+        rising: list[float] = []
+        for number, (tokens, us) in enumerate(points):
+            if tokens < 1 or not (math.isfinite(us) and us > 0):
+                raise ConfigError(
+                    f"cost table {name}: {us} µs for {tokens} tokens is no measurement; both must "
+                    "be positive"
+                )
+            if number and tokens == points[number - 1][0]:
+                raise ConfigError(f"cost table {name}: {tokens} tokens appear twice; keep one row")
+            before_us = rising[-1] if rising else 0.0
+            if us < (1 - MAX_FALL) * before_us:
+                raise ConfigError(
+                    f"cost table {name}: {tokens} tokens take {us:g} µs, but fewer take "
+                    f"{before_us:g}; measure again on an idle machine"
+                )
+            rising.append(max(us, before_us))
+        return cls(name, tuple(tokens for tokens, _ in points), tuple(rising))
+
+    def __call__(self, num_tokens: int) -> float:
+        """µs. Raises :class:`ConfigError` beyond the longest point, unless told to extrapolate."""
+        if num_tokens <= self.tokens[0]:
+            return self.times_us[0] * num_tokens / self.tokens[0]
+        at = bisect_left(self.tokens, num_tokens)
+        if at == len(self.tokens):
+            if not self.extrapolate:
+                raise ConfigError(
+                    f"cost table {self.name} ends at {self.tokens[-1]} tokens, but {num_tokens} "
+                    "were asked for; measure that far, or allow it with --wlb-cost-extrapolate"
+                )
+            if at == 1:
+                return self.times_us[0] * num_tokens / self.tokens[0]
+            at -= 1
+        (x0, x1), (y0, y1) = self.tokens[at - 1 : at + 1], self.times_us[at - 1 : at + 1]
+        power: float = math.log(y1 / y0) / math.log(x1 / x0)
+        return y0 * math.exp(power * math.log(num_tokens / x0))
+
+
+@dataclass(frozen=True)
+class ProfiledCost:
+    """Predicted time from tables that were measured for one model and layout.
+
+    ``document_us`` counts a document's attention and its share of ``W_l`` at the table's mean
+    slope, so that documents add up; ``total_us`` reads ``W_l`` where the micro-batch is.
+
+    Raises :class:`ConfigError` for an empty table, or times that fall as lengths grow.
+    """
+
+    model: Mapping[str, Any]
+    """The sizes of the model that was measured, by the names of :class:`ModelShape`."""
+    tp_size: int
+    cp_size: int
+    attention: tuple[Row, ...]
+    """All layers' core attention, of single documents."""
+    linear: tuple[Row, ...]
+    """All that is not core attention, of whole micro-batches."""
+    machine: str = ""
+    """Where it was measured."""
+    extrapolate: bool = False
+    """Whether lengths beyond a table's longest follow its last two rows; else they are an error."""
+
+    def __post_init__(self) -> None:
+        self._curves  # noqa: B018  # errors now, not at the first document
+
+    @cached_property
+    def _curves(self) -> tuple[Curve, Curve, Curve, Curve]:
+        def curve(name: str, rows: Sequence[Row], times_us: Iterable[float]) -> Curve:
+            points = list(zip((row.tokens for row in rows), times_us, strict=True))
+            return replace(Curve.through(name, points), extrapolate=self.extrapolate)
+
+        return (
+            curve("linear forward", self.linear, (r.forward_us for r in self.linear)),
+            curve("attention forward", self.attention, (r.forward_us for r in self.attention)),
+            curve("linear backward", self.linear, (r.backward_us for r in self.linear)),
+            curve("attention backward", self.attention, (r.backward_us for r in self.attention)),
+        )
+
+    @cached_property
+    def _linear_us_per_token(self) -> float:
+        forward, _, backward, _ = self._curves
+        total_us = [f + b for f, b in zip(forward.times_us, backward.times_us, strict=True)]
+        if len(total_us) == 1:
+            return total_us[0] / forward.tokens[0]
+        return (total_us[-1] - total_us[0]) / (forward.tokens[-1] - forward.tokens[0])
+
+    def document_us(self, length: int) -> float:
+        """Forward plus backward of one document, without what every micro-batch costs."""
+        _, forward, _, backward = self._curves
+        return forward(length) + backward(length) + self._linear_us_per_token * length
+
+    def total_us(self, lengths: Iterable[int]) -> float:
+        """Forward plus backward of one micro-batch; of an empty one it is 0."""
+        return self.work(lengths).total_us
+
+    def work(self, lengths: Iterable[int]) -> Work:
+        """The parts of :meth:`total_us`."""
+        lengths = list(lengths)
+        linear_forward, forward, linear_backward, backward = self._curves
+        num_tokens = sum(lengths)
+        return Work(
+            linear_forward(num_tokens),
+            sum(map(forward, lengths)),
+            linear_backward(num_tokens),
+            sum(map(backward, lengths)),
+        )
+
+    def check(self, shape: ModelShape, tp_size: int, cp_size: int) -> None:
+        """Raises :class:`ConfigError` if it was measured for another model or layout."""
+        check_model(self.model, shape)
+        if (self.tp_size, self.cp_size) != (tp_size, cp_size):
+            raise ConfigError(
+                f"measured with TP {self.tp_size} and CP {self.cp_size}, but "
+                f"this run has TP {tp_size} and CP {cp_size}; measure this layout"
+            )
+
+    def check_reach(self, max_tokens: int) -> None:
+        """Raises :class:`ConfigError` if documents or micro-batches of S_max are beyond its end."""
+        for curve in self._curves:
+            curve(max_tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able; inverse of :meth:`from_dict`."""
+        return {**asdict(self), "model": dict(self.model)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ProfiledCost:
+        """Raises :class:`ConfigError` for a missing, unknown or impossible entry."""
+        known = list(cls.__dataclass_fields__)
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1) or known
+                raise ConfigError(f"cost table: unknown entry {name}; use {near[0]}")
+        missing = [name for name in known[:5] if name not in values]
+        if missing:
+            raise ConfigError(f"cost table: {missing[0]} is missing; measure again")
+        try:
+            tables = {
+                name: tuple(_row(row) for row in values[name]) for name in ("attention", "linear")
+            }
+            return cls(
+                model=dict(values["model"]),
+                tp_size=int(values["tp_size"]),
+                cp_size=int(values["cp_size"]),
+                machine=str(values.get("machine", "")),
+                extrapolate=bool(values.get("extrapolate", False)),
+                **tables,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"cost table: {error}; measure again") from None
+
+
+def model_identity(shape: ModelShape) -> dict[str, Any]:
+    """The sizes by which a measured cost is known to be this model's."""
+    return {name: getattr(shape, name) for name in _IDENTITY}
+
+
+def check_model(measured: Mapping[str, Any], shape: ModelShape) -> None:
+    """Raises :class:`ConfigError` if a cost that was measured for one model is to serve another."""
+    for name, ours in model_identity(shape).items():
+        theirs = measured.get(name)
+        if ours != theirs:
+            raise ConfigError(
+                f"measured for a model with {name} {theirs}, but this one has {ours}; measure this "
+                "model, or use --wlb-cost analytic"
+            )
+
+
+def _row(values: Mapping[str, Any] | Sequence[Any]) -> Row:
+    if isinstance(values, Mapping):
+        values = [values.get(name) for name in ("tokens", "forward_us", "backward_us")]
+    tokens, forward_us, backward_us = values
+    return Row(int(tokens), float(forward_us), float(backward_us))
+
+
+def read_cost_file(path: str | Path) -> Mapping[str, Any]:
+    """The mapping in a JSON or YAML file. Raises :class:`ConfigError` where there is none."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+        values = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: expected names and values")
+    return values

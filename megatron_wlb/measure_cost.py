@@ -1,0 +1,78 @@
+"""Measures the cost tables of a model, layout and machine, and writes them for ``--wlb-cost FILE``.
+
+Run under torchrun with the embedded trainer's flags: the model is built as for training, but
+nothing is trained. Tables go as far as S_max.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_wlb.config import Config, parse
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.rank_main import rank_main
+
+
+def run(config: Config, path: Path) -> None:
+    """Measures on all ranks; rank 0 writes ``path``.
+
+    Raises:
+        ConfigError: ``path`` cannot be written (found before measuring), or no vocabulary is known.
+    """
+    if os.environ.get("RANK") == "0":
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write --tables {path}: {error.strerror}; choose another place"
+            ) from None
+    from megatron_wlb.runtime import distributed
+
+    device = distributed.choose_device(config.wlb.wlb_device)
+    distributed.initialize(config, device)
+    import torch
+
+    from megatron_wlb.runtime.measure import measure_tables
+    from megatron_wlb.runtime.model import build_model
+    from megatron_wlb.runtime.planning import (
+        Corpora,
+        max_tokens,
+        model_shape,
+        padded_vocab_size,
+    )
+
+    vocab_size = config.data.vocab_size or Corpora.open(config).vocab_size
+    padded = padded_vocab_size(config, vocab_size)
+    model = build_model(config, vocab_size)
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu"
+    tables = measure_tables(
+        model,
+        model_shape(config, padded),
+        max_tokens(config, padded, model.groups.dp.size()) or 2 * config.data.seq_length,
+        vocab_size,
+        f"{name}, {torch.distributed.get_world_size()} processes, torch {torch.__version__}",
+    )
+    if torch.distributed.get_rank() == 0:
+        path.write_text(json.dumps(tables.as_dict(), indent=1))
+    distributed.shutdown()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_wlb.measure_cost", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--tables", type=Path, required=True, help="JSON file to write")
+    own, rest = parser.parse_known_args(argv)
+    return rank_main(lambda: run(parse(rest), own.tables))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

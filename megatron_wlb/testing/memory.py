@@ -1,0 +1,132 @@
+"""Bytes of the tensors that are alive, and the most that ever were, by watching every operation.
+
+A storage counts from the first operation that returns it until Python or autograd lets it go,
+once, however many tensors view it. What kernels use inside and give back is not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_wlb.config import Config
+from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.testing.workload import make_workload
+
+VOCAB_SIZE = 500
+"""Of the documents in :func:`measure_step`."""
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is entered; storages that it has seen are followed beyond that."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        """Bytes alive."""
+        self.peak = 0
+        """The most since :meth:`reset_peak`."""
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts tensors that exist already."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            size = storage.nbytes()
+            known = self._storages.get(key)
+            if known is not None:
+                self._count(size - known[1])  # resized
+                self._storages[key] = (known[0], size)
+            else:
+                reference = weakref.ref(storage, partial(self._forget, key))
+                self._storages[key] = (reference, size)
+                self._count(size)
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def _count(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int, _: Any) -> None:
+        self.live -= self._storages.pop(key)[1]
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.watch(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """Bytes alive on one rank in a training step that is not the first."""
+
+    num_parameters: int
+    held: int
+    """Between steps: weights, gradient buffers, optimizer state."""
+    activations: int
+    """The most that forward and backward added."""
+    update: int
+    """The most that the optimizer's update added."""
+
+
+def measure_step(config: Config, lengths: Sequence[Sequence[int]], pad: int) -> MeasuredMemory:
+    """Measures a step of given micro-batches, the same ones on all data-parallel ranks.
+
+    Args:
+        config: settings.
+        lengths: of the documents of each micro-batch, in running order.
+        pad: tokens of padding at the end of each micro-batch.
+    """
+    from megatron_wlb.runtime.optimizer import build_optimizer
+    from megatron_wlb.testing.ranks import build_runner
+
+    workload = make_workload(
+        [[n for documents in lengths for n in documents]], vocab_size=VOCAB_SIZE
+    )
+    documents = iter(workload.steps[0])
+    micro_batches = []
+    for index, own in enumerate(lengths):
+        spans = tuple(Span(d, 0, d.length) for d in itertools.islice(documents, len(own)))
+        micro_batches.append(MicroBatchPlan(index, spans, sum(own) + pad, 1.0))
+    with LiveBytes() as live:
+        runner = build_runner(config, workload)
+        dp_size = runner.model.groups.dp.size()
+        plan = StepPlan(0, "given", (tuple(micro_batches),) * dp_size, 0, 0)
+        chunks = runner.model.chunks
+        optimizer, _ = build_optimizer(config, runner.model)
+        parameters = [p for chunk in chunks for p in chunk.parameters()]
+        live.watch(parameters)
+        for _ in range(2):  # the first allocates what later ones find
+            for chunk in chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            for gpt in runner.model.gpts:
+                gpt.set_input_tensor(None)  # a chunk keeps its last input until the next one
+            gc.collect()
+            held = live.live
+            live.reset_peak()
+            runner.run(plan)
+            activations = live.peak - held
+            live.reset_peak()
+            optimizer.step()
+            update = live.peak - held
+    return MeasuredMemory(sum(p.numel() for p in parameters), held, activations, update)

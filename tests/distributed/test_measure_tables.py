@@ -1,0 +1,72 @@
+"""Cost tables measured on real ranks: complete, equal on all of them, and leaving no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_wlb.config import parse
+from megatron_wlb.cost import ProfiledCost
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.runtime.planning import model_shape
+from megatron_wlb.testing.gloo import GlooPool
+
+LONGEST = 130
+FLAGS = (
+    "--hidden-size 32 --num-attention-heads 4 --num-layers 4 --seq-length 64 --vocab-size 59 "
+    "--make-vocab-size-divisible-by 32 --global-batch-size 2 --group-query-attention "
+    "--num-query-groups 2 "
+)
+
+
+def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
+    """The tables, and what measuring changed: gradients that are not zero, random numbers."""
+    import torch
+
+    from megatron_wlb.runtime.measure import measure_tables
+    from megatron_wlb.testing.ranks import build_runner
+    from megatron_wlb.testing.workload import make_workload
+
+    config = parse(flags.split())
+    model = build_runner(config, make_workload([[8]], vocab_size=59)).model
+    before = torch.get_rng_state()
+    tables = measure_tables(model, model_shape(config, 64), LONGEST, 59, "here")
+    changed = [
+        name
+        for chunk in model.chunks
+        for name, parameter in chunk.named_parameters()
+        if parameter.main_grad.any()
+    ]
+    if not torch.equal(before, torch.get_rng_state()):
+        changed.append("random numbers")
+    return tables, changed
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (1, ""),
+        (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    ],
+)
+def test_tables_serve_the_run_that_they_were_measured_for(
+    gloo: GlooPool, world_size: int, flags: str
+) -> None:
+    results = gloo.run(world_size, measure, FLAGS + flags)
+    tables = results[0][0]
+    assert all(other == tables for other, _ in results)
+    assert [changed for _, changed in results] == [[]] * world_size
+    config = parse((FLAGS + flags).split())
+    shape, tp_size = model_shape(config, 64), config.parallel.tensor_model_parallel_size
+    tables.check(shape, tp_size, 1)
+    tables.check_reach(LONGEST)
+    with pytest.raises(ConfigError, match="num_query_groups 2, but this one has 4"):
+        other = dataclasses.replace(shape, num_query_groups=4)
+        tables.check(other, tp_size, 1)
+    assert tables.document_us(LONGEST) > tables.document_us(3) > 0
+    work = tables.work([LONGEST])
+    assert min(work.forward_linear_us, work.backward_attention_us) > 0
+    assert ProfiledCost.from_dict(tables.as_dict()) == tables

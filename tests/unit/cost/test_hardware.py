@@ -1,0 +1,109 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_wlb.cost import Hardware, hardware_names, load_hardware
+from megatron_wlb.errors import ConfigError
+
+FOLDER = Path(__file__).parents[3] / "configs" / "hardware"
+
+
+def write(tmp_path: Path, **changes: object) -> str:
+    """The H100's file with changed figures; None leaves one out."""
+    content = yaml.safe_load((FOLDER / "h100-sxm.yaml").read_text())
+    for name, figure in changes.items():
+        if figure is None:
+            del content[name]
+        else:
+            content[name] = figure
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def test_names_are_those_of_the_files() -> None:
+    assert hardware_names() == ["a100", "cpu", "h100-sxm", "h200"]
+    assert hardware_names() == sorted(path.stem for path in FOLDER.iterdir())
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_file_says_where_each_figure_is_from(name: str) -> None:
+    hardware = load_hardware(name)
+    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    assert content["description"]
+    for figure, value in content.items():
+        if figure != "description":
+            assert getattr(hardware, figure) == value["value"]
+            assert value["source"].startswith(("data sheet:", "measured", "assumed")) or (
+                name == "cpu"
+            ), figure
+
+
+def test_name_and_path_are_the_same_machine() -> None:
+    assert load_hardware("H100-SXM") == load_hardware(str(FOLDER / "h100-sxm.yaml"))
+
+
+def test_machines_differ_where_their_data_sheets_do() -> None:
+    h100, h200, a100 = map(load_hardware, ("h100-sxm", "h200", "a100"))
+    assert h200.peak_tflops == h100.peak_tflops == pytest.approx(3.17 * a100.peak_tflops, rel=0.01)
+    assert h200.memory_gb_s > h100.memory_gb_s > a100.memory_gb_s
+    assert h200.memory_gib > h100.memory_gib == a100.memory_gib
+
+
+def test_rates_are_shares_of_peaks() -> None:
+    hardware = load_hardware("h100-sxm")
+    assert hardware.linear_tflops == pytest.approx(600, rel=0.005)
+    assert hardware.attention_tflops == pytest.approx(400, rel=0.005)
+    assert hardware.memory_us(3e6) == pytest.approx(1, rel=0.005)  # 3 TB/s
+    assert hardware.transfer_us(350e3, num_devices=8) == pytest.approx(1, rel=0.005)
+    # Beyond the node: a ninth of the bandwidth.
+    beyond = hardware.transfer_us(350e3, num_devices=9)
+    assert beyond == pytest.approx(9 * hardware.transfer_us(350e3, num_devices=8))
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("h100", "unknown hardware h100; use h100-sxm, or give a YAML file"),
+        ("h20O", "unknown hardware h20O; use h200, or give"),
+        ("abacus", "use a100 or cpu or h100-sxm or h200, or give"),
+        ("nowhere/to/be/found.yaml", "No such file"),
+    ],
+)
+def test_unknown_machine_names_the_nearest(name: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_hardware(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"peak_tflop": {"value": 1, "source": "x"}}, "unknown figure peak_tflop; use peak_tflops"),
+        ({"peak_tflops": 989}, r"peak_tflops is 989; give \{value, source\}"),
+        ({"peak_tflops": {"value": 989}}, r"give \{value, source\}"),
+        ({"peak_tflops": {"value": "fast", "source": "x"}}, "peak_tflops is 'fast'; give a number"),
+        ({"peak_tflops": {"value": 0, "source": "x"}}, "mine.yaml: hardware: peak_tflops is 0"),
+        ({"memory_gb_s": {"value": float("nan"), "source": "x"}}, "memory_gb_s is nan"),
+        ({"linear_share": {"value": 1.2, "source": "x"}}, "linear_share is 1.2; .* at most 1"),
+        ({"tp_overlap": {"value": -0.1, "source": "x"}}, "tp_overlap is -0.1"),
+        ({"tp_overlap": None}, "tp_overlap is missing"),
+    ],
+)
+def test_bad_file_is_refused(tmp_path: Path, changes: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_hardware(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["", "just words", "a: [", "- 1"])
+def test_file_without_figures_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"hardware .*mine\.yaml"):
+        load_hardware(str(path))
+
+
+def test_overlap_may_be_all_or_nothing(tmp_path: Path) -> None:
+    for value in (0, 1):
+        path = write(tmp_path, tp_overlap={"value": value, "source": "x"})
+        assert isinstance(load_hardware(path), Hardware)
