@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import logging
 import os
 import sys
 import time
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_wlb.config import Config, parse
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.rank_main import rank_main
 
 if TYPE_CHECKING:
     from megatron_wlb.plan import StepPlan
@@ -52,7 +52,22 @@ class StepRecord:
 
 
 def run(config: Config, packings: Sequence[str], num_rounds: int, path: Path) -> None:
-    """Trains in turns and has rank 0 write the recording to ``path``."""
+    """Trains in turns and has rank 0 write the recording to ``path``.
+
+    Raises:
+        ConfigError: no rounds, an unknown packing, a corpus that ends too soon, or a ``path``
+            that cannot be written (found before training).
+    """
+    if num_rounds < 1:
+        raise ConfigError(f"--rounds is {num_rounds}; it must be at least 1")
+    if os.environ.get("RANK") == "0":
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write --recording {path}: {error.strerror}; choose another place"
+            ) from None
     from megatron_wlb.runtime import distributed
 
     device = distributed.choose_device(config.wlb.wlb_device)
@@ -108,7 +123,6 @@ def run(config: Config, packings: Sequence[str], num_rounds: int, path: Path) ->
             "packings": list(packings),
             "steps": [dataclasses.asdict(record) for record in records],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content))
     distributed.shutdown()
 
@@ -153,15 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=24, help="steps of each packing")
     parser.add_argument("--recording", type=Path, required=True, help="JSON file to write")
     own, rest = parser.parse_known_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    if os.environ.get("RANK", "0") != "0":
-        logging.disable(logging.INFO)
-    try:
-        run(parse(rest), own.packings.split(","), own.rounds, own.recording)
-    except WLBError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    return 0
+    packings = own.packings.split(",")
+    return rank_main(lambda: run(parse(rest), packings, own.rounds, own.recording))
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from megatron_wlb.errors import ConfigError, WLBError
 
 PACKINGS = ("original", "wlb", "hold")
 NUM_PROCESSES = 2
+MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2"]
 LAYOUTS = {
     # Name -> (what it is, windows a step, rounds, flags). DP=2 runs one micro-batch a rank.
-    "pp2": ("pipeline, PP=2, 8 micro-batches", 8, 16, ["--pipeline-model-parallel-size", "2"]),
-    "dp2": ("data-parallel, DP=2, 1 micro-batch a rank", 2, 48, []),
+    "pp2": ("pipeline, PP=2, 8 micro-batches", 8, 20, ["--pipeline-model-parallel-size", "2"]),
+    "dp2": ("data-parallel, DP=2, 1 micro-batch a rank", 2, 60, []),
 }
 SKIP_SHARE = 4
 """One in so many rounds is run first and not counted: pools and caches fill."""
@@ -87,7 +88,7 @@ def train(arguments: Sequence[str], log: Path, advance: Callable[[str], None]) -
                 file.write(line)
                 file.flush()
                 if line.startswith("error"):
-                    error = line.strip()
+                    error = line.strip().removeprefix("error: ")
                 advance(line)
         except KeyboardInterrupt:
             process.terminate()
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to run"
     )
-    parser.add_argument("--rounds", type=int, help="steps of each packing (default: 16 and 48)")
+    parser.add_argument("--rounds", type=int, help="steps of each packing (default: 20 and 60)")
     parser.add_argument("--seq-length", type=int, default=8192, help="the window, in tokens")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -128,6 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
     """Corpus, training, summary, table, pictures; returns the summary."""
+    fewest = next(n for n in range(1, 99) if n - n // SKIP_SHARE >= report.NUM_BLOCKS)
+    if options.rounds is not None and options.rounds < fewest:
+        raise ConfigError(f"--rounds is {options.rounds}; use at least {fewest}")
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     prefix = corpus(out / "corpus", console)
@@ -163,7 +167,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
                     *("--split", "1", "--seq-length", str(options.seq_length)),
                     *("--global-batch-size", str(batch), "--seed", str(options.seed)),
                     *("--train-iters", str(options.rounds or rounds), "--wlb-cost", "measured"),
-                    *("--wlb-device", "cpu", *flags),
+                    *("--wlb-device", "cpu", *MODEL, *flags),
                 ],
                 out / f"{layout}.log",
                 advance,

@@ -2,21 +2,26 @@
 
 ``FOLDER/iter_0000100/`` holds model, optimizer, schedule, random-number streams and the planner's
 state (stream position, held documents, cost model) after step 100.
-``FOLDER/latest_checkpointed_iteration.txt`` is written last and atomically, so a process killed
-while saving leaves the checkpoint before it in force.
+``FOLDER/latest_checkpointed_iteration.txt`` is written last and atomically, when the rest is on
+disk, so a process or machine that dies while saving leaves the checkpoint before it in force.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+import tempfile
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_wlb.config import Config
 from megatron_wlb.errors import CheckpointError
@@ -24,14 +29,32 @@ from megatron_wlb.runtime.model import Model
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-LAYOUT = (
+PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
     "context_parallel_size",
     "use_distributed_optimizer",
 )
-"""Settings that must be equal when a run resumes, with the number of processes."""
+TRAINING = (
+    "global_batch_size",
+    "bf16",
+    "optimizer",
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_warmup_iters",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "sgd_momentum",
+)
+"""Settings that must be equal when a run resumes, with those of the model and the number of
+processes. Megatron would take some from the checkpoint, whatever the command line says."""
+
+FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+"""Settings of the model that may differ: its weights mean the same."""
 
 
 def folder_of(root: str, iteration: int) -> Path:
@@ -42,21 +65,25 @@ def latest(root: str) -> int | None:
     """The newest whole checkpoint's iteration; None where there is none yet.
 
     Raises:
-        CheckpointError: the tracker names a checkpoint that is not there, or holds no number.
+        CheckpointError: the folder is a file, or the tracker cannot be read, holds no number, or
+            names a checkpoint that is not there.
     """
+    if Path(root).exists() and not Path(root).is_dir():
+        raise CheckpointError(f"--load {root} is not a folder; give the folder of a --save")
     tracker = Path(root) / TRACKER
-    if not tracker.exists():
+    remedy = "write the number of one of the iter_* folders beside it"
+    try:
+        text = tracker.read_text().strip()
+    except FileNotFoundError:
         return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise CheckpointError(
-            f"{tracker} holds {text!r}, not an iteration; write the number of one of the iter_* "
-            "folders beside it"
-        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {tracker} ({error}); {remedy}") from None
+    if not (text.isascii() and text.isdigit()):
+        raise CheckpointError(f"{tracker} holds {text!r}, not an iteration; {remedy}")
     if not folder_of(root, int(text)).is_dir():
         raise CheckpointError(
             f"{tracker} names iteration {text}, but {folder_of(root, int(text))} does not exist; "
-            "write the number of one of the iter_* folders beside it"
+            f"{remedy}"
         )
     return int(text)
 
@@ -87,22 +114,45 @@ def _sharded_state(model: Model, optimizer: Any, *, is_loading: bool) -> dict[st
         "cuda": torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    groups = model.groups
+    # Of data-parallel ranks too, unlike Megatron: theirs draw in step only while all micro-batches
+    # are of one length.
+    groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
     state["rng_state"] = ShardedObject(
-        "rng_state",
-        [rng],
-        (groups.pp.size(), groups.tp.size()),
-        (groups.pp.rank(), groups.tp.rank()),
-        replica_id=groups.dp_cp.rank(),
+        "rng_state", [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)
     )
     return state
 
 
-def _layout(config: Config) -> dict[str, Any]:
-    layout = {name: getattr(config.parallel, name) for name in LAYOUT}
-    layout["processes"] = torch.distributed.get_world_size()
-    layout["global_batch_size"] = config.training.global_batch_size
-    return layout
+def _settings(config: Config, model: Model) -> dict[str, Any]:
+    """What must be equal when a run resumes, JSON-able, with defaults filled in."""
+    settings: dict[str, Any] = {name: getattr(config.parallel, name) for name in PARALLEL}
+    settings["processes"] = torch.distributed.get_world_size()
+    settings |= {k: v for k, v in dataclasses.asdict(config.model).items() if k not in FREE}
+    for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
+        settings[name] = getattr(model.config, name)
+    settings["max_position_embeddings"] = model.gpts[0].max_sequence_length
+    settings["padded_vocab_size"] = model.gpts[0].vocab_size
+    settings |= {name: getattr(config.training, name) for name in TRAINING}
+    if config.training.lr_decay_style != "constant":
+        settings["lr_decay_iters"] = config.training.lr_decay_iters or config.training.train_iters
+    return settings
+
+
+def check_folder(config: Config) -> None:
+    """Tries ``--save`` before any work is lost; called by every rank.
+
+    Raises:
+        CheckpointError: on every rank, if nothing can be written there.
+    """
+    root, error = config.checkpoint.save, ""
+    if root is not None and torch.distributed.get_rank() == 0:
+        try:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+        except OSError as failure:
+            error = f"cannot write --save {root}: {failure.strerror}; choose another folder"
+    _raise_everywhere(error)
 
 
 def save(
@@ -116,15 +166,15 @@ def save(
     """Saves after ``iteration`` steps; called by every rank. Returns the folder.
 
     Raises:
-        CheckpointError: on every rank, if there is no room or the folder cannot be written;
-            training state is untouched and the checkpoint before stays in force.
+        CheckpointError: there is no room or the folder cannot be written; the checkpoint before
+            stays in force. Ranks may be out of step, so the processes must end.
     """
     assert config.checkpoint.save is not None
     folder = folder_of(config.checkpoint.save, iteration)
     state = _sharded_state(model, optimizer, is_loading=False)
     state["common"] = {
         "iteration": iteration,
-        "layout": _layout(config),
+        "settings": _settings(config, model),
         "opt_param_scheduler": scheduler.state_dict(),
         # As text: Megatron compares common state over ranks value by value.
         "planner": json.dumps(planner_state),
@@ -134,17 +184,52 @@ def save(
     _raise_everywhere(error)
     try:
         dist_checkpointing.save(state, str(folder), content_metadata=_content_metadata())
-        error = ""
-    except (OSError, RuntimeError, dist_checkpointing.core.CheckpointingException) as failure:
-        error = f"cannot save {folder}: {' '.join(str(failure).split())}; free some room there"
-    _raise_everywhere(error)
-    if torch.distributed.get_rank() == 0:
-        tracker = Path(config.checkpoint.save) / TRACKER
-        partial = tracker.with_suffix(".partial")
-        partial.write_text(f"{iteration}\n")
-        os.replace(partial, tracker)
+        if torch.distributed.get_rank() == 0:
+            _put_in_force(folder, iteration)
+    except (OSError, RuntimeError, CheckpointException, CheckpointingException) as failure:
+        # No collective here: a rank that fails alone leaves the others in one of Megatron's.
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot save {folder}: {_reason(failure)}; free some room there, or choose another "
+            "folder"
+        ) from failure
     torch.distributed.barrier()
     return folder
+
+
+def _put_in_force(folder: Path, iteration: int) -> None:
+    """Points the tracker at ``folder``, all of which is on disk before."""
+    for path in (*folder.iterdir(), folder):
+        _sync(path)
+    tracker = folder.parent / TRACKER
+    partial = tracker.with_suffix(".partial")
+    partial.write_text(f"{iteration}\n")
+    _sync(partial)
+    os.replace(partial, tracker)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    """Puts a file on disk, or a folder's entries where its file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: BaseException) -> str:
+    """One line; of Megatron's collected errors, the first rank's."""
+    if isinstance(error, CheckpointException):
+        for failure, _ in error.failures.values():
+            return _reason(failure)
+        return "it failed on another rank"
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 def _content_metadata() -> dict[str, Any]:
@@ -178,9 +263,10 @@ def _prepare(folder: Path, num_bytes: int) -> str:
     except OSError as error:
         return f"cannot write --save {folder.parent}: {error.strerror}; choose another folder"
     if free < num_bytes:
+        folder.rmdir()
         return (
-            f"--save {folder.parent} has {free / 1e6:.0f} MB free, but the checkpoint may take "
-            f"{num_bytes / 1e6:.0f} MB; free some room there or choose another folder"
+            f"--save {folder.parent} has {free / 1e6:.3g} MB free, but the checkpoint may take "
+            f"{num_bytes / 1e6:.3g} MB; free some room there or choose another folder"
         )
     return ""
 
@@ -204,7 +290,7 @@ def load(
         has no checkpoint yet.
 
     Raises:
-        CheckpointError: another layout or batch size, or a damaged checkpoint.
+        CheckpointError: other settings than those it was saved with, or a damaged checkpoint.
     """
     root = config.checkpoint.load
     iteration = latest(root) if root is not None else None
@@ -213,13 +299,18 @@ def load(
     folder = str(folder_of(root, iteration))
     try:
         common = dist_checkpointing.load_common_state_dict(folder)["common"]
-        _require_same_layout(folder, common["layout"], _layout(config))
-        state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), folder)
-    except (OSError, RuntimeError, KeyError, dist_checkpointing.core.CheckpointingException) as e:
-        raise CheckpointError(
-            f"cannot load {folder}: {' '.join(str(e).split())[:300]}; an earlier checkpoint can be "
-            f"chosen by its number in {Path(root) / TRACKER}"
-        ) from e
+        saved_settings, planner_state = common["settings"], json.loads(common["planner"])
+    except Exception as error:  # Unpickling damaged files raises anything.
+        _refuse(folder, error)
+    _require_same_settings(folder, saved_settings, _settings(config, model))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Megatron's own use of torch.
+            state = dist_checkpointing.load(
+                _sharded_state(model, optimizer, is_loading=True), folder
+            )
+    except (Exception, CheckpointException) as error:
+        _refuse(folder, error)
     for number, gpt in enumerate(model.gpts):
         gpt.load_state_dict(state["model" if len(model.gpts) == 1 else f"model{number}"])
     optimizer.load_state_dict(state["optimizer"])
@@ -228,13 +319,20 @@ def load(
     torch.set_rng_state(rng["torch"])
     torch.cuda.set_rng_state(rng["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
-    return iteration, json.loads(common["planner"])
+    return iteration, planner_state
 
 
-def _require_same_layout(folder: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+def _refuse(folder: str, error: BaseException) -> NoReturn:
+    raise CheckpointError(
+        f"cannot load {folder}, it is damaged ({_reason(error)}); an earlier checkpoint can be "
+        f"chosen by its number in {Path(folder).parent / TRACKER}"
+    ) from error
+
+
+def _require_same_settings(folder: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
     for name, value in now.items():
         if saved.get(name) != value:
             raise CheckpointError(
                 f"{folder} was saved with {name.replace('_', '-')} {saved.get(name)}, this run has "
-                f"{value}; resume with the same layout (resharding is not supported yet)"
+                f"{value}; resume with the settings it was saved with"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -36,6 +37,9 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
         model.chunks,
         use_gloo_process_groups=False,
     )
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # Megatron has none for SGD and calls it all the same when a checkpoint is loaded.
+        inner.init_state_fn = inner.init_state_fn or _init_momentum
     model.config.grad_scale_func = optimizer.scale_loss
     batch = training.global_batch_size
     scheduler = OptimizerParamScheduler(
@@ -52,3 +56,10 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def _init_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:
+    """Gives SGD the state that a checkpoint is loaded into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

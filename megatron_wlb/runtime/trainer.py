@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,20 +15,22 @@ from typing import Any, TextIO
 import torch
 
 from megatron_wlb.config import Config
-from megatron_wlb.cost import DocumentCost
+from megatron_wlb.cost import Cost, DocumentCost, cost_from_dict
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan_ahead import PlanAhead
 from megatron_wlb.planner import Planner
 from megatron_wlb.runtime import checkpoint, targets
 from megatron_wlb.runtime.batch import BatchBuilder
 from megatron_wlb.runtime.measure import measure_cost
-from megatron_wlb.runtime.model import Model, build_model, padded_vocab_size
+from megatron_wlb.runtime.model import Model, build_model
 from megatron_wlb.runtime.optimizer import build_optimizer
 from megatron_wlb.runtime.planning import (
     Corpora,
     known_cost,
     make_evaluation_planner,
     make_planner,
+    padded_vocab_size,
 )
 from megatron_wlb.runtime.step import StepRunner
 
@@ -50,10 +54,10 @@ class StepReport:
     delay_steps: float
     waiting_documents: int
     waiting_tokens: int
-    plan_ms: float
-    """Time to make the plan."""
+    plan_wait_ms: float
+    """Time that the step waited for its plan, which is made ahead."""
     step_ms: float
-    """Time of the whole step, plan and update included."""
+    """Time of the whole step, this wait and the update included."""
 
 
 class Trainer:
@@ -62,8 +66,9 @@ class Trainer:
     ``cost`` replaces what ``--wlb-cost`` would give, for runs that share a measured one.
     """
 
-    def __init__(self, config: Config, device: str, *, cost: DocumentCost | None = None) -> None:
+    def __init__(self, config: Config, device: str, *, cost: Cost | None = None) -> None:
         targets.check()
+        checkpoint.check_folder(config)
         self.config = config
         self.corpora = Corpora.open(config)
         vocab_size = self.corpora.vocab_size
@@ -84,15 +89,23 @@ class Trainer:
         else:
             self.iteration, state = restored
             # The cost is restored, not measured again: other costs would make other plans.
-            self.cost = DocumentCost.from_dict(state["cost"])
+            self.cost = cost_from_dict(state["cost"])
             self.planner = self._make_planner()
             self.planner.load_state_dict(state["planner"])
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
             )
+        self.plans: Planner | PlanAhead = self.planner
+        if config.data.eval_interval:
+            self._make_evaluation_planner()  # An empty split is an error now, not in an hour.
 
     def _make_planner(self) -> Planner:
         return make_planner(self.config, self.corpora, self.cost, self.model.groups.dp.size())
+
+    def _make_evaluation_planner(self) -> Planner:
+        return make_evaluation_planner(
+            self.config, self.corpora, self.cost, self.model.groups.dp.size()
+        )
 
     def _measure(self) -> DocumentCost:
         fit = measure_cost(self.model, self.config.data.seq_length, self.corpora.vocab_size)
@@ -120,9 +133,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean loss over the first ``--eval-iters`` steps of the validation documents."""
-        planner = make_evaluation_planner(
-            self.config, self.corpora, self.cost, self.model.groups.dp.size()
-        )
+        planner = self._make_evaluation_planner()
         for chunk in self.model.chunks:
             chunk.eval()
         loss_sum, num_targets = 0.0, 0
@@ -143,7 +154,7 @@ class Trainer:
             self.model,
             self.optimizer,
             self.scheduler,
-            {"planner": self.planner.state_dict(), "cost": self.cost.as_dict()},
+            {"planner": self.plans.state_dict(), "cost": self.cost.as_dict()},
         )
         logger.info("saved %s", folder)
 
@@ -151,16 +162,17 @@ class Trainer:
         """The loop. Ends at ``--train-iters``, ``--exit-interval``, or when the data end."""
         training, data = self.config.training, self.config.data
         saved = self.iteration
-        with RunLog(self.config) as log:
+        last = None
+        with RunLog(self.config) as log, PlanAhead(self.planner) as self.plans:
             while self.iteration < training.train_iters:
                 start = time.monotonic()
-                plan = self.planner.next_plan()
+                plan = self.plans.next_plan()
                 if plan is None:
                     logger.info(
                         "all documents of the %s epochs are trained", self.config.wlb.wlb_epochs
                     )
                     break
-                planned = time.monotonic()
+                planned, last = time.monotonic(), plan
                 loss, grad_norm, lr = self.train_step(plan)
                 self.iteration += 1
                 stop = time.monotonic()
@@ -190,21 +202,17 @@ class Trainer:
                     break
         if self.config.checkpoint.save is not None and saved != self.iteration:
             self.save()
-        self._report_waiting()
-
-    def _due(self, interval: int | None) -> bool:
-        return interval is not None and self.iteration % interval == 0
-
-    def _report_waiting(self) -> None:
-        waiting = self.planner.packer.waiting
-        if waiting:
+        if last is not None and last.num_waiting:
             where = "are in the checkpoint" if self.config.checkpoint.save else "were not trained"
             logger.info(
                 "%d documents of %d tokens wait for a later step and %s",
-                len(waiting),
-                sum(d.length for d in waiting),
+                last.num_waiting,
+                last.waiting_tokens,
                 where,
             )
+
+    def _due(self, interval: int | None) -> bool:
+        return interval is not None and self.iteration % interval == 0
 
 
 class RunLog:
@@ -217,38 +225,32 @@ class RunLog:
         self._metrics: TextIO | None = None
         if torch.distributed.get_rank() != 0:
             return
-        try:
-            if config.logging.tensorboard_dir is not None:
-                from torch.utils.tensorboard import SummaryWriter
+        if config.logging.tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
 
+            with _writing("--tensorboard-dir", config.logging.tensorboard_dir):
                 self._writer = SummaryWriter(config.logging.tensorboard_dir)
-            if config.wlb.wlb_metrics is not None:
+        if config.wlb.wlb_metrics is not None:
+            with _writing("--wlb-metrics", config.wlb.wlb_metrics):
                 path = Path(config.wlb.wlb_metrics)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._metrics = path.open("a")
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {error.filename}: {error.strerror}; choose another place"
-            ) from None
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        with contextlib.suppress(OSError):  # All was flushed, or the error told, before.
+            if self._writer is not None:
+                self._writer.close()
+            if self._metrics is not None:
+                self._metrics.close()
 
     def step(self, report: StepReport) -> None:
         values = asdict(report)
-        if self._metrics is not None:
-            self._metrics.write(json.dumps(values) + "\n")
-            self._metrics.flush()
-        if self._writer is not None:
-            for name, value in values.items():
-                if name != "iteration":
-                    self._writer.add_scalar(f"train/{name}", value, report.iteration)
+        self._write(values)
+        del values["iteration"]
+        self._plot("train", values, report.iteration)
         if report.iteration % self._interval == 0:
             logger.info(
                 "iteration %5d/%d | lm loss %.5f | grad norm %.3f | lr %.2e | tokens %d | "
@@ -267,8 +269,28 @@ class RunLog:
 
     def evaluation(self, iteration: int, loss: float) -> None:
         logger.info("validation after iteration %d | lm loss %.5f", iteration, loss)
-        if self._writer is not None:
-            self._writer.add_scalar("valid/loss", loss, iteration)
+        self._write({"iteration": iteration, "valid_loss": loss})
+        self._plot("valid", {"loss": loss}, iteration)
+
+    def _write(self, values: dict[str, float]) -> None:
         if self._metrics is not None:
-            self._metrics.write(json.dumps({"iteration": iteration, "valid_loss": loss}) + "\n")
-            self._metrics.flush()
+            with _writing("--wlb-metrics", self._metrics.name):
+                self._metrics.write(json.dumps(values) + "\n")
+                self._metrics.flush()
+
+    def _plot(self, group: str, values: dict[str, float], iteration: int) -> None:
+        if self._writer is not None:
+            with _writing("--tensorboard-dir", self._writer.log_dir):
+                for name, value in values.items():
+                    self._writer.add_scalar(f"{group}/{name}", value, iteration)
+
+
+@contextlib.contextmanager
+def _writing(flag: str, place: str) -> Iterator[None]:
+    """Makes one line of what a full disk or an unwritable place raises."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {flag} {place}: {error.strerror}; make room or choose another place"
+        ) from None

@@ -1,0 +1,61 @@
+"""What the programs that torchrun starts have in common: their logs, and how they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from megatron_wlb.errors import WLBError
+
+OTHER_RANK_S = 2.0
+"""How long a rank keeps an error to itself. Most are the same on all ranks: torchrun ends the
+others once rank 0 has told it, and one that only this rank has is told a little later."""
+
+LOST_PEER_S = 30.0
+"""How long a rank that lost another one waits to be ended. On other machines than the lost one's
+torchrun needs some seconds to notice."""
+
+
+def rank_main(program: Callable[[], object]) -> int:
+    """Runs ``program`` on this rank; returns the exit code.
+
+    Errors are one line on stderr unless ``WLB_TRACEBACK=1``; rank 0 logs to stdout.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.ERROR,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stdout,
+    )
+    # Megatron tells of its buckets and indices at length; its warnings stay.
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    where = f" (rank {rank})" if rank else ""
+    try:
+        program()
+    except WLBError as error:
+        if os.environ.get("WLB_TRACEBACK") == "1":
+            raise
+        if rank:
+            time.sleep(OTHER_RANK_S)
+        sys.stderr.write(f"error{where}: {error}\n")
+        return error.exit_code
+    except RuntimeError as error:
+        if os.environ.get("WLB_TRACEBACK") == "1" or not _lost_peer(error):
+            raise
+        # Another rank ended and has said why. torchrun ends this one as soon as it notices.
+        time.sleep(LOST_PEER_S)
+        sys.stderr.write(f"error{where}: another rank ended ({' '.join(str(error).split())})\n")
+        return WLBError.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because a process at its other end is gone."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return any(sign in str(error) for sign in signs)

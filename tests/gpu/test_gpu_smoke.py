@@ -1,0 +1,110 @@
+"""A few steps on one GPU give the losses of the CPU emulation, from the same weights.
+
+This file is also the program that the tests run, one process a time:
+``torchrun … test_gpu_smoke.py RESULT WEIGHTS [trainer's flags]``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 6
+
+
+def run(result: Path, weights: Path, argv: Sequence[str]) -> None:
+    """Trains from ``weights``, which the first run leaves there; writes the losses."""
+    from megatron_wlb.config import parse
+    from megatron_wlb.runtime import distributed
+
+    config = parse(argv)
+    device = distributed.choose_device(config.wlb.wlb_device)
+    distributed.initialize(config, device)
+    import torch
+
+    from megatron_wlb.runtime.trainer import Trainer
+
+    trainer = Trainer(config, device)
+    (gpt,) = trainer.model.gpts
+    if trainer.iteration == 0:
+        parameters = dict(gpt.named_parameters())
+        if not weights.exists():
+            torch.save({k: p.detach().float().cpu() for k, p in parameters.items()}, weights)
+        stored = torch.load(weights)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(stored[name])
+        trainer.optimizer.reload_model_params()
+    losses = []
+    while trainer.iteration < (config.training.exit_interval or NUM_STEPS):
+        plan = trainer.planner.next_plan()
+        assert plan is not None
+        losses.append(trainer.train_step(plan)[0])
+        trainer.iteration += 1
+    if config.checkpoint.save is not None:
+        trainer.save()
+    result.write_text(json.dumps({"device": str(next(gpt.parameters()).device), "losses": losses}))
+    distributed.shutdown()
+
+
+def train(folder: Path, corpus: Path, name: str, *flags: str) -> list[float]:
+    """Losses of a run in a process of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "1", __file__, str(folder / name), str(folder / "weights")]
+    command += ["--data-path", str(corpus), "--train-iters", str(NUM_STEPS), "--lr", "0.003"]
+    command += ["--global-batch-size", "4", "--seq-length", "512", "--hidden-size", "64", *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    result = json.loads((folder / name).read_text())
+    assert result["device"].startswith("cpu" if "cpu" in flags else "cuda")
+    losses: list[float] = result["losses"]
+    return losses
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from megatron_wlb.data.corpus import build_corpus
+
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [f"{'word ' * (7 * n % 150)}document {n}" for n in range(200)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    build_corpus([folder / "texts.jsonl"], folder / "texts")
+    return folder / "texts"
+
+
+def test_gpu_trains_as_the_cpu_does(tmp_path: Path, corpus: Path) -> None:
+    emulated = train(tmp_path, corpus, "emulated", "--wlb-device", "cpu")
+    real = train(tmp_path, corpus, "fp32", "--wlb-device", "cuda")
+    assert emulated[-1] < emulated[0] - 0.5
+    # fp32 on both; sums in another order, over some optimizer steps.
+    assert real == pytest.approx(emulated, rel=1e-3)
+    # Negative control: one step earlier or later is another loss.
+    assert real[:-1] != pytest.approx(emulated[1:], rel=1e-3)
+
+    rounded = train(tmp_path, corpus, "bf16", "--wlb-device", "cuda", "--bf16")
+    assert rounded != real
+    assert rounded == pytest.approx(real, abs=0.1)
+
+
+def test_gpu_run_resumes_where_it_was_saved(tmp_path: Path, corpus: Path) -> None:
+    """Weights, optimizer, packing and the GPU's random numbers (dropout) among them."""
+    flags = ["--wlb-device", "cuda", "--hidden-dropout", "0.1", "--use-distributed-optimizer"]
+    whole = train(tmp_path, corpus, "whole", *flags)
+    first = train(tmp_path, corpus, "first", *flags, "--save", "ck", "--exit-interval", "3")
+    second = train(tmp_path, corpus, "second", *flags, "--load", "ck")
+    # Not bitwise: some CUDA kernels add in no fixed order.
+    assert first + second == pytest.approx(whole, rel=1e-4)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

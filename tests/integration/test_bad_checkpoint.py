@@ -1,0 +1,211 @@
+"""A checkpoint that does not fit, is damaged, or finds no room: one line, and the others stay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import TINY, Flags, assert_refused, losses, start
+
+from megatron_wlb.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Flags]:
+    """A folder of checkpoints, and the flags of the run that left them."""
+    folder = tmp_path_factory.mktemp("saved")
+    flags = TINY | {"pipeline_model_parallel_size": 2} | {"data_path": corpus}
+    finished = start(folder, 2, flags | {"save": "ck", "save_interval": 2}).wait()
+    assert finished.code == 0, finished.output
+    return folder / "ck", flags
+
+
+@pytest.fixture
+def copied(saved: tuple[Path, Flags], tmp_path: Path) -> tuple[Path, Flags]:
+    folder, flags = saved
+    shutil.copytree(folder, tmp_path / "ck")
+    return tmp_path / "ck", flags | {"load": "ck"}
+
+
+def test_resume_with_the_same_settings_works(copied: tuple[Path, Flags], tmp_path: Path) -> None:
+    """Positive control of the cases below."""
+    finished = start(tmp_path, 2, copied[1]).wait()
+    assert finished.code == 0, finished.output
+    assert "resumed after iteration 4" in finished.output
+
+
+OTHER_RUNS: dict[str, tuple[int, Flags, list[str]]] = {
+    "layout": (
+        2,
+        {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2},
+        ["tensor-model-parallel-size 1", "has 2"],
+    ),
+    "vpp": (2, {"num_virtual_stages_per_pipeline_rank": 2}, ["virtual-stages", "None", "has 2"]),
+    "world": (4, {}, ["processes 2", "has 4"]),
+    "gbs": (2, {"global_batch_size": 8}, ["global-batch-size 4", "has 8"]),
+    "window": (2, {"seq_length": 128}, ["256", "128"]),
+    "seed": (2, {"seed": 4321}, ["seed 1234 there and 4321 here"]),
+    "packing": (2, {"wlb_packing": "wlb"}, ["hold", "wlb"]),
+    "split": (2, {"split": "1"}, ["corpora"]),
+    "hidden-size": (2, {"hidden_size": 32}, ["hidden-size 16", "has 32"]),
+    "norm": (2, {"normalization": "RMSNorm"}, ["normalization LayerNorm", "has RMSNorm"]),
+    "heads": (2, {"num_attention_heads": 4}, ["num-attention-heads 2", "has 4"]),
+    "vocabulary": (2, {"vocab_size": 300}, ["padded-vocab-size 256", "has 384"]),
+    "precision": (2, {"bf16": True}, ["bf16 False", "has True"]),
+    "optimizer": (2, {"optimizer": "sgd"}, ["optimizer adam", "has sgd"]),
+    # Megatron would go on with the rate of the checkpoint, which has reached 0.
+    "learning-rate": (2, {"lr": 0.5}, ["lr 0.001", "has 0.5"]),
+    "longer-decay": (2, {"train_iters": 8}, ["lr-decay-iters 4", "has 8"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_resume_of_another_run_is_one_line(
+    name: str, copied: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    num_processes, flags, fragments = OTHER_RUNS[name]
+    finished = start(tmp_path, num_processes, copied[1] | flags).wait()
+    assert_refused(finished, CheckpointError.exit_code, *fragments, "resume with")
+
+
+def test_resume_on_another_corpus_is_one_line(
+    copied: tuple[Path, Flags], tmp_path: Path, code_corpora: list[Path]
+) -> None:
+    finished = start(tmp_path, 2, copied[1] | {"data_path": code_corpora[1]}).wait()
+    assert_refused(finished, CheckpointError.exit_code, "corpora", "resume with the same corpora")
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+TRACKERS: dict[str, tuple[str, list[str]]] = {
+    "missing-iteration": ("7", ["iteration 7", "iter_0000007 does not exist", "write the number"]),
+    "empty": ("", ["holds ''", "write the number"]),
+    "text": ("release", ["holds 'release'", "write the number"]),
+    "not-utf8": ("\udcff\udcfe", ["cannot read", "write the number"]),
+}
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_bad_tracker_is_one_line(name: str, copied: tuple[Path, Flags], tmp_path: Path) -> None:
+    folder, flags = copied
+    text, fragments = TRACKERS[name]
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker.write_bytes(text.encode(errors="surrogateescape"))
+    finished = start(tmp_path, 2, flags).wait()
+    assert_refused(finished, CheckpointError.exit_code, str(tracker.name), *fragments)
+
+
+@pytest.mark.parametrize("damage", [halve, empty, Path.unlink])
+@pytest.mark.parametrize("name", ["common.pt", "metadata.json", "__0_0.distcp", "__1_1.distcp"])
+def test_damaged_checkpoint_is_one_line_and_the_one_before_loads(
+    name: str, damage: Callable[[Path], None], copied: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    folder, flags = copied
+    damage(folder / "iter_0000004" / name)
+    finished = start(tmp_path, 2, flags).wait()
+    tracker = folder.name + "/latest_checkpointed_iteration.txt"
+    assert_refused(finished, CheckpointError.exit_code, "ck/iter_0000004", "damaged", tracker)
+
+    (folder / "latest_checkpointed_iteration.txt").write_text("2\n")  # what the line says
+    finished = start(tmp_path, 2, flags).wait()
+    assert finished.code == 0, finished.output
+    assert "resumed after iteration 2" in finished.output
+
+
+def test_load_of_a_file_is_one_line(copied: tuple[Path, Flags], tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_text("weights")
+    finished = start(tmp_path, 2, copied[1] | {"load": "model.pt"}).wait()
+    assert_refused(finished, CheckpointError.exit_code, "model.pt is not a folder", "--save")
+
+
+# No room. The checkpoint before must stay in force, and what was written of the new one must go.
+
+
+def no_room_at_step_4() -> None:
+    """The disk seems to be full once there is a checkpoint."""
+    usage = shutil.disk_usage
+
+    def measured(path: Any) -> Any:
+        found = usage(path)
+        return found._replace(free=1000) if "iter_0000004" in str(path) else found
+
+    shutil.disk_usage = measured
+
+
+def full_disk_at_step_4() -> None:
+    """Rank 0 alone cannot write; the other one is in Megatron's save meanwhile."""
+    from megatron.core import dist_checkpointing
+
+    save = dist_checkpointing.save
+
+    def failing(state: Any, folder: str, **options: Any) -> None:
+        if "iter_0000004" in folder and os.environ["RANK"] == "0":
+            Path(folder, "half").write_text("of it")
+            raise OSError(28, os.strerror(28))
+        save(state, folder, **options)
+
+    dist_checkpointing.save = failing
+
+
+@pytest.mark.parametrize(
+    ("fault", "fragments"),
+    [
+        (no_room_at_step_4, ["0.001 MB free", "may take", "free some room"]),
+        (full_disk_at_step_4, ["No space left", "free some room", "another folder"]),
+    ],
+)
+def test_full_disk_at_save_ends_with_one_line_and_keeps_the_checkpoint_before(
+    fault: Callable[[], None], fragments: list[str], saved: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    flags = saved[1] | {"save": "ck", "load": "ck", "save_interval": 2, "wlb_metrics": "metrics"}
+    finished = start(tmp_path, 2, flags, fault=fault).wait()
+    assert_refused(finished, CheckpointError.exit_code, "ck", *fragments)
+    names = sorted(path.name for path in (tmp_path / "ck").iterdir())
+    assert names == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+
+    before = losses(tmp_path / "metrics")
+    finished = start(tmp_path, 2, flags).wait()
+    assert finished.code == 0, finished.output
+    assert "resumed after iteration 2" in finished.output
+    assert losses(tmp_path / "metrics") == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 900 kB: there is room for a checkpoint and a half."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(disk)]
+    try:
+        subprocess.run(options, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("may not mount a disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
+def test_disk_that_fills_up_in_a_save_keeps_the_checkpoint_before(
+    small_disk: Path, saved: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    """The real thing: the tensors would fit, and what is written around them does not."""
+    flags = saved[1] | {"save": "disk/ck", "load": "disk/ck", "save_interval": 2}
+    finished = start(tmp_path, 2, flags).wait()
+    assert_refused(finished, CheckpointError.exit_code, "disk/ck", "free some room")
+    names = sorted(path.name for path in (small_disk / "ck").iterdir())
+    assert names == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    finished = start(tmp_path, 2, flags | {"save": None, "save_interval": None}).wait()
+    assert finished.code == 0, finished.output
+    assert "resumed after iteration 2" in finished.output

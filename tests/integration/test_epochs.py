@@ -1,0 +1,141 @@
+"""Every token of a real corpus is trained exactly once an epoch, under every packing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from trainer_runs import TINY, Flags, read_metrics, start
+
+from megatron_wlb.config import Config, from_flat
+from megatron_wlb.data.corpus import Corpus
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.runtime.planning import Corpora, known_cost, make_planner
+
+Piece = tuple[int, int, int]
+"""Tokens ``[start, stop)`` of a stored document, and how many of them have a label."""
+
+
+def all_plans(config: Config, dp_size: int) -> list[StepPlan]:
+    """Steps until there are no more."""
+    corpora = Corpora.open(config)
+    cost = known_cost(config, 256)
+    assert cost is not None
+    planner = make_planner(config, corpora, cost, dp_size)
+    plans = []
+    while (plan := planner.next_plan()) is not None:
+        plans.append(plan)
+        assert len(plans) < 10_000, "does not end"
+    return plans
+
+
+def pieces(plans: Iterable[StepPlan]) -> dict[tuple[int, int, int], list[Piece]]:
+    """What ran, in stored order, by epoch, corpus and document."""
+    found: dict[tuple[int, int, int], list[Piece]] = defaultdict(list)
+    for plan in plans:
+        for micro_batch in plan:
+            for span in micro_batch.spans:
+                d = span.document
+                start, stop = d.offset + span.start, d.offset + span.stop
+                found[d.epoch, d.corpus, d.index].append((start, stop, span.num_targets))
+    return {key: sorted(value) for key, value in found.items()}
+
+
+def assert_each_token_once(plans: Iterable[StepPlan], lengths: list[list[int]], epochs: int) -> int:
+    """The pieces of each document tile it, in each epoch; returns how many documents were cut."""
+    found = pieces(plans)
+    documents = [(c, i) for c, corpus in enumerate(lengths) for i in range(len(corpus))]
+    assert sorted(found) == [(e, c, i) for e in range(epochs) for c, i in documents]
+    for (_, corpus, index), of_document in found.items():
+        length = lengths[corpus][index]
+        assert of_document[0][0] == 0
+        assert of_document[-1][1] == length
+        for before, after in pairwise(of_document):
+            assert before[1] == after[0], (corpus, index, of_document)
+        # The stored document's last token has no successor; every other one has.
+        assert sum(targets for _, _, targets in of_document) == length - 1
+    return sum(len(of_document) > 1 for of_document in found.values())
+
+
+def settings(prefixes: list[Path], packing: str, **others: object) -> Config:
+    values: Flags = {
+        "data_path": tuple(map(str, prefixes)),
+        "wlb_packing": packing,
+        "wlb_epochs": 2,
+        "split": "1",
+        "seq_length": 4096,
+        "hidden_size": 32,
+    }
+    return from_flat(values | others)
+
+
+@pytest.mark.parametrize("packing", ["original", "wlb", "hold"])
+@pytest.mark.parametrize(("num_micro_batches", "dp_size"), [(8, 2), (3, 1), (4, 4)])
+def test_every_token_is_planned_once_an_epoch(
+    packing: str, num_micro_batches: int, dp_size: int, code_corpora: list[Path]
+) -> None:
+    lengths = [Corpus.open(prefix).lengths.tolist() for prefix in code_corpora]
+    assert max(map(max, lengths)) > 3 * 4096, "no long documents: splitting is not tested"
+    config = settings(code_corpora, packing, global_batch_size=num_micro_batches)
+    plans = all_plans(config, dp_size)
+    assert assert_each_token_once(plans, lengths, epochs=2)
+    for plan in plans:
+        assert [len(rank) for rank in plan.micro_batches] == [
+            num_micro_batches // dp_size
+        ] * dp_size
+        assert max(m.length for m in plan) <= 2 * 4096
+    if packing != "original":
+        assert any(plan.num_waiting for plan in plans), (
+            "nothing was delayed: flushing is not tested"
+        )
+    assert plans[-1].num_waiting == 0
+
+
+def test_a_token_lost_or_run_twice_is_noticed(code_corpora: list[Path]) -> None:
+    """Negative control of the test above."""
+    lengths = [Corpus.open(prefix).lengths.tolist() for prefix in code_corpora]
+    plans = all_plans(settings(code_corpora, "hold", global_batch_size=8), 1)
+    for wrong in (plans[1:], [*plans, plans[3]]):
+        with pytest.raises(AssertionError):
+            assert_each_token_once(wrong, lengths, epochs=2)
+
+
+@pytest.mark.parametrize("long_documents", ["split", "truncate"])
+@pytest.mark.parametrize("packing", ["original", "wlb", "hold"])
+def test_one_epoch_of_training_ends_by_itself_with_every_token_trained(
+    packing: str, long_documents: str, tmp_path: Path, corpus: Path
+) -> None:
+    lengths = Corpus.open(corpus).lengths.tolist()
+    flags = TINY | {
+        "data_path": corpus,
+        "split": "1",
+        "train_iters": 10_000,
+        "seq_length": 1024,
+        "global_batch_size": 8,
+        "num_layers": 2,
+        "wlb_epochs": 1,
+        "wlb_packing": packing,
+        "wlb_long_documents": long_documents,
+        "wlb_metrics": "metrics",
+    }
+    finished = start(tmp_path, 2, flags | {"pipeline_model_parallel_size": 2}).wait()
+    assert finished.code == 0, finished.output
+    assert "all documents of the 1 epochs are trained" in finished.output
+    assert "wait for a later step" not in finished.output
+    steps = list(read_metrics(tmp_path / "metrics"))
+    num_long = sum(length > 1024 for length in lengths)
+    assert num_long > 3
+    if long_documents == "split":
+        assert sum(step["tokens"] for step in steps) == sum(lengths)
+        assert sum(step["targets"] for step in steps) == sum(lengths) - len(lengths)
+    else:
+        # A token whose successor was truncated away keeps its label: only whole documents end.
+        assert sum(step["tokens"] for step in steps) == sum(min(n, 1024) for n in lengths)
+        assert sum(step["targets"] for step in steps) == (
+            sum(min(n, 1024) for n in lengths) - (len(lengths) - num_long)
+        )
+    assert steps[-1]["waiting_documents"] == 0
+    assert abs(len(steps) - sum(lengths) / (8 * 1024)) < 4

@@ -1,0 +1,173 @@
+"""The quickstart, small: what it leaves behind and what that says."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import Finished, assert_refused, spawn, torchrun
+
+from megatron_wlb.data.corpus import Corpus
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.report import Recording
+
+PACKINGS = ["original", "wlb", "hold"]
+LAYOUTS = ["pp2", "dp2"]
+ROUNDS, SKIPPED = 8, 2
+
+
+def quickstart(folder: Path, *arguments: str, timeout_s: float = 180.0) -> Finished:
+    command = [sys.executable, "-m", "megatron_wlb.quickstart", *arguments]
+    run = spawn(folder, command)
+    run.deadline += timeout_s
+    return run.wait()
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one quickstart with both layouts leaves behind."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    options = ["--seq-length", "512", "--rounds", str(ROUNDS), "--out", "out"]
+    finished = quickstart(folder, *options)
+    assert finished.code == 0, finished.output
+    for name in ("tokens a second", "bubble share", "imbalance", "delay", "summary.json"):
+        assert name in finished.output
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def summary(out: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return content
+
+
+def test_summary_has_the_promised_keys(summary: dict[str, Any]) -> None:
+    assert list(summary) == LAYOUTS
+    for layout in summary.values():
+        assert list(layout["packings"]) == PACKINGS
+        assert list(layout["speedup_over_original"]) == PACKINGS
+        for figures in layout["packings"].values():
+            assert set(figures) >= {
+                "tokens_per_s",
+                "work_per_s",
+                "bubble_share",
+                "step_time_s",
+                "imbalance",
+                "delay_steps",
+                "loss",
+            }
+            assert set(figures["step_time_s"]) == {"min", "median", "max"}
+        for speed in layout["speedup_over_original"].values():
+            assert set(speed) >= {"tokens", "work"}
+
+
+def numbers(value: Any) -> list[float]:
+    """All numbers in nested dicts."""
+    if isinstance(value, dict):
+        return [number for v in value.values() for number in numbers(v)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_summary_has_sane_figures(summary: dict[str, Any]) -> None:
+    assert all(math.isfinite(number) for number in numbers(summary))
+    for layout in summary.values():
+        assert (layout["rounds"], layout["skipped_rounds"]) == (ROUNDS - SKIPPED, SKIPPED)
+        for figures in layout["packings"].values():
+            times = figures["step_time_s"]
+            assert 0 < times["min"] <= times["median"] <= times["max"]
+            assert figures["tokens_per_s"] > 0
+            assert figures["work_per_s"] > 0
+            assert 0 < figures["bubble_share"] < 1
+            assert figures["imbalance"] >= 1
+            assert 0 < figures["loss"] < math.log(256) + 0.5
+        assert layout["packings"]["original"]["delay_steps"] == 0
+        assert layout["speedup_over_original"]["original"]["tokens"] == 1
+        assert layout["speedup_over_original"]["original"]["work"] == 1
+        assert layout["micro_batch_prediction_error"] > 0
+
+
+def test_recordings_hold_the_steps_in_turns(out: Path) -> None:
+    """Each round starts with another packing, and no operation lies outside its step."""
+    for layout, (pp_size, dp_size, num_micro_batches) in {
+        "pp2": (2, 1, 8),
+        "dp2": (1, 2, 1),
+    }.items():
+        recording = Recording.read(out / f"{layout}.json")
+        assert (recording.pp_size, recording.dp_size) == (pp_size, dp_size)
+        order = [(step.record.round, step.record.packing) for step in recording.steps]
+        assert len(order) == ROUNDS * len(PACKINGS)
+        assert [name for _, name in order[:6]] == [*PACKINGS, *PACKINGS[1:], PACKINGS[0]]
+        for step in recording.steps:
+            record = step.record
+            assert [len(lengths) for lengths in record.lengths] == [num_micro_batches] * dp_size
+            assert sum(map(sum, record.lengths)) == record.num_tokens
+            assert len(record.intervals) == pp_size * dp_size
+            for process in record.intervals:
+                kinds = [kind for kind, _, _ in process]
+                assert kinds.count("F") == kinds.count("B") == num_micro_batches
+                times = [time for _, start, stop in process for time in (start, stop)]
+                assert times == sorted(times)
+                assert record.start_us <= times[0]
+                assert times[-1] <= record.stop_us
+
+
+def test_pictures_are_there(out: Path) -> None:
+    names = [
+        "lengths",
+        *(f"{layout}-{what}" for layout in LAYOUTS for what in ("work", "timeline")),
+    ]
+    for name in names:
+        picture = (out / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 5000
+
+
+def test_second_start_reuses_the_corpus(out: Path) -> None:
+    (corpus,) = (out / "corpus").glob("*.idx")
+    built = corpus.stat().st_mtime_ns
+    options = ["--seq-length", "512", "--rounds", "5", "--layouts", "dp2", "--out", "out", "--json"]
+    finished = quickstart(out.parent, *options)
+    assert finished.code == 0, finished.output
+    assert "found in" in finished.output
+    assert corpus.stat().st_mtime_ns == built
+    printed = json.loads(finished.output.splitlines()[-1])
+    assert list(printed) == ["dp2"]
+    assert printed == json.loads((out / "summary.json").read_text())
+
+
+def test_corpus_is_of_uneven_real_text(out: Path) -> None:
+    (index,) = (out / "corpus").glob("*.idx")
+    lengths = Corpus.open(index.with_suffix("")).lengths
+    assert len(lengths) > 2000
+    assert lengths.max() > 20 * lengths.mean()
+
+
+def test_too_few_rounds_are_refused_before_training(tmp_path: Path) -> None:
+    finished = quickstart(tmp_path, "--rounds", "4", "--out", "out")
+    assert_refused(finished, ConfigError.exit_code, "--rounds is 4", "at least 5")
+    assert not (tmp_path / "out").exists()
+
+
+def test_unwritable_out_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    finished = quickstart(tmp_path, "--out", "file")
+    assert_refused(finished, 1, "file", "choose another --out")
+
+
+def test_failed_training_names_the_cause_and_the_log(tmp_path: Path, out: Path) -> None:
+    finished = quickstart(out.parent, "--out", "out", "--seq-length", "1", "--layouts", "pp2")
+    assert_refused(finished, ConfigError.exit_code, "--seq-length is 1", "out/pp2.log")
+
+
+def test_recording_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, corpus: Path
+) -> None:
+    flags = {"data_path": corpus, "recording": "/proc/none/r.json", "rounds": 1}
+    finished = torchrun(tmp_path, 2, flags, module="megatron_wlb.compare").wait()
+    ours = finished.output.split("torch/distributed/elastic")[0]
+    assert_refused(Finished(finished.code, ours), None, "--recording /proc/none/r.json", "choose")
+    assert "round 1" not in finished.output

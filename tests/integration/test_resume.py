@@ -1,0 +1,203 @@
+"""A run that is killed and started again goes on as if nothing had happened, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import Flags, Run, losses, read_metrics, start, torchrun
+
+NUM_STEPS = 9
+BASE: Flags = {
+    "train_iters": NUM_STEPS,
+    "global_batch_size": 4,
+    "seq_length": 1024,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "hidden_dropout": 0.1,
+    "lr": 1e-2,
+}
+SAVING: Flags = {"save": "checkpoints", "load": "checkpoints", "save_interval": 2}
+
+LAYOUTS: dict[str, tuple[int, Flags]] = {
+    "pp2-vpp2-hold-bf16": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "bf16": True,
+        },
+    ),
+    # Ranks of unequal lengths draw unequally many random numbers.
+    "dp2-wlb": (2, {"wlb_packing": "wlb", "use_distributed_optimizer": True}),
+    "tp2-sp-original-sgd": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "wlb_packing": "original",
+            "optimizer": "sgd",
+        },
+    ),
+}
+
+Starter = Callable[[Path, int, Flags], Run]
+
+
+def train(starter: Starter, folder: Path, num_processes: int, flags: Flags) -> dict[int, float]:
+    """Losses of a run that nothing interrupts and that saves nothing."""
+    finished = starter(folder, num_processes, flags | {"wlb_metrics": folder / "plain"}).wait()
+    assert finished.code == 0, finished.output
+    result = losses(folder / "plain")
+    assert list(result) == list(range(1, NUM_STEPS + 1))
+    return result
+
+
+def num_lines(metrics: Path) -> int:
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def latest(folder: Path) -> int:
+    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
+def common_of(folder: Path, iteration: int) -> Path:
+    return folder / "checkpoints" / f"iter_{iteration:07d}" / "common.pt"
+
+
+def saved_planner(folder: Path, iteration: int) -> Any:
+    content = torch.load(common_of(folder, iteration), weights_only=False)
+    return json.loads(content["common"]["planner"])["planner"]
+
+
+def waiting(planner: Any) -> list[list[Any]]:
+    """The packer's documents that have not run, in lists that are not empty."""
+    return [value for value in planner["packer"].values() if isinstance(value, list) and value]
+
+
+def finish(starter: Starter, folder: Path, num_processes: int, flags: Flags) -> dict[int, float]:
+    """Starts a killed run again; its losses from the first start on."""
+    resumed = latest(folder)
+    assert resumed, "killed before the first checkpoint: nothing is tested"
+    if flags.get("wlb_packing") != "original":
+        assert waiting(saved_planner(folder, resumed)), "no document waits: nothing to restore"
+    finished = starter(folder, num_processes, flags).wait()
+    assert finished.code == 0, finished.output
+    assert f"resumed after iteration {resumed} from" in finished.output
+    return losses(Path(flags["wlb_metrics"]))
+
+
+def kill_at_random(
+    starter: Starter, folder: Path, num_processes: int, flags: Flags, moment: random.Random
+) -> None:
+    """SIGKILL to all processes somewhere in or after a random step that is not the last one."""
+    metrics = Path(flags["wlb_metrics"])
+    ran = [line["iteration"] for line in read_metrics(metrics)] if metrics.exists() else []
+    more = moment.randint(3, NUM_STEPS - 2 - latest(folder))
+    run = starter(folder, num_processes, flags)
+    run.wait_until(lambda: num_lines(metrics) >= len(ran) + more)
+    run.sleep(moment.uniform(0, 0.1))
+    assert run.poll() is None, run.log.read_text()
+    run.kill()
+    assert max(losses(metrics)) < NUM_STEPS
+
+
+def test_resume_under_torchrun_gives_bitwise_equal_losses(tmp_path: Path, corpus: Path) -> None:
+    """PP=2, `hold`, dropout; killed twice: once in the middle of a save, once anywhere."""
+    flags = BASE | {"data_path": corpus, "pipeline_model_parallel_size": 2}
+    expected = train(start, tmp_path, 2, flags)
+
+    flags |= SAVING | {"wlb_metrics": tmp_path / "killed"}
+    run = torchrun(tmp_path, 2, flags)
+    run.wait_until((tmp_path / "checkpoints" / "iter_0000004").exists)
+    run.kill()
+    assert latest(tmp_path) == 2, "the save was over already"
+    kill_at_random(torchrun, tmp_path, 2, flags, random.Random(20))
+    assert finish(torchrun, tmp_path, 2, flags) == expected
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Path) -> None:
+    num_processes, layout = LAYOUTS[name]
+    flags = BASE | layout | {"data_path": corpus}
+    expected = train(start, tmp_path, num_processes, flags)
+
+    moment = random.Random(name)
+    flags |= SAVING | {"wlb_metrics": tmp_path / "killed"}
+    kill_at_random(start, tmp_path, num_processes, flags, moment)
+    assert finish(start, tmp_path, num_processes, flags) == expected
+
+
+def test_resume_after_each_kill_in_a_save_uses_the_checkpoint_before(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """The new folder holds weights each time and must not be taken for a checkpoint."""
+    flags = BASE | {"data_path": corpus}
+    expected = train(start, tmp_path, 1, flags)
+
+    flags |= SAVING | {"wlb_metrics": tmp_path / "killed"}
+    for number in (2, 4):
+        run = start(tmp_path, 1, flags)
+        folder = tmp_path / "checkpoints" / f"iter_{number:07d}"
+        run.wait_until(lambda folder=folder: any(folder.glob("*.distcp")))  # type: ignore[misc]
+        run.kill()
+        assert latest(tmp_path) == number - 2, "the save was over already"
+        # As if it had been killed after the last step before this save.
+        assert max(losses(tmp_path / "killed")) == number
+        if number == 2:  # There is no checkpoint yet: this one starts from scratch.
+            run = start(tmp_path, 1, flags | {"exit_interval": 2})
+            assert run.wait().code == 0
+    assert finish(start, tmp_path, 1, flags) == expected
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Flags]:
+    """A folder with a checkpoint after step 4 and the losses of all steps, and the flags."""
+    folder = tmp_path_factory.mktemp("stopped")
+    flags = BASE | {"data_path": corpus, "save": "checkpoints", "save_interval": 4}
+    finished = start(folder, 1, flags | {"wlb_metrics": folder / "all"}).wait()
+    assert finished.code == 0, finished.output
+    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4\n")
+    return folder, BASE | {"data_path": corpus, "load": "checkpoints"}
+
+
+def drop_waiting(planner: Any) -> None:
+    for documents in waiting(planner):
+        documents.clear()
+
+
+def skip_document(planner: Any) -> None:
+    planner["stream"]["document"] += 1
+
+
+def nothing(planner: Any) -> None: ...
+
+
+@pytest.mark.parametrize("tamper", [nothing, drop_waiting, skip_document])
+def test_resume_depends_on_the_saved_packing(
+    tamper: Callable[[Any], None], stopped: tuple[Path, Flags]
+) -> None:
+    """Negative control: what is compared above differs if the planner's state is another."""
+    folder, flags = stopped
+    assert waiting(saved_planner(folder, 4))
+    common = common_of(folder, 4)
+    original = common.read_bytes()
+    content = torch.load(common, weights_only=False)
+    planner = json.loads(content["common"]["planner"])
+    tamper(planner["planner"])
+    content["common"]["planner"] = json.dumps(planner)
+    torch.save(content, common)
+    metrics = folder / tamper.__name__
+    try:
+        finished = start(folder, 1, flags | {"wlb_metrics": metrics}).wait()
+    finally:
+        common.write_bytes(original)
+    assert finished.code == 0, finished.output
+    expected = {k: v for k, v in losses(folder / "all").items() if k > 4}
+    assert (losses(metrics) == expected) == (tamper is nothing)
