@@ -43,7 +43,8 @@ class Document:
     arrival: int
     """Its number in the stream, from 0."""
     step: int
-    """The step it arrived in: the delay is the step it runs in minus this."""
+    """The step it arrives in: its delay is how far the step it runs in is from this one, which may
+    be the earlier one where a packing looks ahead."""
 
     @property
     def num_targets(self) -> int:
@@ -171,10 +172,10 @@ class StepPlan:
 
     @cached_property
     def delay_steps(self) -> float:
-        """Token-weighted mean of (this step - step of arrival) over the documents that run."""
+        """Token-weighted mean of |this step - step of arrival| over the documents that run."""
         if not self.num_tokens:
             return 0.0
-        delayed = sum(d.length * (self.step - d.step) for d in self.documents)
+        delayed = sum(d.length * abs(self.step - d.step) for d in self.documents)
         return delayed / self.num_tokens
 
     @cached_property

@@ -81,6 +81,7 @@ class Planner:
         self.length_multiple = length_multiple
         self.step = 0
         """The step that :meth:`next_plan` plans next."""
+        self._steps_read = 0  # of the stream: some ahead, where the packer looks ahead
         self._warn_above_tokens = BACKLOG_STEPS * packer.limits.step_tokens
 
     def next_plan(self) -> StepPlan | None:
@@ -89,8 +90,10 @@ class Planner:
         It has tokens, unless nothing waits and the stream gives no document without being
         exhausted, which a stream of at least a window a step does not.
         """
-        if not self.stream.exhausted:
-            packed = self.packer.pack(self.stream.next_step(), self.step)
+        was_exhausted = self.stream.exhausted
+        documents = self._read()
+        if not was_exhausted or (self._steps_read > self.step and self.packer.waiting):
+            packed = self.packer.pack(documents, self.step)
         elif self.packer.waiting:
             packed = self.packer.flush(self.step)
         else:
@@ -100,7 +103,7 @@ class Planner:
             ranks = [micro_batches[rank :: self.dp_size] for rank in range(self.dp_size)]
         else:
             ranks = [run_order(rank) for rank in assign(micro_batches, self.dp_size)]
-        waiting = self.packer.waiting
+        waiting = [d for d in self.packer.waiting if d.step <= self.step]  # not those read ahead
         plan = StepPlan(
             step=self.step,
             packing=self.packer.name,
@@ -116,24 +119,36 @@ class Planner:
         """All that later plans depend on, JSON-able."""
         return {
             "step": self.step,
+            "steps_read": self._steps_read,
             "packer": self.packer.state_dict(),
             "stream": self.stream.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken; ``dp_size`` and ``length_multiple`` may differ.
+        """Continues where ``state`` was taken.
+
+        ``dp_size``, ``length_multiple`` and the packer's look-ahead may differ.
 
         Raises :class:`CheckpointError` for a state of another stream, packing or N.
         """
         try:
-            step, packer, stream = int(state["step"]), state["packer"], state["stream"]
+            step, steps_read = int(state["step"]), int(state["steps_read"])
+            packer, stream = state["packer"], state["stream"]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"not the state of a planner ({error!r}); use an intact checkpoint"
             ) from None
         self.packer.load_state_dict(packer)
         self.stream.load_state_dict(stream)
-        self.step = step
+        self.step, self._steps_read = step, steps_read
+
+    def _read(self) -> list[Document]:
+        """What the stream gives up to the step that the packer looks ahead to."""
+        documents: list[Document] = []
+        while self._steps_read <= self.step + self.packer.look_ahead and not self.stream.exhausted:
+            documents += self.stream.next_step()
+            self._steps_read += 1
+        return documents
 
     def _micro_batch(self, index: int, documents: Sequence[Document]) -> MicroBatchPlan:
         lengths = [document.length for document in documents]
@@ -147,6 +162,9 @@ class Planner:
 
     def _warn_of_backlog(self, plan: StepPlan) -> None:
         """Warns once, and again each time that the backlog has doubled."""
+        # In stream order nothing is held back: what waits is the rest of a document under way.
+        if self.packer.in_stream_order:
+            return
         if plan.waiting_tokens > self._warn_above_tokens:
             logger.warning(
                 "step %d: %d documents with %d tokens wait, %.1f steps' worth; if this goes on "

@@ -8,12 +8,17 @@ from collections.abc import Callable, Sequence
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import Limits, Packer
+from megatron_wlb.packing.fixed import FixedGreedyPacker, Grouping
 from megatron_wlb.packing.hold import HoldPacker
 from megatron_wlb.packing.metrics import PackingMetrics, measure
 from megatron_wlb.packing.original import OriginalPacker
+from megatron_wlb.packing.solver import SOLVER_LIMIT, FixedSolverPacker
 from megatron_wlb.packing.wlb import WLBPacker
 
 __all__ = [
+    "PACKINGS",
+    "FixedGreedyPacker",
+    "FixedSolverPacker",
     "HoldPacker",
     "Limits",
     "OriginalPacker",
@@ -23,6 +28,8 @@ __all__ = [
     "measure",
     "packer",
 ]
+
+PACKINGS = ("original", "fixed-greedy", "fixed-solver", "wlb", "hold")
 
 
 def packer(
@@ -37,12 +44,18 @@ def packer(
     max_age: int = 12,
     queue_thresholds: Sequence[int] = (),
     tau: float = 1.0,
+    delay_price: float | None = None,
+    look_ahead: int = 0,
+    fixed_batches: int = 1,
+    fixed_grouping: Grouping = "sorted",
+    solver_limit: float = SOLVER_LIMIT,
 ) -> Packer:
-    """The packing called ``name``, empty: ``original``, ``wlb`` or ``hold``.
+    """The packing called ``name``, empty; one of :data:`PACKINGS`.
 
     All settings of all packings are taken, so that a run can pass its whole configuration; each
     packing uses its own. ``max_tokens`` is two windows if not given; for the others see
-    :class:`Limits`, :class:`WLBPacker` and :class:`HoldPacker`.
+    :class:`Limits`, :class:`FixedGreedyPacker`, :class:`FixedSolverPacker`, :class:`WLBPacker` and
+    :class:`HoldPacker`.
 
     Raises :class:`ConfigError` for an unknown name (the nearest one is named) or settings that
     cannot work.
@@ -57,8 +70,12 @@ def packer(
     )
     packers: dict[str, Callable[[], Packer]] = {
         "original": lambda: OriginalPacker(limits),
+        "fixed-greedy": lambda: FixedGreedyPacker(limits, cost, fixed_batches, fixed_grouping),
+        "fixed-solver": lambda: FixedSolverPacker(limits, cost, fixed_batches, solver_limit),
         "wlb": lambda: WLBPacker(limits, cost, queue_thresholds),
-        "hold": lambda: HoldPacker(limits, cost, tau),
+        "hold": lambda: HoldPacker(
+            limits, cost, tau, delay_price=delay_price, look_ahead=look_ahead
+        ),
     }
     if name not in packers:
         near = difflib.get_close_matches(name, packers, n=1)

@@ -15,9 +15,11 @@ from megatron_wlb.plan import Document, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class PackingMetrics:
-    """Over a run of steps; times are predicted, delays count from the step of arrival."""
+    """Over a run of steps; times are predicted, delays are steps between arrival and run."""
 
     num_steps: int
+    num_documents: int
+    """That ran; pieces of cut ones count each."""
     num_tokens: int
     """That ran, without padding."""
     imbalance_mean: float
@@ -27,10 +29,12 @@ class PackingMetrics:
     """``Σ max · N / ΣΣ``: the steps weighted by their time, so what a run loses."""
     imbalance_p95: float
     """95th percentile over the steps."""
+    imbalance_worst: float
+    """Of the worst step."""
     rank_imbalance_mean: float
     """Mean over the steps of ``max · dp_size / Σ`` of the data-parallel ranks' sums."""
     delay_mean_steps: float
-    """Token-weighted, over the documents that ran."""
+    """Token-weighted, over the documents that ran; running early counts as running late does."""
     delay_p99_steps: int
     """The least delay that 99 % of the tokens that ran do not exceed."""
     delay_max_steps: int
@@ -53,11 +57,14 @@ class PackingMetrics:
 def measure(plans: Sequence[StepPlan], waiting: Sequence[Document] = ()) -> PackingMetrics:
     """Metrics of consecutive ``plans``, after which the documents ``waiting`` had not run.
 
+    Those that were only read ahead do not count as waiting.
+
     Raises :class:`PlanError` without plans, or if ``waiting`` is not what the last plan counted.
     """
     if not plans:
         raise PlanError("no steps to measure; plan at least one")
     last = plans[-1]
+    waiting = [document for document in waiting if document.step <= last.step]
     if len(waiting) != last.num_waiting:
         raise PlanError(
             f"{last.num_waiting} documents wait after step {last.step}, but {len(waiting)} were "
@@ -74,16 +81,18 @@ def measure(plans: Sequence[StepPlan], waiting: Sequence[Document] = ()) -> Pack
     delays: Counter[int] = Counter()  # tokens by delay
     for plan in plans:
         for document in plan.documents:
-            delays[plan.step - document.step] += document.length
+            delays[abs(plan.step - document.step)] += document.length
     waiting_tokens = sum(document.length for document in waiting)
     waited = sum(document.length * (last.step + 1 - document.step) for document in waiting)
 
     return PackingMetrics(
         num_steps=len(plans),
+        num_documents=sum(len(micro_batch.spans) for plan in plans for micro_batch in plan),
         num_tokens=num_tokens,
         imbalance_mean=float(np.mean(imbalances)),
         imbalance_weighted=max_us / total_us if total_us else 1.0,
         imbalance_p95=float(np.percentile(imbalances, 95)),
+        imbalance_worst=max(imbalances),
         rank_imbalance_mean=float(np.mean([_rank_imbalance(plan) for plan in plans])),
         delay_mean_steps=sum(delay * n for delay, n in delays.items()) / max(1, num_tokens),
         delay_p99_steps=_percentile(delays, 99),

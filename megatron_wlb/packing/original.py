@@ -21,14 +21,10 @@ class OriginalPacker:
 
     name: ClassVar[str] = "original"
     in_stream_order: ClassVar[bool] = True
+    look_ahead = 0
 
     def __init__(self, limits: Limits) -> None:
-        capacity = limits.num_micro_batches * limits.window
-        if capacity < limits.step_tokens:
-            raise ConfigError(
-                f"original packing runs {limits.num_micro_batches} windows of {limits.window} "
-                f"tokens a step, but {limits.step_tokens} tokens arrive; raise num_micro_batches"
-            )
+        check_windows(self.name, limits)
         self.limits = limits
         self._waiting: deque[Document] = deque()  # in stream order
 
@@ -39,18 +35,8 @@ class OriginalPacker:
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
         """The next N windows; documents may be of any length."""
         self._waiting.extend(documents)
-        windows: list[list[Document]] = [[] for _ in range(self.limits.num_micro_batches)]
-        for window in windows:
-            room = self.limits.window
-            while room and self._waiting:
-                document = self._waiting.popleft()
-                if document.length > room:
-                    tail_step = step + 1 if window is windows[-1] else document.step
-                    document, tail = document.cut(room, tail_step)
-                    self._waiting.appendleft(tail)
-                window.append(document)
-                room -= document.length
-        return windows
+        num_windows = self.limits.num_micro_batches
+        return cut_windows(self._waiting, num_windows, num_windows, self.limits.window, step)
 
     def flush(self, step: int) -> list[list[Document]]:
         return self.pack((), step)
@@ -61,3 +47,37 @@ class OriginalPacker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         (waiting,) = load_state(self, state, "waiting")
         self._waiting = deque(waiting)
+
+
+def check_windows(packing: str, limits: Limits) -> None:
+    """Raises :class:`ConfigError` if more tokens arrive in a step than N windows hold."""
+    if limits.num_micro_batches * limits.window < limits.step_tokens:
+        raise ConfigError(
+            f"{packing} packing runs {limits.num_micro_batches} windows of {limits.window} "
+            f"tokens a step, but {limits.step_tokens} tokens arrive; raise num_micro_batches"
+        )
+
+
+def cut_windows(
+    documents: deque[Document], num_windows: int, windows_a_step: int, window: int, step: int
+) -> list[list[Document]]:
+    """Takes from ``documents``, in order, what fills the windows of ``step`` and those after it.
+
+    A document that does not end with its window is cut. What lies in windows of a later step
+    arrives then; what is beyond the last window goes back.
+    """
+    windows: list[list[Document]] = []
+    while len(windows) < num_windows:
+        cut: list[Document] = []
+        room = window
+        windows.append(cut)
+        while room and documents:
+            document = documents.popleft()
+            if document.length > room:
+                later_steps, windows_before = divmod(len(windows), windows_a_step)
+                tail_step = document.step if windows_before else step + later_steps
+                document, tail = document.cut(room, tail_step)
+                documents.appendleft(tail)
+            cut.append(document)
+            room -= document.length
+    return windows

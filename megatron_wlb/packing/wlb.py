@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import Limits, due_and_rest, load_state, place, save_state
+from megatron_wlb.packing.base import (
+    CostTable,
+    Limits,
+    load_state,
+    rank,
+    save_state,
+)
 from megatron_wlb.plan import Document
 
 
@@ -50,6 +56,7 @@ class WLBPacker:
 
     name: ClassVar[str] = "wlb"
     in_stream_order: ClassVar[bool] = False
+    look_ahead = 0
 
     def __init__(
         self, limits: Limits, cost: CostModel, queue_thresholds: Sequence[int] = ()
@@ -63,7 +70,7 @@ class WLBPacker:
             )
         self.limits = limits
         self.queue_thresholds = thresholds
-        self._cost = cost
+        self._costs_us = CostTable(cost, limits)
         self._remained: list[Document] = []  # to run, but did not fit
         self._queues: list[deque[Document]] = [deque() for _ in thresholds]
 
@@ -74,7 +81,7 @@ class WLBPacker:
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
         self.limits.check(documents)
         running = self._remained + self._enqueue(documents)
-        running += self._fire(step, sum(document.length for document in running))
+        running += self._fire(step, sum([document.length for document in running]))
         return self._place(running, step)
 
     def flush(self, step: int) -> list[list[Document]]:
@@ -98,11 +105,12 @@ class WLBPacker:
 
     def _enqueue(self, documents: Sequence[Document]) -> list[Document]:
         """Outliers into their queues; returns the others."""
-        others: list[Document] = []
+        shortest = self.queue_thresholds[0]
         for document in documents:
-            number = bisect_right(self.queue_thresholds, document.length)
-            (self._queues[number - 1] if number else others).append(document)
-        return others
+            if document.length >= shortest:
+                number = bisect_right(self.queue_thresholds, document.length)
+                self._queues[number - 1].append(document)
+        return [document for document in documents if document.length < shortest]
 
     def _fire(self, step: int, tokens: int) -> list[Document]:
         """Takes from the queues what runs beside other documents of ``tokens`` in total."""
@@ -128,10 +136,11 @@ class WLBPacker:
         return sorted(filter(None, self._queues), key=lambda queue: queue[0].key)
 
     def _place(self, running: Sequence[Document], step: int) -> list[list[Document]]:
-        due, rest = due_and_rest(running, step, self.limits, self._cost)
-        placement = place(due + rest, self.limits)
-        self._remained = placement.left
-        return placement.micro_batches
+        limits = self.limits
+        ranking = rank(running, self._costs_us, step - limits.max_age)
+        placement = ranking.place(limits.num_micro_batches, limits.max_tokens)
+        self._remained = ranking.take(placement.left)
+        return ranking.take_each(placement.micro_batches)
 
 
 def _take(queue: deque[Document], count: int) -> list[Document]:

@@ -1,49 +1,34 @@
-"""Documents, streams, costs and packers for tests, and the reference set-up that figures use."""
+"""Documents, streams and costs for tests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost
+from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
+from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document
 
-REFERENCE_WINDOW = 131072
-REFERENCE_COST = DocumentCost(
-    forward_linear_us=1 / REFERENCE_WINDOW,
-    forward_quadratic_us=3.27 / REFERENCE_WINDOW**2,
-    backward_linear_us=2 / REFERENCE_WINDOW,
-    backward_quadratic_us=2 * 3.27 / REFERENCE_WINDOW**2,
-)
-"""LLaMA2-7B at a window of 128K, modelled: ``x + 3.27 x²`` of windows. The unit does not matter to
-balance; backward is twice forward, so that their sum balances like the forward that figures use."""
+__all__ = [
+    "REFERENCE_COST",
+    "REFERENCE_WINDOW",
+    "ListStream",
+    "Run",
+    "costs",
+    "documents",
+    "reference_lengths",
+    "runs",
+]
 
 
 def reference_lengths(num_windows: int, seed: int, window: int = REFERENCE_WINDOW) -> list[int]:
-    """Lengths of the documents of ``num_windows`` windows of a long-tailed corpus.
-
-    Lognormal (median 1200, σ 1.3), with 3 % of Pareto draws (from 16384, α 0.8, truncated at
-    262144), cut at windows: no document crosses one.
-    """
-    random = np.random.default_rng(seed)
-    lengths: list[int] = []
-    remaining = num_windows * window
-    while remaining:
-        if random.random() < 0.03:
-            tail = 1 - (16384 / 262144) ** 0.8
-            draw = 16384 * (1 - random.random() * tail) ** (-1 / 0.8)
-        else:
-            draw = 1200 * np.exp(1.3 * random.standard_normal())
-        length = min(max(1, int(draw)), 262144, remaining)
-        while length:
-            piece = min(length, (remaining - 1) % window + 1)
-            lengths.append(piece)
-            length -= piece
-            remaining -= piece
+    """Lengths of the documents of ``num_windows`` windows of the reference distribution."""
+    lengths: list[int] = sample_lengths("reference", num_windows, seed=seed, window=window).tolist()
     return lengths
 
 
@@ -60,6 +45,7 @@ class ListStream:
 
     def __init__(self, steps: Sequence[Sequence[int]]) -> None:
         self._steps = steps
+        self._first = [0, *accumulate(map(len, steps))]
         self.step = 0
 
     @classmethod
@@ -77,8 +63,7 @@ class ListStream:
         return self.step >= len(self._steps)
 
     def next_step(self) -> list[Document]:
-        first = sum(map(len, self._steps[: self.step]))
-        arrived = documents(self._steps[self.step], self.step, first)
+        arrived = documents(self._steps[self.step], self.step, self._first[self.step])
         self.step += 1
         return arrived
 

@@ -14,7 +14,14 @@ from megatron_wlb.plan import MicroBatchPlan
 from megatron_wlb.planner import Planner, assign, run_order
 from megatron_wlb.testing.strategies import ListStream, runs
 
-ALL = ("original", "wlb", "hold")
+AHEAD = {"look_ahead": 2, "fixed_batches": 3}
+ALL = [
+    pytest.param(name, more, id=f"{name}{' ahead' if more else ''}")
+    for name, more in [
+        ("original", {}), ("wlb", {}), ("hold", {}), ("hold", AHEAD),
+        ("fixed-greedy", {}), ("fixed-greedy", AHEAD),
+    ]
+]  # fmt: skip
 COST = DocumentCost(1, 0.1, 2, 0.25, micro_batch_us=5)
 UNEVEN = [[3, 9, 1, 7, 4, 2, 2], [10, 10, 1], [5, 5, 5, 5, 6, 2], [8, 1, 1, 1, 1]]
 
@@ -34,15 +41,15 @@ def all_plans(planner):
     return list(iter(planner.next_plan, None))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "ahead"), ALL)
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(run=runs(), num_per_rank=st.integers(1, 3), length_multiple=st.sampled_from([1, 2, 8]))
 def test_planner_runs_each_token_once_on_ranks_of_equal_count(
-    name, run, num_per_rank, length_multiple
+    name, ahead, run, num_per_rank, length_multiple
 ):
     dp_size = run.settings["num_micro_batches"]
     n = dp_size * num_per_rank
-    more = run.settings | {"num_micro_batches": n, "max_step_tokens": None}
+    more = run.settings | {"num_micro_batches": n, "max_step_tokens": None} | ahead
     plans = all_plans(planner(name, run.steps, dp_size, length_multiple, **more))
 
     assert [plan.step for plan in plans] == list(range(len(plans)))
@@ -106,39 +113,58 @@ def test_run_order_is_small_at_both_ends():
     assert [m.index for m in run_order(micro_batches(1, 1, 1))] == [0, 2, 1]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_planner_ends_after_all_that_waits_has_run(name):
-    planning = planner(name)
+@pytest.mark.parametrize(("name", "ahead"), ALL)
+def test_planner_ends_after_all_that_waits_has_run(name, ahead):
+    planning = planner(name, **ahead)
     plans = all_plans(planning)
     assert planning.next_plan() is None
     assert not planning.packer.waiting
     assert sum(plan.num_tokens for plan in plans) == sum(map(sum, UNEVEN))
 
 
+def test_planner_reads_as_far_ahead_as_the_packer_looks():
+    planning = planner("hold", [[3], [4], [5], [6], [7]], look_ahead=2)
+    planning.packer.pack = lambda documents, step: given.append([d.length for d in documents]) or []
+    planning.dp_size = 1
+    for expected in ([3, 4, 5], [6], [7]):
+        given = []
+        planning.next_plan()
+        assert given == [expected]
+
+
+def test_planner_counts_as_waiting_what_has_arrived_only():
+    settings = {"num_micro_batches": 2, "look_ahead": 1, "delay_price": 0.01}
+    planning = planner("hold", [[10, 5, 5], [5], [10, 10, 3]], **settings)
+    plan = planning.next_plan()
+    assert (plan.num_waiting, plan.waiting_tokens) == (1, 10)
+    assert sum(d.length for d in planning.packer.waiting) == 15
+
+
 def test_planner_of_nothing_plans_nothing():
     assert planner(steps=[]).next_plan() is None
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "ahead"), ALL)
 @pytest.mark.parametrize("stop", range(5))
-def test_planner_continues_the_same_from_its_saved_state(name, stop):
-    whole = planner(name)
+def test_planner_continues_the_same_from_its_saved_state(name, ahead, stop):
+    whole = planner(name, **ahead)
     digests = [plan.digest for plan in all_plans(whole)]
-    before = planner(name)
+    stop = min(stop, len(digests))  # looking ahead may need fewer steps
+    before = planner(name, **ahead)
     seen = [before.next_plan().digest for _ in range(stop)]
-    after = planner(name)
+    after = planner(name, **ahead)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.step == stop
     assert seen + [plan.digest for plan in all_plans(after)] == digests
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_planner_resumes_a_document_stream_on_another_dp_size(name):
+@pytest.mark.parametrize(("name", "ahead"), ALL)
+def test_planner_resumes_a_document_stream_on_another_dp_size(name, ahead):
     lengths = np.random.default_rng(3).integers(1, 60, size=300)
 
     def build(dp_size):
         stream = DocumentStream([lengths], window=50, step_tokens=8 * 50, seed=5, num_epochs=2)
-        packing = packer(name, num_micro_batches=8, window=50, cost=COST)
+        packing = packer(name, num_micro_batches=8, window=50, cost=COST, **ahead)
         return Planner(stream, packing, COST, dp_size=dp_size)
 
     def documents_of(plan):

@@ -27,7 +27,7 @@ def lengths():
 
 
 @cache
-def metrics(name, num_micro_batches, s_max_windows=2.0, cap_steps=None):
+def metrics(name, num_micro_batches, s_max_windows=2.0, cap_steps=None, **more):
     step_tokens = num_micro_batches * REFERENCE_WINDOW
     planner = Planner(
         ListStream.of_step_tokens(lengths(), step_tokens),
@@ -38,11 +38,13 @@ def metrics(name, num_micro_batches, s_max_windows=2.0, cap_steps=None):
             cost=REFERENCE_COST,
             max_tokens=int(s_max_windows * REFERENCE_WINDOW),
             max_step_tokens=cap_steps and int(cap_steps * step_tokens),
+            **more,
         ),
         REFERENCE_COST,
         dp_size=1,
     )
-    plans = [planner.next_plan() for _ in range(NUM_WINDOWS // num_micro_batches)]
+    ahead = planner.packer.look_ahead
+    plans = [planner.next_plan() for _ in range(NUM_WINDOWS // num_micro_batches - ahead)]
     return measure(plans, planner.packer.waiting)
 
 
@@ -81,27 +83,55 @@ def test_wlb_balances_many_micro_batches():
 
 
 @pytest.mark.parametrize(
-    ("s_max_windows", "imbalance", "delay"), [(1.5, 1.015, 0.5), (2.0, 1.0075, 0.34)]
+    ("s_max_windows", "imbalance", "tw", "delay"),
+    [(1.5, 1.02, 1.035, 0.45), (2.0, 1.01, 1.015, 0.3)],
 )
-def test_hold_balances_the_reference_at_less_delay(s_max_windows, imbalance, delay):
+def test_hold_balances_the_reference_at_less_delay(s_max_windows, imbalance, tw, delay):
     m = metrics("hold", 4, s_max_windows)
     assert 1 <= m.imbalance_mean <= imbalance
-    assert 0.2 <= m.delay_mean_steps <= delay
+    assert m.imbalance_weighted <= tw
+    assert 0.1 <= m.delay_mean_steps <= delay
     assert m.delay_max_steps <= 12
-    if s_max_windows == 2:
-        assert m.imbalance_weighted <= 1.01
-        assert m.delay_mean_steps < metrics("wlb", 4).delay_mean_steps
+    assert m.delay_mean_steps < 0.75 * metrics("wlb", 4, s_max_windows).delay_mean_steps
+
+
+def test_hold_delays_less_with_documents_to_draw_on_from_later_steps():
+    m = metrics("hold", 4, look_ahead=4)
+    assert m.imbalance_mean <= 1.01
+    assert m.delay_mean_steps <= 0.2
+
+
+def test_hold_trades_balance_for_delay_by_its_price():
+    cheap, dear = metrics("hold", 4, delay_price=0.05), metrics("hold", 4, delay_price=0.4)
+    assert cheap.imbalance_mean < 1.005 < 1.012 < dear.imbalance_mean
+    assert cheap.delay_mean_steps > 0.25 > 0.22 > dear.delay_mean_steps
 
 
 def test_hold_balances_many_micro_batches():
     m = metrics("hold", 16)
-    assert m.imbalance_mean <= 1.005
-    assert m.delay_mean_steps <= 0.42
+    assert m.imbalance_mean <= 1.01
+    assert m.delay_mean_steps <= 0.4
 
 
 def test_hold_evens_out_tokens_under_a_cap():
     free, capped = metrics("hold", 4), metrics("hold", 4, cap_steps=1.25)
-    assert free.tokens_cv == pytest.approx(0.33, abs=0.04)
-    assert capped.tokens_cv <= 0.25
-    assert capped.imbalance_mean <= 1.022
-    assert capped.delay_mean_steps <= 0.53
+    assert free.tokens_cv == pytest.approx(0.3, abs=0.04)
+    assert capped.tokens_cv <= 0.22
+    assert capped.imbalance_mean <= 1.015
+    assert capped.delay_mean_steps <= 0.42
+
+
+@pytest.mark.parametrize(
+    ("batches", "grouping", "imbalance", "delay"),
+    [
+        (1, "sorted", 1.38, 0), (2, "sorted", 1.23, 0.42), (4, "sorted", 1.12, 1.08),
+        (8, "sorted", 1.06, 2.27), (4, "arrival", 1.36, 0.8),
+    ],
+)  # fmt: skip
+def test_fixed_greedy_balances_as_the_paper_says(batches, grouping, imbalance, delay):
+    """WLB-LLM's Table 2, of another corpus: 1.41, 1.22, 1.11 and 1.08 with 1 to 8 batches."""
+    m = metrics("fixed-greedy", 4, fixed_batches=batches, fixed_grouping=grouping)
+    assert m.imbalance_mean == pytest.approx(imbalance, abs=0.03)
+    assert m.delay_mean_steps == pytest.approx(delay, abs=0.05)
+    assert m.delay_max_steps == batches - 1
+    assert m.tokens_cv < 0.01

@@ -40,11 +40,12 @@ def test_metrics_of_two_steps_are_as_computed_by_hand():
         plan(1, [[(7, 0)], [(1, 1)]], [[(4, 1)], [(4, 1)]], padded=8, waiting=waiting),
     ]
     m = measure(plans, waiting)
-    assert (m.num_steps, m.num_tokens) == (2, 96)
+    assert (m.num_steps, m.num_documents, m.num_tokens) == (2, 8, 96)
     first, second = 30 * 4 / 80, 7 * 4 / 16
     assert m.imbalance_mean == pytest.approx((first + second) / 2)
     assert m.imbalance_weighted == pytest.approx((30 + 7) * 4 / 96)
     assert m.imbalance_p95 == pytest.approx(first + 0.95 * (second - first))
+    assert m.imbalance_worst == second
     assert m.rank_imbalance_mean == pytest.approx((40 * 2 / 80 + 8 * 2 / 16) / 2)
     assert m.delay_mean_steps == pytest.approx(7 / 96)
     assert (m.delay_p99_steps, m.delay_max_steps) == (1, 1)
@@ -64,6 +65,18 @@ def test_rank_imbalance_sums_over_a_rank():
 def test_delay_p99_counts_tokens(late_tokens, p99):
     m = measure([plan(7, [[(1000 - late_tokens, 7), (late_tokens, 0)]])])
     assert (m.delay_p99_steps, m.delay_max_steps) == (p99, 7)
+
+
+def test_delay_of_running_early_counts_like_running_late():
+    m = measure([plan(2, [[(10, 2), (30, 4)]]), plan(3, [[(20, 2)]])])
+    assert m.delay_mean_steps == pytest.approx((30 * 2 + 20 * 1) / 60)
+    assert m.delay_max_steps == 2
+
+
+def test_metrics_do_not_count_what_was_only_read_ahead_as_waiting():
+    arrived, ahead = documents([5], step=1), documents([7], step=3)
+    m = measure([plan(2, [[(10, 2)]], waiting=arrived)], [*arrived, *ahead])
+    assert (m.num_waiting, m.waiting_tokens) == (1, 5)
 
 
 def test_metrics_refuse_nothing_and_other_waiting_documents():

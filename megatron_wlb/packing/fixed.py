@@ -1,0 +1,188 @@
+"""The paper's baseline: windows of fixed length, repacked over several global batches (§3.2)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from megatron_wlb.cost import CostModel
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.packing.base import (
+    CostTable,
+    Limits,
+    load_state,
+    rank,
+    save_state,
+)
+from megatron_wlb.packing.original import check_windows, cut_windows
+from megatron_wlb.plan import Document
+
+Grouping: TypeAlias = Literal["sorted", "arrival"]
+"""Which windows of several global batches run in one step: those of like work, or those whose
+tokens arrived together."""
+
+
+class FixedPacker(ABC):
+    """What both fixed packings share: k global batches at a time become k · N new windows.
+
+    As Megatron does, the stream is cut every ``window`` tokens; the pieces of k steps are then
+    dealt anew to windows of at most ``window`` tokens by :meth:`_repack`. For this, k - 1 steps are
+    read ahead. Within the k steps, groups run in the order of their tokens' mean arrival.
+    """
+
+    name: ClassVar[str]
+    in_stream_order: ClassVar[bool] = False
+
+    def __init__(self, limits: Limits, cost: CostModel, num_batches: int = 1) -> None:
+        check_windows(self.name, limits)
+        if num_batches < 1:
+            raise ConfigError(f"fixed_batches is {num_batches}; give at least 1")
+        self.limits = limits
+        self.look_ahead = num_batches - 1
+        self._costs_us = CostTable(cost, limits)
+        self._waiting: deque[Document] = deque()  # in stream order
+        self._planned: deque[list[list[Document]]] = deque()  # micro-batches of the next steps
+
+    @abstractmethod
+    def _repack(self, windows: list[list[Document]], step: int) -> list[list[list[Document]]]:
+        """The same tokens in as many windows, N for each step; the first step is ``step``."""
+
+    @property
+    def waiting(self) -> Sequence[Document]:
+        planned = (d for step in self._planned for micro_batch in step for d in micro_batch)
+        return (*planned, *self._waiting)
+
+    def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
+        """The next step of those that were repacked together; documents may be of any length."""
+        self._waiting.extend(documents)
+        if not self._planned:
+            self._planned.extend(self._plan(step))
+        return self._planned.popleft()
+
+    def flush(self, step: int) -> list[list[Document]]:
+        return self.pack((), step)
+
+    def state_dict(self) -> dict[str, Any]:
+        planned = (d for step in self._planned for micro_batch in step for d in micro_batch)
+        sizes = [[len(micro_batch) for micro_batch in step] for step in self._planned]
+        return {**save_state(self, waiting=self._waiting, planned=planned), "planned_sizes": sizes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`Packer.load_state_dict`; all settings but N may differ from the saved run's.
+
+        Steps that were planned already run as planned.
+        """
+        waiting, planned = load_state(self, state, "waiting", "planned")
+        sizes = state.get("planned_sizes")
+        num_micro_batches = self.limits.num_micro_batches
+        if (
+            not isinstance(sizes, list)
+            or any(len(step) != num_micro_batches for step in sizes)
+            or sum(map(sum, sizes)) != len(planned)
+        ):
+            raise CheckpointError(
+                f"not the state of a packing (planned_sizes {sizes}); use an intact checkpoint"
+            )
+        documents = iter(planned)
+        self._planned = deque(
+            [[next(documents) for _ in range(size)] for size in step] for step in sizes
+        )
+        self._waiting = deque(waiting)
+
+    def _plan(self, step: int) -> list[list[list[Document]]]:
+        """Micro-batches of as many steps, up to k, as the waiting documents fill."""
+        num_micro_batches, window = self.limits.num_micro_batches, self.limits.window
+        tokens = sum([document.length for document in self._waiting])
+        num_steps = -(-tokens // (num_micro_batches * window))
+        num_steps = min(max(num_steps, 1), self.look_ahead + 1)
+        num_windows = num_steps * num_micro_batches
+        windows = cut_windows(self._waiting, num_windows, num_micro_batches, window, step)
+        steps = self._repack(windows, step)
+        return sorted(steps, key=lambda step: mean_arrival(chain(*step))) if steps[1:] else steps
+
+    def _balance(self, windows: list[list[Document]]) -> list[list[Document]]:
+        """The same tokens in as many windows of nearly equal work, in descending order of it."""
+        ranking = rank([*chain(*windows)], self._costs_us)
+        placement = ranking.place(len(windows), self.limits.window)
+        work_us = placement.loads_us
+        balanced = ranking.take_each(placement.micro_batches)
+        lengths, window = ranking.lengths, self.limits.window
+        room = [window - sum([lengths[i] for i in ranks]) for ranks in placement.micro_batches]
+        for index, piece in cut_into_room(room, ranking.take(placement.left)):
+            balanced[index].append(piece)
+            work_us[index] += float(self._costs_us.of(np.array([piece.length]))[0])
+        order = sorted(range(len(balanced)), key=work_us.__getitem__, reverse=True)
+        return [balanced[index] for index in order]
+
+
+class FixedGreedyPacker(FixedPacker):
+    """Balances fixed windows greedily, over ``num_batches`` global batches.
+
+    In descending order of cost each piece goes to the least loaded window that has room (LPT). The
+    few that find no room are cut to fill what room there is: windows of fixed length have no other
+    way. The windows are then grouped into steps. ``sorted`` sorts them by work first, so that each
+    step has windows of like work: its imbalance is low, but steps differ in work. ``arrival``
+    groups those whose tokens arrived together.
+
+    Departure from Equation 1: balanced is the predicted time of the documents, not Σ d² alone.
+
+    Raises :class:`ConfigError` for ``num_batches`` below 1, an unknown grouping, or more tokens a
+    step than N windows hold.
+    """
+
+    name: ClassVar[str] = "fixed-greedy"
+
+    def __init__(
+        self,
+        limits: Limits,
+        cost: CostModel,
+        num_batches: int = 1,
+        grouping: Grouping = "sorted",
+    ) -> None:
+        super().__init__(limits, cost, num_batches)
+        if grouping not in get_args(Grouping):
+            raise ConfigError(
+                f"unknown grouping {grouping}; use one of {', '.join(get_args(Grouping))}"
+            )
+        self.grouping = grouping
+
+    def _repack(self, windows: list[list[Document]], step: int) -> list[list[list[Document]]]:
+        windows = self._balance(windows)
+        if self.grouping == "arrival":
+            windows.sort(key=mean_arrival)
+        size = self.limits.num_micro_batches
+        return [windows[first : first + size] for first in range(0, len(windows), size)]
+
+
+def cut_into_room(room: Sequence[int], left: Iterable[Document]) -> Iterator[tuple[int, Document]]:
+    """Pieces of ``left`` and in which window they go: where most room is, cut to fit.
+
+    All windows together have room for ``left``.
+    """
+    free_room = [(-tokens, index) for index, tokens in enumerate(room)]  # heap by most room
+    heapify(free_room)
+    for document in left:
+        tail: Document | None = document
+        while tail is not None:
+            free, index = heappop(free_room)
+            assert free < 0, "more tokens than room"
+            head, tail = tail, None
+            if head.length > -free:
+                head, tail = head.cut(-free, head.step)
+            yield index, head
+            heappush(free_room, (free + head.length, index))
+
+
+def mean_arrival(documents: Iterable[Document]) -> float:
+    """Token-weighted mean of the steps in which ``documents`` arrive; infinite without any."""
+    steps = tokens = 0
+    for document in documents:
+        steps += document.length * document.step
+        tokens += document.length
+    return steps / tokens if tokens else float("inf")

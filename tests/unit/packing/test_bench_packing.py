@@ -1,0 +1,53 @@
+"""The benchmark runs and says what it should; its figures are not judged here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_packing.py"
+COMMON = {"packing", "num_micro_batches", "max_windows", "documents"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "columns"),
+    [
+        (
+            ["balance", "--steps", "6", "--num-micro-batches", "4", "--seeds", "7"],
+            {"imbalance_mean", "imbalance_time_weighted", "imbalance_p95", "imbalance_worst",
+             "delay_mean", "delay_p99", "delay_max", "tokens_cv", "padding"},
+        ),
+        (
+            ["speed", "--repeats", "1", "--num-micro-batches", "4", "--look-ahead", "1",
+             "--distribution", "slimpack"],
+            {"ms_per_step", "ms_per_1000", "peak_bytes", "documents_per_step"},
+        ),
+        (
+            ["stream", "--documents", "3000", "--num-micro-batches", "4"],
+            {"lost_tokens", "bytes_after_a_tenth", "bytes_at_the_end"},
+        ),
+    ],
+    ids=["balance", "speed", "stream"],
+)  # fmt: skip
+def test_bench_packing_keeps_its_figures(tmp_path, arguments, columns):
+    path = tmp_path / "figures.json"
+    command = [sys.executable, str(SCRIPT), *arguments, "--packing", "hold", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert rows
+    for row in rows:
+        assert row.keys() >= COMMON | columns
+        assert row["packing"] == "hold"
+        assert row.get("lost_tokens", 0) == 0
+        assert row["documents"] > 100
+    assert "hold" in done.stdout
+
+
+def test_bench_packing_says_what_is_wrong_in_one_line(tmp_path):
+    command = [sys.executable, str(SCRIPT), "stream", "--documents", "10", "--max-windows", "0.5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: max_tokens (S_max) 65536 is below the window")
