@@ -241,7 +241,9 @@ def read_cost_file(path: str | Path) -> Mapping[str, Any]:
         text = path.read_text()
         values = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"{path}: {' '.join(str(error).split())}; give the path of a JSON or YAML file"
+        ) from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected names and values")
     return values

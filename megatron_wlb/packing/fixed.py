@@ -13,14 +13,9 @@ import numpy as np
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.packing.base import (
-    CostTable,
-    Limits,
-    load_state,
-    rank,
-    save_state,
-)
+from megatron_wlb.packing.base import Limits, load_state, save_state
 from megatron_wlb.packing.original import check_windows, cut_windows
+from megatron_wlb.packing.placement import CostTable, rank
 from megatron_wlb.plan import Document
 
 Grouping: TypeAlias = Literal["sorted", "arrival"]

@@ -10,15 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import (
-    CostTable,
-    Limits,
-    Placement,
-    Ranking,
-    load_state,
-    rank,
-    save_state,
-)
+from megatron_wlb.packing.base import Limits, load_state, save_state
+from megatron_wlb.packing.placement import CostTable, Placement, Ranking, rank
 from megatron_wlb.plan import Document
 
 DELAY_PRICE, LOOK_AHEAD_DELAY_PRICE = 0.15, 0.45

@@ -10,13 +10,8 @@ from typing import Any, ClassVar
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import (
-    CostTable,
-    Limits,
-    load_state,
-    rank,
-    save_state,
-)
+from megatron_wlb.packing.base import Limits, load_state, save_state
+from megatron_wlb.packing.placement import CostTable, rank
 from megatron_wlb.plan import Document
 
 

@@ -31,6 +31,9 @@ from megatron_wlb.planner import Planner
 
 logger = logging.getLogger(__name__)
 
+CUTS_AT_WINDOWS = {"original", "fixed-greedy", "fixed-solver"}
+"""Packings that take documents of any length and cut them."""
+
 SPLITS = ("train", "valid", "test")
 
 
@@ -254,8 +257,8 @@ def _planner(
         cost.check_reach(s_max or 2 * data.seq_length)
     lengths = [corpus.lengths for corpus in corpora.corpora]
     longest = data.seq_length
-    if packing == "original" and wlb.wlb_long_documents == "split":
-        # It cuts at the windows of the stream itself, as Megatron does. Cut before at windows of
+    if packing in CUTS_AT_WINDOWS and wlb.wlb_long_documents == "split":
+        # These cut at the windows of the stream themselves, as Megatron does. Cut before at windows of
         # their own, long documents would be cut twice, and Megatron's work be understated.
         longest = max(longest, *(int(corpus.max()) for corpus in lengths))
     stream = DocumentStream(

@@ -65,7 +65,7 @@ CONFIG: dict[str, tuple[int, Flags, list[str]]] = {
     "save-interval-0": (1, {"save": "x", "save_interval": 0}, ["--save-interval is 0", "least 1"]),
     "log-interval-0": (1, {"log_interval": 0}, ["--log-interval is 0", "at least 1"]),
     "exit-interval-0": (1, {"exit_interval": 0}, ["--exit-interval is 0", "at least 1"]),
-    "no-such-cost": (1, {"wlb_cost": "none.json"}, ["--wlb-cost none.json", "use analytic"]),
+    "no-such-cost": (1, {"wlb_cost": "none.json"}, ["--wlb-cost none.json", "give the path"]),
     "no-such-config": (1, {"wlb_config": "none.yaml"}, ["--wlb-config none.yaml", "No such file"]),
     "queue-thresholds": (
         1,

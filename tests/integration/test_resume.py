@@ -21,6 +21,8 @@ BASE: Flags = {
     "num_layers": 4,
     "hidden_dropout": 0.1,
     "lr": 1e-2,
+    # With `hold`, the default: documents of later steps are among the packer's state.
+    "wlb_look_ahead": 2,
 }
 SAVING: Flags = {"save": "checkpoints", "load": "checkpoints", "save_interval": 2}
 

@@ -35,10 +35,10 @@ def test_evaluation_depends_on_the_weights_alone(
     flags |= {"lr": 0.0, "eval_interval": 1, "eval_iters": 2, "train_iters": 3}
     found = [
         loss
-        for packing in ("original", "wlb", "hold")
+        for packing in ("original", "fixed-greedy", "wlb", "hold")
         for loss in evaluations(train(tmp_path, 2, flags | {"wlb_packing": packing}, packing))
     ]
-    assert len(found) == 9
+    assert len(found) == 12
     assert len(set(found)) == 1
     # Negative control: the training losses, of other documents and with dropout, all differ.
     trained = [loss for name in ("original", "hold") for loss in losses(tmp_path / name).values()]

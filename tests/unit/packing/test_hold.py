@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import HoldPacker, Limits
-from megatron_wlb.packing.base import place
 from megatron_wlb.packing.hold import TOLERANCE
+from megatron_wlb.packing.placement import place
 from megatron_wlb.testing.strategies import documents
 
 SQUARE = DocumentCost(0, 1, 0, 0)
@@ -220,7 +220,7 @@ def test_hold_finds_its_choice_with_one_placement_where_documents_are_many(monke
     """What makes it fast."""
     calls = []
     monkeypatch.setattr(
-        "megatron_wlb.packing.base.place", lambda *args: calls.append(1) or place(*args)
+        "megatron_wlb.packing.placement.place", lambda *args: calls.append(1) or place(*args)
     )
     random = np.random.default_rng(5)
     packing = hold(4, window=5000, max_tokens=50_000, cost=COST, price=0.15)
