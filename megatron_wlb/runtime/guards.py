@@ -6,6 +6,8 @@ run and silently compute something else.
 
 from __future__ import annotations
 
+import math
+
 from megatron_wlb.config import Config, flag_of
 from megatron_wlb.errors import ConfigError
 
@@ -23,6 +25,7 @@ _AT_LEAST = {
             "num_query_groups",
             "kv_channels",
             "make_vocab_size_divisible_by",
+            "rotary_base",
             "vocab_size",
             "global_batch_size",
             "train_iters",
@@ -41,6 +44,21 @@ _AT_LEAST = {
     ),
 }
 
+_WITHIN = {
+    # Half-open.
+    "seed": (0, 2**32),
+    "lr": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_eps": (0, math.inf),
+    "sgd_momentum": (0, 1),
+    "clip_grad": (0, math.inf),
+    "hidden_dropout": (0, 1),
+    "norm_epsilon": (0, math.inf),
+    "init_method_std": (0, math.inf),
+}
+
 
 def check(config: Config, world_size: int) -> None:
     """Checks settings against each other and against the number of processes.
@@ -52,6 +70,7 @@ def check(config: Config, world_size: int) -> None:
     _check_layout(config, world_size)
     _check_model(config)
     _check_recompute(config)
+    _check_optimizer(config)
     _check_batch(config)
 
 
@@ -68,6 +87,13 @@ def _check_ranges(config: Config) -> None:
     for name, least in _AT_LEAST.items():
         if values[name] is not None and values[name] < least:
             raise ConfigError(f"{flag_of(name)} is {values[name]}; it must be at least {least}")
+    for name, (least, below) in _WITHIN.items():
+        if not least <= values[name] < below:  # NaN is not.
+            raise ConfigError(
+                f"{flag_of(name)} is {values[name]}; it must be in [{least}, {below})"
+            )
+    if not 0 < values["rotary_percent"] <= 1:
+        raise ConfigError(f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]")
 
 
 def _check_layout(config: Config, world_size: int) -> None:
@@ -158,13 +184,28 @@ def _check_model(config: Config) -> None:
             f"--attention-dropout is {m.attention_dropout}, but packed attention has none; set it "
             "to 0 (long-context pretraining recipes do)"
         )
-    if not 0 <= m.hidden_dropout < 1:
-        raise ConfigError(f"--hidden-dropout is {m.hidden_dropout}; it must be in [0, 1)")
     rows = m.max_position_embeddings
     if rows is not None and rows < config.data.seq_length:
         raise ConfigError(
             f"--max-position-embeddings is {rows}, below --seq-length {config.data.seq_length}; "
             "documents reach the window's length"
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    t = config.training
+    if not 0 <= t.min_lr <= t.lr:
+        raise ConfigError(f"--min-lr is {t.min_lr}; it must be in [0, {t.lr}], up to --lr")
+    decay_iters = t.lr_decay_iters or t.train_iters
+    if t.lr_warmup_iters >= decay_iters:
+        raise ConfigError(
+            f"--lr-warmup-iters is {t.lr_warmup_iters}, but the learning rate has decayed after "
+            f"{decay_iters} steps; use fewer, or more --lr-decay-iters (--train-iters if not given)"
+        )
+    if t.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
+        raise ConfigError(
+            "--use-distributed-optimizer shards the state of Adam only, but --optimizer is sgd; "
+            "leave one of them out"
         )
 
 

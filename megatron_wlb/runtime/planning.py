@@ -258,8 +258,8 @@ def _planner(
     lengths = [corpus.lengths for corpus in corpora.corpora]
     longest = data.seq_length
     if packing in CUTS_AT_WINDOWS and wlb.wlb_long_documents == "split":
-        # These cut at the windows of the stream themselves, as Megatron does. Cut before at windows of
-        # their own, long documents would be cut twice, and Megatron's work be understated.
+        # These cut at the windows of the stream themselves, as Megatron does. Cut before, at
+        # windows of their own, long documents would be cut twice and their work understated.
         longest = max(longest, *(int(corpus.max()) for corpus in lengths))
     stream = DocumentStream(
         lengths,

@@ -95,6 +95,18 @@ REFUSED = [
         "--attention-dropout 0.1", 1,
         ["--attention-dropout is 0.1", "has none", "set it to 0"],
     ),
+    ("--rotary-percent 1.5", 1, ["--rotary-percent is 1.5", "(0, 1]"]),
+    ("--lr 0.1 --min-lr 0.2", 1, ["--min-lr is 0.2", "[0, 0.1]", "up to --lr"]),
+    (
+        "--train-iters 30 --lr-warmup-iters 30", 1,
+        ["--lr-warmup-iters is 30", "after 30 steps", "use fewer, or more --lr-decay-iters"],
+    ),
+    (
+        "--optimizer sgd --use-distributed-optimizer", 1,
+        ["--use-distributed-optimizer", "--optimizer is sgd", "leave one of them out"],
+    ),
+    ("--lr nan", 1, ["--lr is nan", "[0, inf)"]),
+    ("--seed 4294967296", 1, ["--seed is 4294967296", "[0, 4294967296)"]),
     ("--hidden-dropout 1.0", 1, ["--hidden-dropout is 1.0", "[0, 1)"]),
     ("--hidden-dropout -0.1", 1, ["--hidden-dropout is -0.1", "[0, 1)"]),
     (
