@@ -43,6 +43,12 @@ class CheckpointError(WLBError):
     exit_code = 6
 
 
+class TrainingError(WLBError):
+    """Training that came to nothing, such as a loss that is not a number."""
+
+    exit_code = 8
+
+
 class CompatibilityError(WLBError):
     """A Megatron or torch that lacks what the plugin hooks, or has it in another form."""
 

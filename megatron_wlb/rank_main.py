@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from megatron_wlb.errors import WLBError
 
-OTHER_RANK_S = 2.0
+OTHER_RANK_S = 5.0
 """How long a rank keeps an error to itself. Most are the same on all ranks: torchrun ends the
 others once rank 0 has told it, and one that only this rank has is told a little later."""
 

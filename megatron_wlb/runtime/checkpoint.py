@@ -142,7 +142,8 @@ def check_folder(config: Config) -> None:
     """Tries ``--save`` before any work is lost; called by every rank.
 
     Raises:
-        CheckpointError: on every rank, if nothing can be written there.
+        CheckpointError: on every rank, if nothing can be written there, or if it holds the
+            checkpoints of a run that this one does not resume and would overwrite.
     """
     root, error = config.checkpoint.save, ""
     if root is not None and torch.distributed.get_rank() == 0:
@@ -152,6 +153,15 @@ def check_folder(config: Config) -> None:
                 pass
         except OSError as failure:
             error = f"cannot write --save {root}: {failure.strerror}; choose another folder"
+        resumed = config.checkpoint.load
+        resumes = (
+            resumed is not None and os.path.exists(resumed) and os.path.samefile(root, resumed)
+        )
+        if not error and not resumes and (Path(root) / TRACKER).exists():
+            error = (
+                f"--save {root} holds the checkpoints of a run; add --load {root} to go on with "
+                "it, or choose another folder"
+            )
     _raise_everywhere(error)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_wlb.config import Config
 from megatron_wlb.cost import Cost, DocumentCost, cost_from_dict
-from megatron_wlb.errors import CheckpointError
+from megatron_wlb.errors import CheckpointError, TrainingError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan_ahead import PlanAhead
 from megatron_wlb.planner import Planner
@@ -174,6 +174,11 @@ class Trainer:
                     break
                 planned, last = time.monotonic(), plan
                 loss, grad_norm, lr = self.train_step(plan)
+                if not math.isfinite(loss):
+                    raise TrainingError(
+                        f"iteration {self.iteration + 1}: the loss is {loss}; lower --lr, or give "
+                        "--clip-grad, and resume from the last checkpoint"
+                    )
                 self.iteration += 1
                 stop = time.monotonic()
                 log.step(

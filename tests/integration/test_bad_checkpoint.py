@@ -209,3 +209,14 @@ def test_disk_that_fills_up_in_a_save_keeps_the_checkpoint_before(
     finished = start(tmp_path, 2, flags | {"save": None, "save_interval": None}).wait()
     assert finished.code == 0, finished.output
     assert "resumed after iteration 2" in finished.output
+
+
+def test_save_over_another_run_is_refused(copied: tuple[Path, Flags], tmp_path: Path) -> None:
+    folder, flags = copied
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    before = tracker.read_text()
+    finished = start(
+        tmp_path, 2, {k: v for k, v in flags.items() if k != "load"} | {"save": "ck"}
+    ).wait()
+    assert_refused(finished, CheckpointError.exit_code, "--save ck holds", "--load ck")
+    assert tracker.read_text() == before

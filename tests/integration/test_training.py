@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer_runs import TINY, Flags, losses, read_metrics, start
+from trainer_runs import TINY, Flags, assert_refused, losses, read_metrics, start
+
+from megatron_wlb.errors import TrainingError
 
 PP2: Flags = {"pipeline_model_parallel_size": 2}
 DP2: Flags = {}
@@ -128,3 +130,10 @@ def test_settings_file_is_the_command_line(tmp_path: Path, corpus: Path) -> None
     )
     from_file = train(tmp_path, 1, {"wlb_config": "run.yaml", "train_iters": 4}, "file")
     assert losses(from_file) == losses(train(tmp_path, 1, flags, "flags"))
+
+
+def test_a_loss_that_is_not_finite_ends_training(tmp_path: Path, corpus: Path) -> None:
+    diverging = {"data_path": corpus, "lr": 1e30, "clip_grad": 0.0, "save": "ck"}
+    finished = start(tmp_path, 2, TINY | PP2 | diverging).wait()
+    assert_refused(finished, TrainingError.exit_code, "the loss is", "lower --lr")
+    assert not list((tmp_path / "ck").iterdir()), "weights that are lost were saved"
