@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wlb.config import Config, parse
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.rank_main import rank_main
+from megatron_wlb.rank_main import check_writable, rank_main
 
 if TYPE_CHECKING:
     from megatron_wlb.plan import StepPlan
@@ -60,14 +60,7 @@ def run(config: Config, packings: Sequence[str], num_rounds: int, path: Path) ->
     """
     if num_rounds < 1:
         raise ConfigError(f"--rounds is {num_rounds}; it must be at least 1")
-    if os.environ.get("RANK") == "0":
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write --recording {path}: {error.strerror}; choose another place"
-            ) from None
+    check_writable("--recording", path)
     from megatron_wlb.runtime import distributed
 
     device = distributed.choose_device(config.wlb.wlb_device)

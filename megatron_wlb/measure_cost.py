@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_wlb.config import Config, parse
-from megatron_wlb.errors import ConfigError
-from megatron_wlb.rank_main import rank_main
+from megatron_wlb.rank_main import check_writable, rank_main
 
 
 def run(config: Config, path: Path) -> None:
@@ -25,14 +23,7 @@ def run(config: Config, path: Path) -> None:
     Raises:
         ConfigError: ``path`` cannot be written (found before measuring), or no vocabulary is known.
     """
-    if os.environ.get("RANK") == "0":
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write --tables {path}: {error.strerror}; choose another place"
-            ) from None
+    check_writable("--tables", path)
     from megatron_wlb.runtime import distributed
 
     device = distributed.choose_device(config.wlb.wlb_device)

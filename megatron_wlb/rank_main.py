@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from megatron_wlb.errors import WLBError
+from megatron_wlb.errors import ConfigError, WLBError
 
 OTHER_RANK_S = 5.0
 """How long a rank keeps an error to itself. Most are the same on all ranks: torchrun ends the
@@ -53,6 +54,22 @@ def rank_main(program: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Makes the empty file ``path`` on rank 0, so that no work is lost for want of a place.
+
+    Raises:
+        ConfigError: it cannot be written; names ``flag``.
+    """
+    if os.environ.get("RANK") == "0":
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {flag} {path}: {error.strerror}; choose another place"
+            ) from None
 
 
 def _lost_peer(error: RuntimeError) -> bool:
