@@ -6,7 +6,7 @@ of its own and counts in no loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,6 +108,3 @@ class BatchBuilder:
         """One batch after another, built when it is asked for."""
         for plan in micro_batches:
             yield self.build(plan, first=first, last=last)
-
-
-BatchSource = Callable[[MicroBatchPlan], Batch]

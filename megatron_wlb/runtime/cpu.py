@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -184,13 +184,3 @@ def uninstall() -> None:
     _mode = None
     _patches.restore()
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
-
-
-@contextlib.contextmanager
-def emulation() -> Iterator[None]:
-    """:func:`install` for the length of a ``with`` block."""
-    install()
-    try:
-        yield
-    finally:
-        uninstall()
