@@ -1,0 +1,7 @@
+"""Which tokens of a micro-batch each context-parallel rank holds, and how that is chosen."""
+
+from __future__ import annotations
+
+from megatron_wlb.sharding.shard import KINDS, Chunk, Sharding, shard, shard_arrays
+
+__all__ = ["KINDS", "Chunk", "Sharding", "shard", "shard_arrays"]
