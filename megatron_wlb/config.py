@@ -201,16 +201,25 @@ class WlbConfig:
         "split", "what becomes of documents longer than the window"
     )
     wlb_epochs: int | None = setting(None, "end after so many passes over the data, all trained")
+    wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = setting(
+        "adaptive",
+        "with CP: how a micro-batch is divided. per-sequence: 2·CP pieces of the whole. "
+        "per-document: 2·CP pieces of each document. adaptive: of these two the one whose slowest "
+        "rank has the faster attention, as predicted. hybrid: also per-document for long documents "
+        "only, from a length on that is chosen likewise",
+    )
     wlb_cost: str = setting(
         "analytic",
         "analytic: from the model's shape. measured: timed at start. Or a JSON or YAML file of "
         "coefficients or measured tables",
     )
     wlb_hardware: str = setting(
-        "h100-sxm", "machine of the analytic cost: h100-sxm, h200, a100, cpu, or a YAML file"
+        "h100-sxm",
+        "machine of the analytic cost and of --wlb-cp-sharding: h100-sxm, h200, a100, cpu, or a "
+        "YAML file such as `wlb profile` writes",
     )
     wlb_cost_extrapolate: bool = setting(
-        False, "go beyond the longest row of measured tables; otherwise that is an error"
+        False, "go beyond the longest length of measured tables; otherwise that is an error"
     )
     wlb_device: Literal["auto", "cuda", "cpu"] = setting(
         "auto", "cpu runs Megatron under the CPU emulation; auto never does where a GPU is"

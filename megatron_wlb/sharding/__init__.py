@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from megatron_wlb.sharding.select import MODES, Prediction, Selector, predict
 from megatron_wlb.sharding.shard import KINDS, Chunk, Sharding, shard, shard_arrays
 
-__all__ = ["KINDS", "Chunk", "Sharding", "shard", "shard_arrays"]
+__all__ = [
+    "KINDS",
+    "MODES",
+    "Chunk",
+    "Prediction",
+    "Selector",
+    "Sharding",
+    "predict",
+    "shard",
+    "shard_arrays",
+]
