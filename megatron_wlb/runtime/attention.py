@@ -18,7 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.errors import PlanError
-from megatron_wlb.runtime.kernels import KERNELS
+from megatron_wlb.runtime.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
 
 
 @dataclass
@@ -31,6 +32,8 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
 
     lengths: tuple[int, ...] = ()
     """Tokens of each attention segment, on the host; the padding at the tail is one of its own."""
+    segments: Segments | None = None
+    """The same, as kernels take them."""
     positions: torch.Tensor | None = None
     """``[T]`` int64 on the device: each token's position in its document."""
 
@@ -42,6 +45,7 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
+            segments=Segments.of(lengths, device=positions.device),
             positions=positions,
         )
 
@@ -71,7 +75,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         if config.apply_query_key_layer_scaling:
             self.softmax_scale /= self.layer_number
-        self.kernel = KERNELS["sdpa"]
+        self.kernel: VarlenKernel = sdpa_varlen
 
     def forward(
         self,
@@ -95,11 +99,12 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 f"attention got {query.shape[0]} tokens where the plan has "
                 f"{sum(packed_seq_params.lengths)}; the ranks do not run the same plan"
             )
+        assert packed_seq_params.segments is not None
         out = self.kernel(
             query.squeeze(1),
             key.squeeze(1),
             value.squeeze(1),
-            packed_seq_params.lengths,
+            packed_seq_params.segments,
             self.softmax_scale,
         )
         return out.reshape(out.shape[0], 1, -1)  # [T, H, D] -> [T, 1, H·D]

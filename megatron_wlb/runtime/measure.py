@@ -17,6 +17,7 @@ from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.runtime.attention import PlanSeqParams
+from megatron_wlb.runtime.kernels import Segments
 from megatron_wlb.runtime.model import Model
 
 
@@ -205,8 +206,9 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
             ).requires_grad_()
             for num in (heads, groups, groups)
         )
+        segments = Segments.of((length,), device=device)
         start = _now()
-        output = core.kernel(query, key, value, (length,), core.softmax_scale)
+        output = core.kernel(query, key, value, segments, core.softmax_scale)
         middle = _now()
         output.backward(torch.ones_like(output))
         num_layers = len(gpt.decoder.layers)
