@@ -25,6 +25,7 @@ from megatron_wlb.cost import (
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.documents import DocumentStream
+from megatron_wlb import sharding
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.packing import packer
 from megatron_wlb.planner import Planner
@@ -96,7 +97,7 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         linear_bias=not m.disable_bias_linear,
         qkv_bias=m.add_qkv_bias,
         qk_norm=m.qk_layernorm,
-        rotary_percent=m.rotary_percent if m.position_embedding_type == "rope" else 0.0,
+        rotary_percent=m.rotary_percent if m.position_embedding_type in ("rope", "yarn") else 0.0,
         learned_positions=rows if m.position_embedding_type == "learned_absolute" else 0,
         tied_embeddings=not m.untie_embeddings_and_output_weights,
         dropout=m.hidden_dropout > 0,
@@ -222,7 +223,9 @@ def padded_vocab_size(config: Config, vocab_size: int) -> int:
 def length_multiple(config: Config) -> int:
     """What a micro-batch's padded length is a multiple of."""
     p = config.parallel
-    return p.tensor_model_parallel_size if p.sequence_parallel else 1
+    return sharding.length_multiple(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
+    )
 
 
 def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:

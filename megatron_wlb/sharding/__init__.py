@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from megatron_wlb.sharding.layout import RankLayout, length_multiple, rank_layout
 from megatron_wlb.sharding.shard import KINDS, Chunk, Sharding, shard, shard_arrays
 
-__all__ = ["KINDS", "Chunk", "Sharding", "shard", "shard_arrays"]
+__all__ = [
+    "KINDS",
+    "Chunk",
+    "RankLayout",
+    "Sharding",
+    "length_multiple",
+    "rank_layout",
+    "shard",
+    "shard_arrays",
+]
