@@ -28,6 +28,7 @@ from megatron_wlb.cost.attention import AnalyticAttention, AttentionLatency, nea
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.documents import DocumentStream
+from megatron_wlb import sharding
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.packing import packer
 from megatron_wlb.planner import Planner
@@ -100,7 +101,7 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         linear_bias=not m.disable_bias_linear,
         qkv_bias=m.add_qkv_bias,
         qk_norm=m.qk_layernorm,
-        rotary_percent=m.rotary_percent if m.position_embedding_type == "rope" else 0.0,
+        rotary_percent=m.rotary_percent if m.position_embedding_type in ("rope", "yarn") else 0.0,
         learned_positions=rows if m.position_embedding_type == "learned_absolute" else 0,
         tied_embeddings=not m.untie_embeddings_and_output_weights,
         dropout=m.hidden_dropout > 0,
@@ -226,8 +227,9 @@ def padded_vocab_size(config: Config, vocab_size: int) -> int:
 def length_multiple(config: Config) -> int:
     """What a micro-batch's padded length is a multiple of."""
     p = config.parallel
-    slots = 2 * p.context_parallel_size if p.context_parallel_size > 1 else 1
-    return slots * (p.tensor_model_parallel_size if p.sequence_parallel else 1)
+    return sharding.length_multiple(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
+    )
 
 
 def attention_latency(config: Config, shape: ModelShape) -> AttentionLatency:

@@ -40,9 +40,9 @@ def sdpa_varlen(
     """See :class:`megatron_wlb.runtime.kernels.VarlenKernel`."""
     attend = partial(_attend, scale=scale, grouped=query.shape[1] != key.shape[1])
     outputs = []
-    queries = torch.split(query, segments.lengths_q)
-    keys = torch.split(key, segments.lengths_k)
-    values = torch.split(value, segments.lengths_k)
+    queries = torch.split(query, list(segments.lengths_q))
+    keys = torch.split(key, list(segments.lengths_k))
+    values = torch.split(value, list(segments.lengths_k))
     for q, k, v in zip(queries, keys, values, strict=True):
         earlier = len(k) - len(q)
         if not earlier:
