@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
 from megatron_wlb.cost import Cost, ProfiledCost
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.length_source import LengthSource
@@ -17,8 +19,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, packer
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.planner import Planner
-from megatron_wlb.simulator.engine import start_stop_us
-from megatron_wlb.simulator.order import dataflow, schedule
+from megatron_wlb.simulator.graph import graph_of
 
 WARM_UP_STEPS = 50
 """Steps that do not count: queues and pools fill."""
@@ -328,7 +329,7 @@ class _Clock:
         self.work_us = self.device_us = 0.0
         if self._layout is not None:
             num_micro_batches = workload.num_micro_batches // self._layout.dp_size
-            self._tasks = dataflow(schedule(self._layout.pp_size, 1, num_micro_batches))
+            self._graph = graph_of(self._layout.pp_size, 1, num_micro_batches, sends="buffered")
 
     @property
     def efficiency(self) -> float:
@@ -354,7 +355,5 @@ class _Clock:
             work = self._cost.work(span.length for span in micro_batch.spans)
             forward_us.append((work.forward_us + work.overhead_us / 2) / pp_size)
             backward_us.append((work.backward_us + work.overhead_us / 2) / pp_size)
-        times = start_stop_us(
-            self._tasks, pp_size, [[forward_us]] * pp_size, [[backward_us]] * pp_size
-        )
-        return max(stop_us for _, stop_us in times)
+        times_us = np.array([[forward_us] * pp_size, [backward_us] * pp_size])
+        return float(self._graph.step_us(times_us, np.zeros(len(forward_us))))
