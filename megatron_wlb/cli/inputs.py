@@ -155,7 +155,7 @@ def cost(args: argparse.Namespace) -> Cost:
     if args.model is None:
         if args.hardware is not None:
             raise ConfigError("--hardware is the machine of --model FILE; give that as well")
-        return REFERENCE_COST if args.cost is None else _cost_of_file(args)
+        return REFERENCE_COST if args.cost is None else cost_of_file(args)
     config = _settings(args)
     vocab_size = config.data.vocab_size
     if vocab_size is None:
@@ -182,7 +182,8 @@ def _settings(args: argparse.Namespace) -> Config:
     return from_flat(settings)
 
 
-def _cost_of_file(args: argparse.Namespace) -> Cost:
+def cost_of_file(args: argparse.Namespace) -> Cost:
+    """What ``--cost`` names. Raises :class:`ConfigError` for a file that holds none."""
     try:
         values = read_cost_file(args.cost)
         inner = values.get("cost", values)

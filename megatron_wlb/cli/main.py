@@ -18,6 +18,10 @@ COMMANDS = {
     ),
     "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
     "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
+    "simulate": (
+        "megatron_wlb.cli.simulate",
+        "predict time and memory of training steps: packings and shardings side by side",
+    ),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
 a function from the parsed arguments to the exit status."""
@@ -28,6 +32,7 @@ examples:
   wlb corpus stats corpora/books --window 32768 --plot lengths.png
   wlb pack corpora/books --window 32768 --num-micro-batches 8
   wlb tune corpora/books --window 32768 --num-micro-batches 8 --max-delay 0.3
+  wlb simulate corpora/books --model 7b --tp-size 8 --pp-size 4 --report step.html
 
 'wlb COMMAND --help' says more. Errors are one line and an exit status of their own;
 WLB_TRACEBACK=1 shows where they come from.

@@ -67,7 +67,9 @@ def save_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
 
     Raises :class:`ConfigError` where that fails.
     """
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(
+        dir=path.absolute().parent, prefix=f".{path.stem}.", suffix=path.suffix
+    )
     os.close(handle)
     draft = Path(name)
     try:

@@ -49,19 +49,36 @@ def load_model(name_or_path: str) -> ModelShape:
                 f"unknown model {name_or_path}; use {' or '.join(near)}, or give a YAML file"
             )
         path = existing[0]
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"model {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"model {path}: expected sizes as `name: value`")
-    return _from_sizes(path, content)
+    return _from_sizes(path, _content(path))
+
+
+def is_shape(path: Path) -> bool:
+    """Whether a YAML file is of sizes as they are called here, and not of training settings.
+
+    Raises :class:`ConfigError` for an unreadable file.
+    """
+    known = {f.name for f in fields(ModelShape)} | {"description"}
+    # These are called so in both.
+    ours = known - {"hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads",
+                    "num_query_groups", "kv_channels", "vocab_size", "rotary_percent"}  # fmt: skip
+    names = set(map(str, _content(path)))
+    return names <= known or bool(names & ours)
 
 
 def padded_vocabulary(shape: ModelShape, tp_size: int) -> ModelShape:
     """The shape with the rows of LM head and embedding that Megatron makes of them."""
     multiple = VOCAB_MULTIPLE * tp_size
     return replace(shape, vocab_size=-(-shape.vocab_size // multiple) * multiple)
+
+
+def _content(path: Path) -> Mapping[Any, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"model {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"model {path}: expected sizes as `name: value`")
+    return content
 
 
 def _from_sizes(path: Path, content: Mapping[Any, Any]) -> ModelShape:

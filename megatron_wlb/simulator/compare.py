@@ -51,9 +51,9 @@ class Outcome:
     """Mean."""
     tokens_per_s: float
     """Of all devices; padding not counted."""
-    tokens_per_s_by_seed: tuple[float, ...]
     mfu: float
     """Model FLOPs ÷ (time × peak of all devices)."""
+    mfu_by_seed: tuple[float, ...]
     bubble_share: float
     """Of the ranks' time in the pipeline, that they wait."""
     peak_bytes: float
@@ -81,16 +81,19 @@ class Outcome:
         return self.setting.title
 
     def speedup(self, original: Outcome) -> float:
-        """In tokens a second."""
-        return self.tokens_per_s / original.tokens_per_s
+        """In work a second: the ratio of MFUs.
+
+        Tokens a second say the same in the long run of the same documents, but which of the long
+        ones wait at the end of a few steps moves them; and where `original` cuts documents, its
+        tokens are less work.
+        """
+        return self.mfu / original.mfu
 
     def speedup_by_seed(self, original: Outcome) -> tuple[float, float]:
         """Lowest and highest over the seeds."""
         ratios = [
             ours / theirs
-            for ours, theirs in zip(
-                self.tokens_per_s_by_seed, original.tokens_per_s_by_seed, strict=True
-            )
+            for ours, theirs in zip(self.mfu_by_seed, original.mfu_by_seed, strict=True)
         ]
         return min(ratios), max(ratios)
 
@@ -108,7 +111,7 @@ class Outcome:
             "speedup": self.speedup(original),
             "speedup_lowest": lowest,
             "speedup_highest": highest,
-            "work_speedup": self.mfu / original.mfu,
+            "tokens_speedup": self.tokens_per_s / original.tokens_per_s,
             "mfu": self.mfu,
             "bubble_share": self.bubble_share,
             "peak_gib": self.peak_bytes / GIB,
@@ -247,8 +250,9 @@ class _Tally:
         self._choose = scenario.chooser(sharding)
         self._tokens: list[float] = []  # by seed, as the next
         self._time_us: list[float] = []
+        self._flops: list[float] = []
         self._num_steps = 0
-        self._flops = self._bubble_us = self._pipeline_us = 0.0
+        self._bubble_us = self._pipeline_us = 0.0
         self._pp = self._dp = self._slowest_us = self._mean_us = 0.0
         self._chosen: dict[str, int] = {}
         self._steps: list[tuple[StepPlan, float]] = []
@@ -257,6 +261,7 @@ class _Tally:
     def next_seed(self) -> None:
         self._tokens.append(0.0)
         self._time_us.append(0.0)
+        self._flops.append(0.0)
 
     def add(self, plan: StepPlan) -> None:
         chosen = [[self._choose(m.lengths) for m in rank] for rank in plan.micro_batches]
@@ -264,7 +269,7 @@ class _Tally:
         self._tokens[-1] += plan.num_tokens
         self._time_us[-1] += line.step_us
         self._num_steps += 1
-        self._flops += self.scenario.flops(d.length for d in plan.documents)
+        self._flops[-1] += self.scenario.flops(d.length for d in plan.documents)
         self._bubble_us += line.bubble_share * line.pipeline_us
         self._pipeline_us += line.pipeline_us
         self._pp += line.pp_imbalance
@@ -284,7 +289,7 @@ class _Tally:
     def outcome(self) -> Outcome:
         time_us, n = sum(self._time_us), self._num_steps
         hardware = self.scenario.hardware
-        peak_flops = self.scenario.num_devices * hardware.peak_tflops * 1e6 * time_us
+        peak_flops_per_us = self.scenario.num_devices * hardware.peak_tflops * 1e6
         total = sum(self._chosen.values())
         return Outcome(
             self.setting,
@@ -292,8 +297,11 @@ class _Tally:
             n,
             time_us / n,
             sum(self._tokens) / time_us * 1e6,
-            tuple(t / us * 1e6 for t, us in zip(self._tokens, self._time_us, strict=True)),
-            self._flops / peak_flops,
+            sum(self._flops) / (peak_flops_per_us * time_us),
+            tuple(
+                flops / (peak_flops_per_us * us)
+                for flops, us in zip(self._flops, self._time_us, strict=True)
+            ),
             self._bubble_us / self._pipeline_us,
             self.memory.peak_bytes,
             self.memory.out_of_memory,

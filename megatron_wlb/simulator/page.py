@@ -27,7 +27,10 @@ MOST_BARS = 160
 
 COLUMNS = (
     ("packing, sharding", "what was compared"),
-    ("speed-up", "tokens a second over original; in brackets the lowest and highest seed"),
+    (
+        "speed-up",
+        "work (model FLOPs) a second over original; in brackets the lowest and highest seed",
+    ),
     ("tokens/s", "of all devices, padding not counted"),
     ("step ms", "mean time of a step"),
     ("MFU", "model FLOPs over what the devices' peak would be"),
@@ -66,8 +69,8 @@ class Page:
 
     def data(self) -> dict[str, Any]:
         """What the page draws, JSON-able."""
-        best = max(self.outcomes, key=_rank)
-        drawn = _one_of_each_packing(self.outcomes, best)
+        best = fastest(self.outcomes)
+        drawn = examples(self.outcomes)
         return {
             "title": self.title,
             "subtitle": self.subtitle,
@@ -105,7 +108,7 @@ class Page:
     def _cards(self, best: Outcome) -> list[list[str]]:
         original = self.original
         return [
-            [f"{best.speedup(original):.2f}×", f"tokens a second over original: {name(best)}"],
+            [f"{best.speedup(original):.2f}×", f"the work a second of original: {name(best)}"],
             [f"{best.mfu:.1%}", f"MFU, from {original.mfu:.1%}"],
             [f"{best.bubble_share:.1%}", f"bubble share, from {original.bubble_share:.1%}"],
             [f"{best.peak_bytes / GIB:.1f} GiB", f"peak, of {self.scenario.limit_gib:.1f} allowed"],
@@ -113,7 +116,7 @@ class Page:
 
     def _row(self, outcome: Outcome, is_best: bool) -> dict[str, Any]:
         lowest, highest = outcome.speedup_by_seed(self.original)
-        spread = f" ({lowest:.2f}-{highest:.2f})" if len(outcome.tokens_per_s_by_seed) > 1 else ""
+        spread = f" ({lowest:.2f}-{highest:.2f})" if len(outcome.mfu_by_seed) > 1 else ""
         return {
             "cells": [
                 name(outcome),
@@ -135,7 +138,7 @@ class Page:
         }
 
     def _texts(self) -> dict[str, str]:
-        steps, seeds = self.outcomes[0].num_steps, len(self.outcomes[0].tokens_per_s_by_seed)
+        steps, seeds = self.outcomes[0].num_steps, len(self.outcomes[0].mfu_by_seed)
         over = [name(outcome) for outcome in self.outcomes if outcome.out_of_memory]
         fits = f"Too much for the limit: {'; '.join(over)}. " if over else ""
         times = (
@@ -168,19 +171,23 @@ def name(outcome: Outcome) -> str:
     return f"{outcome.title}, {outcome.sharding}"
 
 
-def _rank(outcome: Outcome) -> tuple[bool, float]:
-    return not outcome.out_of_memory, outcome.tokens_per_s
+def fastest(outcomes: Sequence[Outcome]) -> Outcome:
+    """The one with the most work a second of those that fit memory, or of all if none does."""
+    return max(outcomes, key=lambda outcome: (not outcome.out_of_memory, outcome.mfu))
 
 
-def _one_of_each_packing(outcomes: Sequence[Outcome], best: Outcome) -> list[Outcome]:
-    """To be drawn: the base as it was given first, and of the others the best's sharding."""
-    drawn = [outcomes[0]]
-    for outcome in outcomes[1:]:
-        if outcome.sharding == best.sharding and (
-            outcome.setting != outcomes[0].setting or outcome is best
-        ):
-            drawn.append(outcome)
-    return drawn
+def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """To be drawn: the first, and of each other packing the one with the fastest's sharding."""
+    first, best = outcomes[0], fastest(outcomes)
+    return [
+        outcome
+        for outcome in outcomes
+        if outcome is first
+        or (
+            outcome.sharding == best.sharding
+            and (outcome.setting != first.setting or outcome is best)
+        )
+    ]
 
 
 def _histogram(lengths: Lengths, window: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pictures of what balancing changes: lengths, micro-batches, timelines; PNG files.
+"""Pictures of what balancing changes: lengths, micro-batches, timelines; PNG or SVG files.
 
 Drawn on ``Figure`` objects, without pyplot, so no global state is read or left changed and no
 display is needed. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
@@ -242,13 +242,17 @@ def _figure(title: str, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
+    """As SVG where the name ends so, otherwise as PNG."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(PALE_INK)
         axes.tick_params(colors=PALE_INK, labelcolor=INK)
     for legend in figure.legends:
         legend.set_frame_on(False)
-    figure.savefig(path, format="png", dpi="figure")
+    if os.fspath(path).lower().endswith(".svg"):
+        figure.savefig(path, format="svg", metadata={"Date": None})
+    else:
+        figure.savefig(path, format="png", dpi="figure")
 
 
 def _title(axes: Axes, text: str) -> None:

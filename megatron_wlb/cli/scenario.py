@@ -1,0 +1,174 @@
+"""What commands that simulate have in common: model, machine, layout and batch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_wlb.cli.inputs import DEFAULT_VOCAB_SIZE, cost_of_file
+from megatron_wlb.config import parse
+from megatron_wlb.cost import (
+    Cost,
+    ModelShape,
+    Parallelism,
+    ProfiledCost,
+    Recompute,
+    load_hardware,
+)
+from megatron_wlb.cost.model_file import is_shape, load_model, padded_vocabulary
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.simulator.scenario import MEMORY_SHARE, Scenario
+
+RECOMPUTE = {
+    "none": Recompute(),
+    "selective": Recompute("selective"),
+    "full": Recompute("full", "uniform", 1),
+}
+"""Core attention, or every layer for itself."""
+
+MODELS = """\
+model and machine:
+  --model NAME         550m, 7b, 30b or 70b: shapes of WLB-LLM's Table 1 (configs/model)
+  --model FILE         a YAML file of such sizes, or of training settings, as for --wlb-config
+  --hardware NAME|FILE h100-sxm, h200, a100, cpu, or a YAML file like those in configs/hardware
+  --cost FILE          measured instead of modelled: what megatron_wlb.measure_cost wrote
+"""
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The flags of model, machine and memory."""
+    group = parser.add_argument_group("model and machine")
+    group.add_argument("--model", required=True, metavar="NAME|FILE", help="7b, …, or sizes")
+    group.add_argument(
+        "--hardware", default="h100-sxm", metavar="NAME|FILE", help="default: h100-sxm"
+    )
+    group.add_argument(
+        "--memory-gib",
+        type=float,
+        metavar="GIB",
+        help=f"what tensors may take on a device (default: {MEMORY_SHARE:.0%} of its memory)",
+    )
+    group.add_argument("--cost", type=Path, metavar="FILE", help="measured tables, coefficients")
+    group.add_argument(
+        "--cost-extrapolate",
+        "--wlb-cost-extrapolate",  # as errors about tables call it
+        action="store_true",
+        help="go beyond the end of measured tables",
+    )
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """The flags of one layout."""
+    group = parser.add_argument_group("layout and batch")
+    for flag, text in (
+        ("tp", "tensor-parallel ranks, with sequence parallelism"),
+        ("cp", "context-parallel ranks"),
+        ("pp", "pipeline stages"),
+        ("vpp", "model chunks a pipeline rank (interleaved schedule)"),
+        ("dp", "data-parallel replicas"),
+    ):
+        group.add_argument(
+            f"--{flag}-size", type=int, default=1, metavar="N", help=f"{text} (default: 1)"
+        )
+    group.add_argument(
+        "--num-micro-batches",
+        type=int,
+        metavar="N",
+        help="of a step over all replicas: --global-batch-size (default: PP × DP)",
+    )
+    group.add_argument(
+        "--recompute", choices=RECOMPUTE, default="none", help="activations (default: none)"
+    )
+    group.add_argument(
+        "--no-overlap-grad-reduce",
+        action="store_true",
+        help="reduce gradients after the last backward instead of beside it",
+    )
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """The model that the flags name, its vocabulary not padded."""
+    path = Path(args.model)
+    if path.suffix in (".yaml", ".yml") and path.is_file() and not is_shape(path):
+        # Not at the top: only this needs the runtime's reading of settings.
+        from megatron_wlb.runtime.planning import model_shape as shape_of
+
+        config = parse(["--wlb-config", str(path)])
+        return shape_of(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
+    return load_model(args.model)
+
+
+def measured_cost(args: argparse.Namespace, shape: ModelShape, layout: Parallelism) -> Cost | None:
+    """What ``--cost`` names; None without it."""
+    if args.cost is None:
+        return None
+    cost = cost_of_file(args)
+    if isinstance(cost, ProfiledCost):
+        cost.check(shape, layout.tp_size, layout.cp_size)
+    return cost
+
+
+def scenario(args: argparse.Namespace) -> Scenario:
+    """What the flags describe. Raises :class:`ConfigError` for what cannot be."""
+    shape, hardware = model_shape(args), load_hardware(args.hardware)
+    layout = Parallelism(
+        tp_size=args.tp_size,
+        cp_size=args.cp_size,
+        pp_size=args.pp_size,
+        vpp_size=args.vpp_size,
+        dp_size=args.dp_size,
+        sequence_parallel=args.tp_size > 1,
+    )
+    number = args.num_micro_batches
+    if number is None:
+        number = args.pp_size * args.dp_size
+    return Scenario(
+        padded_vocabulary(shape, layout.tp_size),
+        hardware,
+        layout,
+        args.window,
+        number,
+        RECOMPUTE[args.recompute],
+        args.memory_gib,
+        not args.no_overlap_grad_reduce,
+        measured_cost(args, shape, layout),
+    )
+
+
+def layout_title(p: Parallelism) -> str:
+    """Only what is divided: ``TP 8 × PP 4``."""
+    sizes = (("TP", p.tp_size), ("CP", p.cp_size), ("PP", p.pp_size), ("VPP", p.vpp_size),
+             ("DP", p.dp_size))  # fmt: skip
+    return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one device"
+
+
+def machine_title(args: argparse.Namespace, num_devices: int) -> str:
+    """Model and machine in a few words."""
+    return f"{Path(args.model).stem} on {num_devices} × {Path(args.hardware).stem}"
+
+
+def most_tokens(args: argparse.Namespace, base: Scenario) -> tuple[int, str]:
+    """S_max in tokens, and what there is to say about it.
+
+    As asked for; otherwise two windows, or what fits memory, but at least a window.
+    """
+    window = base.window
+    if args.max_windows is not None:
+        if not 0 < args.max_windows < 2**31:
+            raise ConfigError(f"--max-windows is {args.max_windows:g}; give a number of at least 1")
+        return int(args.max_windows * window), ""
+    try:
+        fitting = base.max_tokens()
+    except ConfigError as error:
+        return window, f"S_max is one window: {error}"
+    if fitting >= 2 * window:
+        return 2 * window, ""
+    if fitting < window:
+        return window, (
+            f"S_max is one window, though only {fitting:,} tokens fit "
+            f"{base.limit_gib:.1f} GiB if all micro-batches in flight are so long"
+        )
+    return fitting, (
+        f"S_max is {fitting:,} tokens ({fitting / window:.2f} windows), which fit "
+        f"{base.limit_gib:.1f} GiB"
+    )
