@@ -22,6 +22,10 @@ COMMANDS = {
         "megatron_wlb.cli.simulate",
         "predict time and memory of training steps: packings and shardings side by side",
     ),
+    "plan": (
+        "megatron_wlb.cli.plan",
+        "find the layout, batch and packing that train a model fastest on so many GPUs",
+    ),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
 a function from the parsed arguments to the exit status."""
@@ -33,6 +37,7 @@ examples:
   wlb pack corpora/books --window 32768 --num-micro-batches 8
   wlb tune corpora/books --window 32768 --num-micro-batches 8 --max-delay 0.3
   wlb simulate corpora/books --model 7b --tp-size 8 --pp-size 4 --report step.html
+  wlb plan corpora/books --model 7b --num-devices 64 --out 7b.yaml
 
 'wlb COMMAND --help' says more. Errors are one line and an exit status of their own;
 WLB_TRACEBACK=1 shows where they come from.

@@ -135,13 +135,6 @@ def scenario(args: argparse.Namespace) -> Scenario:
     )
 
 
-def layout_title(p: Parallelism) -> str:
-    """Only what is divided: ``TP 8 × PP 4``."""
-    sizes = (("TP", p.tp_size), ("CP", p.cp_size), ("PP", p.pp_size), ("VPP", p.vpp_size),
-             ("DP", p.dp_size))  # fmt: skip
-    return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one device"
-
-
 def machine_title(args: argparse.Namespace, num_devices: int) -> str:
     """Model and machine in a few words."""
     return f"{Path(args.model).stem} on {num_devices} × {Path(args.hardware).stem}"

@@ -18,7 +18,6 @@ from megatron_wlb.cli.scenario import (
     MODELS,
     add_layout,
     add_model,
-    layout_title,
     machine_title,
     most_tokens,
     scenario,
@@ -29,7 +28,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.evaluate import Setting
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.simulator.compare import WARM_UP_STEPS, Outcome, compare
-from megatron_wlb.simulator.scenario import Scenario
+from megatron_wlb.simulator.scenario import Scenario, title
 
 DEFAULT_PACKINGS = "original,fixed-greedy,wlb,hold"
 SAMPLE_TOKENS = 1 << 25
@@ -207,7 +206,7 @@ def _write(
     from megatron_wlb.simulator.plot import plot_timelines
     from megatron_wlb.simulator.trace import trace
 
-    title = machine_title(args, base.num_devices)
+    heading = machine_title(args, base.num_devices)
     drawn = {name(outcome): outcome.example.timeline for outcome in examples(outcomes)}
     written = []
     if args.trace:
@@ -217,7 +216,7 @@ def _write(
     if args.plot:
         lines = {key: max(line.replicas, key=lambda r: r.step_us) for key, line in drawn.items()}
         save_file(
-            "--plot", args.plot, lambda path: plot_timelines(lines, path, title, measured=False)
+            "--plot", args.plot, lambda path: plot_timelines(lines, path, heading, measured=False)
         )
         written.append(f"picture: {args.plot}")
     if args.report:
@@ -228,8 +227,8 @@ def _write(
             documents.sampled(SAMPLE_TOKENS, window=base.window, seed=args.seed).lengths(
                 max(1, SAMPLE_TOKENS // base.window), window=base.window, seed=args.seed
             ),
-            title,
-            layout_title(base.parallelism),
+            heading,
+            title(base.parallelism),
             (
                 ("window", f"{base.window:,} tokens"),
                 ("N", f"{base.num_micro_batches:,}"),
@@ -250,7 +249,7 @@ def _table(args: argparse.Namespace, base: Scenario, outcomes: Sequence[Outcome]
     original = outcomes[0]
     table = Table(
         title=(
-            f"{machine_title(args, base.num_devices)}, {layout_title(base.parallelism)}, "
+            f"{machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
             f"window {base.window:,}, N {base.num_micro_batches}, "
             f"S_max {original.setting.max_tokens / base.window:.3g} windows"
         ),

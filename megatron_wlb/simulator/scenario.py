@@ -184,3 +184,10 @@ class Scenario:
         if measured is not None:
             return measured
         return AnalyticAttention(heads, shape.kv_channels, self.hardware.attention_tflops)
+
+
+def title(p: Parallelism) -> str:
+    """Only what is divided: ``TP 8 × PP 4``."""
+    sizes = (("TP", p.tp_size), ("CP", p.cp_size), ("PP", p.pp_size), ("VPP", p.vpp_size),
+             ("DP", p.dp_size))  # fmt: skip
+    return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one device"
