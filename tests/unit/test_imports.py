@@ -29,6 +29,7 @@ PLANNING = (
     "config",
     "errors",
     "files",
+    "shaping",
 )
 
 
