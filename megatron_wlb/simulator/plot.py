@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -245,8 +246,8 @@ def _save(figure: Figure, path: Path) -> None:
     kind = os.path.splitext(path)[1].lstrip(".").lower()
     if kind not in FORMATS:
         raise ConfigError(f"cannot draw {os.fspath(path)}; call it .{' or .'.join(FORMATS)}")
-    with replacing(path) as draft:
-        # Without the date, so that the same picture is the same file.
+    # No date and no random names in an SVG: the same picture is the same file.
+    with replacing(path) as draft, rc_context({"svg.hashsalt": "megatron-wlb"}):
         figure.savefig(draft, format=kind, dpi="figure", metadata=FORMATS[kind])
 
 

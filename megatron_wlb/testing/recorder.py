@@ -133,8 +133,13 @@ def record(
                     chunk.train()
                     chunk.zero_grad_buffer()  # type: ignore[operator]
                 with LiveBytes() as live:
+                    # What exists already, or operations that return it would count it as new.
+                    live.watch([o for o in gc.get_objects() if isinstance(o, torch.Tensor)])
+                    held = live.live
+                    live.reset_peak()
                     trainer.runner.run(plan)
-                    used = gathered(live.peak)
+                    used_here = live.peak - held
+                used = gathered(used_here)
             torch.distributed.barrier()
             stop = time.monotonic()
             intervals = gathered(
