@@ -434,8 +434,8 @@ def _plot(section: Section, path: Path) -> None:
         for y, row in zip(at, rows, strict=True):
             beside = row.paper is not None and 0 < row.paper - row.highest < 0.05
             axes.annotate(
-                f"{row.value:.2f}", (row.paper if beside else row.highest, y), xytext=(7, 0), textcoords="offset points",
-                va="center", fontsize=9, color=INK,
+                f"{row.value:.2f}", (row.paper if beside else row.highest, y), xytext=(7, 0),
+                textcoords="offset points", va="center", fontsize=9, color=INK,
             )  # fmt: skip
         highest = max(highest, *(row.highest for row in rows))
         printed = [(row.paper, y) for y, row in zip(at, rows, strict=True) if row.paper]

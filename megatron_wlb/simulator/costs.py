@@ -68,8 +68,29 @@ class StageCosts:
     @classmethod
     def shared(cls, cost: StageCost, shares: Sequence[float]) -> StageCosts:
         """A cost of the whole model in given shares, such as layers of a stage ÷ all layers."""
-        parts = {share: _part(cost, share) for share in shares}
+        for share in shares:
+            if not share > 0:
+                raise ConfigError(f"a stage's share of the model is {share}; give more than 0")
+        parts = {share: _part(cost, *[share] * len(fields(Work))) for share in shares}
         return cls(tuple(parts[share] for share in shares))
+
+    @classmethod
+    def spread(cls, cost: StageCost, model: AnalyticModel) -> StageCosts:
+        """A cost of the whole model, spread over the stages as ``model`` predicts its parts to be.
+
+        Layers, embedding and LM head weigh as they do there, attention and all else apart; what a
+        micro-batch takes besides its documents is spread evenly.
+        """
+        whole, stages = model.cost(), model.stage_costs()
+        names = [f.name for f in fields(DocumentCost)][:4]
+        parts: dict[tuple[float, ...], StageCost] = {}
+        result = []
+        for stage in stages:
+            shares = tuple(getattr(stage, n) / (getattr(whole, n) or 1.0) for n in names)
+            if shares not in parts:
+                parts[shares] = _part(cost, *shares, 1 / len(stages))
+            result.append(parts[shares])
+        return cls(tuple(result))
 
     def times_us(
         self,
@@ -130,23 +151,27 @@ def _times(cost: StageCost, micro_batches: Sequence[Sequence[int]], scale: Float
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """A share of a cost that cannot be scaled itself."""
+class _Part:
+    """Shares of a cost that cannot be scaled itself."""
 
     cost: StageCost
-    share: float
+    shares: tuple[float, ...]
+    """Of linear and attention forward, linear and attention backward, and of the overhead."""
 
     def work(self, lengths: Iterable[int]) -> Work:
         work = self.cost.work(lengths)
-        return Work(*(self.share * getattr(work, f.name) for f in fields(Work)))
+        parts = (getattr(work, f.name) for f in fields(Work))
+        return Work(*(share * part for share, part in zip(self.shares, parts, strict=True)))
 
 
-def _part(cost: StageCost, share: float) -> StageCost:
-    if not (math.isfinite(share) and share > 0):
-        raise ConfigError(f"a stage's share of the model is {share}; give a positive number")
+def _part(cost: StageCost, *shares: float) -> StageCost:
+    for share in shares:
+        if not (math.isfinite(share) and share >= 0):
+            raise ConfigError(f"a stage's share of the model is {share}; give a positive number")
     if isinstance(cost, DocumentCost):
-        return DocumentCost(**{name: share * us for name, us in cost.as_dict().items()})
-    return _Share(cost, share)
+        values = zip(shares, cost.as_dict().items(), strict=True)
+        return DocumentCost(**{name: share * us for share, (name, us) in values})
+    return _Part(cost, shares)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,22 @@ class Node(NamedTuple):
     is_transfer: bool
 
 
+class Wait(NamedTuple):
+    """What a node waits for, by number in ``Graph.nodes`` (-1: nothing), and how long it takes."""
+
+    first: int
+    second: int
+    gap_us: float
+    """Between the stop of ``second`` and the arrival of its output."""
+    duration_us: float
+
+
 @dataclass(frozen=True)
 class Replay:
-    """When each node of a graph started and stopped: ``[nodes]`` or ``[nodes, K]``, µs."""
+    """When each node of a graph started and stopped: ``[1 + nodes]`` or ``[1 + nodes, K]``, µs.
+
+    The first entry is the beginning of the step.
+    """
 
     start_us: Floats
     stop_us: Floats
@@ -158,6 +171,12 @@ class Graph:
             ready_us = replay.stop_us[second] + gaps[at] if second else 0.0
             at = second if second and ready_us >= replay.stop_us[first] else first
         return path[::-1]
+
+    def waits(self, times_us: Floats, p2p_us: Floats) -> list[Wait]:
+        """Of each node what it waits for and takes, for other kinds of replay."""
+        durations, gaps = self._durations(times_us, p2p_us)
+        columns = (self._first - 1, self._second - 1, gaps, durations)
+        return [Wait(*row) for row in zip(*(c[1:].tolist() for c in columns), strict=True)]
 
     def _durations(self, times_us: Floats, p2p_us: Floats) -> tuple[Floats, Floats]:
         """Of each node, and of what passes between its second input and its start."""

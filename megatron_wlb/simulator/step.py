@@ -72,6 +72,11 @@ class StepTimeline:
         return tuple(timeline(self.graph, replayed) for replayed in self.replays)
 
     @cached_property
+    def timeline(self) -> Timeline:
+        """Of all ranks together, pipeline by pipeline: for a picture."""
+        return Timeline(tuple(rank for line in self.replicas for rank in line.intervals))
+
+    @cached_property
     def pipeline_us(self) -> float:
         """From the first forward to the last backward on any rank."""
         return max(float(replayed.stop_us.max()) for replayed in self.replays)
