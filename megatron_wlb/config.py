@@ -58,16 +58,18 @@ class ModelConfig:
     )
     use_rope_scaling: bool = setting(False, "scale rotary frequencies as Llama 3.x does")
     rope_scaling_factor: float = setting(8.0, "factor of --use-rope-scaling")
-    yarn_rotary_scaling_factor: float = setting(
-        1.0, "with `yarn`: length that is aimed at ÷ --yarn-original-max-position-embeddings"
+    wlb_yarn_rotary_scaling_factor: float = setting(
+        1.0, "with `yarn`: length that is aimed at ÷ --wlb-yarn-original-max-position-embeddings"
     )
-    yarn_original_max_position_embeddings: int = setting(
+    wlb_yarn_original_max_position_embeddings: int = setting(
         4096, "with `yarn`: length that the model was trained for before"
     )
-    yarn_beta_fast: float = setting(32.0, "with `yarn`: rotations above which nothing is scaled")
-    yarn_beta_slow: float = setting(1.0, "with `yarn`: rotations below which all is scaled")
-    yarn_mscale: float = setting(1.0, "with `yarn`: concentration of attention")
-    yarn_mscale_all_dim: float = setting(0.0, "with `yarn`: concentration that is divided by")
+    wlb_yarn_beta_fast: float = setting(
+        32.0, "with `yarn`: rotations above which nothing is scaled"
+    )
+    wlb_yarn_beta_slow: float = setting(1.0, "with `yarn`: rotations below which all is scaled")
+    wlb_yarn_mscale: float = setting(1.0, "with `yarn`: concentration of attention")
+    wlb_yarn_mscale_all_dim: float = setting(0.0, "with `yarn`: concentration that is divided by")
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "kind of layer norm")
     norm_epsilon: float = setting(1e-5, "epsilon of the layer norm")
     qk_layernorm: bool = setting(False, "normalise queries and keys")
@@ -224,16 +226,25 @@ class WlbConfig:
         "split", "what becomes of documents longer than the window"
     )
     wlb_epochs: int | None = setting(None, "end after so many passes over the data, all trained")
+    wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = setting(
+        "adaptive",
+        "with CP: how a micro-batch is divided. per-sequence: 2·CP pieces of the whole. "
+        "per-document: 2·CP pieces of each document. adaptive: of these two the one whose slowest "
+        "rank has the faster attention, as predicted. hybrid: also per-document for long documents "
+        "only, from a length on that is chosen likewise",
+    )
     wlb_cost: str = setting(
         "analytic",
         "analytic: from the model's shape. measured: timed at start. Or a JSON or YAML file of "
         "coefficients or measured tables",
     )
     wlb_hardware: str = setting(
-        "h100-sxm", "machine of the analytic cost: h100-sxm, h200, a100, cpu, or a YAML file"
+        "h100-sxm",
+        "machine of the analytic cost and of --wlb-cp-sharding: h100-sxm, h200, a100, cpu, or a "
+        "YAML file such as `wlb profile` writes",
     )
     wlb_cost_extrapolate: bool = setting(
-        False, "go beyond the longest row of measured tables; otherwise that is an error"
+        False, "go beyond the longest length of measured tables; otherwise that is an error"
     )
     wlb_attention_kernel: Literal[
         "auto", "torch", "flash-attn-2", "flash-attn-3", "transformer-engine", "sdpa"

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.kernels import Segments, VarlenKernel
@@ -125,7 +126,8 @@ def context_attention(
         )
     run = _Run(segments, gather, kernel, scale, parallel, key.shape[1])
     if torch.is_grad_enabled():
-        out: torch.Tensor = _ContextAttention.apply(query, key, value, run)
+        apply: Any = _ContextAttention.apply
+        out: torch.Tensor = apply(query, key, value, run)
         return out
     return _joined([part.out for part in run.forward(query, key, value, keep=False)])
 
@@ -142,7 +144,7 @@ class _ContextAttention(torch.autograd.Function):
         return _joined([part.out.detach() for part in ctx.parts])
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         parts, ctx.parts = ctx.parts, None
@@ -266,5 +268,5 @@ def _free(pair: torch.Tensor) -> None:
 def _refill(pair: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
     """Puts back what was freed; autograd need not know, as the values are the same."""
     pair.untyped_storage().resize_(pair.numel() * pair.element_size())
-    with torch.autograd._unsafe_preserve_version_counter(pair):
+    with _unsafe_preserve_version_counter(pair):
         torch.index_select(rows, 0, index, out=pair)

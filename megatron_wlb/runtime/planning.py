@@ -8,6 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from megatron_wlb import sharding
 from megatron_wlb.config import Config
 from megatron_wlb.cost import (
     Cost,
@@ -22,13 +25,14 @@ from megatron_wlb.cost import (
     load_hardware,
     read_cost_file,
 )
+from megatron_wlb.cost.attention import AnalyticAttention, AttentionLatency, nearest_profile
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.documents import DocumentStream
-from megatron_wlb import sharding
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.packing import packer
 from megatron_wlb.planner import Planner
+from megatron_wlb.sharding import Selector
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +232,49 @@ def length_multiple(config: Config) -> int:
     )
 
 
+def attention_latency(config: Config, shape: ModelShape) -> AttentionLatency:
+    """Predicted attention of one layer on a device of this run, at ``--wlb-hardware``'s rates.
+
+    From the tables of `wlb profile` where the file has some for such heads, else from whole tiles
+    at one rate; the log says which.
+    """
+    hardware = load_hardware(config.wlb.wlb_hardware)
+    tp_size = config.parallel.tensor_model_parallel_size
+    num_heads = shape.num_attention_heads // tp_size
+    profile = nearest_profile(
+        hardware.attention,
+        num_heads=num_heads,
+        num_groups=max(1, shape.num_query_groups // tp_size),
+        head_dim=shape.kv_channels,
+        dtype="bfloat16" if config.training.bf16 else "float32",
+    )
+    if profile is None:
+        logger.info(
+            "CP shardings are chosen by whole tiles at the rate of %s; `wlb profile` measures",
+            config.wlb.wlb_hardware,
+        )
+        return AnalyticAttention(num_heads, shape.kv_channels, hardware.attention_tflops)
+    logger.info(
+        "CP shardings are chosen by measured %s attention (%s)", profile.kernel, profile.machine
+    )
+    return dataclasses.replace(profile, extrapolate=config.wlb.wlb_cost_extrapolate)
+
+
+def make_selector(config: Config, padded_vocab_size: int, max_tokens: int) -> Selector | None:
+    """What chooses CP shardings of micro-batches of up to ``max_tokens``; None without CP.
+
+    Raises:
+        ConfigError: measured tables that end before.
+    """
+    cp_size = config.parallel.context_parallel_size
+    if cp_size == 1:
+        return None
+    latency = attention_latency(config, model_shape(config, padded_vocab_size))
+    longest = np.array([max_tokens])
+    latency.chunk_us(longest, longest)  # now, not in the step that has the first such document
+    return Selector(config.wlb.wlb_cp_sharding, cp_size, latency)
+
+
 def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
     """The planner of training steps, before its first one."""
     wlb = config.wlb
@@ -253,7 +300,8 @@ def _planner(
     tau: float,
 ) -> Planner:
     data, training, wlb = config.data, config.training, config.wlb
-    s_max = max_tokens(config, padded_vocab_size(config, corpora.vocab_size), dp_size)
+    padded = padded_vocab_size(config, corpora.vocab_size)
+    s_max = max_tokens(config, padded, dp_size)
     if s_max != wlb.wlb_max_tokens:
         logger.info("S_max is %d tokens, which fit %g GiB", s_max, wlb.wlb_memory_gib)
     if isinstance(cost, ProfiledCost):  # now, not in the step that has the first such micro-batch
@@ -294,4 +342,5 @@ def _planner(
         cost,
         dp_size=dp_size,
         length_multiple=length_multiple(config),
+        selector=make_selector(config, padded, s_max or 2 * data.seq_length),
     )

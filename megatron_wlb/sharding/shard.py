@@ -141,11 +141,16 @@ def _per_document(document_tokens: IntArray, which: IntArray, num_slots: int) ->
     # ended: slots then never differ by more than one token, and not at all once Σd divides by n.
     first = np.cumsum(remainder, axis=0) - remainder
     longer = (slots - first) % num_slots < remainder
-    stop = np.cumsum(tokens // num_slots + longer, axis=1)  # [D, n]
-    start = np.concatenate([np.zeros_like(tokens), stop[:, :-1]], axis=1)
-    segment = np.broadcast_to(which[:, None], stop.shape)
-    slot = np.broadcast_to(slots, stop.shape)
-    return np.stack([segment, start, stop, slot]).reshape(4, -1)
+    tokens_of_slot = tokens // num_slots + longer  # [D, n]
+    stop = np.cumsum(tokens_of_slot, axis=1)
+    # [D, n] -> [CP, D, 2]: already in the order of ranks, which sorting finds out fast.
+    by_rank = np.stack([slots, slots[::-1]], axis=1)[: num_slots // 2]
+    pieces = np.empty((4, len(by_rank), len(which), 2), dtype=np.int64)
+    pieces[0] = which[:, None]
+    pieces[1] = (stop - tokens_of_slot)[:, by_rank].swapaxes(0, 1)
+    pieces[2] = stop[:, by_rank].swapaxes(0, 1)
+    pieces[3] = by_rank[:, None]
+    return pieces.reshape(4, -1)
 
 
 def _per_sequence(document_tokens: IntArray, which: IntArray, free: IntArray) -> IntArray:
@@ -175,7 +180,7 @@ def _with_round_robin(document_tokens: IntArray, num_slots: int) -> IntArray:
 
 def _by_rank(pieces: IntArray, document_tokens: IntArray, cp_size: int) -> tuple[IntArray, ...]:
     """The pieces of each rank's slots in token order, neighbours joined."""
-    segment, start, stop, slot = pieces[:, pieces[1] < pieces[2]]
+    segment, start, stop, slot = np.take(pieces, np.flatnonzero(pieces[1] < pieces[2]), axis=1)
     rank = np.minimum(slot, 2 * cp_size - 1 - slot)
     first_token = np.cumsum(document_tokens) - document_tokens
     order = np.argsort(rank * document_tokens.sum() + first_token[segment] + start, kind="stable")
