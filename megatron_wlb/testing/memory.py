@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +62,27 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, key: int, _: Any) -> None:
         self.live -= self._storages.pop(key)[1]
+
+    def __enter__(self) -> LiveBytes:
+        # No operation: attention frees and takes back the memory of gathered keys this way.
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            known = self._storages.get(id(storage))
+            if known is not None:
+                self._count(size - known[1])
+                self._storages[id(storage)] = (known[0], size)
+            return result
+
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
+        self._patch.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        self._patch.stop()
 
     def __torch_dispatch__(
         self,

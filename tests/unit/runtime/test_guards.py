@@ -247,7 +247,7 @@ def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
         ("--kv-channels 7 --position-embedding-type none", 1, 8),
         ("--context-parallel-size 4 --wlb-cp-overlap-groups 2 --wlb-cp-keep-gathered", 8, 4),
         ("--use-rope-scaling --rope-scaling-factor 4", 1, 8),
-        ("--position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8 --wlb-yarn-mscale 1", 1, 8),
+        ("--position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8", 1, 8),
         ("--seq-length 512 --max-position-embeddings 512 --wlb-max-tokens 512", 1, 8),
         ("--seq-length 2", 1, 8),
         ("--hidden-dropout 0.5 --eval-interval 0 --wlb-verify-plan-interval 0", 1, 8),
