@@ -141,6 +141,7 @@ def memory_model(config: Config, padded_vocab_size: int, dp_size: int) -> Memory
         bf16=config.training.bf16,
         optimizer=config.training.optimizer,
         distributed_optimizer=config.parallel.use_distributed_optimizer,
+        keep_gathered=config.wlb.wlb_cp_keep_gathered,
     )
 
 

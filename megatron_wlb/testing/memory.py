@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_wlb.config import Config
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.sharding import Sharding
 from megatron_wlb.testing.workload import make_workload
 
 VOCAB_SIZE = 500
@@ -127,7 +128,9 @@ def measure_step(config: Config, lengths: Sequence[Sequence[int]], pad: int) -> 
     micro_batches = []
     for index, own in enumerate(lengths):
         spans = tuple(Span(d, 0, d.length) for d in itertools.islice(documents, len(own)))
-        micro_batches.append(MicroBatchPlan(index, spans, sum(own) + pad, 1.0))
+        micro_batches.append(
+            MicroBatchPlan(index, spans, sum(own) + pad, 1.0, Sharding("per-document"))
+        )
     with LiveBytes() as live:
         runner = build_runner(config, workload)
         dp_size = runner.model.groups.dp.size()
