@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_wlb import sharding
 from megatron_wlb.config import Config
 from megatron_wlb.cost import (
     Cost,
@@ -28,7 +29,6 @@ from megatron_wlb.cost.attention import AnalyticAttention, AttentionLatency, nea
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.documents import DocumentStream
-from megatron_wlb import sharding
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
 from megatron_wlb.planner import Planner
