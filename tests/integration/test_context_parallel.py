@@ -48,9 +48,7 @@ def test_context_parallel_run_has_the_losses_of_one_process(
     assert output.count("attention kernel: sdpa (cpu, float32, 2 query and 2 key/value heads") == 1
 
 
-def test_context_parallel_run_measures_its_cost_and_evaluates(
-    tmp_path: Path, corpus: Path
-) -> None:
+def test_context_parallel_run_measures_its_cost_and_evaluates(tmp_path: Path, corpus: Path) -> None:
     flags = TINY | CP2 | {"data_path": corpus, "split": "70,30", "eval_interval": 2}
     flags |= {"wlb_cost": "measured", "pipeline_model_parallel_size": 2}
     flags |= {"recompute_granularity": "selective", "bf16": True}
