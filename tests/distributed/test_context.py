@@ -307,6 +307,22 @@ def test_attention_in_head_groups_holds_less(gloo: GlooPool) -> None:
         assert halves[1] < measured[1] and halves[2] < measured[2]
 
 
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_ranks_in_turn_are_attention_by_definition(sharding: Sharding) -> None:
+    """What GPU tests run, where collectives are stood in for."""
+    import torch
+
+    from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.testing.attention import ranks_in_turn
+
+    lengths = padded(LENGTHS, 4)
+    inputs = tensors(sum(lengths), 2, torch.float32)
+    found = ranks_in_turn(*inputs, lengths, 4, sharding, sdpa_varlen, SCALE)
+    expected = definition(lengths, inputs, torch.float64)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
 def test_layouts_are_awkward() -> None:
     """Cuts inside documents, documents shorter than 2·CP, more than two chunks of a document."""
     lengths = padded(LENGTHS, 4)
