@@ -87,7 +87,7 @@ def ranks_in_turn(
             index = KeyGather.of(layout, query.device)
             out = context_attention(q, k, v, segments, index, kernel, scale, ContextParallel(group))
             results[0][local] = out.detach()
-            results[1][local] = torch.autograd.grad(out, leaves[0], grad[local])[0]
+            results[1][local] = torch.autograd.grad(out, (q, k, v), grad[local])[0]
     by_token = torch.empty_like(rows)
     by_token[torch.cat(tokens)] = rows
     return [*results, by_token[:, 0].to(key.dtype), by_token[:, 1].to(key.dtype)]
