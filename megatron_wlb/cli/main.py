@@ -17,6 +17,10 @@ COMMANDS = {
         "turn text files into a corpus that Megatron reads, or say what is in one",
     ),
     "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
+    "profile": (
+        "megatron_wlb.cli.profile",
+        "measure this machine's attention and linear rates, for the costs that plans are made with",
+    ),
     "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
     "simulate": (
         "megatron_wlb.cli.simulate",
@@ -38,6 +42,7 @@ examples:
   wlb tune corpora/books --window 32768 --num-micro-batches 8 --max-delay 0.3
   wlb simulate corpora/books --model 7b --tp-size 8 --pp-size 4 --report step.html
   wlb plan corpora/books --model 7b --num-devices 64 --out 7b.yaml
+  wlb profile --out machine.yaml
 
 'wlb COMMAND --help' says more. Errors are one line and an exit status of their own;
 WLB_TRACEBACK=1 shows where they come from.

@@ -63,6 +63,8 @@ class MemoryModel:
     distributed_optimizer: bool = False
     """Whether optimizer state is spread over the data-parallel and context-parallel ranks."""
     kernels: Kernels = "torch"
+    keep_gathered: bool = False
+    """Under CP: whether gathered keys and values are kept for the backward pass."""
 
     def __post_init__(self) -> None:
         self.parallelism.layers_of_stages(self.shape)
@@ -185,7 +187,12 @@ class MemoryModel:
     @cached_property
     def _tapes(self) -> list[list[Tape]]:
         activations = ActivationModel(
-            self.shape, self.parallelism, self.recompute, self._element_bytes, self.kernels
+            self.shape,
+            self.parallelism,
+            self.recompute,
+            self._element_bytes,
+            self.kernels,
+            self.keep_gathered,
         )
         p, layers = self.parallelism, self.parallelism.layers_of_stages(self.shape)
         last = len(layers) - 1
