@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_wlb.errors import ConfigError
 
-WIDTH = 140
+WIDTH = 160
 """Of tables that go to a file or a pipe."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ WORTH_IT = 1.02
 """Modelled speed-up over `original` from which on another packing is advised."""
 GENTLE_DELAY = 0.6
 """More delay, in steps, is not advised where there is less to be had: the paper has 0.5."""
+EXTRA_COLUMNS = ("p95", "worst", "tokens/s", "p99", "CV", "documents")
+MIN_WIDTH = 130
+"""Of a terminal that has room for them."""
 NEARLY = 0.99
 """Of the highest throughput: the least delay is advised among those."""
 
@@ -133,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
     evaluations = _evaluate(args, cases, steps)
     originals = {e.num_micro_batches: e for e in evaluations if e.setting.packing == "original"}
     rows = [
-        {**e.row(originals.get(e.num_micro_batches)), "paper_imbalance": _paper(args, e)}
+        {**e.row(_comparable(e, originals)), "paper_imbalance": _paper(args, e)}
         for e in evaluations
     ]
     title = f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows"
@@ -145,7 +148,7 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps({"rows": rows}, indent=1))
         return 0
     out = console()
-    out.print(_table(rows, f"{title}: {steps} steps, seed {args.seed}; times modelled"))
+    out.print(_table(rows, f"{title}: {steps} steps, seed {args.seed}; modelled", out.width))
     out.print(_advice(evaluations))
     if args.plot:
         out.print(f"picture: {args.plot}")
@@ -209,6 +212,13 @@ def _evaluate(
     return evaluations
 
 
+def _comparable(evaluation: Evaluation, originals: Mapping[int, Evaluation]) -> Evaluation | None:
+    """`original` on the same steps; the solver has others."""
+    if evaluation.setting.packing == "fixed-solver":
+        return None
+    return originals.get(evaluation.num_micro_batches)
+
+
 def _paper(args: argparse.Namespace, evaluation: Evaluation) -> float | None:
     """Table 2's figure where the set-up is the paper's."""
     setting = evaluation.setting
@@ -224,50 +234,56 @@ def _paper(args: argparse.Namespace, evaluation: Evaluation) -> float | None:
     return TABLE_2.get(setting.packing, {}).get(number)
 
 
-def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("N", justify="right")
-    table.add_column("packing")
+def _table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Table:
+    """Columns that matter less are left out where there is no room."""
     paper = any(row["paper_imbalance"] for row in rows)
     padded = any(row["padding"] >= 0.00005 for row in rows)
-    headers = ["imbalance", "tw", "p95", "worst", "work/s", "tokens/s", "delay", "p99", "max", "CV",
-               "ms", "documents"]  # fmt: skip
-    if paper:
-        headers.insert(1, "paper")
-    if padded:
-        headers.append("padding")
+    shown = [_cells(row) for row in rows]
+    left_out = {"paper": not paper, "padding": not padded}
+    left_out |= dict.fromkeys(EXTRA_COLUMNS, width < MIN_WIDTH)
+    headers = [header for header in shown[0] if not left_out.get(header)]
+    table = Table(title=title, title_justify="left")
     for header in headers:
-        table.add_column(header, justify="right")
-    last = rows[0]["num_micro_batches"]
-    for row in rows:
-        if row["num_micro_batches"] != last:
+        if header == "packing":
+            table.add_column(header)
+        else:
+            widest = max(len(header), *(len(cells[header]) for cells in shown))
+            table.add_column(header, justify="right", min_width=widest)
+    for number, cells in enumerate(shown):
+        if number and cells["N"] != shown[number - 1]["N"]:
             table.add_section()
-            last = row["num_micro_batches"]
-        work, tokens = row["work_speedup"], row["tokens_speedup"]
-        cells = [
-            f"{row['imbalance_mean']:.3f}",
-            f"{row['imbalance_time_weighted']:.3f}",
-            f"{row['imbalance_p95']:.3f}",
-            f"{row['imbalance_worst']:.2f}",
-            f"{work:.3f}×" if work else "",
-            f"{tokens:.3f}×" if tokens else "",
-            f"{row['delay_mean']:.2f}",
-            str(row["delay_p99"]),
-            str(row["delay_max"]),
-            f"{row['tokens_cv']:.2f}",
-            f"{row['ms_per_step']:.2f}",
-            f"{row['documents']:,}",
-        ]
-        if paper:
-            cells.insert(1, f"{row['paper_imbalance']:.2f}" if row["paper_imbalance"] else "")
-        if padded:
-            cells.append(f"{row['padding']:.2%}")
-        table.add_row(str(last), row["title"], *cells)
+        table.add_row(*(cells[header] for header in headers))
     if paper:
         table.caption = (
             "paper: imbalance in WLB-LLM's Table 2, of measured times on its authors' data"
         )
     return table
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """By column, from left to right."""
+
+    def number(name: str, form: str) -> str:
+        return "" if row[name] is None else format(row[name], form)
+
+    return {
+        "N": number("num_micro_batches", ""),
+        "packing": row["title"],
+        "imbalance": number("imbalance_mean", ".3f"),
+        "paper": number("paper_imbalance", ".2f"),
+        "tw": number("imbalance_time_weighted", ".3f"),
+        "p95": number("imbalance_p95", ".3f"),
+        "worst": number("imbalance_worst", ".2f"),
+        "work/s": number("work_speedup", ".3f"),
+        "tokens/s": number("tokens_speedup", ".3f"),
+        "delay": number("delay_mean", ".2f"),
+        "p99": number("delay_p99", ""),
+        "max": number("delay_max", ""),
+        "CV": number("tokens_cv", ".2f"),
+        "padding": number("padding", ".2%"),
+        "ms": number("ms_per_step", ".2f"),
+        "documents": number("documents", ","),
+    }
 
 
 def _advice(evaluations: Sequence[Evaluation]) -> str:

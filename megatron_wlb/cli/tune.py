@@ -144,7 +144,7 @@ def as_dict(tuning: Tuning) -> dict[str, object]:
         "max_delay": tuning.max_delay,
         "recommended": tuning.chosen.row(original),
         "flags": tuning.chosen.setting.flags(),
-        "is_default": tuning.chosen in tuning.defaults,
+        "is_default": tuning.keeps_default,
         "defaults": [e.row(original) for e in tuning.defaults],
         "baselines": [e.row(original) for e in tuning.baselines],
         "frontier": [e.row(tuning.tried_original) for e in frontier(tuning.tried)],
