@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_wlb.cli.inputs import SOURCES, add_source, source
-from megatron_wlb.cli.output import check_file, console, save_file
+from megatron_wlb.cli.output import check_file, console, save_file, say
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.errors import ConfigError
 
@@ -66,9 +66,9 @@ def _run(args: argparse.Namespace) -> int:
     out.print(_summary(statistics, documents.title))
     out.print(_long(statistics, args.window))
     out.print(_histogram(statistics))
-    out.print(_advice(statistics, args.window))
+    say(out, _advice(statistics, args.window))
     if args.plot:
-        out.print(f"picture: {args.plot}")
+        say(out, f"picture: {args.plot}")
     return 0
 
 

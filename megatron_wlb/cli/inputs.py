@@ -124,7 +124,8 @@ def max_tokens(args: argparse.Namespace) -> int:
 
 
 def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batches: int) -> Workload:
-    """What the flags describe, for one N."""
+    """What the flags describe, for one N. Raises :class:`WLBError` where it cannot be packed."""
+    documents.check(window=args.window, long_documents=args.long_documents)
     layout = None
     if args.dp_size is not None or args.pp_size is not None:
         layout = Layout(
@@ -171,7 +172,11 @@ def cost(args: argparse.Namespace) -> Cost:
 
 
 def _settings(args: argparse.Namespace) -> Config:
-    config = parse(["--wlb-config", str(args.model)])
+    try:
+        config = parse(["--wlb-config", str(args.model)])
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"--wlb-config {args.model}: ")
+        raise ConfigError(f"--model {args.model}: {reason}") from None
     settings = config.flat()
     if args.hardware is not None:
         settings["wlb_hardware"] = args.hardware
@@ -190,7 +195,8 @@ def _cost_of_file(args: argparse.Namespace) -> Cost:
             raise ConfigError(f"cost is {inner!r}; give coefficients by name")
         found = cost_from_dict(inner)
     except ConfigError as error:
-        raise ConfigError(f"--cost {args.cost}: {error}") from None
+        reason = str(error).removeprefix(f"{args.cost}: ")
+        raise ConfigError(f"--cost {args.cost}: {reason}") from None
     if isinstance(found, ProfiledCost) and args.cost_extrapolate:
         return dataclasses.replace(found, extrapolate=True)
     return found

@@ -24,6 +24,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if terminal else WIDTH, highlight=False)
 
 
+def say(out: Console, text: str, style: str = "") -> None:
+    """A sentence: one line, unless a terminal has to break it between words."""
+    out.print(text, style=style, soft_wrap=not out.is_terminal)
+
+
 def remark(text: str) -> None:
     """One line on stderr about what was done with the user's data."""
     print(f"note: {text}", file=sys.stderr)

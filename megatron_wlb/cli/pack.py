@@ -20,7 +20,7 @@ from megatron_wlb.cli.inputs import (
     source,
     workload,
 )
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PACKINGS
 from megatron_wlb.packing.evaluate import WARM_UP_STEPS, Evaluation, Setting, Workload, evaluate
@@ -149,9 +149,9 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     out = console()
     out.print(_table(rows, f"{title}: {steps} steps, seed {args.seed}; modelled", out.width))
-    out.print(_advice(evaluations))
+    say(out, _advice(evaluations))
     if args.plot:
-        out.print(f"picture: {args.plot}")
+        say(out, f"picture: {args.plot}")
     return 0
 
 

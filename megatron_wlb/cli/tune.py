@@ -20,7 +20,7 @@ from megatron_wlb.cli.inputs import (
     source,
     workload,
 )
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.evaluate import Evaluation
@@ -130,10 +130,10 @@ def _run(args: argparse.Namespace) -> int:
     out = console()
     out.print(_curve(tuning, f"{title}: the best of {len(tuning.tried)} settings, modelled"))
     out.print(_judged(tuning, f"on {steps} held-out steps, seed {args.seed}, modelled"))
-    out.print(_advice(tuning))
+    say(out, _advice(tuning))
     out.print(" ".join(tuning.chosen.setting.flags()), style="bold", soft_wrap=True)
     if args.plot:
-        out.print(f"picture: {args.plot}")
+        say(out, f"picture: {args.plot}")
     return 0
 
 
