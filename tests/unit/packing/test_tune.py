@@ -12,7 +12,7 @@ from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.packing import tune as module
-from megatron_wlb.packing.evaluate import Layout, Setting, Workload, evaluate
+from megatron_wlb.packing.evaluate import Evaluation, Layout, Setting, Workload, evaluate
 from megatron_wlb.packing.tune import TOLERANCE, Tuning, candidates, frontier, tune
 
 WINDOW = 2048
@@ -66,7 +66,24 @@ def test_recommendation_keeps_the_limit_and_is_no_worse_than_the_defaults(
     # Judged on the other half of the documents, as anybody can check.
     again = evaluate(works[1], found.chosen.setting, 25, warm_up=6)
     assert again.metrics == found.chosen.metrics
+    for judged in (*found.defaults, found.original):
+        assert judged.metrics == evaluate(works[1], judged.setting, 25, warm_up=6).metrics
     assert found.original.metrics != found.tried_original.metrics
+
+
+def test_default_that_is_better_on_held_out_steps_is_recommended(monkeypatch) -> None:
+    """As if all that was found had been luck with the documents that it was found on."""
+    works = halves()
+
+    def lucky(on: Workload, setting: Setting, steps: int, **settings: int) -> Evaluation:
+        found = evaluate(on, setting, steps, **settings)
+        is_default = setting.delay_price is None and not setting.queue_thresholds
+        lost = 0.0 if is_default or on is works[0] else 0.3
+        return replace(found, efficiency=found.efficiency - lost)
+
+    monkeypatch.setattr(module, "evaluate", lucky)
+    found = tuned(works, max_delay=3.0, packings=["hold"])
+    assert found.keeps_default and found.chosen.setting == Setting("hold", 2 * WINDOW)
 
 
 def test_more_delay_buys_no_less_throughput() -> None:
