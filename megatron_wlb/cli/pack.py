@@ -16,7 +16,9 @@ from megatron_wlb.cli.inputs import (
     SOURCES,
     add_source,
     add_workload,
+    fill_defaults,
     max_tokens,
+    numbers_of_micro_batches,
     source,
     workload,
 )
@@ -84,13 +86,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is compared")
     group.add_argument("--packing", metavar="a,b,…", help="default: all but fixed-solver")
     group.add_argument(
-        "--num-micro-batches",
-        nargs="+",
-        default=["4"],
-        metavar="N",
-        help="micro-batches of a step over all data-parallel ranks; several like 4,16 (default: 4)",
-    )
-    group.add_argument(
         "--queue-thresholds", nargs="+", type=int, default=[], metavar="L", help="of wlb, in tokens"
     )
     group.add_argument("--hold-tau", type=float, default=1.0, metavar="X", help="of hold")
@@ -116,11 +111,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_file("--plot", args.plot)
+    fill_defaults(args)
     documents = source(args)
     base = workload(args, documents, 1)
     cases = [
         (dataclasses.replace(base, num_micro_batches=number), setting)
-        for number in _numbers(args.num_micro_batches)
+        for number in numbers_of_micro_batches(args)
         for setting in _settings(args)
     ]
     steps = STEPS if args.steps is None else args.steps
@@ -153,16 +149,6 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot:
         say(out, f"picture: {args.plot}")
     return 0
-
-
-def _numbers(texts: Sequence[str]) -> list[int]:
-    numbers = [number for text in texts for number in text.split(",") if number]
-    for number in numbers:
-        if not number.isdecimal() or int(number) < 1:
-            raise ConfigError(
-                f"--num-micro-batches {number} is no number above 0; write several like 4,16"
-            )
-    return list(dict.fromkeys(map(int, numbers)))
 
 
 def _settings(args: argparse.Namespace) -> list[Setting]:

@@ -16,7 +16,9 @@ from megatron_wlb.cli.inputs import (
     SOURCES,
     add_source,
     add_workload,
+    fill_defaults,
     max_tokens,
+    numbers_of_micro_batches,
     source,
     workload,
 )
@@ -54,13 +56,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--packing", default=",".join(TUNABLE), metavar="a,b", help="default: wlb,hold"
     )
     group.add_argument(
-        "--num-micro-batches",
-        type=int,
-        default=4,
-        metavar="N",
-        help="micro-batches of a step over all data-parallel ranks (default: 4)",
-    )
-    group.add_argument(
         "--max-delay",
         type=float,
         default=0.5,
@@ -85,21 +80,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_file("--plot", args.plot)
+    fill_defaults(args)
     documents = source(args)
-    if args.num_micro_batches < 1:
-        raise ConfigError(f"--num-micro-batches is {args.num_micro_batches}; give at least 1")
+    number, *others = numbers_of_micro_batches(args)
+    if others:
+        raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
     steps = args.steps
     if steps is None:
-        steps = max(50, min(250, 3200 // args.num_micro_batches))
+        steps = max(50, min(250, 3200 // number))
     if steps < 1:
         raise ConfigError(f"--steps is {steps}; give at least 1")
-    base = workload(args, documents, args.num_micro_batches)
+    base = workload(args, documents, number)
     tokens = 2 * (WARM_UP_STEPS + steps) * base.step_tokens
     for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
         remark(text)
-    if documents.stored is not None and len(documents.stored) < MIN_TO_SPLIT:
+    if documents.num_documents < MIN_TO_SPLIT:
         remark(
-            f"{len(documents.stored)} documents are too few to part: settings are judged on the "
+            f"{documents.num_documents} documents are too few to part: settings are judged on the "
             "ones they were chosen on, in another order"
         )
     # One setting that lets documents pile up is no reason to warn: it will not be chosen.
@@ -117,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     title = (
-        f"{documents.title}, N={args.num_micro_batches}, window {args.window:,}, S_max up to "
+        f"{documents.title}, N={number}, window {args.window:,}, S_max up to "
         f"{args.max_windows:g} windows"
     )
     if args.plot:

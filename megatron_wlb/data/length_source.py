@@ -74,6 +74,11 @@ class LengthSource:
         distribution(name)
         return cls(f"distribution {name}", distribution=name)
 
+    @property
+    def num_documents(self) -> float:
+        """That are not empty; a distribution has no end of them."""
+        return np.inf if self.stored is None else int(np.count_nonzero(self.stored))
+
     def longest(self, window: int) -> int:
         """The longest document; of a distribution, which is cut at windows, the window."""
         return window if self.stored is None else int(self.stored.max())
@@ -108,7 +113,7 @@ class LengthSource:
 
         Of a few documents both are all of them, in other orders.
         """
-        if self.stored is None or np.count_nonzero(self.stored) < MIN_TO_SPLIT:
+        if self.stored is None or self.num_documents < MIN_TO_SPLIT:
             return self, replace(self, seed_offset=self.seed_offset + 1)
         present = np.flatnonzero(self.stored)
         order = np.random.default_rng([seed, self.seed_offset]).permutation(present)

@@ -85,7 +85,7 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
     # Settings that are far worse would squeeze all others.
     drawn = (*tuning.baselines, *tuning.defaults, chosen, *frontier(tuning.tried))
     farthest = max(tuning.max_delay, *(e.delay for e in drawn))
-    axes.set_xlim(-0.03 * farthest, 1.2 * farthest or 1)
+    axes.set_xlim(-0.03 * farthest, 1.3 * farthest or 1)
     axes.set_xlabel(
         "mean delay of a token (steps); lines and dots: steps tuned on, large marks: held-out steps"
     )

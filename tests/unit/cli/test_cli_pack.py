@@ -159,6 +159,23 @@ def test_model_and_hardware_make_another_cost(capsys) -> None:
     assert (ours - 1) == pytest.approx(default - 1, rel=1 / 3)
 
 
+def test_model_file_also_says_the_window_the_batch_and_the_pipeline(capsys) -> None:
+    Path("model.yaml").write_text(
+        "num_layers: 4\nhidden_size: 64\nseq-length: 2048\n--global-batch-size: 6\n"
+        "pipeline_model_parallel_size: 2\n"
+    )
+    options = ["corpus", "--model", "model.yaml", "--steps", "5", "--packing", "original"]
+    (row,) = rows(capsys, *options)
+    assert (row["window"], row["num_micro_batches"]) == (2048, 6)
+    (alone,) = rows(capsys, *options, "--pp-size", "1")
+    assert row["efficiency"] < 0.95 < alone["efficiency"]  # without bubbles
+    (row,) = rows(capsys, *options, "--window", "4096", "--num-micro-batches", "3")
+    assert (row["window"], row["num_micro_batches"]) == (4096, 3)
+    Path("model.yaml").write_text("hidden: 64\n")
+    assert main(["pack", *options]) == 2
+    assert capsys.readouterr().err.startswith("error: --model model.yaml: unknown flag --hidden")
+
+
 def test_what_becomes_of_long_documents_is_said(capsys) -> None:
     command = ["pack", "corpus", "--window", "1024", "--steps", "3", "--packing", "hold"]
     assert main(command) == 0
@@ -206,6 +223,7 @@ def test_plot_is_written_whole_and_alone(folder: Path, capsys) -> None:
         ([*REFERENCE, "--window", "1"], 2, "--window is 1; give at least 2"),
         ([*REFERENCE, "--window", "9999999999"], 2, "S_max of 19999999998 tokens is above"),
         ([*REFERENCE, "--num-micro-batches", "4,x"], 2, "--num-micro-batches x is no number"),
+        ([*REFERENCE, "--num-micro-batches", ","], 2, "--num-micro-batches names none"),
         ([*REFERENCE, "--steps", "0"], 2, "--steps is 0; give at least 1"),
         ([*REFERENCE, "--seed", "-1"], 2, "--seed is -1; give 0 to"),
         ([*REFERENCE, "--hardware", "h200"], 2, "--hardware is the machine of --model FILE"),
