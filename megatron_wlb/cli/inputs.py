@@ -49,9 +49,11 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=int,
         metavar="TOKENS",
-        help=f"training's --seq-length (default: that of --model, or {REFERENCE_WINDOW})",
+        help=f"training's --seq-length (default: {REFERENCE_WINDOW})",
     )
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    group.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="of the sample (default: 1)"
+    )
 
 
 def fill_defaults(args: argparse.Namespace) -> None:
