@@ -51,9 +51,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help=f"training's --seq-length (default: {REFERENCE_WINDOW})",
     )
-    group.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of the sample (default: 1)"
-    )
+    group.add_argument("--seed", type=int, default=1, metavar="N", help="of the sample; default: 1")
 
 
 def fill_defaults(args: argparse.Namespace) -> None:
