@@ -6,6 +6,9 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron_wlb.config import Config, from_flat, parse
 from megatron_wlb.cost import Cost, ProfiledCost, cost_from_dict, read_cost_file
@@ -16,6 +19,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.evaluate import Layout, Workload
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 
+NUM_MICRO_BATCHES = 4
 DEFAULT_VOCAB_SIZE = 32000
 """Of a model file that names none, where the corpus does not either."""
 
@@ -28,8 +32,9 @@ documents, one of:
 COSTS = """\
 cost of a document, one of:
   (nothing)            LLaMA2-7B at a window of 128K on 16 GPUs, modelled: the paper's Table 2
-  --model FILE         the analytic cost of your model: a YAML file of training settings, as for
-                       --wlb-config (num_layers: 32, hidden_size: 4096, …), on --hardware
+  --model FILE         the analytic cost of your model on --hardware: a YAML file of training
+                       settings, as for --wlb-config (num_layers: 32, hidden_size: 4096, …); its
+                       seq_length, global_batch_size and pipeline size are taken as well
   --cost FILE          tables that megatron_wlb.measure_cost wrote, or coefficients
 """
 
@@ -43,11 +48,43 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--window",
         type=int,
-        default=REFERENCE_WINDOW,
         metavar="TOKENS",
         help=f"training's --seq-length (default: {REFERENCE_WINDOW})",
     )
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    group.add_argument("--seed", type=int, default=1, metavar="N", help="of the sample; default: 1")
+
+
+def fill_defaults(args: argparse.Namespace) -> None:
+    """What the command line leaves open and ``--model`` says: window, N, pipeline stages.
+
+    Raises :class:`ConfigError` for a file that is none.
+    """
+    said: Mapping[str, Any] = {}
+    if getattr(args, "model", None) is not None:
+        config = _settings(args)
+        written = {
+            str(key).lstrip("-").replace("-", "_") for key in yaml.safe_load(args.model.read_text())
+        }
+        said = {name: value for name, value in config.flat().items() if name in written}
+    if args.window is None:
+        args.window = said.get("seq_length", REFERENCE_WINDOW)
+    if getattr(args, "num_micro_batches", 0) is None:
+        args.num_micro_batches = [str(said.get("global_batch_size", NUM_MICRO_BATCHES))]
+    if getattr(args, "pp_size", 0) is None:
+        args.pp_size = said.get("pipeline_model_parallel_size")
+
+
+def numbers_of_micro_batches(args: argparse.Namespace) -> list[int]:
+    """Each N once. Raises :class:`ConfigError` for what is no number above 0."""
+    numbers = [number for text in args.num_micro_batches for number in text.split(",") if number]
+    for number in numbers:
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(
+                f"--num-micro-batches {number} is no number above 0; write several like 4,16"
+            )
+    if not numbers:
+        raise ConfigError("--num-micro-batches names none; write several like 4,16")
+    return list(dict.fromkeys(map(int, numbers)))
 
 
 def source(args: argparse.Namespace) -> LengthSource:
@@ -72,6 +109,13 @@ def source(args: argparse.Namespace) -> LengthSource:
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """The flags that :func:`workload` reads, besides the source's."""
     group = parser.add_argument_group("batch and cost")
+    group.add_argument(
+        "--num-micro-batches",
+        nargs="+",
+        metavar="N",
+        help="micro-batches of a step over all data-parallel ranks (default: --model's "
+        f"global_batch_size, or {NUM_MICRO_BATCHES})",
+    )
     group.add_argument(
         "--max-windows",
         type=float,
@@ -103,7 +147,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--pp-size",
         type=int,
         metavar="N",
-        help="pipeline stages; without it a step takes as long as its slowest micro-batch",
+        help="pipeline stages, if not --model's; without any a step takes as long as its slowest "
+        "micro-batch",
     )
     group.add_argument("--model", type=Path, metavar="FILE", help="training settings, YAML")
     group.add_argument("--hardware", metavar="NAME|FILE", help="of --model (default: h100-sxm)")
@@ -124,7 +169,8 @@ def max_tokens(args: argparse.Namespace) -> int:
 
 
 def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batches: int) -> Workload:
-    """What the flags describe, for one N."""
+    """What the flags describe, for one N. Raises :class:`WLBError` where it cannot be packed."""
+    documents.check(window=args.window, long_documents=args.long_documents)
     layout = None
     if args.dp_size is not None or args.pp_size is not None:
         layout = Layout(
@@ -171,7 +217,11 @@ def cost(args: argparse.Namespace) -> Cost:
 
 
 def _settings(args: argparse.Namespace) -> Config:
-    config = parse(["--wlb-config", str(args.model)])
+    try:
+        config = parse(["--wlb-config", str(args.model)])
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"--wlb-config {args.model}: ")
+        raise ConfigError(f"--model {args.model}: {reason}") from None
     settings = config.flat()
     if args.hardware is not None:
         settings["wlb_hardware"] = args.hardware
@@ -191,7 +241,8 @@ def cost_of_file(args: argparse.Namespace) -> Cost:
             raise ConfigError(f"cost is {inner!r}; give coefficients by name")
         found = cost_from_dict(inner)
     except ConfigError as error:
-        raise ConfigError(f"--cost {args.cost}: {error}") from None
+        reason = str(error).removeprefix(f"{args.cost}: ")
+        raise ConfigError(f"--cost {args.cost}: {reason}") from None
     if isinstance(found, ProfiledCost) and args.cost_extrapolate:
         return dataclasses.replace(found, extrapolate=True)
     return found
