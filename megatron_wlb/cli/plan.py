@@ -13,7 +13,14 @@ from rich.table import Table
 
 from megatron_wlb.cli.inputs import SOURCES, add_source, source
 from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
-from megatron_wlb.cli.scenario import MODELS, RECOMPUTE, add_model, machine_title, model_shape
+from megatron_wlb.cli.scenario import (
+    MODELS,
+    RECOMPUTE,
+    add_model,
+    fill_from_model,
+    machine_title,
+    model_shape,
+)
 from megatron_wlb.cost import Recompute, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
@@ -34,7 +41,7 @@ how it searches:
   Every way to divide the devices over TP, CP, PP, VPP and DP, with each N and as little
   recomputation as fits, is checked against the model, Megatron's schedule and the memory limit.
   What can run gets one simulated step of even micro-batches; the best --refine layouts many steps
-  of your documents; and the best two of those every packing and S_max. Ranked by work (model
+  of your documents; and the best three of those every packing and S_max. Ranked by work (model
   FLOPs) a second. The same command gives the same ranking.
 
 columns:
@@ -75,9 +82,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--packing",
-        default="original,wlb,hold",
+        default="original,wlb,hold,hold+shape",
         metavar="a,b,…",
-        help="the last refines layouts (default: original,wlb,hold)",
+        help="as for wlb simulate (default: original,wlb,hold,hold+shape)",
     )
     group.add_argument(
         "--sharding", choices=MODES, default="adaptive", help="where CP > 1 (default: adaptive)"
@@ -115,7 +122,9 @@ def _run(args: argparse.Namespace) -> int:
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
         )
+    fill_from_model(args)
     documents, space = source(args), _space(args)
+    documents.check(window=space.window, long_documents=args.long_documents)
     for text in documents.remarks(
         (WARM_UP_STEPS + args.steps) * max(space.num_micro_batches) * space.window,
         window=space.window,
@@ -196,7 +205,7 @@ def _sections(args: argparse.Namespace, best: Choice) -> dict[str, recipe.Flags]
         "Layout": recipe.layout_flags(scenario),
         "Batch": recipe.batch_flags(scenario),
         "Workload balance": recipe.balance_flags(
-            scenario, outcome.setting, outcome.sharding, args.hardware
+            scenario, outcome.variant, outcome.sharding, args.hardware
         ),
     }
 

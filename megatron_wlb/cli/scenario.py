@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_wlb.cli.inputs import DEFAULT_VOCAB_SIZE, cost_of_file
-from megatron_wlb.config import parse
+from megatron_wlb.config import Config, parse
 from megatron_wlb.cost import (
     Cost,
     ModelShape,
@@ -17,6 +17,7 @@ from megatron_wlb.cost import (
 )
 from megatron_wlb.cost.model_file import is_shape, load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.simulator.scenario import MEMORY_SHARE, Scenario
 
 RECOMPUTE = {
@@ -68,16 +69,16 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         ("dp", "data-parallel replicas"),
     ):
         group.add_argument(
-            f"--{flag}-size", type=int, default=1, metavar="N", help=f"{text} (default: 1)"
+            f"--{flag}-size", type=int, metavar="N", help=f"{text} (default: --model's, or 1)"
         )
     group.add_argument(
         "--num-micro-batches",
         type=int,
         metavar="N",
-        help="of a step over all replicas: --global-batch-size (default: PP × DP)",
+        help="of a step over all replicas: --global-batch-size (default: --model's, or PP × DP)",
     )
     group.add_argument(
-        "--recompute", choices=RECOMPUTE, default="none", help="activations (default: none)"
+        "--recompute", choices=RECOMPUTE, help="activations (default: --model's, or none)"
     )
     group.add_argument(
         "--no-overlap-grad-reduce",
@@ -86,16 +87,53 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
+    """What the command line leaves open: from ``--model`` where that has training settings.
+
+    The window, and with ``layout`` also N, the sizes and what is recomputed.
+    """
+    config = _settings(args)
+    if args.window is None:
+        args.window = REFERENCE_WINDOW if config is None else config.data.seq_length
+    if not layout:
+        return
+    p = (config or Config()).parallel
+    for name, size in (
+        ("tp_size", p.tensor_model_parallel_size),
+        ("cp_size", p.context_parallel_size),
+        ("pp_size", p.pipeline_model_parallel_size),
+        ("vpp_size", p.num_virtual_stages_per_pipeline_rank or 1),
+        ("dp_size", 1),
+    ):
+        if getattr(args, name) is None:
+            setattr(args, name, size)
+    if config is not None:
+        args.num_micro_batches = args.num_micro_batches or config.training.global_batch_size
+        args.recompute = args.recompute or config.training.recompute_granularity
+    args.recompute = args.recompute or "none"
+
+
 def model_shape(args: argparse.Namespace) -> ModelShape:
     """The model that the flags name, its vocabulary not padded."""
-    path = Path(args.model)
-    if path.suffix in (".yaml", ".yml") and path.is_file() and not is_shape(path):
-        # Not at the top: only this needs the runtime's reading of settings.
-        from megatron_wlb.runtime.planning import model_shape as shape_of
+    config = _settings(args)
+    if config is None:
+        return load_model(args.model)
+    # Not at the top: only this needs the runtime's reading of settings.
+    from megatron_wlb.runtime.planning import model_shape as shape_of
 
-        config = parse(["--wlb-config", str(path)])
-        return shape_of(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
-    return load_model(args.model)
+    return shape_of(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
+
+
+def _settings(args: argparse.Namespace) -> Config | None:
+    """Of ``--model``, if it is a file of training settings."""
+    path = Path(args.model)
+    if path.suffix not in (".yaml", ".yml") or not path.is_file() or is_shape(path):
+        return None
+    try:
+        return parse(["--wlb-config", args.model])
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"--wlb-config {args.model}: ")
+        raise ConfigError(f"--model {args.model}: {reason}") from None
 
 
 def measured_cost(args: argparse.Namespace, shape: ModelShape, layout: Parallelism) -> Cost | None:

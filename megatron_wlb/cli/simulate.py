@@ -18,6 +18,7 @@ from megatron_wlb.cli.scenario import (
     MODELS,
     add_layout,
     add_model,
+    fill_from_model,
     machine_title,
     most_tokens,
     scenario,
@@ -25,9 +26,8 @@ from megatron_wlb.cli.scenario import (
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.evaluate import Setting
 from megatron_wlb.sharding.select import MODES, Mode
-from megatron_wlb.simulator.compare import WARM_UP_STEPS, Outcome, compare
+from megatron_wlb.simulator.compare import WARM_UP_STEPS, Outcome, Variant, compare
 from megatron_wlb.simulator.scenario import Scenario, title
 
 DEFAULT_PACKINGS = "original,fixed-greedy,wlb,hold"
@@ -66,9 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is compared")
     group.add_argument(
         "--packing",
-        default=DEFAULT_PACKINGS,
         metavar="a,b,…",
-        help=f"as for wlb pack, like wlb:3 (default: {DEFAULT_PACKINGS})",
+        help="as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
+        f"{DEFAULT_PACKINGS}; with stages hold+shape too)",
     )
     group.add_argument(
         "--sharding",
@@ -118,7 +118,9 @@ def _run(args: argparse.Namespace) -> int:
     for flag in ("report", "trace", "plot"):
         check_file(f"--{flag}", getattr(args, flag))
     _check_plot(args.plot)
+    fill_from_model(args, layout=True)
     documents, base = source(args), scenario(args)
+    documents.check(window=base.window, long_documents=args.long_documents)
     if args.steps < 1 or args.num_seeds < 1:
         raise ConfigError(
             f"--steps {args.steps} of --num-seeds {args.num_seeds}; give at least 1 of each"
@@ -132,8 +134,8 @@ def _run(args: argparse.Namespace) -> int:
         long_documents=args.long_documents,
     ):
         remark(text)
-    settings, shardings = _settings(args, max_tokens), _shardings(args)
-    total = len(settings) * args.num_seeds * (WARM_UP_STEPS + args.steps)
+    variants, shardings = _variants(args, max_tokens), _shardings(args)
+    total = len(variants) * args.num_seeds * (WARM_UP_STEPS + args.steps)
     with progress_bar("simulating") as progress:
         done = 0
 
@@ -145,7 +147,7 @@ def _run(args: argparse.Namespace) -> int:
         outcomes = compare(
             base,
             documents,
-            settings,
+            variants,
             shardings,
             steps=args.steps,
             seeds=[args.seed + number for number in range(args.num_seeds)],
@@ -175,10 +177,13 @@ def _check_plot(path: Path | None) -> None:
         raise ConfigError(f"--plot {path} is neither .png nor .svg; name it so")
 
 
-def _settings(args: argparse.Namespace, max_tokens: int) -> list[Setting]:
+def _variants(args: argparse.Namespace, max_tokens: int) -> list[Variant]:
     """What is asked for, after `original`, which all are compared with."""
-    names = ["original", *(name for name in args.packing.split(",") if name)]
-    return [Setting.parse(name, args.window, max_tokens) for name in dict.fromkeys(names)]
+    named = args.packing
+    if named is None:
+        named = DEFAULT_PACKINGS + (",hold+shape" if args.pp_size > 1 else "")
+    names = ["original", *(name for name in named.split(",") if name)]
+    return [Variant.parse(name, args.window, max_tokens) for name in dict.fromkeys(names)]
 
 
 def _shardings(args: argparse.Namespace) -> list[Mode]:
@@ -268,7 +273,7 @@ def _table(args: argparse.Namespace, base: Scenario, outcomes: Sequence[Outcome]
                    "DP", "delay"):  # fmt: skip
         table.add_column(header, justify="right")
     for number, outcome in enumerate(outcomes):
-        if number and outcome.setting != outcomes[number - 1].setting and with_sharding:
+        if number and outcome.variant != outcomes[number - 1].variant and with_sharding:
             table.add_section()
         lowest, highest = outcome.speedup_by_seed(original)
         spread = f" ({lowest:.2f}-{highest:.2f})" if args.num_seeds > 1 and number else ""

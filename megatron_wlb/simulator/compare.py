@@ -18,6 +18,7 @@ from megatron_wlb.packing import Meter
 from megatron_wlb.packing.evaluate import Setting, Workload
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
+from megatron_wlb.shaping import Shaper
 from megatron_wlb.sharding.select import Mode, Prediction
 from megatron_wlb.sharding.shard import Kind
 from megatron_wlb.simulator.memory import step_memory
@@ -25,8 +26,31 @@ from megatron_wlb.simulator.order import schedule
 from megatron_wlb.simulator.scenario import Scenario
 from megatron_wlb.simulator.step import Simulator, StepTimeline
 
+SHAPED = "+shape"
 WARM_UP_STEPS = 20
 """Steps that do not count: queues and pools fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A packing with its settings, and whether its steps are shaped."""
+
+    setting: Setting
+    shaped: bool = False
+
+    @classmethod
+    def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> Variant:
+        """What :meth:`Setting.parse` takes, with ``+shape`` behind it for shaped steps."""
+        name = text.removesuffix(SHAPED)
+        return cls(Setting.parse(name, window, max_tokens, **settings), name != text)
+
+    @property
+    def title(self) -> str:
+        return self.setting.title + (", shaped" if self.shaped else "")
+
+    def flags(self) -> list[str]:
+        """What the training command needs to pack like this."""
+        return self.setting.flags() + (["--wlb-shape", "on"] if self.shaped else [])
 
 
 @dataclass(frozen=True)
@@ -44,7 +68,7 @@ class Example:
 class Outcome:
     """How a packing and a sharding do in a scenario."""
 
-    setting: Setting
+    variant: Variant
     sharding: Mode | Kind
     num_steps: int
     step_us: float
@@ -77,8 +101,12 @@ class Outcome:
     example: Example
 
     @property
+    def setting(self) -> Setting:
+        return self.variant.setting
+
+    @property
     def title(self) -> str:
-        return self.setting.title
+        return self.variant.title
 
     def speedup(self, original: Outcome) -> float:
         """In work a second: the ratio of MFUs.
@@ -102,6 +130,7 @@ class Outcome:
         lowest, highest = self.speedup_by_seed(original)
         return {
             "packing": self.setting.packing,
+            "shaped": self.variant.shaped,
             "title": self.title,
             "sharding": self.sharding,
             "max_tokens": self.setting.max_tokens,
@@ -124,14 +153,14 @@ class Outcome:
             "delay_steps": self.delay_steps,
             "step_tokens": self.step_tokens,
             "sharding_shares": self.shares,
-            "flags": self.setting.flags(),
+            "flags": self.variant.flags(),
         }
 
 
 def compare(
     scenario: Scenario,
     source: LengthSource,
-    settings: Sequence[Setting],
+    variants: Sequence[Variant],
     shardings: Sequence[Mode | Kind],
     *,
     steps: int,
@@ -141,7 +170,7 @@ def compare(
     max_age: int = 12,
     on_step: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:
-    """Each setting with each sharding; ``on_step`` is called after each planned step.
+    """Each variant with each sharding; ``on_step`` is called after each planned step.
 
     Raises:
         ConfigError: settings that cannot work; found before any step is simulated.
@@ -165,16 +194,19 @@ def compare(
         for seed in seeds
     ]
     for workload in workloads:
-        workload.check(settings)
+        workload.check([variant.setting for variant in variants])
+        for variant in variants:
+            if variant.shaped:
+                _planner(scenario, workload, variant, 1)
     outcomes = []
-    for setting in settings:
+    for variant in variants:
         memory = _Memory(scenario)
-        tallies = [_Tally(scenario, setting, mode, memory) for mode in shardings]
+        tallies = [_Tally(scenario, variant, mode, memory) for mode in shardings]
         for workload in workloads:
             for tally in tallies:
                 tally.next_seed()
             meter = Meter()
-            planner = _planner(scenario, workload, setting, warm_up + steps)
+            planner = _planner(scenario, workload, variant, warm_up + steps)
             for number, plan in enumerate(_plans(planner, warm_up + steps)):
                 if number >= warm_up:
                     meter.add(plan)
@@ -190,14 +222,24 @@ def compare(
     return outcomes
 
 
-def _planner(scenario: Scenario, workload: Workload, setting: Setting, steps: int) -> Planner:
-    packing = workload.packer(setting)
+def _planner(scenario: Scenario, workload: Workload, variant: Variant, steps: int) -> Planner:
+    packing, p = workload.packer(variant.setting), scenario.parallelism
+    shaper = None
+    if variant.shaped:
+        shaper = Shaper(
+            scenario.costs,
+            p,
+            num_micro_batches=scenario.num_micro_batches // p.dp_size,
+            max_tokens=variant.setting.max_tokens,
+            window=scenario.window,
+        )
     return Planner(
-        workload.stream(setting, steps + packing.look_ahead + 1),
+        workload.stream(variant.setting, steps + packing.look_ahead + 1),
         packing,
         scenario.cost,
-        dp_size=scenario.parallelism.dp_size,
+        dp_size=p.dp_size,
         length_multiple=scenario.length_multiple,
+        shaping=shaper,
     )
 
 
@@ -240,9 +282,9 @@ class _Tally:
     """Simulates steps of one setting and sharding, and adds them up."""
 
     def __init__(
-        self, scenario: Scenario, setting: Setting, sharding: Mode | Kind, memory: _Memory
+        self, scenario: Scenario, variant: Variant, sharding: Mode | Kind, memory: _Memory
     ) -> None:
-        self.scenario, self.setting, self.sharding = scenario, setting, sharding
+        self.scenario, self.variant, self.sharding = scenario, variant, sharding
         self.memory = memory
         self.imbalances: list[float] = []
         self.delays: list[float] = []
@@ -292,7 +334,7 @@ class _Tally:
         peak_flops_per_us = self.scenario.num_devices * hardware.peak_tflops * 1e6
         total = sum(self._chosen.values())
         return Outcome(
-            self.setting,
+            self.variant,
             self.sharding,
             n,
             time_us / n,

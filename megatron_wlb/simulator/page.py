@@ -185,7 +185,7 @@ def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
         if outcome is first
         or (
             outcome.sharding == best.sharding
-            and (outcome.setting != first.setting or outcome is best)
+            and (outcome.variant != first.variant or outcome is best)
         )
     ]
 

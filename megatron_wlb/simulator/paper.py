@@ -20,7 +20,7 @@ from megatron_wlb.packing.evaluate import Evaluation, Setting, Workload, evaluat
 from megatron_wlb.planner import Planner
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.sharding.shard import Kind
-from megatron_wlb.simulator.compare import Outcome, compare
+from megatron_wlb.simulator.compare import Outcome, Variant, compare
 from megatron_wlb.simulator.scenario import Scenario
 
 Progress: TypeAlias = Callable[[], object]
@@ -195,11 +195,11 @@ def speedups(
 ) -> dict[tuple[str, str], Outcome]:
     """Packing and sharding -> what they do; the first of each is the base."""
     limit = max_tokens(base)
-    settings = [Setting.parse(packing, base.window, limit) for packing in packings]
+    variants = [Variant.parse(packing, base.window, limit) for packing in packings]
     outcomes = compare(
         base,
         LengthSource.of_distribution(DISTRIBUTION),
-        settings,
+        variants,
         shardings,
         steps=effort.steps,
         seeds=effort.seeds,

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import yaml
 
 from megatron_wlb.cost.shape import ModelShape
-from megatron_wlb.packing.evaluate import Setting
+from megatron_wlb.simulator.compare import Variant
 from megatron_wlb.simulator.scenario import Scenario
 
 Flags: TypeAlias = Mapping[str, bool | int | float | str]
@@ -87,10 +87,10 @@ def batch_flags(scenario: Scenario) -> Flags:
     }
 
 
-def balance_flags(scenario: Scenario, setting: Setting, sharding: str, hardware: str) -> Flags:
+def balance_flags(scenario: Scenario, variant: Variant, sharding: str, hardware: str) -> Flags:
     """Packing, sharding and the machine that costs are modelled for."""
     flags: dict[str, bool | int | float | str] = {}
-    words = setting.flags()
+    words = variant.flags()
     for at, word in enumerate(words):
         if word.startswith("--"):
             until = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), None)

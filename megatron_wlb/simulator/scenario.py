@@ -7,7 +7,7 @@ measured costs where they are given.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
 
@@ -54,7 +54,7 @@ class Scenario:
     """Limit of a device's tensors; :data:`MEMORY_SHARE` of its memory if not given."""
     overlap_grad_reduce: bool = True
     measured: Cost | None = None
-    """A cost of the whole model to use instead of the analytic one, spread evenly over stages."""
+    """A cost of the whole model to use instead of the analytic one, in its shares of the stages."""
 
     def __post_init__(self) -> None:
         p = self.parallelism
@@ -118,17 +118,8 @@ class Scenario:
         )
         if self.measured is None:
             return analytic
-        stages = StageCosts.even(self.measured, self.parallelism.num_stages)
-        return StepCosts(
-            stages,
-            analytic.p2p_latency_us,
-            analytic.p2p_us_per_token,
-            analytic.reduce_us,
-            analytic.reduce_buckets,
-            analytic.overlap_reduce,
-            analytic.embedding_us,
-            analytic.update_us,
-        )
+        stages = StageCosts.spread(self.measured, self.model)
+        return replace(analytic, stages=stages)
 
     def max_tokens(self) -> int:
         """S_max: the longest micro-batch of which a whole pipeline fits the memory limit.

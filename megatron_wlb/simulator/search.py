@@ -23,9 +23,8 @@ from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.evaluate import Setting
 from megatron_wlb.sharding.select import Mode
-from megatron_wlb.simulator.compare import Outcome, compare
+from megatron_wlb.simulator.compare import SHAPED, Outcome, Variant, compare
 from megatron_wlb.simulator.scenario import Scenario, title
 from megatron_wlb.simulator.step import Simulator
 
@@ -53,8 +52,9 @@ class Space:
     window: int
     num_micro_batches: tuple[int, ...]
     """N: of a step, over all data-parallel ranks."""
-    packings: tuple[str, ...] = ("original", "wlb", "hold")
-    """As :meth:`Setting.parse` takes them; the last one refines the layouts."""
+    packings: tuple[str, ...] = ("original", "wlb", "hold", "hold+shape")
+    """As :meth:`Variant.parse` takes them; the last one that is not shaped refines the layouts.
+    Where there is one stage ``+shape`` is left off: there is nothing to shape."""
     sharding: Mode = "adaptive"
     """Where CP is above 1."""
     recompute: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
@@ -143,7 +143,7 @@ def search(
     source: LengthSource,
     *,
     num_refined: int = 8,
-    num_tuned: int = 2,
+    num_tuned: int = 3,
     steps: int = 40,
     seeds: Sequence[int] = (1,),
     long_documents: LongDocuments = "split",
@@ -176,12 +176,12 @@ def search(
         progress("coarse", number + 1, len(possible))
     candidates.sort(key=lambda c: (-c.mfu, _order(c.scenario)))
 
-    def simulate(candidate: Candidate, settings: Sequence[Setting]) -> list[Choice]:
+    def simulate(candidate: Candidate, variants: Sequence[Variant]) -> list[Choice]:
         sharding = space.sharding if candidate.scenario.parallelism.cp_size > 1 else "per-sequence"
         outcomes = compare(
             candidate.scenario,
             source,
-            settings,
+            variants,
             [sharding],
             steps=steps,
             seeds=seeds,
@@ -189,18 +189,19 @@ def search(
         )
         return [Choice(candidate, outcome) for outcome in outcomes]
 
+    plain = [name for name in space.packings if not name.endswith(SHAPED)]
+    refining = (plain or space.packings)[-1]
     refined: list[Choice] = []
     chosen = candidates[:num_refined]
     for number, candidate in enumerate(chosen):
-        setting = _setting(space.packings[-1], candidate, candidate.windows)
-        refined += simulate(candidate, [setting])
+        variant = _variant(refining, candidate, candidate.windows)
+        refined += simulate(candidate, [variant])
         progress("refined", number + 1, len(chosen))
     refined.sort(key=_rank)
     tuned: list[Choice] = []
     for number, choice in enumerate(refined[:num_tuned]):
-        done = {choice.outcome.setting}
-        settings = [s for s in _settings(space, choice.candidate) if s not in done]
-        tuned += simulate(choice.candidate, settings)
+        others = [v for v in _variants(space, choice.candidate) if v != choice.outcome.variant]
+        tuned += simulate(choice.candidate, others)
         progress("tuned", number + 1, min(num_tuned, len(refined)))
     ranked = sorted([*refined, *tuned], key=_rank)
     return Search(tuple(ranked), tuple(candidates), tuple(rejected))
@@ -213,7 +214,7 @@ def _rank(choice: Choice) -> tuple[object, ...]:
         -outcome.mfu,
         outcome.setting.max_tokens,
         _order(choice.candidate.scenario),
-        outcome.setting.packing,
+        outcome.title,
     )
 
 
@@ -223,22 +224,24 @@ def _order(scenario: Scenario) -> tuple[int, ...]:
     return p.pp_size, p.vpp_size, p.cp_size, p.tp_size, scenario.num_micro_batches
 
 
-def _settings(space: Space, candidate: Candidate) -> list[Setting]:
+def _variants(space: Space, candidate: Candidate) -> list[Variant]:
     """Every packing; those that S_max matters to, with each that fits."""
     fits = candidate.max_tokens / candidate.scenario.window
     windows = sorted({*(w for w in MAX_WINDOWS if w <= fits), min(fits, MAX_WINDOWS[-1])})
-    settings = []
+    variants = []
     for packing in space.packings:
-        name = packing.partition(":")[0]
+        name = packing.removesuffix(SHAPED).partition(":")[0]
         plain = name == "original" or name.startswith("fixed-")
         for number in [candidate.windows] if plain else windows:
-            settings.append(_setting(packing, candidate, number))
-    return settings
+            variants.append(_variant(packing, candidate, number))
+    return list(dict.fromkeys(variants))
 
 
-def _setting(packing: str, candidate: Candidate, windows: float) -> Setting:
+def _variant(packing: str, candidate: Candidate, windows: float) -> Variant:
     window = candidate.scenario.window
-    return Setting.parse(packing, window, min(int(windows * window), candidate.max_tokens))
+    if candidate.scenario.parallelism.pp_size == 1:
+        packing = packing.removesuffix(SHAPED)
+    return Variant.parse(packing, window, min(int(windows * window), candidate.max_tokens))
 
 
 def _layouts(space: Space) -> Iterator[Parallelism]:
