@@ -33,6 +33,7 @@ from megatron_wlb.simulator.plot import BLUE, GREY, INK, ORANGE
 
 VPP_SIZES = (1, 2, 4)
 BATCHES = (1, 2, 4, 8, 16)
+KEYS = ("table-2", "figure-6", "figure-12", "figure-13", "figure-14", "figure-15")
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,22 @@ def main() -> int:
     images = options.out / "images"
     images.mkdir(parents=True, exist_ok=True)
     sections = []
-    makers = {
-        "table-2": _table_2, "figure-6": _figure_6, "figure-12": _figure_12,
-        "figure-13": _figure_13, "figure-14": _figure_14, "figure-15": _figure_15,
-    }  # fmt: skip
+    makers = dict(
+        zip(
+            KEYS,
+            (_table_2, _figure_6, _figure_12, _figure_13, _figure_14, _figure_15),
+            strict=True,
+        )
+    )
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console,
         transient=True, disable=not console.is_terminal,
     ) as bars:  # fmt: skip
-        bar = bars.add_task("", total=len(makers))
+        bar = bars.add_task("", total=len(options.only or makers))
         for key, make in makers.items():
+            if options.only and key not in options.only:
+                continue
             bars.update(bar, description=key)
             sections.append(make(effort, options.solver))
             _plot(sections[-1], images / f"paper-{key}.png")
@@ -110,6 +116,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=200, help="of each seed (default: 200)")
+    parser.add_argument("--only", nargs="+", choices=KEYS, metavar="KEY", help=", ".join(KEYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument(
         "--no-solver", dest="solver", action="store_false", help="leave the slow packing out"
@@ -521,6 +528,7 @@ def _json(sections: Sequence[Section]) -> list[dict[str, Any]]:
     return [
         {
             "key": section.key,
+            "title": section.title,
             "rows": [
                 {"name": row.name, "simulated": row.value, "lowest": row.lowest,
                  "highest": row.highest, "paper": row.paper, "deviation": row.deviation}
