@@ -69,8 +69,9 @@ def fill_defaults(args: argparse.Namespace) -> None:
         args.window = said.get("seq_length", REFERENCE_WINDOW)
     if getattr(args, "num_micro_batches", 0) is None:
         args.num_micro_batches = [str(said.get("global_batch_size", NUM_MICRO_BATCHES))]
-    if getattr(args, "pp_size", 0) is None:
-        args.pp_size = said.get("pipeline_model_parallel_size")
+    # Without a pipeline the file does not tell what shares the work, as it has no DP size.
+    if getattr(args, "pp_size", 0) is None and said.get("pipeline_model_parallel_size", 1) > 1:
+        args.pp_size = said["pipeline_model_parallel_size"]
         if args.vpp_size is None:
             args.vpp_size = said.get("num_virtual_stages_per_pipeline_rank")
 
@@ -142,14 +143,17 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         help="micro-batches are padded to a multiple: TP with sequence parallelism (default: 1)",
     )
     group.add_argument(
-        "--dp-size", type=int, metavar="N", help="with --pp-size: step times by Megatron's 1F1B"
+        "--dp-size",
+        type=int,
+        metavar="N",
+        help="data-parallel ranks that share a step (default: 1, with --pp-size)",
     )
     group.add_argument(
         "--pp-size",
         type=int,
         metavar="N",
-        help="pipeline stages, if not --model's; without any a step takes as long as its slowest "
-        "micro-batch",
+        help="pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
+        "simulation; without any, as long as their slowest micro-batch",
     )
     group.add_argument("--vpp-size", type=int, metavar="N", help="model chunks a stage (VPP)")
     group.add_argument("--model", type=Path, metavar="FILE", help="training settings, YAML")

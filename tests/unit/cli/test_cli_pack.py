@@ -181,6 +181,9 @@ def test_model_file_also_says_the_window_the_batch_and_the_pipeline(capsys) -> N
     assert {**recipe, "ms_per_step": 0} == {**again, "ms_per_step": 0}
     (chunks,) = rows(capsys, *options, "--pp-size", "2", "--vpp-size", "2")
     assert again["efficiency"] < chunks["efficiency"]
+    Path("model.yaml").write_text("pipeline_model_parallel_size: 1\n")
+    (row,) = rows(capsys, *options, "--window", "2048")
+    assert row["efficiency"] == pytest.approx(1 / row["imbalance_time_weighted"])
     Path("model.yaml").write_text("hidden: 64\n")
     assert main(["pack", *options]) == 2
     assert capsys.readouterr().err.startswith("error: --model model.yaml: unknown flag --hidden")
