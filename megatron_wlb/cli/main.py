@@ -12,14 +12,22 @@ from megatron_wlb import __version__
 from megatron_wlb.errors import WLBError
 
 COMMANDS = {
-    "corpus": ("megatron_wlb.cli.corpus", "turn text files into a corpus that Megatron reads"),
+    "corpus": (
+        "megatron_wlb.cli.corpus",
+        "turn text files into a corpus that Megatron reads, or say what is in one",
+    ),
+    "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
+    "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
 a function from the parsed arguments to the exit status."""
 
 _EPILOG = """\
-example:
+examples:
   wlb corpus build ~/books notes.jsonl --out corpora/books --tokenizer bpe
+  wlb corpus stats corpora/books --window 32768 --plot lengths.png
+  wlb pack corpora/books --window 32768 --num-micro-batches 8
+  wlb tune corpora/books --window 32768 --num-micro-batches 8 --max-delay 0.3
 
 'wlb COMMAND --help' says more. Errors are one line and an exit status of their own;
 WLB_TRACEBACK=1 shows where they come from.
