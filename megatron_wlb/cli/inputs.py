@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_wlb.config import Config, from_flat, parse
+from megatron_wlb.config import Config, flag_of, from_flat, parse
 from megatron_wlb.cost import Cost, ProfiledCost, cost_from_dict, read_cost_file
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
@@ -18,6 +18,7 @@ from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.evaluate import Layout, Workload
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.runtime.planning import known_cost, padded_vocab_size
 
 NUM_MICRO_BATCHES = 4
 DEFAULT_VOCAB_SIZE = 32000
@@ -33,8 +34,9 @@ COSTS = """\
 cost of a document, one of:
   (nothing)            LLaMA2-7B at a window of 128K on 16 GPUs, modelled: the paper's Table 2
   --model FILE         the analytic cost of your model on --hardware: a YAML file of training
-                       settings, as for --wlb-config (num_layers: 32, hidden_size: 4096, …); its
-                       seq_length, global_batch_size and pipeline size are taken as well
+                       settings, as for --wlb-config (num_layers: 32, hidden_size: 4096, …), or a
+                       Megatron recipe (MODEL_ARGS). What it says of the window, the global batch
+                       and the pipeline is taken as well
   --cost FILE          tables that megatron_wlb.measure_cost wrote, or coefficients
 """
 
@@ -61,17 +63,17 @@ def fill_defaults(args: argparse.Namespace) -> None:
     """
     said: Mapping[str, Any] = {}
     if getattr(args, "model", None) is not None:
-        config = _settings(args)
-        written = {
-            str(key).lstrip("-").replace("-", "_") for key in yaml.safe_load(args.model.read_text())
-        }
-        said = {name: value for name, value in config.flat().items() if name in written}
+        written = {flag[2:].replace("-", "_") for flag in _model_flags(args.model)}
+        said = {name: v for name, v in _settings(args).flat().items() if name in written}
     if args.window is None:
         args.window = said.get("seq_length", REFERENCE_WINDOW)
     if getattr(args, "num_micro_batches", 0) is None:
         args.num_micro_batches = [str(said.get("global_batch_size", NUM_MICRO_BATCHES))]
-    if getattr(args, "pp_size", 0) is None:
-        args.pp_size = said.get("pipeline_model_parallel_size")
+    # Without a pipeline the file does not tell what shares the work, as it has no DP size.
+    if getattr(args, "pp_size", 0) is None and said.get("pipeline_model_parallel_size", 1) > 1:
+        args.pp_size = said["pipeline_model_parallel_size"]
+        if args.vpp_size is None:
+            args.vpp_size = said.get("num_virtual_stages_per_pipeline_rank")
 
 
 def numbers_of_micro_batches(args: argparse.Namespace) -> list[int]:
@@ -141,15 +143,19 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         help="micro-batches are padded to a multiple: TP with sequence parallelism (default: 1)",
     )
     group.add_argument(
-        "--dp-size", type=int, metavar="N", help="with --pp-size: step times by Megatron's 1F1B"
+        "--dp-size",
+        type=int,
+        metavar="N",
+        help="data-parallel ranks that share a step (default: 1, with --pp-size)",
     )
     group.add_argument(
         "--pp-size",
         type=int,
         metavar="N",
-        help="pipeline stages, if not --model's; without any a step takes as long as its slowest "
-        "micro-batch",
+        help="pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
+        "simulation; without any, as long as their slowest micro-batch",
     )
+    group.add_argument("--vpp-size", type=int, metavar="N", help="model chunks a stage (VPP)")
     group.add_argument("--model", type=Path, metavar="FILE", help="training settings, YAML")
     group.add_argument("--hardware", metavar="NAME|FILE", help="of --model (default: h100-sxm)")
     group.add_argument("--cost", type=Path, metavar="FILE", help="measured tables, coefficients")
@@ -171,11 +177,10 @@ def max_tokens(args: argparse.Namespace) -> int:
 def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batches: int) -> Workload:
     """What the flags describe, for one N. Raises :class:`WLBError` where it cannot be packed."""
     documents.check(window=args.window, long_documents=args.long_documents)
+    sizes = args.dp_size, args.pp_size, args.vpp_size
     layout = None
-    if args.dp_size is not None or args.pp_size is not None:
-        layout = Layout(
-            1 if args.dp_size is None else args.dp_size, 1 if args.pp_size is None else args.pp_size
-        )
+    if any(size is not None for size in sizes):
+        layout = Layout(*(1 if size is None else size for size in sizes))
     return Workload(
         source=documents,
         window=args.window,
@@ -195,9 +200,6 @@ def cost(args: argparse.Namespace) -> Cost:
 
     Raises :class:`ConfigError` for files that hold none, or a cost of another model.
     """
-    # Not at the top: only this needs the runtime's reading of settings.
-    from megatron_wlb.runtime.planning import known_cost, padded_vocab_size
-
     if args.model is None:
         if args.hardware is not None:
             raise ConfigError("--hardware is the machine of --model FILE; give that as well")
@@ -216,12 +218,37 @@ def cost(args: argparse.Namespace) -> Cost:
     return found
 
 
-def _settings(args: argparse.Namespace) -> Config:
+def _model_flags(path: Path) -> dict[str, Any]:
+    """Flag -> value of a settings file, or of the MODEL_ARGS of a Megatron recipe.
+
+    Of a recipe only what the embedded trainer knows: the others say nothing about the cost.
+    """
     try:
-        config = parse(["--wlb-config", str(args.model)])
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--model {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--model {path}: expected settings as `name: value`")
+    recipe = content.get("MODEL_ARGS")
+    entries = recipe if isinstance(recipe, Mapping) else content
+    flags = {flag_of(str(key).lstrip("-")): value for key, value in entries.items()}
+    if entries is recipe:
+        known = {flag_of(name) for name in Config().flat()}
+        flags = {flag: value for flag, value in flags.items() if flag in known}
+    return flags
+
+
+def _settings(args: argparse.Namespace) -> Config:
+    words: list[str] = []
+    for flag, value in _model_flags(args.model).items():
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:  # 0 is neither
+            words += [flag, *map(str, value if isinstance(value, list) else [value])]
+    try:
+        config = parse(words)
     except ConfigError as error:
-        reason = str(error).removeprefix(f"--wlb-config {args.model}: ")
-        raise ConfigError(f"--model {args.model}: {reason}") from None
+        raise ConfigError(f"--model {args.model}: {error}") from None
     settings = config.flat()
     if args.hardware is not None:
         settings["wlb_hardware"] = args.hardware

@@ -52,7 +52,7 @@ def progress_bar(task: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def check_file(flag: str, path: Path | None) -> None:
-    """Raises :class:`ConfigError` where :func:`save_file` could not write; leaves nothing there."""
+    """Raises :class:`ConfigError` where :func:`save_file` could not write; makes the folder."""
     if path is None:
         return
     if path.is_dir():

@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
     steps = args.steps
     if steps is None:
-        steps = max(50, min(250, 3200 // number))
+        steps = max(50, min(250, 1600 // number))
     if steps < 1:
         raise ConfigError(f"--steps is {steps}; give at least 1")
     base = workload(args, documents, number)

@@ -134,7 +134,8 @@ def record(
                     chunk.zero_grad_buffer()  # type: ignore[operator]
                 with LiveBytes() as live:
                     # What exists already, or operations that return it would count it as new.
-                    live.watch([o for o in gc.get_objects() if isinstance(o, torch.Tensor)])
+                    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+                    live.watch(tensors)
                     held = live.live
                     live.reset_peak()
                     trainer.runner.run(plan)

@@ -2,8 +2,9 @@
 
 From the recording's first third come: each stage's cost of a micro-batch (a fit of its forwards and
 backwards to documents, tokens and tokens²), what a rank does between two actions, how long a
-tensor takes to the next stage, and what a step takes besides its pipeline. With these, and the
-plan's lengths alone, the other steps are simulated.
+tensor takes to the next stage, what a step takes besides its pipeline, and how much longer than its
+replay the pipeline takes on this machine. With these, and the plan's lengths alone, the other steps
+are simulated.
 
 Where every pipeline rank has a core of its own, times are those of the wall clock. Where they share
 cores, as four do on two, an operation's duration says little: it depends on what its neighbour does
@@ -148,6 +149,9 @@ class Calibration:
     """More than that from the stop of an action to the start of one that waits for it elsewhere."""
     besides_us: float
     """Of a step, before its first and after its last action."""
+    slowdown: float
+    """By how much a pipeline took longer than the replay of its own measured operations: what the
+    machine does besides. 1 on one that nobody else uses."""
 
 
 def calibrate(recording: Recording) -> Calibration:
@@ -186,12 +190,16 @@ def calibrate(recording: Recording) -> Calibration:
     # The lower quarter: the others also wait for a neighbour to receive.
     between_us = float(np.percentile(between, 25)) if between else 0.0
     waited_us = float(np.median(waited)) if waited else 0.0
+    p2p_us = max(waited_us - between_us, 0.0)
+    spans = [last - first for first, last in map(_span, steps)]
+    replayed = [_own_replay_us(recording, step, between_us, p2p_us) for step in steps]
     return Calibration(
         StageCosts(tuple(fits)),
         float(np.mean([fit.mean_error for fit in fits])),
         between_us,
-        max(waited_us - between_us, 0.0),
+        p2p_us,
         float(np.median(besides)),
+        float(np.median(np.array(spans) / np.array(replayed))),
     )
 
 
@@ -203,14 +211,27 @@ def _span(step: RecordedStep) -> tuple[float, float]:
     )
 
 
+def _own_replay_us(
+    recording: Recording, step: RecordedStep, between_us: float, p2p_us: float
+) -> float:
+    """The pipeline of a step, replayed with the times that its own operations took."""
+    return max(
+        _replayed_us(recording, recording.times_us(step, dp_rank) + between_us, p2p_us)
+        for dp_rank in range(recording.dp_size)
+    )
+
+
 def simulate(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
     """µs of a whole step, from its lengths alone."""
-    times = [
-        calibration.stages.times_us(lengths) + calibration.between_us for lengths in step.lengths
-    ]
-    return calibration.besides_us + max(
-        _replayed_us(recording, t, calibration.p2p_us) for t in times
+    pipeline_us = max(
+        _replayed_us(
+            recording,
+            calibration.stages.times_us(lengths) + calibration.between_us,
+            calibration.p2p_us,
+        )
+        for lengths in step.lengths
     )
+    return calibration.besides_us + calibration.slowdown * pipeline_us
 
 
 def _replayed_us(recording: Recording, times_us: Floats, p2p_us: float) -> float:
@@ -253,14 +274,11 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
         operations, replays = [], []
         for step in steps:
             first, last = _span(step)
-            own = [recording.times_us(step, dp_rank) for dp_rank in range(recording.dp_size)]
-            for times, lengths in zip(own, step.lengths, strict=True):
+            for dp_rank, lengths in enumerate(step.lengths):
                 fitted = calibration.stages.times_us(lengths)
-                operations.append(float(np.mean(np.abs(fitted / times - 1))))
-            replayed = max(
-                _replayed_us(recording, times + calibration.between_us, calibration.p2p_us)
-                for times in own
-            )
+                error = np.abs(fitted / recording.times_us(step, dp_rank) - 1)
+                operations.append(float(np.mean(error)))
+            replayed = _own_replay_us(recording, step, calibration.between_us, calibration.p2p_us)
             replays.append(abs(replayed / (last - first) - 1))
         tokens = sum(step.num_tokens for step in steps)
         memory = [
@@ -327,6 +345,7 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
             "between_us": calibration.between_us,
             "p2p_us": calibration.p2p_us,
             "besides_us": calibration.besides_us,
+            "slowdown": calibration.slowdown,
             "ranking_simulated": simulated,
             "ranking_measured": measured,
             "ranking_agrees": simulated == measured,

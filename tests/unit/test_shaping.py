@@ -260,3 +260,19 @@ def test_what_cannot_be_shaped_is_refused():
     costs = StepCosts(StageCosts.even(COST, 2))
     with pytest.raises(ConfigError, match="costs of 2 stages, but the layout has 4"):
         Shaper(costs, Parallelism(pp_size=4), num_micro_batches=4, max_tokens=9, window=9)
+
+
+def test_placement_that_is_worse_than_the_balanced_step_is_not_taken(monkeypatch):
+    """All documents in one micro-batch, from where single moves do not come back."""
+
+    def worst(step, dp_size, sizes):
+        members = [[[] for _ in sizes] for _ in range(dp_size)]
+        members[0][-1] = list(range(len(step.alone_us)))
+        return members
+
+    layout = Parallelism(pp_size=2)
+    random = np.random.default_rng(6)
+    ranks = documents_of([[random.integers(1, 60, 30).tolist() for _ in range(8)]])
+    shaping = shaper(layout, 8, max_tokens=10**6)
+    monkeypatch.setattr("megatron_wlb.shaping._place", worst)
+    assert shaping.step_us(shaping.shape(ranks)) <= shaping.step_us(ranks)

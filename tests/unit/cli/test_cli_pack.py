@@ -171,6 +171,19 @@ def test_model_file_also_says_the_window_the_batch_and_the_pipeline(capsys) -> N
     assert row["efficiency"] < 0.95 < alone["efficiency"]  # without bubbles
     (row,) = rows(capsys, *options, "--window", "4096", "--num-micro-batches", "3")
     assert (row["window"], row["num_micro_batches"]) == (4096, 3)
+    Path("recipe.yaml").write_text(
+        "ENV_VARS: {A: 1}\nMODEL_ARGS:\n  --num-layers: 4\n  --hidden-size: 64\n"
+        "  --use-mcore-models: true\n  --seq-length: 2048\n  --global-batch-size: 6\n"
+        "  --pipeline-model-parallel-size: 2\n  --data-path: ${DATA_PATH}\n"
+    )
+    (recipe,) = rows(capsys, *options[:2], "recipe.yaml", *options[3:])
+    (again,) = rows(capsys, *options)
+    assert {**recipe, "ms_per_step": 0} == {**again, "ms_per_step": 0}
+    (chunks,) = rows(capsys, *options, "--pp-size", "2", "--vpp-size", "2")
+    assert again["efficiency"] < chunks["efficiency"]
+    Path("model.yaml").write_text("pipeline_model_parallel_size: 1\n")
+    (row,) = rows(capsys, *options, "--window", "2048")
+    assert row["efficiency"] == pytest.approx(1 / row["imbalance_time_weighted"])
     Path("model.yaml").write_text("hidden: 64\n")
     assert main(["pack", *options]) == 2
     assert capsys.readouterr().err.startswith("error: --model model.yaml: unknown flag --hidden")

@@ -95,8 +95,9 @@ def test_padding_counts_to_the_length_multiple() -> None:
     assert 0 < found.padding_share < 64 / 1000
 
 
-def test_step_time_with_a_pipeline_is_that_of_its_replay() -> None:
-    work = replace(workload(), num_micro_batches=6, layout=Layout(dp_size=2, pp_size=3))
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_step_time_with_a_pipeline_is_that_of_its_replay(vpp: int) -> None:
+    work = replace(workload(), num_micro_batches=6, layout=Layout(2, pp_size=3, vpp_size=vpp))
     found = evaluate(work, setting("wlb"), 5, warm_up=3)
     planner = Planner(work.stream(setting("wlb"), 9), work.packer(setting("wlb")), COST, dp_size=2)
     busy = available = 0.0
@@ -106,9 +107,11 @@ def test_step_time_with_a_pipeline_is_that_of_its_replay() -> None:
             continue
         steps = []
         for rank in plan.micro_batches:
-            forward = [sum(COST.forward_us(s.length) for s in m.spans) / 3 for m in rank]
-            backward = [sum(COST.backward_us(s.length) for s in m.spans) / 3 for m in rank]
-            line = replay(schedule(3, 1, 3), [[forward]] * 3, [[backward]] * 3)
+            forward, backward = (
+                [sum(us(s.length) for s in m.spans) / (3 * vpp) for m in rank]
+                for us in (COST.forward_us, COST.backward_us)
+            )
+            line = replay(schedule(3, vpp, 3), [[forward] * vpp] * 3, [[backward] * vpp] * 3)
             steps.append(line.step_us)
             busy += sum(line.busy_us)
         available += 6 * max(steps)
@@ -197,6 +200,7 @@ def test_titles_tell_settings_apart() -> None:
         (workload(), setting("hodl"), "unknown packing hodl; did you mean hold"),
         (workload(), replace(setting(), max_tokens=MOST_TOKENS + 1), "the most that is planned"),
         (workload(layout=Layout(dp_size=3)), setting(), "do not divide over 3 data-parallel"),
+        (workload(layout=Layout(1, 3, 2)), setting(), "in groups of 3 leave 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(work, chosen, message: str) -> None:

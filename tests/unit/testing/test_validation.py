@@ -100,6 +100,7 @@ def test_steps_of_a_machine_without_noise_are_met(tmp_path, vpp_size, num_cores)
         assert calibration.p2p_us == pytest.approx(P2P_US)
         assert calibration.between_us == pytest.approx(BETWEEN_US)
         assert calibration.besides_us == pytest.approx(BESIDES_US)
+        assert calibration.slowdown == pytest.approx(1, rel=1e-3)
     rows = judge("pp2", recording, calibration)
     assert [row.packing for row in rows] == ["original", "hold"]
     for row in rows:
