@@ -298,6 +298,60 @@ def test_attention_holds_one_copy_of_keys_and_values(
             assert measured == formula
 
 
+def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
+    """In the order in which a GPU's streams are given work; waits come as late as they can."""
+    import torch
+
+    from megatron_wlb.runtime import context
+    from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
+    from megatron_wlb.runtime.kernels import Segments
+
+    events: list[str] = []
+
+    def collective(name: str) -> Any:
+        def start(out: Any, _: Any, *, group: Any, async_op: bool) -> Any:
+            assert async_op
+            number = sum(event.startswith(name) for event in events)
+            events.append(f"{name} {number}")
+            out.zero_()
+            return mock.Mock(wait=lambda: events.append(f"wait for {name} {number}"))
+
+        return start
+
+    def kernel(*args: Any) -> Any:
+        events.append("kernel")
+        out = lean_kernel(*args)
+        out.register_hook(lambda grad: events.append("kernel backward"))
+        return out
+
+    layout = rank_layout([16], 2, 0, Sharding())
+    query, key, value, grad = tensors(8, 2, torch.float32)
+    group = mock.Mock(**{"size.return_value": 2})
+    with mock.patch.multiple(
+        context, _all_gather=collective("gather"), _reduce_scatter=collective("reduce")
+    ):
+        out = context_attention(
+            query.requires_grad_(),
+            key,
+            value,
+            Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
+            KeyGather.of(layout, "cpu"),
+            kernel,
+            SCALE,
+            ContextParallel(group, num_head_groups=2),
+        )
+        assert events == [
+            "gather 0", "gather 1", "wait for gather 0", "kernel", "wait for gather 1", "kernel",
+        ]  # fmt: skip
+        events.clear()
+        out.backward(grad)
+    assert events == [
+        "gather 0", "gather 1", "wait for gather 0", "kernel backward", "reduce 0",
+        "wait for gather 1", "kernel backward", "reduce 1",
+        "wait for reduce 0", "wait for reduce 1",
+    ]  # fmt: skip
+
+
 def test_attention_in_head_groups_holds_less(gloo: GlooPool) -> None:
     for (measured, _), (halves, _) in zip(
         gloo.run(4, layer_bytes, [512], SHARDINGS[1], {}),
