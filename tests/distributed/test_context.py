@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_wlb.cost.exchange import exchange_bytes
 from megatron_wlb.errors import PlanError
 from megatron_wlb.sharding import KINDS, RankLayout, Sharding, rank_layout
 from megatron_wlb.testing.gloo import GlooPool
@@ -179,8 +180,6 @@ def layer_bytes(
     lengths: Sequence[int], sharding: Sharding, options: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
     """Kept, most in forward and most in backward: measured and by the formula."""
-    import dataclasses
-
     import torch
 
     from megatron_wlb.runtime import context
@@ -188,7 +187,6 @@ def layer_bytes(
         ContextParallel,
         KeyGather,
         context_attention,
-        exchange_bytes,
     )
     from megatron_wlb.runtime.kernels import Segments
     from megatron_wlb.testing.memory import LiveBytes
@@ -221,14 +219,16 @@ def layer_bytes(
         backward = live.peak - before
         del out, gradients
     formula = exchange_bytes(
-        len(local),
-        sum(lengths),
-        len(layout.key_rows),
-        HEADS * HEAD_DIM * 4,
-        2 * num_groups * HEAD_DIM * 4,
-        keep_gathered=options.get("keep_gathered", False),
+        len(local), sum(lengths), len(layout.key_rows), 2 * num_groups * HEAD_DIM * 4
     )
-    return [kept, forward, backward], list(dataclasses.astuple(formula))
+    queries = len(local) * HEADS * HEAD_DIM * 4
+    keep = options.get("keep_gathered", False)
+    expected_kept = formula.copy if keep else 0
+    return [kept, forward, backward], [
+        expected_kept,
+        max(formula.gathering, formula.copy + queries),
+        max(formula.gradients + queries - expected_kept, 0 if keep else formula.gathering),
+    ]
 
 
 def misuse(what: str) -> None:
