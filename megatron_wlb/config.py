@@ -58,16 +58,18 @@ class ModelConfig:
     )
     use_rope_scaling: bool = setting(False, "scale rotary frequencies as Llama 3.x does")
     rope_scaling_factor: float = setting(8.0, "factor of --use-rope-scaling")
-    yarn_rotary_scaling_factor: float = setting(
-        1.0, "with `yarn`: length that is aimed at ÷ --yarn-original-max-position-embeddings"
+    wlb_yarn_rotary_scaling_factor: float = setting(
+        1.0, "with `yarn`: length that is aimed at ÷ --wlb-yarn-original-max-position-embeddings"
     )
-    yarn_original_max_position_embeddings: int = setting(
+    wlb_yarn_original_max_position_embeddings: int = setting(
         4096, "with `yarn`: length that the model was trained for before"
     )
-    yarn_beta_fast: float = setting(32.0, "with `yarn`: rotations above which nothing is scaled")
-    yarn_beta_slow: float = setting(1.0, "with `yarn`: rotations below which all is scaled")
-    yarn_mscale: float = setting(1.0, "with `yarn`: concentration of attention")
-    yarn_mscale_all_dim: float = setting(0.0, "with `yarn`: concentration that is divided by")
+    wlb_yarn_beta_fast: float = setting(
+        32.0, "with `yarn`: rotations above which nothing is scaled"
+    )
+    wlb_yarn_beta_slow: float = setting(1.0, "with `yarn`: rotations below which all is scaled")
+    wlb_yarn_mscale: float = setting(1.0, "with `yarn`: concentration of attention")
+    wlb_yarn_mscale_all_dim: float = setting(0.0, "with `yarn`: concentration that is divided by")
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "kind of layer norm")
     norm_epsilon: float = setting(1e-5, "epsilon of the layer norm")
     qk_layernorm: bool = setting(False, "normalise queries and keys")

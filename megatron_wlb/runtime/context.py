@@ -8,14 +8,7 @@ With several *head groups* each of these happens once a group of key/value heads
 communication of the next group runs while the present one is computed: collectives are started
 with ``async_op``, which NCCL runs on a stream of its own and gloo in threads.
 
-What it holds, in bytes of K and V per token (``kv = 2·G·D·element_bytes``), of ``g`` head groups:
-
-* kept between forward and backward: nothing but local K and V, which the layer has anyway, and
-  the kernel's queries, output and log-sum-exp; with ``keep_gathered`` also ``Tk·kv``.
-* at most in forward: ``(T/CP + T)·kv`` in the collective and ``Tk·kv`` gathered by index, each
-  over ``g``; with ``g > 1`` the next group's collective besides.
-* at most in backward: ``2·Tk·kv / g``, the keys and their gradients, or ``(Tk + T)·kv / g``,
-  gradients by key and by row, and ``T·kv / g`` of every group whose reduce-scatter still runs.
+What it holds is in :func:`exchange_bytes`.
 
 Legend: ``T`` tokens of the micro-batch, ``Tk`` keys of the kernel call, ``H`` query heads, ``G``
 key/value heads, ``D`` head dimension.
@@ -28,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.kernels import Segments, VarlenKernel
@@ -125,7 +119,8 @@ def context_attention(
         )
     run = _Run(segments, gather, kernel, scale, parallel, key.shape[1])
     if torch.is_grad_enabled():
-        out: torch.Tensor = _ContextAttention.apply(query, key, value, run)
+        apply: Any = _ContextAttention.apply
+        out: torch.Tensor = apply(query, key, value, run)
         return out
     return _joined([part.out for part in run.forward(query, key, value, keep=False)])
 
@@ -142,7 +137,7 @@ class _ContextAttention(torch.autograd.Function):
         return _joined([part.out.detach() for part in ctx.parts])
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         parts, ctx.parts = ctx.parts, None
@@ -218,12 +213,13 @@ class _Run:
             else:
                 del started
             work.wait()
+            del sent, work
             if into is None:
                 pair = rows.index_select(0, self.gather.rows)
             else:
                 pair = into[number]
                 _refill(pair, rows, self.gather.rows)
-            del rows, sent, work
+            del rows
             yield pair
 
     def _start_gather(
@@ -251,6 +247,55 @@ class _Run:
         return local, rows, work
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangeBytes:
+    """What attention holds beside its inputs and its output, in bytes on a rank."""
+
+    kept: int
+    """Between forward and backward, beside local K and V and what the kernel keeps."""
+    forward: int
+    """The most in forward, with the output."""
+    backward: int
+    """The most in backward, with the gradients that it returns."""
+
+
+def exchange_bytes(
+    num_local: int,
+    num_rows: int,
+    num_keys: int,
+    query_bytes: int,
+    kv_bytes: int,
+    *,
+    keep_gathered: bool = False,
+) -> ExchangeBytes:
+    """Bytes of attention with one head group and a kernel that makes no copies.
+
+    One collective and one copy of K and V: no more is ever alive but, in backward, the gradients
+    of the copy. With ``g`` head groups each part is ``1/g`` of this, and the next group's
+    collective is alive besides; outputs exist twice for a moment, in groups and joined.
+
+    Args:
+        num_local: tokens of the rank, T/CP.
+        num_rows: tokens of all ranks, T.
+        num_keys: keys of the kernel call, Tk.
+        query_bytes: of a token's queries.
+        kv_bytes: of a token's keys and values.
+        keep_gathered: whether the copy is kept.
+    """
+    collective = (num_local + num_rows) * kv_bytes  # what is sent, and all that is received
+    gathering = max(collective, (num_rows + num_keys) * kv_bytes)
+    copy, queries = num_keys * kv_bytes, num_local * query_bytes
+    kept = copy if keep_gathered else 0
+    # The copy and its gradients; then these, by row, and what is received of them.
+    gradients = max(2 * copy, copy + collective) + queries
+    return ExchangeBytes(
+        kept,
+        max(gathering, copy + queries),
+        # What is kept is alive before.
+        max(gradients - kept, 0 if keep_gathered else gathering),
+    )
+
+
 def _joined(tensors: list[torch.Tensor], dim: int = 1) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
 
@@ -266,5 +311,5 @@ def _free(pair: torch.Tensor) -> None:
 def _refill(pair: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
     """Puts back what was freed; autograd need not know, as the values are the same."""
     pair.untyped_storage().resize_(pair.numel() * pair.element_size())
-    with torch.autograd._unsafe_preserve_version_counter(pair):
+    with _unsafe_preserve_version_counter(pair):
         torch.index_select(rows, 0, index, out=pair)

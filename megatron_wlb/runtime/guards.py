@@ -39,7 +39,7 @@ _AT_LEAST = {
             "wlb_epochs",
             "wlb_cp_overlap_groups",
             "rotary_seq_len_interpolation_factor",
-            "yarn_original_max_position_embeddings",
+            "wlb_yarn_original_max_position_embeddings",
         ),
         1,
     ),
@@ -62,11 +62,11 @@ _WITHIN = {
     "norm_epsilon": (0, math.inf),
     "init_method_std": (0, math.inf),
     "rope_scaling_factor": (1, math.inf),
-    "yarn_rotary_scaling_factor": (1, math.inf),
-    "yarn_beta_fast": (0, math.inf),
-    "yarn_beta_slow": (0, math.inf),
-    "yarn_mscale": (0, math.inf),
-    "yarn_mscale_all_dim": (0, math.inf),
+    "wlb_yarn_rotary_scaling_factor": (1, math.inf),
+    "wlb_yarn_beta_fast": (0, math.inf),
+    "wlb_yarn_beta_slow": (0, math.inf),
+    "wlb_yarn_mscale": (0, math.inf),
+    "wlb_yarn_mscale_all_dim": (0, math.inf),
 }
 
 
@@ -220,7 +220,7 @@ def _check_positions(config: Config) -> None:
         if getattr(m, field.name) != getattr(default, field.name)
     }
     of_rope = {"use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
-    of_yarn = {name for name in given if name.startswith("yarn_")}
+    of_yarn = {name for name in given if name.startswith("wlb_yarn_")}
     for kind, names in (("rope", of_rope & given), ("yarn", of_yarn)):
         if names and m.position_embedding_type != kind:
             raise ConfigError(
@@ -228,13 +228,14 @@ def _check_positions(config: Config) -> None:
                 f"that is {m.position_embedding_type}; leave one of them out"
             )
     if "rope_scaling_factor" in given and not m.use_rope_scaling:
-        raise ConfigError("--rope-scaling-factor is given without --use-rope-scaling")
-    if m.position_embedding_type == "yarn":
-        if m.rotary_interleaved or m.rotary_percent != 1:
-            raise ConfigError(
-                "--position-embedding-type yarn rotates the whole head in halves; leave "
-                "--rotary-interleaved and --rotary-percent out"
-            )
+        raise ConfigError(
+            "--rope-scaling-factor is given without --use-rope-scaling; give both or neither"
+        )
+    if m.position_embedding_type == "yarn" and (m.rotary_interleaved or m.rotary_percent != 1):
+        raise ConfigError(
+            "--position-embedding-type yarn rotates the whole head in halves; leave "
+            "--rotary-interleaved and --rotary-percent out"
+        )
 
 
 def _check_optimizer(config: Config) -> None:

@@ -108,7 +108,7 @@ def transformer_config(config: Config) -> TransformerConfig:
             "mscale_all_dim",
         ):
             # Where Megatron's GPT and its attention look for them, though they are no fields.
-            setattr(core, f"yarn_{name}", getattr(model, f"yarn_{name}"))
+            setattr(core, f"yarn_{name}", getattr(model, f"wlb_yarn_{name}"))
         core.yarn_correction_range_round_to_int = True
     return core
 

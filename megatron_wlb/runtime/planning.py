@@ -32,7 +32,7 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
 from megatron_wlb.planner import Planner
-from megatron_wlb.sharding.select import Selector
+from megatron_wlb.sharding import Selector
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,7 @@ def memory_model(config: Config, padded_vocab_size: int, dp_size: int) -> Memory
         bf16=config.training.bf16,
         optimizer=config.training.optimizer,
         distributed_optimizer=config.parallel.use_distributed_optimizer,
+        keep_gathered=config.wlb.wlb_cp_keep_gathered,
     )
 
 

@@ -37,14 +37,17 @@ MODELS_OF_POSITIONS = {
     # Rotary frequencies scaled, so much that documents of a few dozen tokens notice.
     "llama-3": "--use-rope-scaling --rope-scaling-factor 64 --rotary-base 500000 "
     "--rotary-seq-len-interpolation-factor 3",
-    "yarn": "--position-embedding-type yarn --yarn-rotary-scaling-factor 8 "
-    "--yarn-original-max-position-embeddings 16 --yarn-beta-fast 4 --yarn-mscale 1.5",
+    "yarn": "--position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8 "
+    "--wlb-yarn-original-max-position-embeddings 16 --wlb-yarn-beta-fast 4 --wlb-yarn-mscale 1.5",
 }
 MODELS |= {name: f"{MODELS['llama']} {flags}" for name, flags in MODELS_OF_POSITIONS.items()}
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 OVERLAP = "--overlap-grad-reduce"
 SHARDED = "--use-distributed-optimizer"
+VERIFY_SHAPES = "--wlb-verify-shapes"
+KEEP = "--wlb-cp-keep-gathered"
+HEAD_GROUPS = "--wlb-cp-overlap-groups 2"
 NO_P2P_OVERLAP = "--no-overlap-p2p-communication"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
@@ -63,7 +66,7 @@ class Layout:
     extra: str = ""
     cp: int = 1
     sharding: str = "per-sequence"
-    """Kind; `hybrid` has a threshold of 24 tokens."""
+    """``--wlb-cp-sharding``; see :data:`megatron_wlb.testing.ranks.SHARDINGS`."""
 
     @property
     def world_size(self) -> int:
@@ -87,6 +90,7 @@ class Layout:
         if self.vpp > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
         flags += ["--context-parallel-size", str(self.cp)]
+        flags += ["--wlb-cp-sharding", self.sharding]
         if self.tp == "2sp":
             flags.append("--sequence-parallel")
         return parse(flags)

@@ -154,8 +154,8 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         cuda_graph_scope=[],
     )
     for name, value in dataclasses.asdict(m).items():
-        if name.startswith("yarn_") and m.position_embedding_type == "yarn":
-            setattr(core, name, value)
+        if name.startswith("wlb_yarn_") and m.position_embedding_type == "yarn":
+            setattr(core, name.removeprefix("wlb_"), value)
             core.yarn_correction_range_round_to_int = True
     multiple = m.make_vocab_size_divisible_by
     return GPTModel(

@@ -8,13 +8,21 @@ from typing import Any
 
 from megatron_wlb.config import Config
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.sharding import length_multiple
+from megatron_wlb.sharding import Sharding, length_multiple
 from megatron_wlb.testing.oracle import State
 from megatron_wlb.testing.shards import Held, RankRun, held_by, whole_name
 from megatron_wlb.testing.workload import Workload, scatter
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Breaks a :class:`megatron_wlb.runtime.step.StepRunner` for the length of a ``with`` block."""
+
+SHARDINGS = {
+    "per-sequence": Sharding("per-sequence"),
+    "per-document": Sharding("per-document"),
+    "adaptive": Sharding("per-document-remainder"),  # no choice here; so that it runs too
+    "hybrid": Sharding("hybrid", 24),
+}
+"""What micro-batches get, by ``--wlb-cp-sharding``."""
 
 
 def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
