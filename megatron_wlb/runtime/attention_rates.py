@@ -211,8 +211,10 @@ def measure_attention(
     low_us, high_us = np.quantile(times_us, (0.25, 0.75), axis=1)
     single_us, typical_us, mixed_us = np.split(all_us, [1, len(points) + 1])
     num_chunks = np.array([[p.num_chunks] for p in points])
-    # A call of one token is overhead but for that token.
-    call_us = np.maximum(single_us[0] - (typical_us / num_chunks)[len(parts)], 0.0)
+    # Of chunks of one token, a call of one and a call of many tell overhead and share apart.
+    one = len(parts)
+    share_us = (typical_us[one] - single_us[0]) / max(1, points[one].num_chunks - 1)
+    call_us = np.maximum(single_us[0] - np.maximum(share_us, 0.0), 0.0)
     shares = np.maximum(typical_us - call_us, typical_us / 2) / num_chunks
     part_shares, whole_shares, check_shares = np.split(
         shares, [len(parts), len(parts) + len(wholes)]
