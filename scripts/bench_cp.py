@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Figure 15 of WLB-LLM on one device: attention of one layer under each CP sharding.
 
-    scripts/bench_cp.py --json figures.json                          # a GPU, minutes
+    scripts/bench_cp.py --json figures.json                          # a GPU, full size
     OMP_NUM_THREADS=1 scripts/bench_cp.py --device cpu --small       # one or two minutes
 
 For CP = 2, 4 and 8 every rank's attention runs in turn, forward and backward, one variable-length
@@ -314,9 +314,9 @@ def main() -> int:
         help=f"in tokens; --small divides by {SMALL_SCALE} (default: 65536 131072)",
     )  # fmt: skip
     parser.add_argument(
-        "--micro-batches", type=int, metavar="N", help="a case (default: 32; small: 4)"
+        "--micro-batches", type=int, metavar="N", help="a case (default: 12; small: 4)"
     )
-    parser.add_argument("--repeats", type=int, metavar="N", help="default: 7; small: 3")
+    parser.add_argument("--repeats", type=int, metavar="N", default=3, help="default: 3")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of `wlb profile`")
     parser.add_argument("--profile-repeats", type=int, metavar="N", default=5, help="default: 5")
     parser.add_argument("--kernel", default="auto", metavar="NAME", help="default: auto")
@@ -326,8 +326,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    options.micro_batches = options.micro_batches or (4 if options.small else 32)
-    options.repeats = options.repeats or (3 if options.small else 7)
+    options.micro_batches = options.micro_batches or (4 if options.small else 12)
     try:
         if options.device == "cpu" and not options.small:
             raise ConfigError("a CPU would take days at full size; add --small")
