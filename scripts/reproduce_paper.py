@@ -74,7 +74,7 @@ class Section:
 def main() -> int:
     options = _options()
     started_s = time.process_time()
-    effort = Effort(options.steps, tuple(options.seeds))
+    effort = Effort(options.steps, tuple(options.seeds), hardware=options.hardware)
     if options.steps < 1:
         raise ConfigError(f"--steps is {options.steps}; give at least 1")
     images = options.out / "images"
@@ -115,9 +115,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=200, help="of each seed (default: 200)")
+    parser.add_argument("--steps", type=int, default=100, help="of each seed (default: 100)")
     parser.add_argument("--only", nargs="+", choices=KEYS, metavar="KEY", help=", ".join(KEYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
+    parser.add_argument(
+        "--hardware", default=paper.HARDWARE, metavar="NAME|FILE",
+        help=f"such as one with attention that wlb profile measured (default: {paper.HARDWARE})",
+    )  # fmt: skip
     parser.add_argument(
         "--no-solver", dest="solver", action="store_false", help="leave the slow packing out"
     )
@@ -216,7 +220,7 @@ def _figure_12(effort: Effort, solver: bool) -> Section:
     }
     rows = []
     for (model, window), layout in paper.TABLE_1.items():
-        base = paper.scenario(model, window, layout)
+        base = paper.scenario(model, window, layout, hardware=effort.hardware)
         found = paper.speedups(
             base,
             ["original", "fixed-greedy:1", "wlb:2", "hold+shape"],
@@ -294,7 +298,9 @@ def _figure_13(effort: Effort, solver: bool) -> Section:
     }
     by_vpp = {}
     for vpp_size in VPP_SIZES:
-        base = paper.scenario("7b", 128 * K, paper.TABLE_1["7b", 128 * K], vpp_size)
+        base = paper.scenario(
+            "7b", 128 * K, paper.TABLE_1["7b", 128 * K], vpp_size, effort.hardware
+        )
         found = paper.speedups(
             base, ["original", "wlb:2", "hold", "hold+shape"],
             ["per-sequence", "per-document", "adaptive", "hybrid"], effort, _step,
@@ -342,7 +348,7 @@ def _figure_14(effort: Effort, solver: bool) -> Section:
     del solver
     rows = []
     for window in paper.WINDOWS:
-        base = paper.scenario("7b", window, paper.TABLE_1["7b", 128 * K])
+        base = paper.scenario("7b", window, paper.TABLE_1["7b", 128 * K], hardware=effort.hardware)
         found = paper.speedups(
             base, ["original", "wlb:2", "hold"], ["per-sequence", "adaptive"], effort, _step
         )
@@ -485,8 +491,8 @@ def _page(sections: Sequence[Section], effort: Effort, seconds: float) -> str:
         "Made by `scripts/reproduce_paper.py"
         f" --steps {effort.steps} --seeds {seeds}` in {seconds / 60:.1f} minutes of CPU time; do "
         "not edit it by hand. **Every speed-up and imbalance here is simulated**: the paper's "
-        "models, layouts (Table 1) and H100s are modelled from `configs/model` and "
-        "`configs/hardware/h100-sxm.yaml`, whose shares of the peaks are assumed, and its "
+        "models, layouts (Table 1) and GPUs are modelled from `configs/model` and "
+        f"`{effort.hardware}` (`configs/hardware`), whose shares of the peaks are assumed, and its "
         "documents, which are not public, are replaced by the synthetic `reference` distribution "
         "(median 1200 tokens, heavy tail, 82 % of tokens in documents under half a window of "
         f"128K). {effort.steps} steps of each seed count, after {effort.warm_up} that fill queues; "
