@@ -101,6 +101,12 @@ def test_mfu_is_flops_over_the_peak_of_all_devices() -> None:
     assert one.step_us == one.example.timeline.step_us
 
 
+def test_more_steps_have_more_flops_not_another_rate() -> None:
+    one = run(scenario(), "original", steps=1, seeds=(1,))["original", "per-sequence"]
+    many = run(scenario(), "original", steps=8, seeds=(1,))["original", "per-sequence"]
+    assert 0.6 < many.mfu / one.mfu < 1.7
+
+
 def test_the_same_arguments_give_the_same_figures() -> None:
     rows = []
     for _ in range(2):

@@ -112,6 +112,14 @@ def test_histogram_counts_every_document_token_and_pair_once(page: Page) -> None
     assert documents < tokens < work
 
 
+def test_histogram_has_powers_of_two_in_the_bar_that_ends_there(page: Page) -> None:
+    lengths = np.array([1, 2, 3, 4, 4, 4, 8192])
+    found = replace(page, lengths=lengths).data()["lengths"]
+    assert found["edges"][:3] == [1, 2, 4]
+    shares = [round(7 * share) for share in found["series"][0]["shares"]]
+    assert shares == [2, 4, *[0] * 10, 1]
+
+
 def test_histogram_of_equal_lengths_has_a_bar(page: Page) -> None:
     found = replace(page, lengths=np.full(5, 1)).data()["lengths"]
     assert found["series"][0]["shares"][0] == 1
