@@ -319,7 +319,11 @@ def _rejected(found: Search) -> Table:
     for why, count in found.num_rejected.items():
         # The last is the most divided one, so the nearest to fitting.
         one = [r for r in found.rejected if r.why == why][-1]
-        table.add_row(why, str(count), f"{title(one.layout)}: {one.reason}")
+        recompute = one.recompute.granularity
+        even_with = (
+            f", even with {recompute} recomputation" if why == "memory" and recompute else ""
+        )
+        table.add_row(why, str(count), f"{title(one.layout)}: {one.reason}{even_with}")
     slower = len(found.candidates) - len({c.candidate.scenario for c in found.ranked})
     if slower:
         last = found.candidates[-1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heapreplace
 from typing import Literal, TypeAlias
@@ -200,7 +200,11 @@ def search(
     refined.sort(key=_rank)
     tuned: list[Choice] = []
     for number, choice in enumerate(refined[:num_tuned]):
-        others = [v for v in _variants(space, choice.candidate) if v != choice.outcome.variant]
+        others = [
+            variant
+            for variant in _variants(space, choice.candidate)
+            if not _alike(variant, choice.outcome.variant)
+        ]
         tuned += simulate(choice.candidate, others)
         progress("tuned", number + 1, min(num_tuned, len(refined)))
     ranked = sorted([*refined, *tuned], key=_rank)
@@ -227,7 +231,9 @@ def _order(scenario: Scenario) -> tuple[int, ...]:
 def _variants(space: Space, candidate: Candidate) -> list[Variant]:
     """Every packing; those that S_max matters to, with each that fits."""
     fits = candidate.max_tokens / candidate.scenario.window
-    windows = sorted({*(w for w in MAX_WINDOWS if w <= fits), min(fits, MAX_WINDOWS[-1])})
+    windows = [w for w in MAX_WINDOWS if w <= fits]
+    if fits > 1.05 * max(windows, default=0.0) and fits < MAX_WINDOWS[-1]:
+        windows.append(fits)
     variants = []
     for packing in space.packings:
         name = packing.removesuffix(SHAPED).partition(":")[0]
@@ -235,6 +241,14 @@ def _variants(space: Space, candidate: Candidate) -> list[Variant]:
         for number in [candidate.windows] if plain else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
+
+
+def _alike(one: Variant, other: Variant) -> bool:
+    """Equal but for a few tokens of S_max."""
+    tokens = other.setting.max_tokens
+    setting = replace(one.setting, max_tokens=tokens)
+    near = abs(one.setting.max_tokens / tokens - 1) < 0.05
+    return near and replace(one, setting=setting) == other
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> Variant:
