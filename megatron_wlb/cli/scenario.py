@@ -47,7 +47,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--memory-gib",
         type=float,
         metavar="GIB",
-        help=f"what tensors may take on a device (default: {MEMORY_SHARE:.0%} of its memory)",
+        help=f"what tensors may take on a device (default: {MEMORY_SHARE:.0%}% of its memory)",
     )
     group.add_argument("--cost", type=Path, metavar="FILE", help="measured tables, coefficients")
     group.add_argument(

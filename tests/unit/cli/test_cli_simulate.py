@@ -77,6 +77,16 @@ def test_all_sources_of_the_same_lengths_give_the_same_figures(capsys) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_help_teaches_with_examples(command: str, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert f"wlb {command} --distribution reference --model" in out
+    assert "90% of its memory" in out and "All of it is simulated" in out
+
+
 def test_seed_decides_the_figures(capsys) -> None:
     first, again, other = (
         [row["mfu"] for row in rows(capsys, *REFERENCE, *SMALL, "--seed", seed)]
