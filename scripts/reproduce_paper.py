@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,34 +75,30 @@ class Section:
 
 def main() -> int:
     options = _options()
-    started_s = time.process_time()
     effort = Effort(options.steps, tuple(options.seeds), hardware=options.hardware)
-    if options.steps < 1:
-        raise ConfigError(f"--steps is {options.steps}; give at least 1")
+    for flag in ("steps", "jobs"):
+        if getattr(options, flag) < 1:
+            raise ConfigError(f"--{flag} is {getattr(options, flag)}; give at least 1")
     images = options.out / "images"
     images.mkdir(parents=True, exist_ok=True)
-    sections = []
-    makers = dict(
-        zip(
-            KEYS,
-            (_table_2, _figure_6, _figure_12, _figure_13, _figure_14, _figure_15),
-            strict=True,
-        )
-    )
+    keys = [key for key in KEYS if not options.only or key in options.only]
+    sections, seconds = [], 0.0
     console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console,
-        transient=True, disable=not console.is_terminal,
-    ) as bars:  # fmt: skip
-        bar = bars.add_task("", total=len(options.only or makers))
-        for key, make in makers.items():
-            if options.only and key not in options.only:
-                continue
-            bars.update(bar, description=key)
-            sections.append(make(effort, options.solver))
-            _plot(sections[-1], images / f"paper-{key}.png")
+    with (
+        Progress(
+            TextColumn("simulating"), BarColumn(), TimeRemainingColumn(), console=console,
+            transient=True, disable=not console.is_terminal,
+        ) as bars,
+        ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool,
+    ):  # fmt: skip
+        bar = bars.add_task("", total=len(keys))
+        for section, took_s in pool.map(
+            _make, keys, [effort] * len(keys), [options.solver] * len(keys)
+        ):
+            _plot(section, images / f"paper-{section.key}.png")
+            sections.append(section)
+            seconds += took_s
             bars.advance(bar)
-    seconds = time.process_time() - started_s
     write_text(options.out / "paper.md", _page(sections, effort, seconds))
     if options.json:
         write_text(options.json, json.dumps({"simulated": True, "sections": _json(sections)}))
@@ -111,11 +109,20 @@ def main() -> int:
     return 0
 
 
+def _make(key: str, effort: Effort, solver: bool) -> tuple[Section, float]:
+    """A section, and the CPU seconds that it took."""
+    started_s = time.process_time()
+    makers = (_table_2, _figure_6, _figure_12, _figure_13, _figure_14, _figure_15)
+    section = dict(zip(KEYS, makers, strict=True))[key](effort, solver)
+    return section, time.process_time() - started_s
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=100, help="of each seed (default: 100)")
+    parser.add_argument("--steps", type=int, default=60, help="of each seed (default: 60)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--only", nargs="+", choices=KEYS, metavar="KEY", help=", ".join(KEYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument(

@@ -81,7 +81,7 @@ def test_all_sources_of_the_same_lengths_give_the_same_figures(capsys) -> None:
 def test_help_teaches_with_examples(command: str, capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0
     assert f"wlb {command} --distribution reference --model" in out
     assert "90% of its memory" in out and "All of it is simulated" in out
