@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -322,6 +323,8 @@ def plot_speed(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> N
             name = f"{key[0]}, look-ahead {key[1]}" if key[1] else key[0]
             axes.plot(sizes, [row[column] * unit for row in some], ".-", label=name)
         axes.set(xscale="log", yscale="log", xlabel="documents a step", ylabel=label)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
     ends = np.geomspace(*np.sort([row["documents_per_step"] for row in rows])[[0, -1]], 50)
     last = ends[-1]

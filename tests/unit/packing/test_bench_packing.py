@@ -51,18 +51,17 @@ def test_bench_packing_keeps_its_figures(tmp_path, arguments, columns):
 def test_bench_packing_draws_growth_over_n(tmp_path):
     plot, figures = tmp_path / "speed.png", tmp_path / "figures.json"
     command = [
-        sys.executable, str(SCRIPT), "speed", "--packing", "hold", "wlb", "--repeats", "1",
-        "--num-micro-batches", "64", "128", "--plot", str(plot), "--json", str(figures),
+        sys.executable, str(SCRIPT), "speed", "--packing", "hold", "--repeats", "1",
+        "--num-micro-batches", "4", "8", "--distribution", "slimpack", "--look-ahead", "0", "1",
+        "--plot", str(plot), "--json", str(figures),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(figures.read_text())["rows"]
-    names = [(row["packing"], row["look_ahead"], row["num_micro_batches"]) for row in rows]
-    assert names == [
-        (*name, n) for name in (("hold", 0), ("hold", 4), ("wlb", 0)) for n in (64, 128)
-    ]
-    assert ["growth" in row for row in rows] == [False, True] * 3
+    names = [(row["look_ahead"], row["num_micro_batches"]) for row in rows]
+    assert names == [(0, 4), (0, 8), (1, 4), (1, 8)]
+    assert ["growth" in row for row in rows] == [False, True] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "speed.png"]
 
 
