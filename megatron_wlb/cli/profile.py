@@ -69,7 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--longest", type=int, metavar="N",
-        help="longest document in tokens; give the window, --seq-length (default: 131072 on a GPU, 4096 on a CPU)",
+        help="longest document in tokens; give the window, --seq-length (default: 131072 on a "
+        "GPU, 4096 on a CPU)",
     )  # fmt: skip
     parser.add_argument(
         "--repeats", type=int, metavar="N", help=f"runs of each point (default: {REPEATS})"
