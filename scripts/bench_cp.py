@@ -37,6 +37,7 @@ from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.runtime.attention_rates import AttentionTimer, measure_attention, named_kernel
 from megatron_wlb.runtime.kernels import Demand
+from megatron_wlb.runtime.rates import machine_name
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
 from megatron_wlb.simulator.plot_attention import plot_shardings
 
@@ -227,7 +228,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """All cases; what the JSON holds."""
     device = torch.device(options.device)
     cuda = device.type == "cuda"
-    machine = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    machine = machine_name(options.device)
     typical = np.median if cuda else np.min
     models = SMALL_MODELS if options.small else MODELS
     cases = cases_of(options)
@@ -263,7 +264,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         del timer
     return {
         "machine": machine,
-        "torch": str(torch.__version__),
         "clock": clock,
         "small": options.small,
         "seed": options.seed,
@@ -318,7 +318,7 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, metavar="N", default=3, help="default: 3")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of `wlb profile`")
-    parser.add_argument("--profile-repeats", type=int, metavar="N", default=5, help="default: 5")
+    parser.add_argument("--profile-repeats", type=int, metavar="N", default=4, help="default: 4")
     parser.add_argument("--kernel", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")
