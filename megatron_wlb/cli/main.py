@@ -17,6 +17,10 @@ COMMANDS = {
         "turn text files into a corpus that Megatron reads, or say what is in one",
     ),
     "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
+    "profile": (
+        "megatron_wlb.cli.profile",
+        "measure this machine's attention and linear rates, for the costs that plans are made with",
+    ),
     "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
@@ -28,6 +32,7 @@ examples:
   wlb corpus stats corpora/books --window 32768 --plot lengths.png
   wlb pack corpora/books --window 32768 --num-micro-batches 8
   wlb tune corpora/books --window 32768 --num-micro-batches 8 --max-delay 0.3
+  wlb profile --out machine.yaml
 
 'wlb COMMAND --help' says more. Errors are one line and an exit status of their own;
 WLB_TRACEBACK=1 shows where they come from.

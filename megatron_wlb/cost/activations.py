@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from megatron_wlb.cost.exchange import exchange_bytes
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
 
 Kernels: TypeAlias = Literal["torch", "fused"]
@@ -103,6 +104,8 @@ class ActivationModel:
     recompute: Recompute
     element_bytes: int
     kernels: Kernels
+    keep_gathered: bool = False
+    """Under CP: whether gathered keys and values are kept for the backward pass."""
 
     def tape(self, *, first: bool, last: bool, num_layers: int | None = None) -> Tape:
         """The tape of a chunk that embeds (``first``) or has the loss (``last``), or of another.
@@ -295,11 +298,39 @@ class ActivationModel:
         kept = FP32 * heads + (0.0 if self._fused else e * q)
         # Gradients of the output, of q, k, v, and of one document's again.
         gradients = self._hidden + e * q + 2 * e * (q + 2 * k)
-        if self.recompute.granularity == "selective":
+        if self.parallelism.cp_size > 1:
+            attention = self._context_attention(kept, self._hidden + e * q)
+        elif self.recompute.granularity == "selective":
             attention = Operation("attention", forward=kept, backward=gradients + kept + e * q)
         else:
             attention = Operation("attention", kept, backward=gradients)
         return [*operations, attention, self._out_of("projection", q, shape.query_size)]
+
+    def _context_attention(self, kept: float, gradients: float) -> Operation:
+        """Attention over CP ranks, in one head group.
+
+        ``kept`` is what the kernel keeps beside keys and values, ``gradients`` are those of its
+        output and queries. Keys are counted as of documents sharded per document, on the ranks
+        that need most; the shardings that plans choose need no more.
+        """
+        cp_size, tp_size, e = self.parallelism.cp_size, self.parallelism.tp_size, self.element_bytes
+        # Of a local token: there are CP times as many of all ranks.
+        exchange = exchange_bytes(1, cp_size, cp_size + 0.5, 2 * e * self.shape.key_size / tp_size)
+        gathering, copy = exchange.gathering, exchange.copy
+        backward = gradients + exchange.gradients
+        if not self._fused:
+            # A chunk's gradients, and then all chunks' in one.
+            backward = max(backward + e * self.shape.query_size / tp_size, gradients + 3 * copy)
+        if self.recompute.granularity == "selective":
+            # The copy of the forward pass that is run again serves the backward pass.
+            return Operation(
+                "attention", forward=max(gathering, copy + kept), backward=kept + backward
+            )
+        if self.keep_gathered:
+            return Operation(
+                "attention", kept + copy, forward=gathering - copy, backward=backward - copy
+            )
+        return Operation("attention", kept, forward=max(gathering - kept, copy), backward=backward)
 
     def _mlp(self) -> list[Operation]:
         """From the norm's output to the second product."""
