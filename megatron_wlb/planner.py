@@ -65,7 +65,7 @@ class Planner:
     padding goes to the tail and is masked. ``selector`` chooses how each micro-batch is divided
     over context-parallel ranks; None is for one rank. ``shaping`` reshapes each balanced step.
 
-    Raises :class:`ConfigError` if N is not divisible by ``dp_size``, ``length_multiple`` not by
+    Raises :class:`ConfigError` if N is not divisible by ``dp_size``, or ``length_multiple`` not by
     2 · CP, or for shaping of a packing whose micro-batches are to stay as they are.
     """
 
@@ -77,8 +77,8 @@ class Planner:
         *,
         dp_size: int,
         length_multiple: int = 1,
-        selector: Selector | None = None,
         shaping: Shaping | None = None,
+        selector: Selector | None = None,
     ) -> None:
         num_micro_batches = packer.limits.num_micro_batches
         for name, value in (("dp_size", dp_size), ("length_multiple", length_multiple)):
@@ -89,23 +89,23 @@ class Planner:
                 f"{num_micro_batches} micro-batches a step do not divide over {dp_size} "
                 "data-parallel ranks; choose a multiple"
             )
-        if selector and length_multiple % (2 * selector.cp_size):
-            raise ConfigError(
-                f"length_multiple {length_multiple} is not divisible by 2 · CP = "
-                f"{2 * selector.cp_size}; give a multiple of that"
-            )
         if shaping is not None and packer.in_stream_order:
             raise ConfigError(
                 f"micro-batches of {packer.name} packing stay as the stream gives them, so they "
                 "cannot be shaped; use hold or wlb, or leave shaping off"
+            )
+        if selector and length_multiple % (2 * selector.cp_size):
+            raise ConfigError(
+                f"length_multiple {length_multiple} is not divisible by 2 · CP = "
+                f"{2 * selector.cp_size}; give a multiple of that"
             )
         self.stream = stream
         self.packer = packer
         self.cost = cost
         self.dp_size = dp_size
         self.length_multiple = length_multiple
-        self.selector = selector
         self.shaping = shaping
+        self.selector = selector
         self.step = 0
         """The step that :meth:`next_plan` plans next."""
         self._steps_read = 0  # of the stream: some ahead, where the packer looks ahead

@@ -3,13 +3,15 @@
 
     scripts/bench_shape.py                           # the reference set-ups, against what is wanted
     scripts/bench_shape.py --pp 8 --vpp 2 --num-micro-batches 64 --seeds 5 --steps 50
+    scripts/bench_shape.py --num-micro-batches 16 --plot shaped.png    # and a picture of one step
 
 The documents are those of ``hold`` with S_max of two windows on a synthetic heavy-tailed
 distribution, the cost that of LLaMA2-7B (attention 2.5 and all else 2 times as long backward as
-forward), equal stages, no time for transfers. *packed* is the order in which the packing gives its
-balanced micro-batches, *small ends* the one in which they run without shaping: smallest first and
-last. Step times are simulated, with sends as Megatron's schedule has them; ms of planning are
-process CPU time on this machine. ``--json`` keeps the figures.
+forward), equal stages, no time for transfers; the time of a document of a window without attention
+is a second. *packed* is the order in which the packing gives its balanced micro-batches, *small
+ends* the one in which they run without shaping: smallest first and last. Step times are simulated,
+with sends as Megatron's schedule has them; ms of planning are process CPU time on this machine.
+``--json`` keeps the figures.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from rich.console import Console
@@ -34,18 +36,19 @@ from megatron_wlb.data.lengths import DISTRIBUTIONS, REFERENCE_WINDOW, sample_le
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing import packer
-from megatron_wlb.plan import Document
+from megatron_wlb.plan import Document, MicroBatchPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.shaping import Shaper
 from megatron_wlb.simulator.costs import StageCosts, StepCosts
+from megatron_wlb.simulator.plot import plot_timelines
+from megatron_wlb.simulator.step import simulate_step
 
 COST = DocumentCost(
-    forward_linear_us=1 / REFERENCE_WINDOW,
-    forward_quadratic_us=3.27 / REFERENCE_WINDOW**2,
-    backward_linear_us=2 / REFERENCE_WINDOW,
-    backward_quadratic_us=2.5 * 3.27 / REFERENCE_WINDOW**2,
+    forward_linear_us=1e6 / REFERENCE_WINDOW,
+    forward_quadratic_us=3.27e6 / REFERENCE_WINDOW**2,
+    backward_linear_us=2e6 / REFERENCE_WINDOW,
+    backward_quadratic_us=2.5 * 3.27e6 / REFERENCE_WINDOW**2,
 )
-"""The forward of a document of a window, without attention, is the unit."""
 WARM_UP_STEPS = 30
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
 
@@ -87,45 +90,68 @@ class Step:
     """Of the shaped micro-batches."""
 
 
-def steps_of(
-    case: Case, max_windows: float, distribution: str, steps: int, seed: int
-) -> list[Step]:
-    """As the planner makes them, one after another."""
-    num, s_max = case.num_micro_batches, int(max_windows * REFERENCE_WINDOW)
-    layout = Parallelism(pp_size=case.pp, vpp_size=case.vpp, dp_size=case.dp)
-    shaper = Shaper(
-        StepCosts(StageCosts.even(COST, layout.num_stages)),
-        layout,
-        num_micro_batches=num // case.dp,
-        max_tokens=s_max,
-        window=REFERENCE_WINDOW,
-    )
-    windows = num * (WARM_UP_STEPS + steps + 1)
+Ranks: TypeAlias = list[list[list[Document]]]
+
+
+def balanced_steps(
+    case: Case, options: argparse.Namespace, seed: int
+) -> Iterator[tuple[Ranks, Ranks]]:
+    """One after another, in the packing's order and in that in which the planner runs them."""
+    num, total = case.num_micro_batches, WARM_UP_STEPS + options.steps
     stream = DocumentStream(
-        [sample_lengths(distribution, windows, seed=seed)],
+        [sample_lengths(options.distribution, num * (total + 1), seed=seed)],
         window=REFERENCE_WINDOW,
         step_tokens=num * REFERENCE_WINDOW,
         seed=seed,
     )
     packing = packer(
-        "hold", num_micro_batches=num, window=REFERENCE_WINDOW, cost=COST, max_tokens=s_max
+        "hold",
+        num_micro_batches=num,
+        window=REFERENCE_WINDOW,
+        cost=COST,
+        max_tokens=s_max(options),
     )
     planner = Planner(stream, packing, COST, dp_size=case.dp)
-    result = []
-    for number in range(WARM_UP_STEPS + steps):
+    for number in range(total):
         plan = planner.next_plan()
         assert plan is not None
-        if number < WARM_UP_STEPS:
-            continue
-        small_ends = [[[s.document for s in m.spans] for m in rank] for rank in plan.micro_batches]
-        packed = [
-            [[s.document for s in m.spans] for m in sorted(rank, key=lambda m: m.index)]
-            for rank in plan.micro_batches
-        ]
+        if number >= WARM_UP_STEPS:
+            packed = [sorted(rank, key=lambda m: m.index) for rank in plan.micro_batches]
+            yield documents_of(packed), documents_of(plan.micro_batches)
+
+
+def documents_of(ranks: Sequence[Sequence[MicroBatchPlan]]) -> Ranks:
+    return [[[span.document for span in m.spans] for m in rank] for rank in ranks]
+
+
+def s_max(options: argparse.Namespace) -> int:
+    return int(options.max_windows * REFERENCE_WINDOW)
+
+
+def costs_of(case: Case) -> tuple[StepCosts, Parallelism]:
+    layout = Parallelism(pp_size=case.pp, vpp_size=case.vpp, dp_size=case.dp)
+    return StepCosts(StageCosts.even(COST, layout.num_stages)), layout
+
+
+def shaper_of(case: Case, options: argparse.Namespace) -> Shaper:
+    costs, layout = costs_of(case)
+    return Shaper(
+        costs,
+        layout,
+        num_micro_batches=case.num_micro_batches // case.dp,
+        max_tokens=s_max(options),
+        window=REFERENCE_WINDOW,
+    )
+
+
+def steps_of(case: Case, options: argparse.Namespace, seed: int) -> list[Step]:
+    shaper = shaper_of(case, options)
+    result = []
+    for packed, small_ends in balanced_steps(case, options, seed):
         start_s = time.process_time()
         shaped = shaper.shape(small_ends)
         shaping_s = time.process_time() - start_s
-        check(small_ends, shaped, s_max)
+        check(small_ends, shaped, s_max(options))
         work = [COST.total_us(d.length for d in m) for rank in shaped for m in rank]
         result.append(
             Step(
@@ -137,6 +163,19 @@ def steps_of(
             )
         )
     return result
+
+
+def plot(case: Case, options: argparse.Namespace) -> None:
+    """The first step of the first seed, balanced and shaped."""
+    costs, layout = costs_of(case)
+    _, balanced = next(balanced_steps(case, options, options.seeds[0]))
+    lines = {}
+    shaped = shaper_of(case, options).shape(balanced)
+    for name, ranks in (("balanced", balanced), ("shaped", shaped)):
+        lengths = [[[d.length for d in m] for m in rank] for rank in ranks]
+        lines[name] = simulate_step(lengths, costs, layout).timeline
+    title = f"One step of hold, PP={case.pp}, {case.num_micro_batches} micro-batches"
+    plot_timelines(lines, options.plot, title, measured=False)
 
 
 def check(
@@ -155,10 +194,7 @@ def check(
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """One row: over all steps of all seeds."""
-    runs = [
-        steps_of(case, options.max_windows, options.distribution, options.steps, seed)
-        for seed in options.seeds
-    ]
+    runs = [steps_of(case, options, seed) for seed in options.seeds]
     steps = [step for run in runs for step in run]
 
     def gain(name: str, over: Sequence[Step]) -> float:
@@ -211,6 +247,7 @@ def main() -> int:
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, default="reference")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--steps", type=int, default=60, help="of each seed (default: 60)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG or SVG of one step")
     parser.add_argument("--json", type=Path, metavar="FILE", help='keep the figures: {"rows": […]}')
     options = parser.parse_args()
     table = Table("N", "PP", "VPP", "DP", "over packed", "seeds", "over small ends",
@@ -238,6 +275,8 @@ def main() -> int:
                 "[red]" + ", ".join(misses) if misses else "[green]as wanted",
             )  # fmt: skip
         console.print(table)
+        if options.plot:
+            plot(cases_of(options)[0], options)
         if options.json:
             write_text(options.json, json.dumps({"rows": rows}, indent=1) + "\n")
     except WLBError as error:

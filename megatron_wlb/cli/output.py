@@ -68,7 +68,7 @@ def check_file(flag: str, path: Path | None) -> None:
 
 
 def save_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
-    """``write`` writes to a temporary name that then becomes ``path``.
+    """``write`` writes to a temporary name, of the same ending, that then becomes ``path``.
 
     Raises :class:`ConfigError` where that fails.
     """

@@ -155,8 +155,7 @@ def _from_figures(path: Path, content: Mapping[str, Any]) -> Hardware:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"hardware {path}: {name} is {value!r}; give a number")
         values[name] = value
-    required = [f.name for f in fields(Hardware) if f.default is MISSING]
-    missing = [name for name in required if name not in values]
+    missing = [f.name for f in fields(Hardware) if f.default is MISSING and f.name not in values]
     if missing:
         raise ConfigError(f"hardware {path}: {missing[0]} is missing; add it with its source")
     tables = content.get("attention", [])

@@ -23,6 +23,8 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.simulator.order import Action, schedule
 
 GIB = 2**30
+MOST_KNOWN = 2**16
+"""Actions whose bytes are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,13 @@ class MemoryModel:
         return FP32 * self.num_parameters(pp_rank) // self._state_shards
 
     @cached_property
+    def _action_bytes(self) -> dict[tuple[str, int, int], tuple[float, float]]:
+        """What an action keeps, and its own peak, by its kind, tape and tokens: chunks of a kind
+        share a tape, and all ranks have the same micro-batches.
+        """
+        return {}
+
+    @cached_property
     def _tapes(self) -> list[list[Tape]]:
         activations = ActivationModel(
             self.shape,
@@ -225,7 +234,9 @@ class MemoryModel:
         ``lengths`` are the padded tokens of the rank's micro-batches.
         """
         in_transit = self._in_transit_bytes(pp_rank, actions, lengths)
-        once: dict[tuple[str, int, int], tuple[float, float]] = {}  # equal chunks share a tape
+        once = self._action_bytes
+        if len(once) > MOST_KNOWN:
+            once.clear()
         result = []
         kept = 0.0
         for action, transit_bytes in zip(actions, in_transit, strict=True):

@@ -280,10 +280,12 @@ def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> 
     """The planner of training steps, before its first one."""
     wlb = config.wlb
     planner = _planner(config, corpora, cost, dp_size, "train", wlb.wlb_packing, wlb.wlb_hold_tau)
-    if wlb.wlb_shape == "on" and config.parallel.pipeline_model_parallel_size > 1:
-        planner.shaping = make_shaper(
-            config, corpora.vocab_size, cost, dp_size, planner.packer.limits.max_tokens
-        )
+    if wlb.wlb_shape == "on":
+        if config.parallel.pipeline_model_parallel_size == 1:
+            logger.info("--wlb-shape on changes nothing: there is no pipeline to fill and drain")
+        else:
+            s_max = planner.packer.limits.max_tokens
+            planner.shaping = make_shaper(config, corpora.vocab_size, cost, dp_size, s_max)
     return planner
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.document import DocumentCost, Work
@@ -95,23 +96,22 @@ class StageCosts:
     def times_us(
         self,
         micro_batches: Sequence[Sequence[int]],
-        attention_scale: Sequence[float] | None = None,
+        attention_scale: npt.ArrayLike | None = None,
     ) -> Floats:
         """Forwards and backwards, ``[2, S, N]``.
 
         Args:
             micro_batches: lengths of each micro-batch's attention segments.
-            attention_scale: of each micro-batch, by how much the context-parallel rank with the
-                most attention has more than an even share of it.
+            attention_scale: ``[N]``, or ``[2, N]`` for forward and backward: by how much the
+                attention of the slowest context-parallel rank is more than an even share.
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
         pairs = [sum([length * length for length in lengths]) for lengths in micro_batches]
-        scaled_pairs = np.array(pairs, dtype=np.float64)
-        scale = np.ones(num)
+        scale = np.ones((2, num))
         if attention_scale is not None:
-            scale = np.asarray(attention_scale, dtype=np.float64)
-            scaled_pairs *= scale
+            scale = np.broadcast_to(np.asarray(attention_scale, dtype=np.float64), (2, num))
+        forward_pairs, backward_pairs = np.array(pairs, dtype=np.float64) * scale
         result = np.empty((2, len(self.stages), num))
         seen: dict[int, Floats] = {}  # stages with one and the same cost
         for stage, cost in enumerate(self.stages):
@@ -119,12 +119,12 @@ class StageCosts:
                 overhead_us = cost.micro_batch_us
                 result[0, stage] = (
                     cost.forward_linear_us * tokens
-                    + cost.forward_quadratic_us * scaled_pairs
+                    + cost.forward_quadratic_us * forward_pairs
                     + (1 - BACKWARD_OVERHEAD) * overhead_us
                 )
                 result[1, stage] = (
                     cost.backward_linear_us * tokens
-                    + cost.backward_quadratic_us * scaled_pairs
+                    + cost.backward_quadratic_us * backward_pairs
                     + BACKWARD_OVERHEAD * overhead_us
                 )
                 continue
@@ -139,13 +139,13 @@ def _times(cost: StageCost, micro_batches: Sequence[Sequence[int]], scale: Float
     rows = [
         (
             work.forward_linear_us
-            + work.forward_attention_us * factor
+            + work.forward_attention_us * forward_factor
             + work.overhead_us * (1 - BACKWARD_OVERHEAD),
             work.backward_linear_us
-            + work.backward_attention_us * factor
+            + work.backward_attention_us * backward_factor
             + work.overhead_us * BACKWARD_OVERHEAD,
         )
-        for work, factor in zip(works, scale.tolist(), strict=True)
+        for work, forward_factor, backward_factor in zip(works, *scale.tolist(), strict=True)
     ]
     return np.array(rows, dtype=np.float64).T
 

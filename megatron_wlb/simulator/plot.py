@@ -254,7 +254,7 @@ def _save(figure: Figure, path: Path) -> None:
         axes.tick_params(colors=PALE_INK, labelcolor=INK)
     for legend in figure.legends:
         legend.set_frame_on(False)
-    kind = os.path.splitext(path)[1].lstrip(".").lower()
+    kind = os.path.splitext(path)[1].lstrip(".").lower() or "png"
     if kind not in FORMATS:
         raise ConfigError(f"cannot draw {os.fspath(path)}; call it .{' or .'.join(FORMATS)}")
     # No date and no random names in an SVG: the same picture is the same file.

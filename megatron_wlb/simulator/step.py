@@ -16,11 +16,13 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.sharding import Selector
 from megatron_wlb.simulator.costs import StepCosts
 from megatron_wlb.simulator.engine import Timeline, check_times, timeline
 from megatron_wlb.simulator.graph import Floats, Graph, Replay, Sends, graph_of
@@ -257,14 +259,15 @@ class Simulator:
     def step(
         self,
         micro_batches: StepPlan | Lengths,
-        attention_scale: Sequence[Sequence[float]] | None = None,
+        attention_scale: Sequence[npt.ArrayLike] | None = None,
     ) -> StepTimeline:
         """One step.
 
         Args:
             micro_batches: a plan, or lengths of each rank's micro-batches in running order.
-            attention_scale: ``[dp_size][N]``, the share of the context-parallel rank with the most
-                attention, in even shares: 1 is perfect balance.
+            attention_scale: of each data-parallel rank ``[N]`` or ``[2, N]`` (forward and
+                backward), the attention of the slowest context-parallel rank in even shares; 1 is
+                perfect balance. :func:`attention_scales` says it for a plan.
 
         Raises:
             ConfigError: a schedule that Megatron refuses.
@@ -368,11 +371,27 @@ def simulate_step(
     order: Order | None = None,
     sends: Sends | None = None,
     memory: MemoryModel | None = None,
-    attention_scale: Sequence[Sequence[float]] | None = None,
+    attention_scale: Sequence[npt.ArrayLike] | None = None,
 ) -> StepTimeline:
     """The timeline of one step; see :class:`Simulator`, which is the same for many."""
     simulator = Simulator(costs, parallelism, order=order, sends=sends, memory=memory)
     return simulator.step(micro_batches, attention_scale)
+
+
+def attention_scales(plan: StepPlan, selector: Selector) -> list[Floats]:
+    """What the shardings that ``selector`` chooses for a plan come to, for ``attention_scale``."""
+    result = []
+    for rank in plan.micro_batches:
+        chosen = [selector.choose(micro_batch.lengths) for micro_batch in rank]
+        result.append(
+            np.array(
+                [
+                    [prediction.forward_imbalance for prediction in chosen],
+                    [prediction.backward_imbalance for prediction in chosen],
+                ]
+            )
+        )
+    return result
 
 
 def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:

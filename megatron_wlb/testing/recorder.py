@@ -17,12 +17,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_wlb.config import parse
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.rank_main import check_writable, rank_main
+from megatron_wlb.sharding.shard import shard_arrays
+
+if TYPE_CHECKING:
+    from megatron_wlb.plan import StepPlan
+    from megatron_wlb.runtime.trainer import Trainer
 
 PROGRESS = "round "
 """What each line of progress on stdout starts with; a number, ``/`` and the total follow."""
@@ -48,6 +53,8 @@ class RecordedStep:
     """Per process: ``F`` or ``B``, start, stop, and CPU time of the thread that computes."""
     activation_bytes: list[int] | None = None
     """Per process, the most that forward and backward added; such a step is no measure of time."""
+    mask_bytes: list[list[int]] | None = None
+    """Of these: per process and micro-batch, what masks of a layer's attention take."""
 
 
 def core_of(rank: int, world_size: int, pp_size: int, num_cores: int) -> int:
@@ -119,7 +126,7 @@ def record(
                     f"the corpus ends after {number} rounds, {num_rounds + num_memory} were asked "
                     "for; use fewer rounds or a longer corpus"
                 )
-            used = None
+            used = masks = None
             gc.collect()  # Not in the midst of a step.
             torch.distributed.barrier()
             timers.take()
@@ -141,6 +148,7 @@ def record(
                     trainer.runner.run(plan)
                     used_here = live.peak - held
                 used = gathered(used_here)
+                masks = gathered(_mask_bytes(trainer, plan))
             torch.distributed.barrier()
             stop = time.monotonic()
             intervals = gathered(
@@ -152,7 +160,15 @@ def record(
             lengths = [[list(m.lengths) for m in row] for row in plan.micro_batches]
             steps.append(
                 RecordedStep(
-                    name, number, start * 1e6, stop * 1e6, plan.num_tokens, lengths, intervals, used
+                    name,
+                    number,
+                    start * 1e6,
+                    stop * 1e6,
+                    plan.num_tokens,
+                    lengths,
+                    intervals,
+                    used,
+                    masks,
                 )
             )
         if rank == 0:
@@ -168,6 +184,21 @@ def record(
         }
         write_text(path, json.dumps(content))
     distributed.shutdown()
+
+
+def _mask_bytes(trainer: Trainer, plan: StepPlan) -> list[int]:
+    """Of this rank's micro-batches, a layer's."""
+    from megatron_wlb.runtime.kernels.sdpa import mask_bytes
+
+    groups, config = trainer.model.groups, trainer.config
+    element_bytes = 2 if config.training.bf16 else 4
+    result = []
+    for m in plan.micro_batches[groups.dp.rank()]:
+        rows = shard_arrays(m.lengths, groups.cp.size(), m.sharding)[groups.cp.rank()]
+        keys = rows[:, 2].tolist()
+        queries = (rows[:, 2] - rows[:, 1]).tolist()
+        result.append(mask_bytes(queries, keys, element_bytes))
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:

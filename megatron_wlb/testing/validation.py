@@ -305,17 +305,28 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
 
 
 def _memory(recording: Recording, step: RecordedStep) -> Iterable[tuple[float, int]]:
-    """Predicted and measured peaks of activations of each process."""
+    """Predicted and measured peaks of activations of each process.
+
+    What the CPU's attention keeps as masks under CP is counted besides: no model of a GPU has it.
+    """
     config = recording.config
     model = memory_model(config, padded_vocab_size(config, recording.vocab_size), recording.dp_size)
     assert step.activation_bytes is not None
-    cp_size = config.parallel.context_parallel_size
-    for pp_rank in range(recording.graph.pp_size):
+    cp_size, pp_size = config.parallel.context_parallel_size, recording.graph.pp_size
+    layers = model.parallelism.layers_of_stages(model.shape)
+    for pp_rank, actions in enumerate(recording.graph.order):
         for dp_rank, lengths in enumerate(step.lengths):
-            predicted = model.activation_peak_bytes(pp_rank, list(map(sum, lengths)))
+            uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
             first = recording.process(pp_rank, dp_rank)
-            for found in step.activation_bytes[first : first + cp_size]:
-                yield predicted, found
+            for process in range(first, first + cp_size):
+                masks = step.mask_bytes[process] if step.mask_bytes else [0] * len(lengths)
+                held = peak = 0.0
+                for action, used in zip(actions, uses, strict=True):
+                    own = masks[action.micro_batch] * layers[action.chunk * pp_size + pp_rank]
+                    held += own if action.kind == "F" else 0.0
+                    peak = max(peak, used.peak + held)
+                    held -= own if action.kind == "B" else 0.0
+                yield peak, step.activation_bytes[process]
 
 
 def ranking(rows: Sequence[Row], name: str) -> list[str]:
