@@ -230,12 +230,16 @@ def _figure_12(effort: Effort, solver: bool) -> Section:
         base = paper.scenario(model, window, layout, hardware=effort.hardware)
         found = paper.speedups(
             base,
-            ["original", "fixed-greedy:1", "wlb:2", "hold+shape"],
-            ["per-sequence", "per-document", "adaptive"],
+            [
+                ("fixed-greedy:1", "per-sequence"),
+                ("fixed-greedy:1", "per-document"),
+                ("wlb:2", "adaptive"),
+                ("hold+shape", "adaptive"),
+            ],
             effort,
             _step,
         )
-        plain = found["original", "per-sequence"]
+        plain = found[paper.PLAIN]
         fixed = max(
             (found["fixed-greedy:1", mode] for mode in ("per-sequence", "per-document")),
             key=lambda outcome: outcome.mfu,
@@ -295,7 +299,7 @@ def _figure_12(effort: Effort, solver: bool) -> Section:
 
 def _figure_13(effort: Effort, solver: bool) -> Section:
     del solver
-    names = {
+    names: dict[str, paper.Pair] = {
         "CP per-document": ("original", "per-document"),
         "CP adaptive": ("original", "adaptive"),
         "PP var-len and delay": ("wlb:2", "per-sequence"),
@@ -308,11 +312,8 @@ def _figure_13(effort: Effort, solver: bool) -> Section:
         base = paper.scenario(
             "7b", 128 * K, paper.TABLE_1["7b", 128 * K], vpp_size, effort.hardware
         )
-        found = paper.speedups(
-            base, ["original", "wlb:2", "hold", "hold+shape"],
-            ["per-sequence", "per-document", "adaptive", "hybrid"], effort, _step,
-        )  # fmt: skip
-        plain = found["original", "per-sequence"]
+        found = paper.speedups(base, list(names.values()), effort, _step)
+        plain = found[paper.PLAIN]
         by_vpp[vpp_size] = {
             name: (found[key].speedup(plain), *found[key].speedup_by_seed(plain))
             for name, key in names.items()
@@ -356,10 +357,8 @@ def _figure_14(effort: Effort, solver: bool) -> Section:
     rows = []
     for window in paper.WINDOWS:
         base = paper.scenario("7b", window, paper.TABLE_1["7b", 128 * K], hardware=effort.hardware)
-        found = paper.speedups(
-            base, ["original", "wlb:2", "hold"], ["per-sequence", "adaptive"], effort, _step
-        )
-        plain = found["original", "per-sequence"]
+        found = paper.speedups(base, [("wlb:2", "adaptive"), ("hold", "adaptive")], effort, _step)
+        plain = found[paper.PLAIN]
         ours, hold = found["wlb:2", "adaptive"], found["hold", "adaptive"]
         extra = (f"{hold.speedup(plain):.2f}", f"{plain.packing_imbalance:.2f}",
                  f"{paper.max_tokens(base) / window:.2f}")  # fmt: skip

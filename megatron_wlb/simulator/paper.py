@@ -189,28 +189,34 @@ def _evaluate(
     return evaluate(workload, setting, effort.steps, warm_up=effort.warm_up, on_step=on_step)
 
 
+Pair: TypeAlias = tuple[str, Mode | Kind]
+"""Packing and sharding."""
+PLAIN: Pair = ("original", "per-sequence")
+"""Plain-4D."""
+
+
 def speedups(
-    base: Scenario,
-    packings: Sequence[str],
-    shardings: Sequence[Mode | Kind],
-    effort: Effort,
-    on_step: Progress,
-) -> dict[tuple[str, str], Outcome]:
-    """Packing and sharding -> what they do; the first of each is the base."""
+    base: Scenario, pairs: Sequence[Pair], effort: Effort, on_step: Progress
+) -> dict[Pair, Outcome]:
+    """What each pair does, :data:`PLAIN` included."""
     limit = max_tokens(base)
-    variants = [Variant.parse(packing, base.window, limit) for packing in packings]
-    outcomes = compare(
-        base,
-        LengthSource.of_distribution(DISTRIBUTION),
-        variants,
-        shardings,
-        steps=effort.steps,
-        seeds=effort.seeds,
-        warm_up=effort.warm_up,
-        on_step=on_step,
-    )
-    keys = [(packing, str(sharding)) for packing in packings for sharding in shardings]
-    return dict(zip(keys, outcomes, strict=True))
+    shardings: dict[str, list[Mode | Kind]] = {}
+    for packing, sharding in dict.fromkeys([PLAIN, *pairs]):
+        shardings.setdefault(packing, []).append(sharding)
+    found: dict[Pair, Outcome] = {}
+    for packing, modes in shardings.items():
+        outcomes = compare(
+            base,
+            LengthSource.of_distribution(DISTRIBUTION),
+            [Variant.parse(packing, base.window, limit)],
+            modes,
+            steps=effort.steps,
+            seeds=effort.seeds,
+            warm_up=effort.warm_up,
+            on_step=on_step,
+        )
+        found |= {(packing, mode): one for mode, one in zip(modes, outcomes, strict=True)}
+    return found
 
 
 LAYER_SHARDINGS: tuple[Mode | Kind, ...] = (
