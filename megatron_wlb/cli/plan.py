@@ -193,6 +193,7 @@ def _space(args: argparse.Namespace) -> Space:
         recompute,
         max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
         args.memory_gib,
+        args.cost_extrapolate,
         fixed,
     )
 

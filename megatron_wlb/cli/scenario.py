@@ -54,7 +54,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--cost-extrapolate",
         "--wlb-cost-extrapolate",  # as errors about tables call it
         action="store_true",
-        help="go beyond the end of measured tables",
+        help="go beyond the end of measured tables, also of the hardware's attention",
     )
 
 
@@ -170,6 +170,7 @@ def scenario(args: argparse.Namespace) -> Scenario:
         args.memory_gib,
         not args.no_overlap_grad_reduce,
         measured_cost(args, shape, layout),
+        args.cost_extrapolate,
     )
 
 

@@ -193,6 +193,7 @@ def compare(
         )
         for seed in seeds
     ]
+    scenario.check_reach()
     for workload in workloads:
         workload.check([variant.setting for variant in variants])
         for variant in variants:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
 
+import numpy as np
+
 from megatron_wlb.cost import (
     AnalyticModel,
     Cost,
@@ -55,6 +57,9 @@ class Scenario:
     overlap_grad_reduce: bool = True
     measured: Cost | None = None
     """A cost of the whole model to use instead of the analytic one, in its shares of the stages."""
+
+    extrapolate: bool = False
+    """Whether to go beyond the end of the hardware's measured attention."""
 
     def __post_init__(self) -> None:
         p = self.parallelism
@@ -121,6 +126,11 @@ class Scenario:
         stages = StageCosts.spread(self.measured, self.model)
         return replace(analytic, stages=stages)
 
+    def check_reach(self) -> None:
+        """Raises :class:`ConfigError` where measured attention ends before the window."""
+        longest = np.array([self.window])
+        self._latency.chunk_us(longest, longest)
+
     def max_tokens(self) -> int:
         """S_max: the longest micro-batch of which a whole pipeline fits the memory limit.
 
@@ -173,7 +183,7 @@ class Scenario:
             dtype="bfloat16",
         )
         if measured is not None:
-            return measured
+            return replace(measured, extrapolate=self.extrapolate)
         return AnalyticAttention(heads, shape.kv_channels, self.hardware.attention_tflops)
 
 

@@ -62,6 +62,8 @@ class Space:
     max_tp: int | None = None
     """A node's devices if not given."""
     memory_gib: float | None = None
+    extrapolate: bool = False
+    """Whether to go beyond the end of the hardware's measured attention."""
     fixed: dict[str, int] = field(default_factory=dict)
     """Sizes that are given, such as ``{"tp_size": 8}``."""
 
@@ -320,6 +322,7 @@ def _possible(
                         number,
                         recompute,
                         space.memory_gib,
+                        extrapolate=space.extrapolate,
                     )
                 except ConfigError as error:
                     refuse("batch and schedule", str(error), number, recompute)

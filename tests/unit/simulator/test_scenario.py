@@ -12,6 +12,7 @@ from megatron_wlb.cost import (
     Recompute,
     load_hardware,
 )
+from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.simulator.scenario import MEMORY_SHARE, Scenario, title
@@ -97,6 +98,26 @@ def test_measured_cost_adds_up_over_the_stages() -> None:
     layout = Parallelism(pp_size=2, vpp_size=2)
     times = scenario(parallelism=layout, measured=cost).costs.stages.times_us([LENGTHS, (9,)])
     assert times.sum(axis=(0, 1)) == pytest.approx([cost.total_us(LENGTHS), cost.total_us([9])])
+
+
+def test_measured_attention_of_the_hardware_is_used_and_has_to_reach_the_window() -> None:
+    row = (3.0, 9000.0)
+    profile = AttentionProfile(
+        kernel="some", machine="here", dtype="bfloat16", num_heads=8, num_groups=4, head_dim=32,
+        tile_queries=1, tile_keys=1, lengths=(1, 4096), forward_us=(row, (9000.0,)),
+        backward_us=(row, (9000.0,)), whole_forward_us=row, whole_backward_us=row,
+    )  # fmt: skip
+    machine = replace(H100, attention=(profile,))
+    base = scenario(hardware=machine)
+    base.check_reach()
+    lengths = (4096,)
+    measured = base.attention_scale(lengths, base.chooser("per-sequence")(lengths))
+    assumed = scenario().attention_scale(lengths, scenario().chooser("per-sequence")(lengths))
+    assert measured > 5 * assumed
+    beyond = scenario(hardware=machine, window=8192)
+    with pytest.raises(ConfigError, match="ends at 4096 tokens, but 8192"):
+        beyond.check_reach()
+    replace(beyond, extrapolate=True).check_reach()
 
 
 def test_unknown_sharding_is_an_error() -> None:
