@@ -85,7 +85,7 @@ class Effort:
     steps: int
     seeds: tuple[int, ...]
     warm_up: int = 30
-    solver_steps: int = 6
+    solver_steps: int = 20
     solver_limit: float = 1.0
     """Seconds a search of the fixed-length solver may take."""
     hardware: str = HARDWARE
