@@ -64,9 +64,7 @@ class Recipe:
         return int(value)
 
 
-def read_recipe(
-    path: str | Path, variables: Mapping[str, str], *, run_number: int = 1
-) -> Recipe:
+def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: int = 1) -> Recipe:
     """The recipe in a file, with ``variables`` put in.
 
     A file whose runs differ, to test resuming, has ``MODEL_ARGS_2``, …: ``run_number`` chooses

@@ -201,8 +201,8 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
 
     Args:
         source: the installed one if not given.
-        allow_untested: warn of an unknown version and hold it against the nearest table below, where a
-            misfit still is an error.
+        allow_untested: warn of an unknown version and hold it against the nearest table below,
+            where a misfit still is an error.
 
     Raises:
         CompatibilityError: another version than those of the tables, or a name that is missing
