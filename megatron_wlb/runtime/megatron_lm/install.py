@@ -1,0 +1,146 @@
+"""Puts plans into Megatron-LM's training loop: one explicit call, undone by another.
+
+Nothing is edited on disk. Every name replaced stands in :mod:`.targets` with the parameters counted
+on; a missing or changed one is an error that names the Megatron version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime import guards as layout_guards
+from megatron_wlb.runtime import targets
+from megatron_wlb.runtime.megatron_lm import arguments, checkpoint, guards, log, model, schedule
+from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops
+from megatron_wlb.runtime.megatron_lm.session import Session
+from megatron_wlb.runtime.megatron_lm.targets import TRAINING_TARGETS
+from megatron_wlb.runtime.patching import PatchSet
+
+_patches = PatchSet()
+_installed = False
+_session: Session | None = None
+
+
+def installed() -> bool:
+    """Whether Megatron's loop runs plans in this process."""
+    return _installed
+
+
+def install_flags() -> None:
+    """Adds our flags to Megatron's parser, and nothing else: for ``--help``."""
+    _patches.restore()
+    _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+
+
+def install() -> None:
+    """Makes Megatron's training loop run plans; a second call does nothing.
+
+    Raises:
+        CompatibilityError: this Megatron lacks a name, or has it with other parameters.
+    """
+    global _installed
+    if _installed:
+        return
+    version = targets.check()
+    training_targets = TRAINING_TARGETS.get(version)
+    if training_targets is None:
+        raise CompatibilityError(
+            f"megatron.training of {version} is not known; megatron-wlb runs that of "
+            f"{', '.join(TRAINING_TARGETS)}: check that out"
+        )
+    targets.check_targets(version, training_targets)
+    try:
+        _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+        _wrap("megatron.training.initialize", "validate_args", _validate_args)
+        _wrap("megatron.training.training", "setup_model_and_optimizer", _setup_model)
+        _wrap("megatron.training.training", "pretrain", _pretrain)
+        # The name that scripts import.
+        from megatron.training import training
+
+        _patches.replace("megatron.training", "pretrain", training.pretrain)
+        model.install(_patches)
+    except BaseException:
+        _patches.restore()
+        raise
+    _installed = True
+
+
+def uninstall() -> None:
+    """Restores every name; a second call does nothing."""
+    global _installed, _session
+    if _session is not None:
+        _session.close()
+    _patches.restore()
+    _session, _installed = None, False
+
+
+def _wrap(module: str, name: str, hook: Any) -> None:
+    """Replaces a function by ``hook(original, …)``."""
+    import importlib
+
+    original = getattr(importlib.import_module(module), name)
+    wrapped = functools.update_wrapper(functools.partial(hook, original), original)
+    _patches.replace(module, name, wrapped)
+
+
+def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    return arguments.add_arguments(original(parser))
+
+
+def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Our refusals, Megatron's own checks, then ours of what it made of the arguments.
+
+    All before a process group exists.
+    """
+    guards.check(args)
+    # Tokens of ragged micro-batches weigh the same only if the step is divided by them once.
+    args.calculate_per_token_loss = True
+    args.dataloader_type = "external"
+    checked = original(args, *rest, **kwargs)
+    config = arguments.config_of(args)
+    layout_guards.check(config, args.world_size)
+    layout_guards.check_micro_batches(config, args.world_size)
+    _begin(args, config)
+    return checked
+
+
+def _begin(args: argparse.Namespace, config: Any) -> None:
+    """Makes the session and the hooks that need it."""
+    from megatron.training import training
+
+    global _session
+    _session = Session(config, args, DocumentFlops.of(training.num_floating_point_operations, args))
+    _patches.replace(
+        training, "get_forward_backward_func", lambda *_, **__: schedule.forward_backward(session)
+    )
+    session = _session
+    _patches.replace(training, "dummy_train_step", schedule.skip_step)
+    checkpoint.Hooks(session).install(_patches)
+    log.Log(session).install(_patches)
+
+
+def _setup_model(original: Any, *args: Any, **kwargs: Any) -> Any:
+    assert _session is not None
+    return original(*args, **kwargs)
+
+
+def _pretrain(original: Any, provider: Any, model_provider: Any, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's ``pretrain`` with our data in place of the script's."""
+
+    @functools.cache
+    def plans() -> Any:
+        assert _session is not None
+        return _session.open_data()
+
+    def our_provider(_num_samples: Any, vp_stage: int | None = None) -> Any:
+        return plans()  # once, for all chunks
+
+    our_provider.is_distributed = True  # type: ignore[attr-defined]
+    try:
+        return original(our_provider, model_provider, *args, **kwargs)
+    finally:
+        if _session is not None:
+            _session.close()
