@@ -220,6 +220,9 @@ class WlbConfig:
     wlb_verify_plan_interval: int = setting(
         1, "compare the plan's digest over all ranks every so many steps; 0 is never"
     )
+    wlb_allow_untested_megatron: bool = setting(
+        False, "go on with a megatron-core that is not in the table of versions, with a warning"
+    )
     wlb_verify_shapes: bool = setting(
         False, "debug: also exchange shapes as stock Megatron does, and compare"
     )

@@ -13,6 +13,9 @@ from megatron_wlb.errors import WLBError
 
 COMMANDS = {
     "corpus": ("megatron_wlb.cli.corpus", "turn text files into a corpus that Megatron reads"),
+    "doctor": ("megatron_wlb.cli.doctor", "say what is installed, what fits, and what is wrong"),
+    "patch": ("megatron_wlb.cli.patch", "check, apply or revert the optional Megatron patches"),
+    "recipe": ("megatron_wlb.cli.recipe", "show or run a Megatron recipe (model_config.yaml)"),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
 a function from the parsed arguments to the exit status."""
