@@ -64,5 +64,7 @@ def _run(args: argparse.Namespace) -> int:
         console = Console(soft_wrap=True, highlight=False)
         console.print(f"megatron-core {source.version} in {escape(str(source.core_root))}: {state}")
         for path in changed:
-            console.print(f"  {'reverted' if args.action == 'revert' else 'patched'} {escape(path)}")
+            console.print(
+                f"  {'reverted' if args.action == 'revert' else 'patched'} {escape(path)}"
+            )
     return 0

@@ -20,7 +20,6 @@ from megatron_wlb.runtime.batch import Batch, BatchBuilder
 from megatron_wlb.runtime.communicator import PlanCommunicator
 from megatron_wlb.runtime.model import Model
 
-
 ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
 """Megatron's ``forward_step_func``: the next micro-batch through a chunk, and its loss function."""
 

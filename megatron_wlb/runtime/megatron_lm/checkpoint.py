@@ -1,10 +1,10 @@
 """The packer's state and every rank's random numbers in the checkpoints that Megatron saves.
 
-Two entries beside Megatron's own, in its ``torch_dist`` and ``torch`` formats: ``megatron_wlb``, text
-that is equal on all ranks (planner with pool, queues and stream position, cost, sums, digest of the
-last plan), and ``megatron_wlb_rng``, the random-number streams of each rank. Megatron saves those of
-the first data-parallel rank alone, as all draw in step; ranks whose micro-batches differ in length
-do not.
+Two entries beside Megatron's own, in its ``torch_dist`` and ``torch`` formats: ``megatron_wlb``,
+text that is equal on all ranks (planner with pool, queues and stream position, cost, sums, digest
+of the last plan), and ``megatron_wlb_rng``, the random-number streams of each rank. Megatron saves
+those of the first data-parallel rank alone, as all draw in step; ranks whose micro-batches differ
+in length do not.
 
 A run may go on at another DP, TP or PP: the same documents in the same order. Random numbers of
 another layout mean nothing and start anew, as in Megatron.
@@ -94,18 +94,18 @@ class Hooks:
         Raises:
             CheckpointError: a checkpoint in the middle of a run that has no packer's state.
         """
-        self._loaded = None
         found = original(*args, **kwargs)
         iteration, settings = found[0], self.session.args
         if not iteration or settings.finetune:
             return found
-        if self._loaded is None:
+        loaded = self._loaded
+        if loaded is None:
             raise CheckpointError(
-                f"the checkpoint in --load {settings.load} has no packing state, so it is not known "
-                "which documents were trained; go on without the --wlb flags, or start a run from "
+                f"the checkpoint in --load {settings.load} has no packing state: which documents "
+                "were trained is not known; go on without the --wlb flags, or start a run from "
                 "its weights with --finetune"
             )
-        self.session.restored = json.loads(self._loaded[STATE])
+        self.session.restored = json.loads(loaded[STATE])
         if not settings.no_load_rng:
             self._restore_rng()
         self._loaded = None
@@ -135,7 +135,7 @@ class Hooks:
         return self.session.layout()
 
     def _sharded(self, rng: Any) -> ShardedObject:
-        """This rank's own, as Megatron's distributed format holds it."""
+        """What is this rank's own, as Megatron's distributed format holds it."""
         groups = self.session.model.groups
         order = (groups.pp, groups.tp, groups.dp_cp)
         return ShardedObject(

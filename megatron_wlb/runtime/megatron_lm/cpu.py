@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import sys
 import types
+from multiprocessing import spawn
 from typing import Any
 
 from megatron_wlb.runtime import cpu
@@ -24,12 +25,18 @@ FLAGS = (
 """What a command line must say for a machine without GPUs."""
 
 
-def install(patches: PatchSet) -> None:
-    """Turns the emulation on and prepares ``megatron.training`` for it.
+_patches = PatchSet()
+_get_preparation_data = spawn.get_preparation_data
+
+
+def install() -> None:
+    """Turns the emulation on and prepares ``megatron.training`` for it; a second call does nothing.
 
     Raises:
         CompatibilityError: ``megatron.core`` is imported already, or a name is missing.
     """
+    if cpu.installed() and _patches:
+        return
     cpu.install()
     if importlib.util.find_spec("triton") is None and _BATCH_INVARIANT not in sys.modules:
         # megatron.training imports these GPU kernels, which need triton, for an option of theirs.
@@ -39,25 +46,39 @@ def install(patches: PatchSet) -> None:
     from megatron.training import initialize, training
 
     # "Megatron requires CUDA."
-    patches.replace(
+    _patches.replace(
         training,
         "initialize_megatron",
         functools.partial(initialize.initialize_megatron, allow_no_cuda=True),
     )
     # Builds CUDA kernels, and an index builder that megatron-core's wheel has built already.
-    patches.replace(initialize, "_compile_dependencies", lambda: None)
+    _patches.replace(initialize, "_compile_dependencies", lambda: None)
     # Compiles; and draws from the generator that, on the CPU, the model's weights come from too.
-    patches.replace(initialize, "_warmup_jit_function", lambda: None)
+    _patches.replace(initialize, "_warmup_jit_function", lambda: None)
     # Decides whether CUDA_DEVICE_MAX_CONNECTIONS matters. On this device it does not.
-    patches.replace("megatron.training.arguments", "get_device_arch_version", lambda: 10)
-    _keep_what_is_being_sent(patches)
+    _patches.replace("megatron.training.arguments", "get_device_arch_version", lambda: 10)
+    # A worker that writes checkpoints would import the script again, outside the emulation.
+    _patches.replace("multiprocessing.spawn", "get_preparation_data", _without_main)
+    _keep_what_is_being_sent()
+
+
+def uninstall() -> None:
+    """Restores what :func:`install` replaced in ``megatron.training``; the emulation stays."""
+    _patches.restore()
+
+
+def _without_main(name: str) -> dict[str, Any]:
+    data = _get_preparation_data(name)
+    for key in ("init_main_from_name", "init_main_from_path"):
+        data.pop(key, None)
+    return data
 
 
 def _no_batch_invariant_mode() -> None:
     raise RuntimeError("--batch-invariant-mode needs triton, which is not installed")
 
 
-def _keep_what_is_being_sent(patches: PatchSet) -> None:
+def _keep_what_is_being_sent() -> None:
     """The schedules free an output once its send was issued; gloo may still be reading it."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -70,4 +91,4 @@ def _keep_what_is_being_sent(patches: PatchSet) -> None:
                 kwargs[name] = kwargs[name].detach()  # an alias keeps the storage
         return original(self, **kwargs)
 
-    patches.replace(P2PCommunicator, "_communicate", communicate)
+    _patches.replace(P2PCommunicator, "_communicate", communicate)

@@ -1,9 +1,9 @@
 """Floating-point operations of packed documents, by Megatron's own formula.
 
-Megatron's ``num_floating_point_operations(args, batch_size)`` is that of ``batch_size`` sequences of
-``seq_length`` tokens, each attending to all before it: ``a·s + b·s²`` a sequence. Packed documents
-attend only to themselves: ``a·Σd + b·Σd²``. Two evaluations of Megatron's formula give ``a`` and
-``b``, whatever the model.
+Megatron's ``num_floating_point_operations(args, batch_size)`` is that of ``batch_size`` sequences
+of ``seq_length`` tokens, each attending to all before it: ``a·s + b·s²`` a sequence. Packed
+documents attend only to themselves: ``a·Σd + b·Σd²``. Two evaluations of Megatron's formula give
+``a`` and ``b``, whatever the model.
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--cuda-graph-impl", "cuda_graph_impl", f"a graph has one length, {_LENGTHS_VARY}",
         "use none", _is("cuda_graph_impl", "none"),
     ),
-    Refusal("--tp-comm-overlap", "tp_comm_overlap", f"its buffers have one length, {_LENGTHS_VARY}"),
+    Refusal(
+        "--tp-comm-overlap", "tp_comm_overlap", f"its buffers have one length, {_LENGTHS_VARY}"
+    ),
     Refusal(
         "--fp8-format", "fp8", "its products need lengths that 16 divides", "train in --bf16"
     ),

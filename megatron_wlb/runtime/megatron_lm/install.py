@@ -1,22 +1,22 @@
 """Puts plans into Megatron-LM's training loop: one explicit call, undone by another.
 
-Nothing is edited on disk. Every name replaced stands in :mod:`.targets` with the parameters counted
-on; a missing or changed one is an error that names the Megatron version.
+Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.targets` with
+the parameters counted on; a missing or changed one is an error that names the Megatron version.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
+import inspect
 from typing import Any
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime import guards as layout_guards
 from megatron_wlb.runtime import targets
 from megatron_wlb.runtime.megatron_lm import arguments, checkpoint, guards, log, model, schedule
-from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops
 from megatron_wlb.runtime.megatron_lm.session import Session
-from megatron_wlb.runtime.megatron_lm.targets import TRAINING_TARGETS
 from megatron_wlb.runtime.patching import PatchSet
 
 _patches = PatchSet()
@@ -35,37 +35,40 @@ def install_flags() -> None:
     _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
 
 
-def install() -> None:
+def install(*, allow_untested: bool = False) -> None:
     """Makes Megatron's training loop run plans; a second call does nothing.
 
     Raises:
-        CompatibilityError: this Megatron lacks a name, or has it with other parameters.
+        CompatibilityError: this Megatron lacks a name, or has it with other parameters; or it is
+            of another version than the tested ones, unless ``allow_untested``.
     """
     global _installed
     if _installed:
         return
-    version = targets.check()
-    training_targets = TRAINING_TARGETS.get(version)
-    if training_targets is None:
-        raise CompatibilityError(
-            f"megatron.training of {version} is not known; megatron-wlb runs that of "
-            f"{', '.join(TRAINING_TARGETS)}: check that out"
-        )
-    targets.check_targets(version, training_targets)
+    targets.check(allow_untested=allow_untested)
     try:
-        _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
-        _wrap("megatron.training.initialize", "validate_args", _validate_args)
-        _wrap("megatron.training.training", "setup_model_and_optimizer", _setup_model)
-        _wrap("megatron.training.training", "pretrain", _pretrain)
-        # The name that scripts import.
         from megatron.training import training
 
-        _patches.replace("megatron.training", "pretrain", training.pretrain)
+        _require_entry_point(training.pretrain)
+        _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+        _wrap("megatron.training.initialize", "validate_args", _validate_args)
+        _wrap("megatron.training.training", "get_model", _get_model)
+        _wrap("megatron.training.training", "pretrain", _pretrain)
+        _patches.replace("megatron.training", "pretrain", training.pretrain)  # scripts import it
         model.install(_patches)
     except BaseException:
         _patches.restore()
         raise
     _installed = True
+
+
+def _require_entry_point(pretrain: Any) -> None:
+    first = next(iter(inspect.signature(pretrain).parameters))
+    if first != "train_valid_test_dataset_provider":
+        raise CompatibilityError(
+            f"pretrain() of this megatron.training begins with {first}; the launcher runs that of "
+            "core_v0.16.1, whose arguments are parsed inside it: check that out"
+        )
 
 
 def uninstall() -> None:
@@ -79,8 +82,6 @@ def uninstall() -> None:
 
 def _wrap(module: str, name: str, hook: Any) -> None:
     """Replaces a function by ``hook(original, …)``."""
-    import importlib
-
     original = getattr(importlib.import_module(module), name)
     wrapped = functools.update_wrapper(functools.partial(hook, original), original)
     _patches.replace(module, name, wrapped)
@@ -112,19 +113,20 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
     from megatron.training import training
 
     global _session
-    _session = Session(config, args, DocumentFlops.of(training.num_floating_point_operations, args))
-    _patches.replace(
-        training, "get_forward_backward_func", lambda *_, **__: schedule.forward_backward(session)
-    )
-    session = _session
+    _session = Session(config, args, training.num_floating_point_operations)
+    run = schedule.forward_backward(_session)
+    _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
     _patches.replace(training, "dummy_train_step", schedule.skip_step)
-    checkpoint.Hooks(session).install(_patches)
-    log.Log(session).install(_patches)
+    checkpoint.Hooks(_session).install(_patches)
+    log.Log(_session).install(_patches)
 
 
-def _setup_model(original: Any, *args: Any, **kwargs: Any) -> Any:
-    assert _session is not None
-    return original(*args, **kwargs)
+def _get_model(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notes the model, before a checkpoint is loaded into it."""
+    chunks = original(*args, **kwargs)
+    assert _session is not None, "arguments are checked before a model is built"
+    _session.model = model.of_chunks(chunks)
+    return chunks
 
 
 def _pretrain(original: Any, provider: Any, model_provider: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a step was, in Megatron's own logs: TensorBoard, W&B, its progress lines and progress.txt."""
+"""What a step was, in Megatron's own logs: TensorBoard, W&B, its log lines and progress.txt."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class Log:
             hook = functools.partial(getattr(self, name), original)
             patches.replace(training, name, functools.update_wrapper(hook, original))
 
-    def num_floating_point_operations(
-        self, original: Any, args: Any, batch_size: int
-    ) -> float:
+    def num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
         """Of the step that just ran; inside a log line the mean of the steps that it covers."""
         session = self.session
         if session.step is None:  # nothing has run
@@ -198,6 +196,7 @@ class Log:
             f" wlb {plan.packing} | tokens: {plan.num_tokens} | padding: {plan.padding_tokens} | "
             f"imbalance (predicted): {plan.imbalance:.4f} | delay (steps): {plan.delay_steps:.3f} "
             f"| waiting: {plan.num_waiting} documents, {plan.waiting_tokens} tokens | step (ms): "
-            f"{figures['step_ms']:.1f}, predicted {figures['predicted_ms']:.1f} | plan wait (ms): "
-            f"{figures['plan_wait_ms']:.2f} | MFU: {100 * figures['mfu']:.1f} % |"
+            f"{figures['step_ms']:.1f}, predicted {figures['predicted_ms']:.3g} | plan wait (ms): "
+            f"{figures['plan_wait_ms']:.2f} | MFU (of {self.session.config.wlb.wlb_hardware}): "
+            f"{100 * figures['mfu']:.1f} % |"
         )

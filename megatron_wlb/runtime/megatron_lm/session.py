@@ -1,7 +1,7 @@
 """One run of Megatron's loop on plans: what the hooks of this package share.
 
-``Session`` is made when the arguments are known, gets the model once it is built, and then opens the
-data: planner, evaluation plans, step runner.
+``Session`` is made when the arguments are known, gets the model once it is built, and then opens
+the data: planner, evaluation plans, step runner.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megatron_wlb.config import Config
@@ -23,8 +24,8 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan_ahead import PlanAhead
 from megatron_wlb.runtime import cpu
 from megatron_wlb.runtime.batch import BatchBuilder
-from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops
 from megatron_wlb.runtime.measure import measure_cost
+from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.planning import (
     SPLITS,
@@ -73,7 +74,8 @@ class Session:
 
     config: Config
     args: argparse.Namespace
-    flops: DocumentFlops
+    formula: Formula
+    """Megatron's own of floating-point operations."""
     totals: Totals = field(default_factory=Totals)
     restored: dict[str, Any] | None = None
     """What the loaded checkpoint holds of ours, until the data are opened."""
@@ -95,6 +97,11 @@ class Session:
     @model.setter
     def model(self, model: Model) -> None:
         self._model = model
+
+    @cached_property
+    def flops(self) -> DocumentFlops:
+        """Of documents; not before the tokenizer has said how large the vocabulary is."""
+        return DocumentFlops.of(self.formula, self.args)
 
     @property
     def runner(self) -> StepRunner:
@@ -212,7 +219,9 @@ class Session:
         if cost is not None:
             return cost
         fit = measure_cost(self.model, self.args.seq_length, self.args.padded_vocab_size)
-        logger.info("measured cost: %s", {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()})
+        logger.info(
+            "measured cost: %s", {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()}
+        )
         return fit.cost
 
 
@@ -238,4 +247,3 @@ def _evaluation_plans(planner: Any, num_steps: int) -> Iterator[StepPlan]:
 def data_iterator_of(iterators: Any) -> Any:
     """The one that gives plans: with virtual stages Megatron has an iterator for each chunk."""
     return iterators[0] if isinstance(iterators, list) else iterators
-
