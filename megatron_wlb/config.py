@@ -123,7 +123,9 @@ class TrainingConfig:
 class DataConfig:
     """Documents."""
 
-    data_path: tuple[str, ...] = setting((), "prefixes of Megatron .bin/.idx corpora")
+    data_path: tuple[str, ...] = setting(
+        (), "prefixes of Megatron .bin/.idx corpora: A B …, or with weights: 0.3 A 0.7 B …"
+    )
     split: str = setting("969,30,1", "shares of documents for training, validation and test")
     seq_length: int = setting(8192, "the window, in tokens")
     vocab_size: int | None = setting(None, "vocabulary; read from PREFIX.json if it is there")
@@ -291,20 +293,29 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for group_name, group_type in _groups().items():
-        group = parser.add_argument_group(group_name, group_type.__doc__)
-        hints = typing.get_type_hints(group_type)
-        for f in dataclasses.fields(group_type):
-            # By identity: 0 is a default worth showing, though it equals False.
-            hidden = f.default is None or f.default is False or f.default == ()
-            shown = "" if hidden else f" (default: {f.default})"
-            group.add_argument(
-                flag_of(f.name),
-                dest=f.name,
-                default=argparse.SUPPRESS,
-                help=f.metadata["help"].replace("%", "%%") + shown,
-                **_type_options(hints[f.name]),
-            )
+        add_flags(parser, group_name, group_type)
     return parser
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, title: str, group_type: type, *, defaults: bool = False
+) -> None:
+    """Adds the settings of one group of the tree; without ``defaults`` those not given are absent
+    from what is parsed.
+    """
+    group = parser.add_argument_group(title, group_type.__doc__)
+    hints = typing.get_type_hints(group_type)
+    for f in dataclasses.fields(group_type):
+        # By identity: 0 is a default worth showing, though it equals False.
+        hidden = f.default is None or f.default is False or f.default == ()
+        shown = "" if hidden else f" (default: {f.default})"
+        group.add_argument(
+            flag_of(f.name),
+            dest=f.name,
+            default=f.default if defaults else argparse.SUPPRESS,
+            help=f.metadata["help"].replace("%", "%%") + shown,
+            **_type_options(hints[f.name]),
+        )
 
 
 def _reject_unknown(flags: Sequence[str]) -> None:
@@ -371,6 +382,17 @@ def parse_known(argv: Sequence[str]) -> tuple[Config, list[str]]:
 
 def _yaml_arguments(path: str) -> list[str]:
     """The YAML file as if it had been written on the command line: one set of rules for both."""
+    arguments = yaml_arguments(path)
+    _reject_unknown(arguments)
+    return arguments
+
+
+def yaml_arguments(path: str) -> list[str]:
+    """The words of a command line that say what the settings of a YAML file say.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -387,7 +409,6 @@ def _yaml_arguments(path: str) -> list[str]:
         elif value is not None and value is not False:  # 0 is neither
             values = value if isinstance(value, list) else [value]
             arguments += [flag, *map(str, values)]
-    _reject_unknown(arguments)
     return arguments
 
 

@@ -141,6 +141,15 @@ _TRAINING_TO_0_17: Table = {
         "extra_args_provider args_defaults ignore_unknown_args allow_no_cuda parsed_args"
     ),
     "megatron.training.utils:get_blend_and_blend_per_split": "args",
+    "megatron.training.utils:append_to_progress_log": "string",
+    "megatron.training.initialize:validate_args": IS_THERE,
+    "megatron.training.initialize:_warmup_jit_function": "",
+    "megatron.training.checkpointing:_load_base_checkpoint": "load_dir args rank0",
+    f"{_TRAINING}:get_model": "model_provider_func model_type wrap_with_ddp",
+    f"{_TRAINING}:dummy_train_step": "data_iterator",
+    f"{_TRAINING}:compute_throughputs_and_append_to_progress_log": (
+        "iteration num_floating_point_operations_so_far"
+    ),
 }
 _TRAINING_FROM_0_18: Table = {
     # Arguments are parsed before `pretrain`, which takes the configuration that comes of them.

@@ -1,0 +1,136 @@
+"""Runs your own ``pretrain_gpt.py`` with workload-balanced micro-batches.
+
+``torchrun … -m megatron_wlb.launch /path/to/Megatron-LM/pretrain_gpt.py <its flags> --wlb-packing
+hold``. Without any ``--wlb-*`` flag the script runs as if it had been started itself: nothing is
+imported, nothing replaced. ``--wlb-device cpu`` alone runs it, unchanged, under the CPU emulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_wlb.config import WlbConfig, add_flags, yaml_arguments
+from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.rank_main import rank_main
+
+EXAMPLES = """examples:
+  torchrun --nproc-per-node 8 -m megatron_wlb.launch ~/Megatron-LM/pretrain_gpt.py \\
+      --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 … --wlb-packing hold
+  # Megatron's own packing, on the same path, to compare with:
+  torchrun … -m megatron_wlb.launch ~/Megatron-LM/pretrain_gpt.py … --wlb-packing original
+  # all flags, Megatron's and these:
+  python -m megatron_wlb.launch ~/Megatron-LM/pretrain_gpt.py --help
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script; returns the exit code. Our errors are one line, as of :func:`rank_main`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        _parser().print_help()
+        return 0 if words else ConfigError.exit_code
+    script, *flags = words
+    if not any(flag.startswith("--wlb-") or flag in ("-h", "--help") for flag in flags):
+        run_script(script, flags)
+        return 0
+    return rank_main(lambda: launch(script, flags), set_up_logs=False)
+
+
+def launch(script: str, flags: Sequence[str]) -> None:
+    """Installs what the flags ask for, then runs the script.
+
+    Raises:
+        WLBError: before any process group exists, for all that can be known by then.
+    """
+    if not Path(script).is_file():
+        raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
+    flags = _with_settings_file(flags)
+    sys.path[0] = str(Path(script).resolve().parent)  # as Python does; Megatron is found there
+    # These import torch, and then Megatron under the device's conditions.
+    from megatron_wlb.runtime.megatron_lm import arguments, cpu, guards
+
+    wlb, _ = _parser().parse_known_args([script, *flags])
+    plans = arguments.asks_for_plans(flags)
+    if plans:
+        guards.check_words(flags)
+    device = _choose_device(wlb.wlb_device)
+    if device == "cpu":
+        cpu.install()
+    try:
+        from megatron_wlb.runtime.megatron_lm import install
+    except ImportError as error:
+        raise CompatibilityError(
+            f"megatron.training cannot be imported ({error}); {script} must lie in a checkout of "
+            "Megatron-LM"
+        ) from error
+    if plans:
+        install.install(allow_untested=wlb.wlb_allow_untested_megatron)
+    elif any(flag in ("-h", "--help") for flag in flags):
+        install.install_flags()
+    else:
+        flags = _without_device(flags)
+    run_script(script, flags)
+
+
+def run_script(script: str, flags: Sequence[str]) -> None:
+    """As ``python script flags…``."""
+    sys.argv = [script, *flags]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _choose_device(requested: str) -> str:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if requested == "cuda" and not has_gpu:
+        raise ConfigError(
+            "--wlb-device is cuda, but torch sees no GPU; use --wlb-device cpu to run under the "
+            "CPU emulation"
+        )
+    if requested == "auto":
+        return "cuda" if has_gpu else "cpu"
+    return requested
+
+
+def _with_settings_file(flags: Sequence[str]) -> list[str]:
+    """The settings of ``--wlb-config`` go before the command line, which therefore wins."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--wlb-config")
+    known, rest = parser.parse_known_args(flags)
+    if known.wlb_config is None:
+        return list(flags)
+    try:
+        return [*yaml_arguments(known.wlb_config), *rest]
+    except ConfigError as error:
+        raise ConfigError(f"--wlb-config {known.wlb_config}: {error}") from None
+
+
+def _without_device(flags: Sequence[str]) -> list[str]:
+    """Without ``--wlb-device``, which Megatron's own parser does not know."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--wlb-device")
+    return parser.parse_known_args(flags)[1]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_wlb.launch",
+        usage="torchrun … -m megatron_wlb.launch PRETRAIN_GPT.PY [its flags] [--wlb-… flags]",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("script", help="pretrain_gpt.py of a Megatron-LM checkout")
+    add_flags(parser, "workload balance", WlbConfig, defaults=True)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
