@@ -266,9 +266,7 @@ def _step_us(plan: StepPlan, model: AnalyticModel, shards: int) -> float:
     p, stages = model.parallelism, model.stage_costs()
     slowest_us = 0.0
     for micro_batches in plan.micro_batches:
-        work = [
-            [stage.work(m.lengths) for m in micro_batches] for stage in stages
-        ]
+        work = [[stage.work(m.lengths) for m in micro_batches] for stage in stages]
         ranks = [
             [work[chunk * p.pp_size + r] for chunk in range(p.vpp_size)] for r in range(p.pp_size)
         ]

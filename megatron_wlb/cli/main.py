@@ -18,11 +18,14 @@ COMMANDS = {
     "recipe": ("megatron_wlb.cli.recipe", "show or run a Megatron recipe (model_config.yaml)"),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
-a function from the parsed arguments to the exit status."""
+a function from the parsed arguments to the exit status. With ``PASSES_ON`` it gets what stands after
+``--`` as ``args.extra``."""
 
 _EPILOG = """\
-example:
+examples:
   wlb corpus build ~/books notes.jsonl --out corpora/books --tokenizer bpe
+  wlb doctor --megatron ~/Megatron-LM
+  wlb recipe run configs/experiment/7b-128k.yaml --dry-run
 
 'wlb COMMAND --help' says more. Errors are one line and an exit status of their own;
 WLB_TRACEBACK=1 shows where they come from.
@@ -61,6 +64,7 @@ def _run(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"megatron-wlb {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
+    extra: list[str] | None = None
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(
             name,
@@ -69,8 +73,15 @@ def _run(argv: list[str]) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name in argv[:1]:
-            importlib.import_module(module).configure(command)
+            loaded = importlib.import_module(module)
+            loaded.configure(command)
+            if getattr(loaded, "PASSES_ON", False):
+                # Split here: argparse cannot tell them from positionals between options.
+                end = argv.index("--") if "--" in argv else len(argv)
+                argv, extra = argv[:end], argv[end + 1 :]
     args = parser.parse_args(argv)
+    if extra is not None:
+        args.extra = extra
     if not hasattr(args, "run"):  # no command
         parser.print_help(sys.stderr)
         return 2
