@@ -42,7 +42,7 @@ def model(
 def test_layer_is_the_reference_formula() -> None:
     """W(d) = x + 3.27 x², x = d/131072: the layers of LLaMA2-7B on 16 H100, TP8 × CP2.
 
-    The reference has no exchange of K and V over CP, which adds 5 % to the linear part here.
+    The reference has no exchange and copy of K and V over CP, which add 7 % to the linear part.
     """
     layer = model().layer()
     quadratic = WINDOW * layer.attention_us
@@ -58,10 +58,10 @@ def test_layer_is_the_reference_formula() -> None:
 
 
 def test_whole_model_is_near_the_reference_formula() -> None:
-    """The LM head and the embedding are linear work too: 3 %."""
+    """The LM head and the embedding are linear work too, 3 %, and the exchange over CP, 7 %."""
     cost = model().cost()
     ratio = WINDOW * cost.forward_quadratic_us / cost.forward_linear_us
-    assert ratio == pytest.approx(3.27, rel=0.08)
+    assert ratio == pytest.approx(3.27, rel=0.1)
     assert cost.backward_linear_us == pytest.approx(2 * cost.forward_linear_us)
     assert cost.backward_quadratic_us == pytest.approx(2.5 * cost.forward_quadratic_us)
 
