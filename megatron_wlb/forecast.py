@@ -127,7 +127,9 @@ def forecast(
     memory = _memory_model(config, vocabulary, dp_size)
     limit_gib = config.wlb.wlb_memory_gib or hardware.memory_gib * USABLE_SHARE
     fitting = min(
-        memory.max_tokens(limit_gib * GIB, num_micro_batches, multiple=_shards(config)),
+        memory.max_tokens(
+            limit_gib * GIB, num_micro_batches, multiple=planning.length_multiple(config)
+        ),
         config.training.global_batch_size * window,
     )
     max_tokens = config.wlb.wlb_max_tokens
@@ -187,16 +189,9 @@ class _Run:
         return self.num_tokens / self.total_us * 1e6
 
 
-def _shards(config: Config) -> int:
-    """Ranks over which a micro-batch's tokens are spread."""
-    p = config.parallel
-    return p.context_parallel_size * (p.tensor_model_parallel_size if p.sequence_parallel else 1)
-
-
 def _memory_model(config: Config, vocabulary: int, dp_size: int) -> MemoryModel:
-    """Of a GPU run with fused kernels. Optimizer state is spread over DP and CP ranks."""
-    replicas = dp_size * config.parallel.context_parallel_size
-    model = planning.memory_model(config, vocabulary, replicas)
+    """Of a GPU run, whose kernels are fused."""
+    model = planning.memory_model(config, vocabulary, dp_size)
     return dataclasses.replace(model, kernels="fused")
 
 
@@ -218,7 +213,7 @@ def _run(
         element_bytes=2 if config.training.bf16 else 4,
     )
     plans = list(_plans(config, packing, max_tokens, model.cost(), dp_size, distribution))
-    total_us = sum(_step_us(plan, model, _shards(config)) for plan in plans)
+    total_us = sum(_step_us(plan, model) for plan in plans)
     return _Run(len(plans), sum(plan.num_tokens for plan in plans), total_us)
 
 
@@ -253,7 +248,9 @@ def _plans(
         fixed_grouping=wlb.wlb_fixed_grouping,
         solver_limit=wlb.wlb_solver_limit,
     )
-    planner = Planner(stream, chosen, cost, dp_size=dp_size, length_multiple=_shards(config))
+    planner = Planner(
+        stream, chosen, cost, dp_size=dp_size, length_multiple=planning.length_multiple(config)
+    )
     for number in range(WARM_UP_STEPS + NUM_STEPS):
         plan = planner.next_plan()
         assert plan is not None  # the documents are for more steps
@@ -261,7 +258,7 @@ def _plans(
             yield plan
 
 
-def _step_us(plan: StepPlan, model: AnalyticModel, shards: int) -> float:
+def _step_us(plan: StepPlan, model: AnalyticModel) -> float:
     """One step: that of its slowest data-parallel rank."""
     p, stages = model.parallelism, model.stage_costs()
     slowest_us = 0.0
@@ -270,9 +267,13 @@ def _step_us(plan: StepPlan, model: AnalyticModel, shards: int) -> float:
         ranks = [
             [work[chunk * p.pp_size + r] for chunk in range(p.vpp_size)] for r in range(p.pp_size)
         ]
-        mean_tokens = sum(m.padded_length for m in micro_batches) / len(micro_batches) / shards
+        mean_tokens = sum(m.padded_length for m in micro_batches) / len(micro_batches)
         p2p_us = model.hardware.transfer_us(
-            mean_tokens * model.shape.hidden_size * model.element_bytes,
+            mean_tokens
+            / p.cp_size
+            / p.sequence_shards
+            * model.shape.hidden_size
+            * model.element_bytes,
             p.tp_size * p.cp_size * p.dp_size * p.pp_size,
         )
         timeline = replay(

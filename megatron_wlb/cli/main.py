@@ -18,8 +18,8 @@ COMMANDS = {
     "recipe": ("megatron_wlb.cli.recipe", "show or run a Megatron recipe (model_config.yaml)"),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
-a function from the parsed arguments to the exit status. With ``PASSES_ON`` it gets what stands after
-``--`` as ``args.extra``."""
+a function from the parsed arguments to the exit status. With ``PASSES_ON`` these have what stands
+after ``--`` as ``extra``."""
 
 _EPILOG = """\
 examples:

@@ -27,7 +27,7 @@ examples:
   wlb recipe show configs/experiment/7b-128k.yaml
   wlb recipe run configs/experiment/7b-128k.yaml --dry-run
   wlb recipe run configs/experiment/7b-128k.yaml --dry-run -- --wlb-packing wlb
-  DATA_PATH=corpora/mine … wlb recipe run my_recipe.yaml --megatron ~/Megatron-LM -- --train-iters 50
+  wlb recipe run my_recipe.yaml --megatron ~/Megatron-LM -- --train-iters 50
   sbatch --nodes 8 scripts/slurm/pretrain_gpt.sbatch configs/experiment/7b-128k.yaml
 """
 PASSES_ON = True

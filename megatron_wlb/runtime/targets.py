@@ -268,6 +268,11 @@ def version_of(version: str) -> Version:
     return VERSIONS[version if version in VERSIONS else (below or list(VERSIONS)[:1])[-1]]
 
 
+def needs_triton(version: str) -> bool:
+    """Whether that megatron-core imports triton, whatever the device."""
+    return _numbers(version) >= (0, 18)
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     """``0.17.0rc0`` -> ``(0, 17, 0)``."""
     parts = version.split(".")[:3]
