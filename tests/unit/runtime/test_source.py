@@ -12,7 +12,7 @@ from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.source import MegatronSource, Signature
 
 INFO = 'MAJOR = 1\nMINOR = 2\nPATCH = 3\nPRE_RELEASE = "rc4"\n__package_name__ = "x"\n'
-MODULE = '''
+MODULE = """
 import os
 from elsewhere import borrowed, other as renamed
 try:
@@ -40,7 +40,7 @@ class Bare: ...
 
 def outer():
     def hidden(): ...
-'''
+"""
 
 
 @pytest.fixture
