@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_recipe_has_flags_of_megatron_and_ours_only(name: str) -> None:
     unknown = [f for f in flags if f not in megatron_flags() and not f.startswith("--wlb-")]
     assert unknown == []
     # What is saved is what a restart loads.
-    values = dict(zip(arguments, arguments[1:], strict=False))
+    values = dict(itertools.pairwise(arguments))
     assert values["--save"] == values["--load"] == "${CHECKPOINT_PATH}"
 
 
