@@ -12,7 +12,12 @@ from megatron_wlb import __version__
 from megatron_wlb.errors import WLBError
 
 COMMANDS = {
-    "corpus": ("megatron_wlb.cli.corpus", "turn text files into a corpus that Megatron reads"),
+    "corpus": (
+        "megatron_wlb.cli.corpus",
+        "turn text files into a corpus that Megatron reads, or say what is in one",
+    ),
+    "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
+    "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
     "doctor": ("megatron_wlb.cli.doctor", "say what is installed, what fits, and what is wrong"),
     "patch": ("megatron_wlb.cli.patch", "check, apply or revert the optional Megatron patches"),
     "recipe": ("megatron_wlb.cli.recipe", "show or run a Megatron recipe (model_config.yaml)"),
@@ -24,6 +29,9 @@ after ``--`` as ``extra``."""
 _EPILOG = """\
 examples:
   wlb corpus build ~/books notes.jsonl --out corpora/books --tokenizer bpe
+  wlb corpus stats corpora/books --window 32768 --plot lengths.png
+  wlb pack corpora/books --window 32768 --num-micro-batches 8
+  wlb tune corpora/books --window 32768 --num-micro-batches 8 --max-delay 0.3
   wlb doctor --megatron ~/Megatron-LM
   wlb recipe run configs/experiment/7b-128k.yaml --dry-run
 

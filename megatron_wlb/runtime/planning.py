@@ -32,14 +32,11 @@ from megatron_wlb.data.blend import Blend, BlendedStream
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import ConfigError, CorpusError
-from megatron_wlb.packing import packer
+from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
 from megatron_wlb.planner import Planner
 from megatron_wlb.sharding import Selector
 
 logger = logging.getLogger(__name__)
-
-CUTS_AT_WINDOWS = {"original", "fixed-greedy", "fixed-solver"}
-"""Packings that take documents of any length and cut them."""
 
 SPLITS = ("train", "valid", "test")
 
@@ -349,8 +346,6 @@ def _planner(
     lengths = [corpus.lengths for corpus in corpora.corpora]
     longest = data.seq_length
     if packing in CUTS_AT_WINDOWS and wlb.wlb_long_documents == "split":
-        # These cut at the windows of the stream themselves, as Megatron does. Cut before, at
-        # windows of their own, long documents would be cut twice and their work understated.
         longest = max(longest, *(int(corpus.max()) for corpus in lengths))
     num_epochs = wlb.wlb_epochs if split == "train" else 1
     weights = corpora.weights.get(split)
