@@ -58,7 +58,8 @@ def test_patches_apply_and_revert(source: MegatronSource, tmp_path: Path) -> Non
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source.core_root / file.path, copy)
     shutil.copy(
-        source.core_root / "megatron/core/package_info.py", tmp_path / "megatron/core/package_info.py"
+        source.core_root / "megatron/core/package_info.py",
+        tmp_path / "megatron/core/package_info.py",
     )
     stock = {file.path: (tmp_path / file.path).read_bytes() for file in series.files}
     copied = MegatronSource.at(tmp_path)
