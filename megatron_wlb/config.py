@@ -41,7 +41,10 @@ class ModelConfig:
     group_query_attention: bool = setting(False, "grouped-query attention")
     num_query_groups: int = setting(1, "key/value heads with --group-query-attention")
     kv_channels: int | None = setting(None, "head dimension; hidden ÷ heads if not given")
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] = setting(
+    transformer_impl: Literal["local", "transformer_engine"] = setting(
+        "local", "layers of torch and Megatron, or of TransformerEngine; attention is ours in both"
+    )
+    position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = setting(
         "rope", "positions count from the start of each document"
     )
     max_position_embeddings: int | None = setting(
@@ -50,6 +53,23 @@ class ModelConfig:
     rotary_base: int = setting(10000, "base of the rotary angles")
     rotary_percent: float = setting(1.0, "share of the head dimension that is rotated")
     rotary_interleaved: bool = setting(False, "rotate even/odd pairs instead of halves")
+    rotary_seq_len_interpolation_factor: int | None = setting(
+        None, "positions are divided by this before they are rotated (linear scaling)"
+    )
+    use_rope_scaling: bool = setting(False, "scale rotary frequencies as Llama 3.x does")
+    rope_scaling_factor: float = setting(8.0, "factor of --use-rope-scaling")
+    wlb_yarn_rotary_scaling_factor: float = setting(
+        1.0, "with `yarn`: length that is aimed at ÷ --wlb-yarn-original-max-position-embeddings"
+    )
+    wlb_yarn_original_max_position_embeddings: int = setting(
+        4096, "with `yarn`: length that the model was trained for before"
+    )
+    wlb_yarn_beta_fast: float = setting(
+        32.0, "with `yarn`: rotations above which nothing is scaled"
+    )
+    wlb_yarn_beta_slow: float = setting(1.0, "with `yarn`: rotations below which all is scaled")
+    wlb_yarn_mscale: float = setting(1.0, "with `yarn`: concentration of attention")
+    wlb_yarn_mscale_all_dim: float = setting(0.0, "with `yarn`: concentration that is divided by")
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "kind of layer norm")
     norm_epsilon: float = setting(1e-5, "epsilon of the layer norm")
     qk_layernorm: bool = setting(False, "normalise queries and keys")
@@ -75,7 +95,9 @@ class ParallelConfig:
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
         None, "micro-batches that a chunk runs in a row with VPP; PP if not given"
     )
-    context_parallel_size: int = setting(1, "CP; only 1 is supported yet")
+    context_parallel_size: int = setting(
+        1, "CP: ranks over which each micro-batch's tokens are divided"
+    )
     sequence_parallel: bool = setting(False, "shard norms and residuals over TP")
     no_overlap_p2p_communication: bool = setting(
         False, "with VPP: do not overlap pipeline communication with computation"
@@ -99,6 +121,9 @@ class TrainingConfig:
     train_iters: int = setting(100, "steps to train; less if --wlb-epochs ends the data before")
     exit_interval: int | None = setting(None, "leave at a step that this divides, after saving")
     seed: int = setting(1234, "seed of weights, dropout and document order")
+    deterministic_mode: bool = setting(
+        False, "the same bits each time, or an error: slower on GPUs, where it needs NCCL_ALGO"
+    )
     bf16: bool = setting(False, "bfloat16 weights and activations, fp32 master weights")
     recompute_granularity: Literal["full", "selective"] | None = setting(
         None, "recompute activations in the backward pass"
@@ -203,16 +228,41 @@ class WlbConfig:
         "split", "what becomes of documents longer than the window"
     )
     wlb_epochs: int | None = setting(None, "end after so many passes over the data, all trained")
+    wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = setting(
+        "adaptive",
+        "with CP: how a micro-batch is divided. per-sequence: 2·CP pieces of the whole. "
+        "per-document: 2·CP pieces of each document. adaptive: of these two the one whose slowest "
+        "rank has the faster attention, as predicted. hybrid: also per-document for long documents "
+        "only, from a length on that is chosen likewise",
+    )
     wlb_cost: str = setting(
         "analytic",
         "analytic: from the model's shape. measured: timed at start. Or a JSON or YAML file of "
         "coefficients or measured tables",
     )
     wlb_hardware: str = setting(
-        "h100-sxm", "machine of the analytic cost: h100-sxm, h200, a100, cpu, or a YAML file"
+        "h100-sxm",
+        "machine of the analytic cost and of --wlb-cp-sharding: h100-sxm, h200, a100, cpu, or a "
+        "YAML file such as `wlb profile` writes",
     )
     wlb_cost_extrapolate: bool = setting(
-        False, "go beyond the longest row of measured tables; otherwise that is an error"
+        False, "go beyond the longest length of measured tables; otherwise that is an error"
+    )
+    wlb_attention_kernel: Literal[
+        "auto", "torch", "flash-attn-2", "flash-attn-3", "transformer-engine", "sdpa"
+    ] = setting(
+        "auto",
+        "attention kernel; auto is the fastest that can run here, and the log says which and why",
+    )
+    wlb_cp_overlap_groups: int | None = setting(
+        None,
+        "with CP: groups of key/value heads; one is gathered while the one before is attended to. "
+        "A divisor of a TP rank's key/value heads; on GPUs 2 where that divides, else 1",
+    )
+    wlb_cp_keep_gathered: bool = setting(
+        False,
+        "with CP: keep gathered keys and values for the backward pass instead of gathering twice: "
+        "memory for communication",
     )
     wlb_device: Literal["auto", "cuda", "cpu"] = setting(
         "auto", "cpu runs Megatron under the CPU emulation; auto never does where a GPU is"

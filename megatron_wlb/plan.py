@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+
+from megatron_wlb.sharding.shard import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ class MicroBatchPlan:
     """Length of the tensors, in tokens, over all TP and CP ranks; padding is masked out."""
     predicted_us: float
     """Predicted forward plus backward time of the whole model, padding not counted."""
+    sharding: Sharding = Sharding()  # noqa: RUF009  # frozen
+    """How its tokens are divided over context-parallel ranks, if there are several."""
 
     @cached_property
     def length(self) -> int:
@@ -179,12 +184,18 @@ class StepPlan:
         return delayed / self.num_tokens
 
     @cached_property
+    def shardings(self) -> Mapping[str, int]:
+        """Number of micro-batches of each kind of sharding."""
+        return Counter(m.sharding.kind for m in self)
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 over everything that must be equal on all ranks, as 64 hex digits."""
         sha = hashlib.sha256(f"{self.step} {self.packing}".encode())
         for rank, micro_batches in enumerate(self.micro_batches):
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
+                sha.update(str(m.sharding).encode())
                 for s in m.spans:
                     d = s.document
                     sha.update(

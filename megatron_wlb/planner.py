@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from megatron_wlb.cost import CostModel
+from megatron_wlb.cost import Cost
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.packing.base import Packer
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.sharding.select import Selector
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +53,22 @@ class Planner:
 
     ``dp_size`` ranks run N/dp_size micro-batches each. ``length_multiple`` is what a micro-batch's
     length has to be divisible by (TP with sequence parallel, 2 · CP · TP with context parallel);
-    padding goes to the tail and is masked.
+    padding goes to the tail and is masked. ``selector`` chooses how each micro-batch is divided
+    over context-parallel ranks; None is for one rank.
 
-    Raises :class:`ConfigError` if N is not divisible by ``dp_size``.
+    Raises :class:`ConfigError` if N is not divisible by ``dp_size``, or ``length_multiple`` not by
+    2 · CP.
     """
 
     def __init__(
         self,
         stream: Stream,
         packer: Packer,
-        cost: CostModel,
+        cost: Cost,
         *,
         dp_size: int,
         length_multiple: int = 1,
+        selector: Selector | None = None,
     ) -> None:
         num_micro_batches = packer.limits.num_micro_batches
         for name, value in (("dp_size", dp_size), ("length_multiple", length_multiple)):
@@ -74,11 +79,17 @@ class Planner:
                 f"{num_micro_batches} micro-batches a step do not divide over {dp_size} "
                 "data-parallel ranks; choose a multiple"
             )
+        if selector and length_multiple % (2 * selector.cp_size):
+            raise ConfigError(
+                f"length_multiple {length_multiple} is not divisible by 2 · CP = "
+                f"{2 * selector.cp_size}; give a multiple of that"
+            )
         self.stream = stream
         self.packer = packer
         self.cost = cost
         self.dp_size = dp_size
         self.length_multiple = length_multiple
+        self.selector = selector
         self.step = 0
         """The step that :meth:`next_plan` plans next."""
         self._steps_read = 0  # of the stream: some ahead, where the packer looks ahead
@@ -153,11 +164,28 @@ class Planner:
     def _micro_batch(self, index: int, documents: Sequence[Document]) -> MicroBatchPlan:
         lengths = [document.length for document in documents]
         multiples = max(1, -(-sum(lengths) // self.length_multiple))
-        return MicroBatchPlan(
+        micro_batch = MicroBatchPlan(
             index=index,
             spans=tuple(Span(document, 0, document.length) for document in documents),
             padded_length=multiples * self.length_multiple,
             predicted_us=self.cost.total_us(lengths),
+        )
+        return self._sharded(micro_batch, lengths) if self.selector else micro_batch
+
+    def _sharded(self, micro_batch: MicroBatchPlan, lengths: Sequence[int]) -> MicroBatchPlan:
+        """With its sharding, and the time that all wait for the rank with the slowest attention.
+
+        The cost has each rank do 1/CP of the attention; the slowest one does more.
+        """
+        assert self.selector
+        chosen = self.selector.choose(micro_batch.lengths)
+        work = self.cost.work(lengths)
+        waiting_us = work.forward_attention_us * (chosen.forward_imbalance - 1)
+        waiting_us += work.backward_attention_us * (chosen.backward_imbalance - 1)
+        return replace(
+            micro_batch,
+            sharding=chosen.sharding,
+            predicted_us=micro_batch.predicted_us + waiting_us,
         )
 
     def _warn_of_backlog(self, plan: StepPlan) -> None:

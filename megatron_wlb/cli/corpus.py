@@ -1,4 +1,4 @@
-"""``wlb corpus build``: text files -> Megatron's ``.bin/.idx``."""
+"""``wlb corpus``: text files -> Megatron's ``.bin/.idx``; what documents are like."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Table
 
+from megatron_wlb.cli import corpus_stats
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
 from megatron_wlb.data.sources import Progress
 from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
@@ -35,7 +36,15 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    build = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    corpus_stats.configure(
+        actions.add_parser(
+            "stats",
+            help="lengths of documents: histogram, and who holds the tokens and the work",
+            description="Say how long documents are, and which hold the tokens and the work.",
+        )
+    )
+    build = actions.add_parser(
         "build",
         help="write PREFIX.bin, PREFIX.idx and PREFIX.json",
         description="Write the documents of files and folders as PREFIX.bin and PREFIX.idx.",

@@ -12,17 +12,30 @@ from megatron_wlb import __version__
 from megatron_wlb.errors import WLBError
 
 COMMANDS = {
-    "corpus": ("megatron_wlb.cli.corpus", "turn text files into a corpus that Megatron reads"),
+    "corpus": (
+        "megatron_wlb.cli.corpus",
+        "turn text files into a corpus that Megatron reads, or say what is in one",
+    ),
     "doctor": ("megatron_wlb.cli.doctor", "say what is installed, what fits, and what is wrong"),
+    "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
     "patch": ("megatron_wlb.cli.patch", "check, apply or revert the optional Megatron patches"),
+    "profile": (
+        "megatron_wlb.cli.profile",
+        "measure this machine's attention and linear rates, for the costs that plans are made with",
+    ),
     "recipe": ("megatron_wlb.cli.recipe", "show or run a Megatron recipe (model_config.yaml)"),
+    "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
 a function from the parsed arguments to the exit status."""
 
 _EPILOG = """\
-example:
+examples:
   wlb corpus build ~/books notes.jsonl --out corpora/books --tokenizer bpe
+  wlb corpus stats corpora/books --window 32768 --plot lengths.png
+  wlb pack corpora/books --window 32768 --num-micro-batches 8
+  wlb tune corpora/books --window 32768 --num-micro-batches 8 --max-delay 0.3
+  wlb profile --out machine.yaml
 
 'wlb COMMAND --help' says more. Errors are one line and an exit status of their own;
 WLB_TRACEBACK=1 shows where they come from.

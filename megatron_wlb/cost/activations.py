@@ -103,6 +103,8 @@ class ActivationModel:
     recompute: Recompute
     element_bytes: int
     kernels: Kernels
+    keep_gathered: bool = False
+    """Under CP: whether gathered keys and values are kept for the backward pass."""
 
     def tape(self, *, first: bool, last: bool) -> Tape:
         """The tape of a chunk that embeds (``first``) or has the loss (``last``), or of another."""
@@ -290,11 +292,42 @@ class ActivationModel:
         kept = FP32 * heads + (0.0 if self._fused else e * q)
         # Gradients of the output, of q, k, v, and of one document's again.
         gradients = self._hidden + e * q + 2 * e * (q + 2 * k)
-        if self.recompute.granularity == "selective":
+        if self.parallelism.cp_size > 1:
+            attention = self._context_attention(kept, self._hidden + e * q)
+        elif self.recompute.granularity == "selective":
             attention = Operation("attention", forward=kept, backward=gradients + kept + e * q)
         else:
             attention = Operation("attention", kept, backward=gradients)
         return [*operations, attention, self._out_of("projection", q, shape.query_size)]
+
+    def _context_attention(self, kept: float, gradients: float) -> Operation:
+        """Attention over CP ranks, in one head group; ``runtime.context.exchange_bytes`` has more.
+
+        ``kept`` is what the kernel keeps beside keys and values, ``gradients`` are those of its
+        output and queries. Keys are counted as of documents sharded per document, on the ranks
+        that need most; other shardings need no more.
+        """
+        cp_size = self.parallelism.cp_size
+        shared = 2 * self.element_bytes * self.shape.key_size / self.parallelism.tp_size
+        # A token's keys and values are on every rank, though the token itself is on one.
+        rows = cp_size * shared
+        copy = (2 * cp_size + 1) / (2 * cp_size) * rows
+        gathering = rows + copy
+        backward = gradients + max(2 * copy, copy + rows + shared)
+        if self.kernels == "torch":
+            # A chunk's gradients, and then all chunks' in one.
+            backward += self.element_bytes * self.shape.query_size / self.parallelism.tp_size
+            backward = max(backward, gradients + 3 * copy)
+        if self.recompute.granularity == "selective":
+            # The copy of the forward pass that is run again serves the backward pass.
+            return Operation(
+                "attention", forward=max(gathering, copy + kept), backward=kept + backward
+            )
+        if self.keep_gathered:
+            return Operation(
+                "attention", kept + copy, forward=rows, backward=max(backward - copy, 0.0)
+            )
+        return Operation("attention", kept, forward=max(gathering - kept, copy), backward=backward)
 
     def _mlp(self) -> list[Operation]:
         """From the norm's output to the second product."""

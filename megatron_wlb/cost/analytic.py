@@ -6,7 +6,8 @@ Per device and layer, forward, of a micro-batch (``h`` hidden, bytes of ``e`` a 
 * causal attention: ``2 · heads · dim · d²`` FLOPs a document, over TP and CP;
 * TP: four all-gathers or reduce-scatters of ``[tokens / CP, h]`` (two all-reduces are as much),
   less what is hidden behind matrix products;
-* CP: the other ranks' K and V, less what is hidden behind attention;
+* CP: the other ranks' K and V, less what is hidden behind attention, and the copy of all ranks'
+  into the order that the attention kernel takes;
 * element-wise operations: what they read and write, at memory bandwidth.
 
 The first stage has the embedding besides, the last one the LM head and its fp32 loss. Sends between
@@ -42,13 +43,15 @@ class ForwardTimes:
     """Tensor-parallel collectives that are not hidden."""
     cp_us: float = 0.0
     """Context-parallel exchange that is not hidden."""
+    cp_copy_us: float = 0.0
+    """The copy of what it brings."""
     attention_us: float = 0.0
     """A token²."""
 
     @property
     def linear_us(self) -> float:
         """All that grows with the tokens."""
-        return self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us
+        return self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us + self.cp_copy_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +79,14 @@ class AnalyticModel:
         kv_bytes = 2 * shape.key_size / p.tp_size * self.element_bytes
         gathered_bytes = kv_bytes * (p.cp_size - 1) / p.cp_size
         exchange_us = self.hardware.transfer_us(gathered_bytes, p.tp_size * p.cp_size)
+        # Each rank copies the keys and values of all ranks into the order of its kernel.
+        copied_bytes = 2 * kv_bytes if p.cp_size > 1 else 0.0
         return ForwardTimes(
             self._matrix_us(shape.layer_linear_parameters),
             self._elementwise_us((spread + local / p.tp_size) * self.element_bytes),
             self._tp_us(num_collectives=4),
             (1 - self.hardware.cp_overlap) * exchange_us,
+            self.hardware.memory_us(copied_bytes),
             2 * shape.query_size / (self._devices * self.hardware.attention_tflops * 1e6),
         )
 

@@ -2,7 +2,8 @@
 
 The files are ``configs/hardware/*.yaml`` of the repository; an installed package carries a copy.
 Each figure is ``{value, source}``: the source says which data sheet it is from, what was measured
-and on what, or why a share is assumed.
+and on what, or why a share is assumed. A file that ``wlb profile`` wrote has ``attention`` too: the
+measured tables of attention kernels.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -58,9 +60,12 @@ class Hardware:
     """Share of the tensor-parallel collectives that is hidden behind matrix products."""
     cp_overlap: float
     """Share of the context-parallel exchange of K and V that is hidden behind attention."""
+    attention: tuple[AttentionProfile, ...] = ()
+    """Measured attention kernels, where there are any."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name in FIGURES:
+            value = getattr(self, name)
             least = 0.0 if name.endswith("_overlap") else math.ulp(0.0)
             most = 1.0 if name in _SHARES else math.inf
             if not (math.isfinite(value) and least <= value <= most):
@@ -90,6 +95,10 @@ class Hardware:
         return num_bytes / (gb_s * self.link_share * 1e3)
 
 
+FIGURES = tuple(f.name for f in fields(Hardware) if f.name != "attention")
+"""The entries of a hardware file that are one number each."""
+
+
 def hardware_names() -> list[str]:
     """The machines whose files come with the project."""
     return sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")})
@@ -102,6 +111,12 @@ def load_hardware(name_or_path: str) -> Hardware:
         ConfigError: an unknown name (the nearest one is named), an unreadable file, or one with an
             unknown, missing or impossible figure, or a figure without its source.
     """
+    path, content = read_hardware(name_or_path)
+    return _from_figures(path, content)
+
+
+def read_hardware(name_or_path: str) -> tuple[Path, Mapping[str, Any]]:
+    """The file that :func:`load_hardware` reads, and what it says, unchecked."""
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml", ".json"):
         found = [folder / f"{name_or_path.lower()}.yaml" for folder in _FOLDERS]
@@ -120,14 +135,14 @@ def load_hardware(name_or_path: str) -> Hardware:
         raise ConfigError(f"hardware {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"hardware {path}: expected figures as `name: {{value, source}}`")
-    return _from_figures(path, content)
+    return path, content
 
 
 def _from_figures(path: Path, content: Mapping[str, Any]) -> Hardware:
-    known = [f.name for f in fields(Hardware)]
+    known = [*FIGURES, "attention"]
     values: dict[str, float] = {}
     for name, figure in content.items():
-        if name == "description":
+        if name in ("description", "attention"):
             continue
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1) or known
@@ -138,10 +153,14 @@ def _from_figures(path: Path, content: Mapping[str, Any]) -> Hardware:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"hardware {path}: {name} is {value!r}; give a number")
         values[name] = value
-    missing = [name for name in known if name not in values]
+    missing = [name for name in FIGURES if name not in values]
     if missing:
         raise ConfigError(f"hardware {path}: {missing[0]} is missing; add it with its source")
+    tables = content.get("attention", [])
+    if not (isinstance(tables, list) and all(isinstance(table, Mapping) for table in tables)):
+        raise ConfigError(f"hardware {path}: attention is no list of tables; run `wlb profile`")
     try:
-        return Hardware(**values)  # type: ignore[arg-type]  # devices_per_node is an int there
+        attention = tuple(map(AttentionProfile.from_dict, tables))
+        return Hardware(**values, attention=attention)  # type: ignore[arg-type]  # an int is one
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -52,8 +52,10 @@ class MemoryModel:
     bf16: bool = True
     optimizer: Literal["adam", "sgd"] = "adam"
     distributed_optimizer: bool = False
-    """Whether optimizer state is spread over the data-parallel ranks."""
+    """Whether optimizer state is spread over the data-parallel and context-parallel ranks."""
     kernels: Kernels = "torch"
+    keep_gathered: bool = False
+    """Under CP: whether gathered keys and values are kept for the backward pass."""
 
     def __post_init__(self) -> None:
         self.parallelism.layers_of_chunk(self.shape)
@@ -157,7 +159,8 @@ class MemoryModel:
 
     @property
     def _state_shards(self) -> int:
-        return self.parallelism.dp_size if self.distributed_optimizer else 1
+        p = self.parallelism
+        return p.dp_size * p.cp_size if self.distributed_optimizer else 1
 
     def _update_bytes(self, pp_rank: int) -> int:
         """Working memory of the update: torch's Adam takes a root of all second moments at once."""
@@ -168,7 +171,12 @@ class MemoryModel:
     @cached_property
     def _tapes(self) -> list[list[Tape]]:
         activations = ActivationModel(
-            self.shape, self.parallelism, self.recompute, self._element_bytes, self.kernels
+            self.shape,
+            self.parallelism,
+            self.recompute,
+            self._element_bytes,
+            self.kernels,
+            self.keep_gathered,
         )
         last_rank, last_chunk = self.parallelism.pp_size - 1, self.parallelism.vpp_size - 1
         return [

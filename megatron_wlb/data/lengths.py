@@ -67,6 +67,15 @@ DISTRIBUTIONS: dict[str, Draw] = {
 }
 
 
+def distribution(name: str) -> Draw:
+    """The one called so. Raises :class:`ConfigError` otherwise, and names the nearest."""
+    if name not in DISTRIBUTIONS:
+        near = difflib.get_close_matches(name, DISTRIBUTIONS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(DISTRIBUTIONS)}"
+        raise ConfigError(f"unknown distribution {name}; {hint}")
+    return DISTRIBUTIONS[name]
+
+
 def sample_lengths(
     name: str, num_windows: int, *, seed: int, window: int = REFERENCE_WINDOW
 ) -> Lengths:
@@ -77,10 +86,7 @@ def sample_lengths(
 
     Raises :class:`ConfigError` for an unknown name (the nearest one is named) or a size below 1.
     """
-    if name not in DISTRIBUTIONS:
-        near = difflib.get_close_matches(name, DISTRIBUTIONS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(DISTRIBUTIONS)}"
-        raise ConfigError(f"unknown distribution {name}; {hint}")
+    draw = distribution(name)
     for what, value in (("num_windows", num_windows), ("window", window)):
         if value < 1:
             raise ConfigError(f"{what} is {value}; give at least 1")
@@ -89,7 +95,7 @@ def sample_lengths(
     parts: list[Lengths] = []
     drawn = 0
     while drawn < total:
-        part = DISTRIBUTIONS[name](random, 65536).astype(np.int64)
+        part = draw(random, 65536).astype(np.int64)
         parts.append(np.maximum(part, 1))
         drawn += int(parts[-1].sum())
     ends = np.cumsum(np.concatenate(parts))

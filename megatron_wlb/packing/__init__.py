@@ -10,17 +10,19 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import Limits, Packer
 from megatron_wlb.packing.fixed import FixedGreedyPacker, Grouping
 from megatron_wlb.packing.hold import HoldPacker
-from megatron_wlb.packing.metrics import PackingMetrics, measure
+from megatron_wlb.packing.metrics import Meter, PackingMetrics, measure
 from megatron_wlb.packing.original import OriginalPacker
 from megatron_wlb.packing.solver import SOLVER_LIMIT, FixedSolverPacker
 from megatron_wlb.packing.wlb import WLBPacker
 
 __all__ = [
+    "CUTS_AT_WINDOWS",
     "PACKINGS",
     "FixedGreedyPacker",
     "FixedSolverPacker",
     "HoldPacker",
     "Limits",
+    "Meter",
     "OriginalPacker",
     "Packer",
     "PackingMetrics",
@@ -30,6 +32,11 @@ __all__ = [
 ]
 
 PACKINGS = ("original", "fixed-greedy", "fixed-solver", "wlb", "hold")
+
+CUTS_AT_WINDOWS = frozenset({"original", "fixed-greedy", "fixed-solver"})
+"""Packings that take documents of any length and cut them at the windows of the stream, as Megatron
+does. Cut before, at windows of their own, long documents would be cut twice and their work
+understated."""
 
 
 def packer(

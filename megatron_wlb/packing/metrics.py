@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,55 +54,80 @@ class PackingMetrics:
         return asdict(self)
 
 
-def measure(plans: Sequence[StepPlan], waiting: Sequence[Document] = ()) -> PackingMetrics:
-    """Metrics of consecutive ``plans``, after which the documents ``waiting`` had not run.
+class Meter:
+    """Gathers the metrics of consecutive steps; keeps a few numbers of each, not the plans."""
 
-    Those that were only read ahead do not count as waiting.
+    def __init__(self) -> None:
+        self._last: StepPlan | None = None
+        self._num_documents = 0
+        self._padding_tokens = 0
+        self._step_tokens: list[int] = []
+        self._imbalances: list[float] = []
+        self._rank_imbalances: list[float] = []
+        self._max_us = 0.0  # of each step, times N
+        self._total_us = 0.0
+        self._delays: Counter[int] = Counter()  # tokens by delay
 
-    Raises :class:`PlanError` without plans, or if ``waiting`` is not what the last plan counted.
-    """
-    if not plans:
-        raise PlanError("no steps to measure; plan at least one")
-    last = plans[-1]
-    waiting = [document for document in waiting if document.step <= last.step]
-    if len(waiting) != last.num_waiting:
-        raise PlanError(
-            f"{last.num_waiting} documents wait after step {last.step}, but {len(waiting)} were "
-            "given to measure; give packer.waiting as it was then"
-        )
-    times_us = [[micro_batch.predicted_us for micro_batch in plan] for plan in plans]
-    max_us = sum(max(step) * len(step) for step in times_us)
-    total_us = sum(map(sum, times_us))
-    imbalances = [plan.imbalance for plan in plans]
-    tokens = np.array([plan.num_tokens for plan in plans], dtype=np.float64)
-    padding = sum(plan.padding_tokens for plan in plans)
-    num_tokens = sum(plan.num_tokens for plan in plans)
-
-    delays: Counter[int] = Counter()  # tokens by delay
-    for plan in plans:
+    def add(self, plan: StepPlan) -> None:
+        """Counts one more step."""
+        times_us = [micro_batch.predicted_us for micro_batch in plan]
+        self._last = plan
+        self._num_documents += sum(len(micro_batch.spans) for micro_batch in plan)
+        self._padding_tokens += plan.padding_tokens
+        self._step_tokens.append(plan.num_tokens)
+        self._imbalances.append(plan.imbalance)
+        self._rank_imbalances.append(_rank_imbalance(plan))
+        self._max_us += max(times_us) * len(times_us)
+        self._total_us += sum(times_us)
         for document in plan.documents:
-            delays[abs(plan.step - document.step)] += document.length
-    waiting_tokens = sum(document.length for document in waiting)
-    waited = sum(document.length * (last.step + 1 - document.step) for document in waiting)
+            self._delays[abs(plan.step - document.step)] += document.length
 
-    return PackingMetrics(
-        num_steps=len(plans),
-        num_documents=sum(len(micro_batch.spans) for plan in plans for micro_batch in plan),
-        num_tokens=num_tokens,
-        imbalance_mean=float(np.mean(imbalances)),
-        imbalance_weighted=max_us / total_us if total_us else 1.0,
-        imbalance_p95=float(np.percentile(imbalances, 95)),
-        imbalance_worst=max(imbalances),
-        rank_imbalance_mean=float(np.mean([_rank_imbalance(plan) for plan in plans])),
-        delay_mean_steps=sum(delay * n for delay, n in delays.items()) / max(1, num_tokens),
-        delay_p99_steps=_percentile(delays, 99),
-        delay_max_steps=max(delays, default=0),
-        num_waiting=len(waiting),
-        waiting_tokens=waiting_tokens,
-        waiting_age_mean_steps=waited / max(1, waiting_tokens),
-        tokens_cv=float(tokens.std() / tokens.mean()) if num_tokens else 0.0,
-        padding_share=padding / max(1, padding + num_tokens),
-    )
+    def metrics(self, waiting: Sequence[Document] = ()) -> PackingMetrics:
+        """Of the steps so far, after which the documents ``waiting`` had not run.
+
+        Those that were only read ahead do not count as waiting.
+
+        Raises :class:`PlanError` without steps, or if ``waiting`` is not what the last one counted.
+        """
+        last = self._last
+        if last is None:
+            raise PlanError("no steps to measure; plan at least one")
+        waiting = [document for document in waiting if document.step <= last.step]
+        if len(waiting) != last.num_waiting:
+            raise PlanError(
+                f"{last.num_waiting} documents wait after step {last.step}, but {len(waiting)} "
+                "were given to measure; give packer.waiting as it was then"
+            )
+        tokens = np.array(self._step_tokens, dtype=np.float64)
+        num_tokens, padding, delays = sum(self._step_tokens), self._padding_tokens, self._delays
+        waiting_tokens = sum(document.length for document in waiting)
+        waited = sum(document.length * (last.step + 1 - document.step) for document in waiting)
+        return PackingMetrics(
+            num_steps=len(tokens),
+            num_documents=self._num_documents,
+            num_tokens=num_tokens,
+            imbalance_mean=float(np.mean(self._imbalances)),
+            imbalance_weighted=self._max_us / self._total_us if self._total_us else 1.0,
+            imbalance_p95=float(np.percentile(self._imbalances, 95)),
+            imbalance_worst=max(self._imbalances),
+            rank_imbalance_mean=float(np.mean(self._rank_imbalances)),
+            delay_mean_steps=sum(delay * n for delay, n in delays.items()) / max(1, num_tokens),
+            delay_p99_steps=_percentile(delays, 99),
+            delay_max_steps=max(delays, default=0),
+            num_waiting=len(waiting),
+            waiting_tokens=waiting_tokens,
+            waiting_age_mean_steps=waited / max(1, waiting_tokens),
+            tokens_cv=float(tokens.std() / tokens.mean()) if num_tokens else 0.0,
+            padding_share=padding / max(1, padding + num_tokens),
+        )
+
+
+def measure(plans: Iterable[StepPlan], waiting: Sequence[Document] = ()) -> PackingMetrics:
+    """Metrics of consecutive ``plans``; for ``waiting`` and errors see :meth:`Meter.metrics`."""
+    meter = Meter()
+    for plan in plans:
+        meter.add(plan)
+    return meter.metrics(waiting)
 
 
 def _rank_imbalance(plan: StepPlan) -> float:

@@ -1,26 +1,32 @@
 """A micro-batch's plan and the corpora -> the tensors that one pipeline stage needs.
 
-Legend: ``T`` the micro-batch's padded tokens. Padding, at the tail only, is an attention segment
-of its own and counts in no loss.
+Legend: ``T`` the micro-batch's padded tokens; a context-parallel rank has ``T/CP`` of them, in the
+order of its shard. Padding, at the tail only, is an attention segment of its own and counts in no
+loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.plan import MicroBatchPlan, Span
 from megatron_wlb.runtime.attention import PlanSeqParams
+from megatron_wlb.runtime.context import KeyGather
+from megatron_wlb.runtime.kernels import Segments
+from megatron_wlb.sharding import Sharding, rank_layout
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the forward step of one micro-batch takes; ``[1, T]`` int64 unless said otherwise."""
+    """What the forward step of one micro-batch takes; ``[1, T/CP]`` int64 unless said otherwise."""
 
     plan: MicroBatchPlan
     position_ids: torch.Tensor
@@ -31,21 +37,76 @@ class Batch:
     """On the last stage only; 0 where there is none."""
     loss_mask: torch.Tensor | None
     """On the last stage only; fp32, 1 where the token has a label."""
+    num_targets: int
+    """Local tokens that have a label: this rank's part of the loss normaliser. 0 before the last
+    stage."""
+
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+def local_params(
+    lengths: Sequence[int],
+    positions: IntArray,
+    device: str | torch.device,
+    *,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    sharding: Sharding,
+) -> tuple[IntArray | slice, PlanSeqParams]:
+    """Which tokens of a micro-batch are local, and what attention and RoPE need of them.
+
+    Args:
+        lengths: tokens of each attention segment.
+        positions: ``[T]``, of each token in its document.
+        device: where the tensors go.
+        cp_rank: of this process.
+        cp_size: ranks over which the micro-batch is divided.
+        sharding: how.
+    """
+    if cp_size == 1:
+        return slice(None), PlanSeqParams.of(Segments.of(lengths, device=device), positions)
+    layout = rank_layout(lengths, cp_size, cp_rank, sharding)
+    segments = Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist(), device)
+    gather = KeyGather.of(layout, device)
+    return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What a micro-batch's batches have in common on all model chunks of a rank."""
+
+    plan: MicroBatchPlan
+    local_tokens: IntArray | slice
+    params: PlanSeqParams
 
 
 class BatchBuilder:
-    """Builds the batches of one pipeline stage.
+    """Builds the batches of one pipeline stage and context-parallel rank.
 
     Args:
         corpora: in the order of ``Document.corpus``.
         vocab_size: ids from this on are an error (they would index beyond the embedding).
         device: where the tensors go.
+        cp_rank: of this process.
+        cp_size: ranks over which each micro-batch is divided, as its plan says.
     """
 
-    def __init__(self, corpora: Sequence[Corpus], vocab_size: int, device: str) -> None:
+    def __init__(
+        self,
+        corpora: Sequence[Corpus],
+        vocab_size: int,
+        device: str,
+        *,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+    ) -> None:
         self.corpora = corpora
         self.vocab_size = vocab_size
         self.device = device
+        self.cp_rank = cp_rank
+        self.cp_size = cp_size
+        self._latest: dict[int, _Shared] = {}
 
     def build(self, plan: MicroBatchPlan, *, first: bool, last: bool) -> Batch:
         """The tensors of ``plan`` for a stage that embeds (``first``) or has the loss (``last``).
@@ -53,12 +114,11 @@ class BatchBuilder:
         Raises:
             CorpusError: a token id outside the vocabulary.
         """
-        positions = np.concatenate(
-            [np.arange(s.start, s.stop) for s in plan.spans]
-            + [np.arange(plan.padded_length - plan.length)]
-        )
-        position_ids = self._tensor(positions)
+        shared = self._shared(plan)
+        local, position_ids = shared.local_tokens, shared.params.positions
+        assert position_ids is not None
         tokens = labels = loss_mask = None
+        num_targets = 0
         if first or last:
             ids = np.zeros(plan.padded_length, dtype=np.int64)
             targets = np.zeros(plan.padded_length, dtype=np.int64)
@@ -71,18 +131,33 @@ class BatchBuilder:
                 mask[at : at + span.num_targets] = 1.0
                 at += span.length
             if first:
-                tokens = self._tensor(ids)[None]
+                tokens = self._tensor(ids[local])[None]
             if last:
-                labels = self._tensor(targets)[None]
-                loss_mask = self._tensor(mask)[None]
+                labels = self._tensor(targets[local])[None]
+                loss_mask = self._tensor(mask[local])[None]
+                num_targets = int(mask[local].sum())
         return Batch(
-            plan,
-            position_ids[None],
-            PlanSeqParams.of(plan.lengths, position_ids),
-            tokens,
-            labels,
-            loss_mask,
+            plan, position_ids[None], shared.params, tokens, labels, loss_mask, num_targets
         )
+
+    def _shared(self, plan: MicroBatchPlan) -> _Shared:
+        """Made once a micro-batch, not once a chunk."""
+        known = self._latest.get(plan.index)
+        if known is None or known.plan is not plan:
+            positions = np.concatenate(
+                [np.arange(s.start, s.stop) for s in plan.spans]
+                + [np.arange(plan.padded_length - plan.length)]
+            )
+            local_tokens, params = local_params(
+                plan.lengths,
+                positions,
+                self.device,
+                cp_rank=self.cp_rank,
+                cp_size=self.cp_size,
+                sharding=plan.sharding,
+            )
+            known = self._latest[plan.index] = _Shared(plan, local_tokens, params)
+        return known
 
     def _read(self, span: Span) -> np.ndarray:
         """The span's tokens and the one after them, if the stored document has one."""

@@ -6,9 +6,10 @@ run and silently compute something else.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
-from megatron_wlb.config import Config, flag_of
+from megatron_wlb.config import Config, ModelConfig, flag_of
 from megatron_wlb.errors import ConfigError
 
 _AT_LEAST = {
@@ -36,6 +37,9 @@ _AT_LEAST = {
             "save_interval",
             "log_interval",
             "wlb_epochs",
+            "wlb_cp_overlap_groups",
+            "rotary_seq_len_interpolation_factor",
+            "wlb_yarn_original_max_position_embeddings",
         ),
         1,
     ),
@@ -57,6 +61,12 @@ _WITHIN = {
     "hidden_dropout": (0, 1),
     "norm_epsilon": (0, math.inf),
     "init_method_std": (0, math.inf),
+    "rope_scaling_factor": (1, math.inf),
+    "wlb_yarn_rotary_scaling_factor": (1, math.inf),
+    "wlb_yarn_beta_fast": (0, math.inf),
+    "wlb_yarn_beta_slow": (0, math.inf),
+    "wlb_yarn_mscale": (0, math.inf),
+    "wlb_yarn_mscale_all_dim": (0, math.inf),
 }
 
 
@@ -99,16 +109,23 @@ def _check_ranges(config: Config) -> None:
 def _check_layout(config: Config, world_size: int) -> None:
     p, m = config.parallel, config.model
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    if p.context_parallel_size != 1:
+    cp = p.context_parallel_size
+    if world_size % (tp * cp * pp):
         raise ConfigError(
-            f"--context-parallel-size is {p.context_parallel_size}, but only 1 is supported yet; "
-            "use --tensor-model-parallel-size with --sequence-parallel to spread long documents"
+            f"{world_size} processes were started, but TP {tp} × CP {cp} × PP {pp} = "
+            f"{tp * cp * pp} does not divide that; start a multiple of {tp * cp * pp} "
+            "(torchrun --nproc-per-node)"
         )
-    if world_size % (tp * pp):
-        raise ConfigError(
-            f"{world_size} processes were started, but TP {tp} × PP {pp} = {tp * pp} does not "
-            f"divide that; start a multiple of {tp * pp} (torchrun --nproc-per-node)"
-        )
+    if cp == 1:
+        for name, value in (
+            ("overlap-groups", config.wlb.wlb_cp_overlap_groups),
+            ("keep-gathered", config.wlb.wlb_cp_keep_gathered),
+        ):
+            if value:
+                raise ConfigError(
+                    f"--wlb-cp-{name} counts only with --context-parallel-size of at least 2; "
+                    "leave it out"
+                )
     if pp > m.num_layers:
         raise ConfigError(
             f"--pipeline-model-parallel-size is {pp}, but there are only {m.num_layers} layers; "
@@ -158,7 +175,7 @@ def _check_model(config: Config) -> None:
             f"{m.num_attention_heads}; change one of them or give --kv-channels"
         )
     head_dim = m.kv_channels or m.hidden_size // m.num_attention_heads
-    if m.position_embedding_type == "rope" and head_dim % 2:
+    if m.position_embedding_type in ("rope", "yarn") and head_dim % 2:
         raise ConfigError(
             f"rotary positions need an even head dimension, but it is {head_dim}; change "
             "--kv-channels or --num-attention-heads"
@@ -184,11 +201,40 @@ def _check_model(config: Config) -> None:
             f"--attention-dropout is {m.attention_dropout}, but packed attention has none; set it "
             "to 0 (long-context pretraining recipes do)"
         )
+    _check_positions(config)
     rows = m.max_position_embeddings
     if rows is not None and rows < config.data.seq_length:
         raise ConfigError(
             f"--max-position-embeddings is {rows}, below --seq-length {config.data.seq_length}; "
             "documents reach the window's length"
+        )
+
+
+def _check_positions(config: Config) -> None:
+    """Settings of positions that Megatron would leave out without a word."""
+    m = config.model
+    default = ModelConfig()
+    given = {
+        field.name
+        for field in dataclasses.fields(m)
+        if getattr(m, field.name) != getattr(default, field.name)
+    }
+    of_rope = {"use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
+    of_yarn = {name for name in given if name.startswith("wlb_yarn_")}
+    for kind, names in (("rope", of_rope & given), ("yarn", of_yarn)):
+        if names and m.position_embedding_type != kind:
+            raise ConfigError(
+                f"{flag_of(min(names))} counts only with --position-embedding-type {kind}, but "
+                f"that is {m.position_embedding_type}; leave one of them out"
+            )
+    if "rope_scaling_factor" in given and not m.use_rope_scaling:
+        raise ConfigError(
+            "--rope-scaling-factor is given without --use-rope-scaling; give both or neither"
+        )
+    if m.position_embedding_type == "yarn" and (m.rotary_interleaved or m.rotary_percent != 1):
+        raise ConfigError(
+            "--position-embedding-type yarn rotates the whole head in halves; leave "
+            "--rotary-interleaved and --rotary-percent out"
         )
 
 

@@ -10,14 +10,17 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
-from megatron_wlb.runtime.attention import PlanSeqParams
+from megatron_wlb.runtime.batch import local_params
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.sharding import Sharding, length_multiple
 
 
 def lengths_to_measure(window: int, multiple: int) -> list[int]:
@@ -110,7 +113,10 @@ def _rows(lengths: Sequence[int], times_us: Sequence[Sequence[float]]) -> tuple[
 
 
 def _multiple(model: Model) -> int:
-    return model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+    """Of tokens, so that they divide over the ranks that share a micro-batch."""
+    return length_multiple(
+        model.groups.tp.size(), model.groups.cp.size(), model.config.sequence_parallel
+    )
 
 
 def _pieces(num_tokens: int, piece: int) -> list[int]:
@@ -160,15 +166,23 @@ def _least_us(
     return rows
 
 
+def _shard(model: Model) -> dict[str, Any]:
+    """Documents measured one by one are divided per document: equally, whatever their length."""
+    cp = model.groups.cp
+    return {"cp_rank": cp.rank(), "cp_size": cp.size(), "sharding": Sharding("per-document")}
+
+
 def _run(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[float, float]:
     """Seconds of forward and of backward of a micro-batch through this rank's chunks."""
     config = model.config
     device = next(model.gpts[0].parameters()).device
-    num_tokens = sum(lengths)
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    params = PlanSeqParams.of(tuple(lengths), positions)
+    _, params = local_params(
+        lengths, np.concatenate([np.arange(n) for n in lengths]), device, **_shard(model)
+    )
+    assert params.positions is not None
+    num_tokens = len(params.positions)
     tokens = torch.randint(0, vocab_size, (1, num_tokens), device=device)
-    local = num_tokens // _multiple(model)
+    local = num_tokens // (model.groups.tp.size() if config.sequence_parallel else 1)
     forward = backward = 0.0
     for gpt, chunk in zip(model.gpts, model.chunks, strict=True):
         if not gpt.pre_process:
@@ -179,7 +193,7 @@ def _run(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[float, 
         start = _now()
         output = chunk(
             input_ids=tokens,
-            position_ids=positions[None],
+            position_ids=params.positions[None],
             attention_mask=None,
             labels=tokens if gpt.post_process else None,
             packed_seq_params=params,
@@ -191,9 +205,16 @@ def _run(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[float, 
 
 
 def _run_attention(model: Model, length: int) -> tuple[float, float]:
-    """Seconds of core attention of one document in all layers of this rank's chunks."""
+    """Seconds of core attention of one document in all layers of this rank's chunks.
+
+    Under context parallelism of this rank's part of it; communication is not timed.
+    """
     config = model.config
     device = next(model.gpts[0].parameters()).device
+    _, params = local_params([length], np.arange(length), device, **_shard(model))
+    segments = params.segments
+    assert segments is not None
+    num_queries, num_keys = sum(segments.lengths_q), sum(segments.lengths_k)
     forward = backward = 0.0
     for gpt in model.gpts:
         attention = gpt.decoder.layers[0].self_attention
@@ -201,12 +222,12 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
         groups = attention.num_query_groups_per_partition
         query, key, value = (
             torch.randn(
-                length, num, config.kv_channels, device=device, dtype=config.params_dtype
+                tokens, num, config.kv_channels, device=device, dtype=config.params_dtype
             ).requires_grad_()
-            for num in (heads, groups, groups)
+            for tokens, num in ((num_queries, heads), (num_keys, groups), (num_keys, groups))
         )
         start = _now()
-        output = core.kernel(query, key, value, (length,), core.softmax_scale)
+        output = core.kernel(query, key, value, segments, core.softmax_scale)
         middle = _now()
         output.backward(torch.ones_like(output))
         num_layers = len(gpt.decoder.layers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -10,9 +12,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -22,8 +24,9 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.config import Config
-from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.attention import DocumentAttention
+from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.runtime.attention import AttentionOptions, DocumentAttention, check_config
+from megatron_wlb.runtime.kernels import Demand, choose_kernel
 from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.runtime.planning import padded_vocab_size
 from megatron_wlb.runtime.rope import use_document_positions
@@ -45,7 +48,7 @@ def transformer_config(config: Config) -> TransformerConfig:
     vpp = parallel.num_virtual_stages_per_pipeline_rank
     overlap = vpp is not None and not parallel.no_overlap_p2p_communication
     dtype = torch.bfloat16 if training.bf16 else torch.float32
-    return TransformerConfig(
+    core = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -92,19 +95,100 @@ def transformer_config(config: Config) -> TransformerConfig:
         # Megatron refuses variable lengths with its default dispatcher, even for dense models.
         moe_token_dispatcher_type="alltoall",
         cuda_graph_scope=[],
+        context_parallel_size=parallel.context_parallel_size,
+        deterministic_mode=training.deterministic_mode,
     )
+    if model.position_embedding_type == "yarn":
+        for name in (
+            "rotary_scaling_factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+        ):
+            # Where Megatron's GPT and its attention look for them, though they are no fields.
+            setattr(core, f"yarn_{name}", getattr(model, f"wlb_yarn_{name}"))
+        core.yarn_correction_range_round_to_int = True
+    return core
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Megatron's local layer, with packed attention and norms that allow sequence parallelism."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+def layer_submodules(
+    core: TransformerConfig, impl: str, options: AttentionOptions
+) -> tuple[ModuleSpec, Any]:
+    """The layer with our attention, and the final norm: of Megatron's modules or TransformerEngine.
+
+    Raises:
+        CompatibilityError: TransformerEngine is asked for and missing.
+    """
+    if impl == "transformer_engine":
+        if not gpt_layer_specs.HAVE_TE:
+            raise CompatibilityError(
+                "--transformer-impl is transformer_engine, which cannot be imported; install "
+                "transformer-engine[pytorch], or use --transformer-impl local"
+            )
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=core.qk_layernorm
+        )
+        return with_document_attention(spec, options), gpt_layer_specs.TENorm
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm)
+    # Megatron's own torch norm refuses sequence parallelism.
     spec.submodules.input_layernorm = TorchNorm
     spec.submodules.pre_mlp_layernorm = TorchNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = DocumentAttention
-    if config.qk_layernorm:
+    if core.qk_layernorm:
+        attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = TorchNorm
+    return with_document_attention(spec, options), TorchNorm
+
+
+def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> ModuleSpec:
+    """``spec``, of a GPT layer, with its core attention replaced by ours.
+
+    Raises:
+        CompatibilityError: a layer whose attention is not plain self-attention (MLA, Mamba …).
+    """
+    attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
+    module = getattr(attention, "module", None)
+    if module is not SelfAttention:
+        raise CompatibilityError(
+            f"the layer's attention is {getattr(module, '__name__', module)}; attention to packed "
+            "documents takes the place of the core of Megatron's SelfAttention only"
+        )
+    attention.submodules.core_attention = partial(DocumentAttention, options=options)
     return spec
+
+
+def attention_options(config: Config, core: TransformerConfig) -> AttentionOptions:
+    """Chooses the kernel for the device at hand, and how it overlaps with communication.
+
+    Raises:
+        CompatibilityError: the kernel that is asked for cannot run; or a setting that attention
+            cannot honour.
+        ConfigError: head groups that do not divide the key/value heads.
+    """
+    check_config(core)
+    tp = core.tensor_model_parallel_size
+    device = torch.empty(0, device="cuda").device  # the CPU, under emulation
+    num_groups = core.num_query_groups // tp
+    demand = Demand(
+        device,
+        core.params_dtype,
+        core.num_attention_heads // tp,
+        num_groups,
+        core.kv_channels,
+        core.deterministic_mode,
+    )
+    num_head_groups = config.wlb.wlb_cp_overlap_groups
+    if num_head_groups is None:
+        overlaps = core.context_parallel_size > 1 and device.type == "cuda"
+        num_head_groups = 2 if overlaps and num_groups % 2 == 0 else 1
+    if num_groups % num_head_groups:
+        raise ConfigError(
+            f"--wlb-cp-overlap-groups is {num_head_groups}, which does not divide the {num_groups} "
+            "key/value heads of a TP rank; use a divisor"
+        )
+    kernel = choose_kernel(config.wlb.wlb_attention_kernel, demand)
+    return AttentionOptions(kernel, num_head_groups, config.wlb.wlb_cp_keep_gathered)
 
 
 def build_model(config: Config, vocab_size: int, *, wrap: bool = True) -> Model:
@@ -120,16 +204,18 @@ def build_model(config: Config, vocab_size: int, *, wrap: bool = True) -> Model:
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     core = transformer_config(config)
+    options = attention_options(config, core)
     pp_rank, pp_size = groups.pp.rank(), groups.pp.size()
     vpp = core.virtual_pipeline_model_parallel_size or 1
     gpts = []
     for chunk in range(vpp):
         vp_stage = chunk if vpp > 1 else None
+        layer, final_norm = layer_submodules(core, config.model.transformer_impl, options)
         gpt = GPTModel(
             config=core,
             transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[layer_spec(core)] * get_num_layers_to_build(core, vp_stage=vp_stage),
-                layer_norm=TorchNorm,
+                layer_specs=[layer] * get_num_layers_to_build(core, vp_stage=vp_stage),
+                layer_norm=final_norm,
             ),
             vocab_size=padded_vocab_size(config, vocab_size),
             max_sequence_length=config.model.max_position_embeddings or config.data.seq_length,
@@ -141,6 +227,9 @@ def build_model(config: Config, vocab_size: int, *, wrap: bool = True) -> Model:
             position_embedding_type=config.model.position_embedding_type,
             rotary_percent=config.model.rotary_percent,
             rotary_base=config.model.rotary_base,
+            rope_scaling=config.model.use_rope_scaling,
+            rope_scaling_factor=config.model.rope_scaling_factor,
+            seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
             pg_collection=groups,
             vp_stage=vp_stage,
         )

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
+from megatron_wlb import sharding
 from megatron_wlb.config import Config
 from megatron_wlb.cost import (
     Cost,
@@ -23,18 +26,17 @@ from megatron_wlb.cost import (
     load_hardware,
     read_cost_file,
 )
+from megatron_wlb.cost.attention import AnalyticAttention, AttentionLatency, nearest_profile
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.blend import Blend, BlendedStream
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import ConfigError, CorpusError
-from megatron_wlb.packing import packer
+from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
 from megatron_wlb.planner import Planner
+from megatron_wlb.sharding import Selector
 
 logger = logging.getLogger(__name__)
-
-CUTS_AT_WINDOWS = {"original", "fixed-greedy", "fixed-solver"}
-"""Packings that take documents of any length and cut them."""
 
 SPLITS = ("train", "valid", "test")
 
@@ -133,7 +135,7 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         linear_bias=not m.disable_bias_linear,
         qkv_bias=m.add_qkv_bias,
         qk_norm=m.qk_layernorm,
-        rotary_percent=m.rotary_percent if m.position_embedding_type == "rope" else 0.0,
+        rotary_percent=m.rotary_percent if m.position_embedding_type in ("rope", "yarn") else 0.0,
         learned_positions=rows if m.position_embedding_type == "learned_absolute" else 0,
         tied_embeddings=not m.untie_embeddings_and_output_weights,
         dropout=m.hidden_dropout > 0,
@@ -173,6 +175,7 @@ def memory_model(config: Config, padded_vocab_size: int, dp_size: int) -> Memory
         bf16=config.training.bf16,
         optimizer=config.training.optimizer,
         distributed_optimizer=config.parallel.use_distributed_optimizer,
+        keep_gathered=config.wlb.wlb_cp_keep_gathered,
     )
 
 
@@ -259,7 +262,52 @@ def padded_vocab_size(config: Config, vocab_size: int) -> int:
 def length_multiple(config: Config) -> int:
     """What a micro-batch's padded length is a multiple of."""
     p = config.parallel
-    return p.tensor_model_parallel_size if p.sequence_parallel else 1
+    return sharding.length_multiple(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
+    )
+
+
+def attention_latency(config: Config, shape: ModelShape) -> AttentionLatency:
+    """Predicted attention of one layer on a device of this run, at ``--wlb-hardware``'s rates.
+
+    From the tables of `wlb profile` where the file has some for such heads, else from whole tiles
+    at one rate; the log says which.
+    """
+    hardware = load_hardware(config.wlb.wlb_hardware)
+    tp_size = config.parallel.tensor_model_parallel_size
+    num_heads = shape.num_attention_heads // tp_size
+    profile = nearest_profile(
+        hardware.attention,
+        num_heads=num_heads,
+        num_groups=max(1, shape.num_query_groups // tp_size),
+        head_dim=shape.kv_channels,
+        dtype="bfloat16" if config.training.bf16 else "float32",
+    )
+    if profile is None:
+        logger.info(
+            "CP shardings are chosen by whole tiles at the rate of %s; `wlb profile` measures",
+            config.wlb.wlb_hardware,
+        )
+        return AnalyticAttention(num_heads, shape.kv_channels, hardware.attention_tflops)
+    logger.info(
+        "CP shardings are chosen by measured %s attention (%s)", profile.kernel, profile.machine
+    )
+    return dataclasses.replace(profile, extrapolate=config.wlb.wlb_cost_extrapolate)
+
+
+def make_selector(config: Config, padded_vocab_size: int, max_tokens: int) -> Selector | None:
+    """What chooses CP shardings of micro-batches of up to ``max_tokens``; None without CP.
+
+    Raises:
+        ConfigError: measured tables that end before.
+    """
+    cp_size = config.parallel.context_parallel_size
+    if cp_size == 1:
+        return None
+    latency = attention_latency(config, model_shape(config, padded_vocab_size))
+    longest = np.array([max_tokens])
+    latency.chunk_us(longest, longest)  # now, not in the step that has the first such document
+    return Selector(config.wlb.wlb_cp_sharding, cp_size, latency)
 
 
 def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
@@ -289,7 +337,8 @@ def _planner(
     tau: float,
 ) -> Planner:
     data, training, wlb = config.data, config.training, config.wlb
-    s_max = max_tokens(config, padded_vocab_size(config, corpora.vocab_size), dp_size)
+    padded = padded_vocab_size(config, corpora.vocab_size)
+    s_max = max_tokens(config, padded, dp_size)
     if s_max != wlb.wlb_max_tokens:
         logger.info("S_max is %d tokens, which fit %g GiB", s_max, wlb.wlb_memory_gib)
     if isinstance(cost, ProfiledCost):  # now, not in the step that has the first such micro-batch
@@ -297,8 +346,6 @@ def _planner(
     lengths = [corpus.lengths for corpus in corpora.corpora]
     longest = data.seq_length
     if packing in CUTS_AT_WINDOWS and wlb.wlb_long_documents == "split":
-        # These cut at the windows of the stream themselves, as Megatron does. Cut before, at
-        # windows of their own, long documents would be cut twice and their work understated.
         longest = max(longest, *(int(corpus.max()) for corpus in lengths))
     num_epochs = wlb.wlb_epochs if split == "train" else 1
     weights = corpora.weights.get(split)
@@ -341,4 +388,5 @@ def _planner(
         cost,
         dp_size=dp_size,
         length_multiple=length_multiple(config),
+        selector=make_selector(config, padded, s_max or 2 * data.seq_length),
     )

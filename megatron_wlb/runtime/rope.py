@@ -1,4 +1,4 @@
-"""Rotary embeddings by position in the document, for any packing of documents.
+"""Rotary embeddings by position in the document, for any packing and any shard of documents.
 
 Megatron computes the angles of positions ``0 … T-1`` once a length and caches them. Here the same
 module computes them up to the longest document, and each token takes the row of its position.
@@ -41,11 +41,18 @@ class DocumentRotaryEmbedding(torch.nn.Module):
         # micro-batches have a different one each time.
         return 1 << (int(packed_seq_params.max_seqlen_q) - 1).bit_length()
 
-    def forward(self, max_seq_len: int, **kwargs: Any) -> torch.Tensor:
-        """Angles ``[T, 1, 1, D]`` of each token's position in its document."""
+    def forward(self, max_seq_len: int, **kwargs: Any) -> Any:
+        """Angles ``[T/CP, 1, 1, D]`` of each local token's position in its document.
+
+        YaRN gives them with a factor of their sine and cosine, as the model expects.
+        """
         assert self._positions is not None
-        angles: torch.Tensor = self.inner(max_seq_len, packed_seq=True)
-        return angles[self._positions]
+        # As of packed sequences: with all positions, not only those of a zigzag shard.
+        found = self.inner(max_seq_len, packed_seq=True)
+        if isinstance(found, tuple):
+            angles, factor = found
+            return angles[self._positions], factor
+        return found[self._positions]
 
 
 def use_document_positions(model: GPTModel) -> None:

@@ -2,6 +2,7 @@
 
 The loss is Σ token losses ÷ Σ labelled tokens over all micro-batches and data-parallel ranks,
 never a mean of means: ``calculate_per_token_loss`` makes Megatron sum gradients and divide once.
+Context-parallel ranks are summed over likewise: each has the losses of its own tokens.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def loss_function(
 
     Args:
         batch: of the last stage.
-        losses: ``[1, T]`` per token.
+        losses: ``[1, T/CP]`` per token.
     """
     assert batch.loss_mask is not None
     loss_sum = (losses.float() * batch.loss_mask).sum()
-    num_targets = torch.tensor(batch.plan.num_targets, dtype=torch.int, device=losses.device)
+    num_targets = torch.tensor(batch.num_targets, dtype=torch.int, device=losses.device)
     return loss_sum, num_targets, loss_sum.detach()
 
 
@@ -98,7 +99,7 @@ class StepRunner:
         """
         model = self.model
         reports = self.run_schedule(plan, forward_step, forward_only=forward_only)
-        # Last stage: Σ over its micro-batches; then over DP ranks, then to the other stages.
+        # Last stage: Σ over its micro-batches; then over DP and CP ranks, then to other stages.
         total = torch.zeros(1, dtype=torch.float64, device=self.batches.device)
         for report in reports:
             total += report

@@ -76,7 +76,13 @@ class Trainer:
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
         self.runner = StepRunner(
             self.model,
-            BatchBuilder(self.corpora.corpora, vocab_size, device),
+            BatchBuilder(
+                self.corpora.corpora,
+                vocab_size,
+                device,
+                cp_rank=self.model.groups.cp.rank(),
+                cp_size=self.model.groups.cp.size(),
+            ),
             verify_shapes=config.wlb.wlb_verify_shapes,
             verify_plan_interval=config.wlb.wlb_verify_plan_interval,
         )

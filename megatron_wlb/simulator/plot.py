@@ -37,13 +37,22 @@ MAX_BARS = 128
 Path: TypeAlias = str | os.PathLike[str]
 
 
-def plot_lengths(lengths: Sequence[int] | npt.NDArray[Any], window: int, path: Path) -> None:
+def plot_lengths(
+    lengths: Sequence[int] | npt.NDArray[Any],
+    window: int,
+    path: Path,
+    counts: Sequence[int] | npt.NDArray[Any] | None = None,
+) -> None:
     """Document lengths, and which share of the tokens and of the attention work they hold.
 
     The attention work of a document of ``d`` tokens is ``d²``. Lengths and ``window`` are in
-    tokens. Raises :class:`ConfigError` if there are no documents, or empty ones.
+    tokens; ``counts`` says how many documents have each length, one if not given. Raises
+    :class:`ConfigError` if there are no documents, or empty ones.
     """
-    ordered = np.sort(np.asarray(lengths, dtype=np.float64))
+    unordered = np.asarray(lengths, dtype=np.float64)
+    order = np.argsort(unordered)
+    ordered = unordered[order]
+    documents = np.ones_like(ordered) if counts is None else np.asarray(counts, np.float64)[order]
     if not ordered.size or min(ordered[0], window) < 1:
         raise ConfigError(
             f"cannot plot {ordered.size} documents of at least {ordered[:1].sum():.0f} tokens in a "
@@ -52,18 +61,19 @@ def plot_lengths(lengths: Sequence[int] | npt.NDArray[Any], window: int, path: P
     figure = _figure("Document lengths", height=6.8)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.25])
     edges = np.geomspace(ordered[0] * 0.95, max(ordered[-1], window) * 1.05, 61)
-    above.hist(ordered, bins=edges.tolist(), color=BLUE)
+    above.hist(ordered, bins=edges.tolist(), weights=documents, color=BLUE)
     above.set_ylabel("documents")
     above.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _title(above, f"{ordered.size:,} documents, {ordered.sum():,.0f} tokens")
+    tokens = float((ordered * documents).sum())
+    _title(above, f"{documents.sum():,.0f} documents, {tokens:,.0f} tokens")
 
     long = ordered >= window / 2
     shares = []
     for name, weights, colour in (
-        ("documents", np.ones_like(ordered), BLUE),
-        ("tokens", ordered, ORANGE),
-        ("attention work", ordered**2, VERMILION),
+        ("documents", documents, BLUE),
+        ("tokens", documents * ordered, ORANGE),
+        ("attention work", documents * ordered**2, VERMILION),
     ):
         cumulative = np.cumsum(weights) / weights.sum()
         below.step(ordered, cumulative, where="post", color=colour, lw=2.2, label=name)

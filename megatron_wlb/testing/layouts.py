@@ -33,10 +33,21 @@ MODELS = {
     "mixed": "--rotary-interleaved --rotary-percent 0.5 --kv-channels 12 --qk-layernorm "
     "--group-query-attention --num-query-groups 2",
 }
+MODELS_OF_POSITIONS = {
+    # Rotary frequencies scaled, so much that documents of a few dozen tokens notice.
+    "llama-3": "--use-rope-scaling --rope-scaling-factor 64 --rotary-base 500000 "
+    "--rotary-seq-len-interpolation-factor 3",
+    "yarn": "--position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8 "
+    "--wlb-yarn-original-max-position-embeddings 16 --wlb-yarn-beta-fast 4 --wlb-yarn-mscale 1.5",
+}
+MODELS |= {name: f"{MODELS['llama']} {flags}" for name, flags in MODELS_OF_POSITIONS.items()}
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 OVERLAP = "--overlap-grad-reduce"
 SHARDED = "--use-distributed-optimizer"
+VERIFY_SHAPES = "--wlb-verify-shapes"
+KEEP = "--wlb-cp-keep-gathered"
+HEAD_GROUPS = "--wlb-cp-overlap-groups 2"
 NO_P2P_OVERLAP = "--no-overlap-p2p-communication"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
@@ -53,15 +64,19 @@ class Layout:
     """``1``, ``2``, or ``2sp``: with sequence parallelism."""
     dp: int = 1
     extra: str = ""
+    cp: int = 1
+    sharding: str = "per-sequence"
+    """``--wlb-cp-sharding``; see :data:`megatron_wlb.testing.ranks.SHARDINGS`."""
 
     @property
     def world_size(self) -> int:
-        return self.pp * int(self.tp[0]) * self.dp
+        return self.pp * int(self.tp[0]) * self.dp * self.cp
 
     def __str__(self) -> str:
         flags = "".join(word.replace("--", "-") for word in self.extra.split() if "--" in word)
+        cp = f"-cp{self.cp}-{self.sharding}" if self.cp > 1 else ""
         return (
-            f"{self.model}-pp{self.pp}-vpp{self.vpp}-tp{self.tp}-dp{self.dp}"
+            f"{self.model}-pp{self.pp}-vpp{self.vpp}-tp{self.tp}-dp{self.dp}{cp}"
             f"-m{self.num_micro_batches}{flags}"
         )
 
@@ -74,6 +89,8 @@ class Layout:
         flags += ["--tensor-model-parallel-size", self.tp[0]]
         if self.vpp > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        flags += ["--context-parallel-size", str(self.cp)]
+        flags += ["--wlb-cp-sharding", self.sharding]
         if self.tp == "2sp":
             flags.append("--sequence-parallel")
         return parse(flags)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_wlb.config import Config
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.sharding import Sharding
 from megatron_wlb.testing.workload import make_workload
 
 VOCAB_SIZE = 500
@@ -61,6 +63,27 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, key: int, _: Any) -> None:
         self.live -= self._storages.pop(key)[1]
+
+    def __enter__(self) -> LiveBytes:
+        # No operation: attention frees and takes back the memory of gathered keys this way.
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            known = self._storages.get(id(storage))
+            if known is not None:
+                self._count(size - known[1])
+                self._storages[id(storage)] = (known[0], size)
+            return result
+
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
+        self._patch.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        self._patch.stop()
 
     def __torch_dispatch__(
         self,
@@ -105,7 +128,9 @@ def measure_step(config: Config, lengths: Sequence[Sequence[int]], pad: int) -> 
     micro_batches = []
     for index, own in enumerate(lengths):
         spans = tuple(Span(d, 0, d.length) for d in itertools.islice(documents, len(own)))
-        micro_batches.append(MicroBatchPlan(index, spans, sum(own) + pad, 1.0))
+        micro_batches.append(
+            MicroBatchPlan(index, spans, sum(own) + pad, 1.0, Sharding("per-document"))
+        )
     with LiveBytes() as live:
         runner = build_runner(config, workload)
         dp_size = runner.model.groups.dp.size()

@@ -8,6 +8,7 @@ written with torch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +153,10 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         attention_dropout=0.0,
         cuda_graph_scope=[],
     )
+    for name, value in dataclasses.asdict(m).items():
+        if name.startswith("wlb_yarn_") and m.position_embedding_type == "yarn":
+            setattr(core, name.removeprefix("wlb_"), value)
+            core.yarn_correction_range_round_to_int = True
     multiple = m.make_vocab_size_divisible_by
     return GPTModel(
         config=core,
@@ -164,6 +169,9 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         position_embedding_type=m.position_embedding_type,
         rotary_percent=m.rotary_percent,
         rotary_base=m.rotary_base,
+        rope_scaling=m.use_rope_scaling,
+        rope_scaling_factor=m.rope_scaling_factor,
+        seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
     )
 
 

@@ -8,12 +8,21 @@ from typing import Any
 
 from megatron_wlb.config import Config
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.sharding import Sharding, length_multiple
 from megatron_wlb.testing.oracle import State
 from megatron_wlb.testing.shards import Held, RankRun, held_by, whole_name
 from megatron_wlb.testing.workload import Workload, scatter
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Breaks a :class:`megatron_wlb.runtime.step.StepRunner` for the length of a ``with`` block."""
+
+SHARDINGS = {
+    "per-sequence": Sharding("per-sequence"),
+    "per-document": Sharding("per-document"),
+    "adaptive": Sharding("per-document-remainder"),  # no choice here; so that it runs too
+    "hybrid": Sharding("hybrid", 24),
+}
+"""What micro-batches get, by ``--wlb-cp-sharding``."""
 
 
 def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
@@ -31,7 +40,11 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
     distributed.initialize_groups(config)
     model = build_model(config, workload.vocab_size)
     corpora: Sequence[Any] = [workload.corpus]
-    return StepRunner(model, BatchBuilder(corpora, workload.vocab_size, "cpu"), **options)
+    cp = model.groups.cp
+    batches = BatchBuilder(
+        corpora, workload.vocab_size, "cpu", cp_rank=cp.rank(), cp_size=cp.size()
+    )
+    return StepRunner(model, batches, **options)
 
 
 def scatter_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
@@ -44,7 +57,7 @@ def scatter_for(config: Config, workload: Workload, world_size: int, step: int) 
         workload.steps[step],
         guards.data_parallel_size(config, world_size),
         guards.check_micro_batches(config, world_size),
-        p.tensor_model_parallel_size if p.sequence_parallel else 1,
+        length_multiple(p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel),
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.sharding import Sharding
 
 Tokens = npt.NDArray[np.int64]
 
@@ -82,13 +83,14 @@ def scatter(
     dp_size: int,
     num_micro_batches: int,
     multiple: int = 1,
+    sharding: Sharding = Sharding(),  # noqa: B008  # frozen
 ) -> StepPlan:
     """Documents thrown into micro-batches at random, with everything that is awkward.
 
     Micro-batch 1 of the last rank stays empty, padding only (where a rank has more than one).
     Documents run in the reverse of the order in which they arrived, so that pieces do not follow
-    each other. Some micro-batches have a tail of padding; all are padded to ``multiple`` (TP under
-    sequence parallelism).
+    each other. Some micro-batches have a tail of padding; all are padded to ``multiple`` (2·CP
+    under context parallelism, TP under sequence parallelism).
     """
     random = np.random.RandomState(1000 + step)
     bins: list[list[Document]] = [[] for _ in range(dp_size * num_micro_batches)]
@@ -101,7 +103,7 @@ def scatter(
         length = sum(d.length for d in content)
         padded = -(-max(length, 1) // multiple) * multiple + multiple * int(random.randint(3))
         spans = tuple(Span(d, 0, d.length) for d in reversed(content))
-        plans.append(MicroBatchPlan(index, spans, padded, float(length**2)))
+        plans.append(MicroBatchPlan(index, spans, padded, float(length**2), sharding))
     return StepPlan(
         step,
         "scatter",

@@ -19,11 +19,14 @@ from megatron_wlb.testing.gloo import GlooPool
 from megatron_wlb.testing.layouts import (
     FULL,
     GROUP,
+    HEAD_GROUPS,
+    KEEP,
     MODELS,
     NO_P2P_OVERLAP,
     OVERLAP,
     SELECTIVE,
     SHARDED,
+    VERIFY_SHAPES,
     WORKLOAD,
     Layout,
 )
@@ -58,6 +61,14 @@ CASES = [
     Layout("mixed", 5, pp=4, tp="2"),
     Layout("llama", 4, pp=4, vpp=2, tp="2sp", extra=SELECTIVE),
     Layout("mixed", 5, pp=2, tp="2sp", dp=2, extra=f"{SHARDED} {FULL}"),
+    # Context parallelism.
+    Layout("llama", 5, cp=2, sharding="per-document", extra=HEAD_GROUPS),
+    Layout("gpt2", 4, cp=2, dp=2, extra=f"{SHARDED} {OVERLAP} {KEEP} {HEAD_GROUPS}"),
+    Layout("yarn", 3, cp=4, sharding="hybrid"),
+    Layout("llama-3", 3, cp=2, tp="2", sharding="adaptive", extra=SELECTIVE),
+    Layout("mixed", 4, pp=2, vpp=2, cp=2, dp=2, sharding="per-document", extra=SHARDED),
+    Layout("llama", 4, pp=2, tp="2sp", cp=2, sharding="hybrid", extra=FULL),
+    Layout("gpt2", 5, pp=4, cp=2, sharding="per-document", extra=f"{VERIFY_SHAPES} {HEAD_GROUPS}"),
 ]
 
 Oracle = Callable[[Layout], OracleRun]
@@ -95,7 +106,8 @@ def test_cases_cover_every_pair_of_settings() -> None:
         "vpp": (1, 2),
         "tp": ("1", "2", "2sp"),
         "dp": (1, 2),
-        "model": tuple(MODELS),
+        "cp": (1, 2),
+        "model": ("llama", "gpt2", "mixed"),
     }
     missing = []
     for (a, a_values), (b, b_values) in itertools.combinations(axes.items(), 2):
@@ -114,7 +126,7 @@ def test_cases_cover_every_pair_of_settings() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plans_are_awkward(case: Layout) -> None:
-    multiple = 2 if case.tp == "2sp" else 1
+    multiple = (2 if case.tp == "2sp" else 1) * (2 * case.cp if case.cp > 1 else 1)
     for step, documents in enumerate(WORKLOAD.steps):
         plan = scatter_for(case.config, WORKLOAD, case.world_size, step)
         assert sorted(d.key for d in plan.documents) == sorted(d.key for d in documents)
@@ -129,6 +141,8 @@ def test_plans_are_awkward(case: Layout) -> None:
             assert len({len(m.spans) for m in micro_batches}) > 1
             assert any(m.length == 0 for m in micro_batches)
             assert any(0 < m.length < m.padded_length for m in micro_batches)
+        if case.cp > 1:
+            assert any(0 < length < 2 * case.cp for m in micro_batches for length in m.lengths)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -144,6 +158,14 @@ def test_oracle_runs_what_could_go_wrong(oracle: Oracle, model: str) -> None:
         assert all(np.abs(gradient).max() > 0 for gradient in step.gradients.values())
     assert all(np.abs(run.final[name] - w).max() > 1e-3 for name, w in run.initial.items())
     assert len({step.loss for step in run.steps}) == len(run.steps) >= 3
+
+
+def test_scaled_rotations_are_other_models(oracle: Oracle) -> None:
+    """From the same weights: so the scaling of frequencies is what the layouts above ran."""
+    plain, llama_3, yarn = (oracle(Layout(m, 4)) for m in ("llama", "llama-3", "yarn"))
+    assert all((plain.initial[name] == w).all() for name, w in yarn.initial.items())
+    losses = [run.steps[0].loss for run in (plain, llama_3, yarn)]
+    assert min(abs(a - b) for a, b in itertools.combinations(losses, 2)) > 1e-3
 
 
 # What must not pass. Each breaks the run of a layout that is equal to the oracle above.
@@ -163,16 +185,67 @@ def broken_batches(runner, change) -> Iterator[None]:
 def leak_one_boundary(runner):
     """The first two documents of one micro-batch see each other; positions stay right."""
     from megatron_wlb.runtime.attention import PlanSeqParams
+    from megatron_wlb.runtime.kernels import Segments
 
     def leak(batch):
         if batch.plan.index != 0:
             return batch
         assert len(batch.plan.spans) > 1
-        lengths, positions = batch.packed_seq_params.lengths, batch.packed_seq_params.positions
-        merged = (sum(lengths[:2]), *lengths[2:])
-        return dataclasses.replace(batch, packed_seq_params=PlanSeqParams.of(merged, positions))
+        lengths, positions = batch.plan.lengths, batch.packed_seq_params.positions
+        merged = Segments.of((sum(lengths[:2]), *lengths[2:]))
+        params = PlanSeqParams.of(merged, positions.numpy())
+        return dataclasses.replace(batch, packed_seq_params=params)
 
     return broken_batches(runner, leak)
+
+
+def take_one_key_of_another_document(runner):
+    """One key of one chunk is a neighbour's, on each context-parallel rank."""
+
+    def leak(batch):
+        gather = batch.packed_seq_params.gather
+        rows = gather.rows.clone()
+        rows[-1] = rows[0]
+        params = dataclasses.replace(
+            batch.packed_seq_params, gather=dataclasses.replace(gather, rows=rows)
+        )
+        return dataclasses.replace(batch, packed_seq_params=params)
+
+    return broken_batches(runner, leak)
+
+
+def add_gradients_to_other_rows(runner):
+    """Gradients of keys go to the token after the right one."""
+
+    def shift(batch):
+        gather = batch.packed_seq_params.gather
+        rounds = tuple((p, (to + 1) % gather.num_rows) for p, to in gather.rounds)
+        params = dataclasses.replace(
+            batch.packed_seq_params, gather=dataclasses.replace(gather, rounds=rounds)
+        )
+        return dataclasses.replace(batch, packed_seq_params=params)
+
+    return broken_batches(runner, shift)
+
+
+def count_targets_on_each_rank(runner):
+    """Context-parallel ranks each count all of the micro-batch's tokens."""
+
+    def count(batch):
+        return dataclasses.replace(batch, num_targets=batch.plan.num_targets)
+
+    return broken_batches(runner, count)
+
+
+def shift_one_token(runner):
+    """One local token of each micro-batch is one position off."""
+
+    def change(positions, lengths):
+        positions = positions.clone()
+        positions[len(positions) // 2] += 1
+        return positions
+
+    return with_positions(runner, change)
 
 
 def with_positions(runner, change):
@@ -180,7 +253,7 @@ def with_positions(runner, change):
 
     def shift(batch):
         params = batch.packed_seq_params
-        positions = change(params.positions, params.lengths)
+        positions = change(params.positions, batch.plan.lengths)
         params = dataclasses.replace(
             params,
             positions=positions,
@@ -270,6 +343,7 @@ def forget_to_tie(runner) -> Iterator[None]:
 
 
 ONE = Layout("llama", 5)
+CP = Layout("llama", 5, cp=2, sharding="per-document")
 FAULTS = [
     (ONE, leak_one_boundary),
     (Layout("gpt2", 5, pp=2), leak_one_boundary),
@@ -283,8 +357,18 @@ FAULTS = [
     (ONE, train_last_tokens),
     (Layout("gpt2", 3, tp="2sp"), forget_to_reduce_norms),
     (Layout("gpt2", 5, pp=2), forget_to_tie),
+    (CP, take_one_key_of_another_document),
+    (CP, shift_one_token),
+    (CP, add_gradients_to_other_rows),
+    (CP, count_targets_on_each_rank),
 ]
-IN_THE_GRADIENT_ONLY = (mean_of_means, forget_to_reduce_norms, forget_to_tie)
+IN_THE_GRADIENT_ONLY = (
+    mean_of_means,
+    forget_to_reduce_norms,
+    forget_to_tie,
+    add_gradients_to_other_rows,
+    count_targets_on_each_rank,
+)
 
 
 @pytest.mark.parametrize(

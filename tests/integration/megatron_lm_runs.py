@@ -55,11 +55,14 @@ PP2: Flags = {"pipeline_model_parallel_size": 2}
 PP2_VPP2: Flags = PP2 | {"num_virtual_stages_per_pipeline_rank": 2}
 TP2_SP: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 DP2: Flags = {"use_distributed_optimizer": True}
+CP2: Flags = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "pp2": (2, PP2),
     "pp2-vpp2": (2, PP2_VPP2),
     "tp2-sp": (2, TP2_SP),
     "dp2": (2, DP2),
+    "cp2": (2, CP2),
+    "pp2-cp2-dp2": (8, PP2 | CP2),
 }
 
 

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.sharding import Sharding
 
 LONG = Document(corpus=1, index=7, offset=0, length=10, ends=True, epoch=2, arrival=5, step=3)
 SHORT = Document(corpus=0, index=2, offset=0, length=4, ends=False, epoch=2, arrival=6, step=4)
@@ -58,6 +59,12 @@ def test_step_plan_sums_over_ranks():
     assert plan.delay_steps == pytest.approx((10 * 2 + 4 * 1) / 14)
 
 
+def test_step_plan_counts_shardings():
+    hybrid = replace(micro_batch(1, SHORT), sharding=Sharding("hybrid", 3))
+    plan = step_plan([micro_batch(0, LONG), hybrid], [micro_batch(2, SHORT), micro_batch(3)])
+    assert plan.shardings == {"per-sequence": 3, "hybrid": 1}
+
+
 def test_step_plan_without_documents_is_defined():
     plan = step_plan([micro_batch(0, us=0.0)])
     assert (plan.imbalance, plan.delay_steps, plan.num_targets) == (1.0, 0.0, 0)
@@ -72,6 +79,10 @@ def test_digest_changes_with_whatever_ranks_must_agree_on():
         step_plan([micro_batch(0, LONG), micro_batch(1, SHORT)]),
         step_plan([micro_batch(0, LONG, SHORT)], [micro_batch(1)]),
         step_plan([micro_batch(0, LONG, padded=24)], [micro_batch(1, SHORT)]),
+        *(
+            step_plan([replace(micro_batch(0, LONG), sharding=other)], [micro_batch(1, SHORT)])
+            for other in (Sharding("per-document"), Sharding("hybrid", 3), Sharding("hybrid", 4))
+        ),
         *(
             step_plan([micro_batch(0, replace(LONG, **change))], [micro_batch(1, SHORT)])
             for change in (

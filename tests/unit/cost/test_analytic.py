@@ -42,12 +42,13 @@ def model(
 def test_layer_is_the_reference_formula() -> None:
     """W(d) = x + 3.27 x², x = d/131072: the layers of LLaMA2-7B on 16 H100, TP8 × CP2.
 
-    The reference has no exchange of K and V over CP, which adds 5 % to the linear part here.
+    The reference has no exchange and copy of K and V over CP, which add 7 % to the linear part.
     """
     layer = model().layer()
     quadratic = WINDOW * layer.attention_us
-    assert quadratic / (layer.linear_us - layer.cp_us) == pytest.approx(3.27, rel=0.01)
-    assert quadratic / layer.linear_us == pytest.approx(3.27, rel=0.05)
+    without = layer.linear_us - layer.cp_us - layer.cp_copy_us
+    assert quadratic / without == pytest.approx(3.27, rel=0.01)
+    assert quadratic / layer.linear_us == pytest.approx(3.27, rel=0.07)
     # Its parts: 2·4096·d² FLOPs at 400 TF/s, 404.75 MFLOP at 600 TF/s, collectives at 350 GB/s of
     # which a tenth shows, element-wise operations at 3 TB/s; on 16 GPUs, 128K tokens, in ms.
     assert quadratic * WINDOW / 1e3 == pytest.approx(21.99, rel=0.01)
@@ -58,10 +59,10 @@ def test_layer_is_the_reference_formula() -> None:
 
 
 def test_whole_model_is_near_the_reference_formula() -> None:
-    """The LM head and the embedding are linear work too: 3 %."""
+    """The LM head and the embedding are linear work too, 3 %, and the exchange over CP, 7 %."""
     cost = model().cost()
     ratio = WINDOW * cost.forward_quadratic_us / cost.forward_linear_us
-    assert ratio == pytest.approx(3.27, rel=0.08)
+    assert ratio == pytest.approx(3.27, rel=0.1)
     assert cost.backward_linear_us == pytest.approx(2 * cost.forward_linear_us)
     assert cost.backward_quadratic_us == pytest.approx(2.5 * cost.forward_quadratic_us)
 

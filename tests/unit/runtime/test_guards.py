@@ -16,12 +16,27 @@ PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-r
 REFUSED = [
     # Flags, world size, and what the message must say: value, limit, remedy.
     (
-        "--context-parallel-size 2", 2,
-        ["--context-parallel-size is 2", "only 1", "use --tensor-model-parallel-size"],
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --num-layers 6", 8,
+        ["8 processes", "TP 2 × CP 1 × PP 3 = 6", "start a multiple of 6"],
     ),
     (
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --num-layers 6", 8,
-        ["8 processes", "TP 2 × PP 3 = 6", "start a multiple of 6"],
+        "--context-parallel-size 4", 6,
+        ["6 processes", "TP 1 × CP 4 × PP 1 = 4", "start a multiple of 4"],
+    ),
+    (
+        "--wlb-cp-keep-gathered", 1,
+        ["--wlb-cp-keep-gathered", "--context-parallel-size of at least 2", "leave it out"],
+    ),
+    (
+        "--rotary-seq-len-interpolation-factor 2 --position-embedding-type none", 1,
+        ["--rotary-seq-len-interpolation-factor counts only with", "that is none", "leave one"],
+    ),
+    (
+        "--rope-scaling-factor 2", 1, ["--rope-scaling-factor", "without --use-rope-scaling"],
+    ),
+    (
+        "--position-embedding-type yarn --rotary-percent 0.5", 1,
+        ["yarn rotates the whole head", "leave --rotary-interleaved and --rotary-percent out"],
     ),
     (
         "--pipeline-model-parallel-size 2", 1,
@@ -230,6 +245,9 @@ def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
         (f"{PP2_VPP2} --wlb-verify-shapes", 2, 8),
         ("--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2", 2, 8),
         ("--kv-channels 7 --position-embedding-type none", 1, 8),
+        ("--context-parallel-size 4 --wlb-cp-overlap-groups 2 --wlb-cp-keep-gathered", 8, 4),
+        ("--use-rope-scaling --rope-scaling-factor 4", 1, 8),
+        ("--position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8", 1, 8),
         ("--seq-length 512 --max-position-embeddings 512 --wlb-max-tokens 512", 1, 8),
         ("--seq-length 2", 1, 8),
         ("--hidden-dropout 0.5 --eval-interval 0 --wlb-verify-plan-interval 0", 1, 8),

@@ -1,0 +1,145 @@
+"""``wlb corpus stats``: WLB-LLM's Figure 3 of the user's documents."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.table import Table
+
+from megatron_wlb.cli.inputs import SOURCES, add_source, source
+from megatron_wlb.cli.output import check_file, console, save_file
+from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
+from megatron_wlb.errors import ConfigError
+
+BAR = 24
+"""Characters of the longest bar."""
+
+_EPILOG = f"""\
+{SOURCES}
+The window only marks which documents are long; none is cut here. 'attention' is a document's
+share of all causal attention work, the square of its length.
+
+examples:
+  wlb corpus stats corpora/books --window 32768 --plot lengths.png
+  wlb corpus stats --distribution slimpack --json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_source(parser)
+    parser.add_argument(
+        "--windows",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="of --distribution: so many windows' worth is drawn (default: 4096)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture, PNG")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_file("--plot", args.plot)
+    documents = source(args)
+    if args.windows < 1:
+        raise ConfigError(f"--windows is {args.windows}; give at least 1")
+    statistics = LengthStatistics.of(
+        documents.lengths(args.windows, window=args.window, seed=args.seed)
+    )
+    if args.plot:
+        from megatron_wlb.simulator.plot import plot_lengths
+
+        save_file(
+            "--plot",
+            args.plot,
+            lambda path: plot_lengths(statistics.lengths, args.window, path, statistics.counts),
+        )
+    if args.json:
+        print(json.dumps({"source": documents.title} | statistics.as_dict(args.window), indent=1))
+        return 0
+    out = console()
+    out.print(_summary(statistics, documents.title))
+    out.print(_long(statistics, args.window))
+    out.print(_histogram(statistics))
+    out.print(_advice(statistics, args.window))
+    if args.plot:
+        out.print(f"picture: {args.plot}")
+    return 0
+
+
+def _summary(statistics: LengthStatistics, title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    rows: dict[str, float] = {
+        "documents": statistics.documents,
+        "documents without tokens": statistics.num_empty,
+        "tokens": statistics.tokens,
+        "length, mean": statistics.tokens / statistics.documents,
+        **{f"length, p{p:g}": statistics.percentile(p) for p in PERCENTILES},
+        "length, longest": statistics.longest,
+    }
+    for name, value in rows.items():
+        table.add_row(name, f"{value:,.0f}")
+    return table
+
+
+def _long(statistics: LengthStatistics, window: int) -> Table:
+    table = Table(title="long documents and what they hold", title_justify="left")
+    for header in ("at least", "tokens", "documents", "share", "of tokens", "of attention"):
+        table.add_column(header, justify="right")
+    for fraction, part in statistics.at_least(window):
+        table.add_row(
+            f"{fraction:g} window",
+            f"{int(fraction * window):,}",
+            f"{part.documents:,}",
+            f"{part.documents_share:.2%}",
+            f"{part.tokens_share:.2%}",
+            f"{part.attention_share:.2%}",
+        )
+    return table
+
+
+def _histogram(statistics: LengthStatistics) -> Table:
+    table = Table(title="lengths", title_justify="left")
+    table.add_column("tokens, from", justify="right")
+    table.add_column("to below", justify="right")
+    table.add_column("documents", justify="right")
+    table.add_column("")
+    for header in ("of tokens", "tokens up to here", "of attention"):
+        table.add_column(header, justify="right")
+    bins = statistics.histogram()
+    most = max(bin.part.documents for bin in bins)
+    cumulative = 0.0
+    for bin in bins:
+        cumulative += bin.part.tokens_share
+        table.add_row(
+            f"{bin.start:,}",
+            f"{bin.stop:,}",
+            f"{bin.part.documents:,}",
+            "█" * round(BAR * bin.part.documents / most),
+            f"{bin.part.tokens_share:.1%}",
+            f"{cumulative:.1%}",
+            f"{bin.part.attention_share:.1%}",
+        )
+    return table
+
+
+def _advice(statistics: LengthStatistics, window: int) -> str:
+    half, over = statistics.part(window / 2), statistics.part(window + 1)
+    said = (
+        f"Documents of half a window and longer are {half.documents_share:.2%} of the documents, "
+        f"{half.tokens_share:.1%} of the tokens and {half.attention_share:.1%} of the attention: "
+    )
+    if half.attention_share < 0.05:
+        said += "too little to unbalance micro-batches of this window much"
+    else:
+        said += "whichever micro-batch gets one is the slowest"
+    if over.documents:
+        said += f"; {over.documents:,} are longer than the window and would be split in training"
+    return f"{said} ('wlb pack' says by how much, and which packing helps)."

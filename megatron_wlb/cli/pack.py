@@ -1,0 +1,299 @@
+"""``wlb pack``: how unbalanced documents are, and what each packing makes of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from megatron_wlb.cli.inputs import (
+    COSTS,
+    SOURCES,
+    add_source,
+    add_workload,
+    max_tokens,
+    source,
+    workload,
+)
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import PACKINGS
+from megatron_wlb.packing.evaluate import WARM_UP_STEPS, Evaluation, Setting, Workload, evaluate
+from megatron_wlb.packing.reference import REFERENCE_WINDOW
+
+ALL = (
+    "original", "fixed-greedy:1", "fixed-greedy:2", "fixed-greedy:4", "fixed-greedy:8", "wlb",
+    "hold",
+)  # fmt: skip
+PAPER = (*ALL[:5], "wlb:1", "wlb:2", "wlb:3")
+STEPS, SOLVER_STEPS = 400, 20
+WORTH_IT = 1.02
+"""Modelled speed-up over `original` from which on another packing is advised."""
+GENTLE_DELAY = 0.6
+"""More delay, in steps, is not advised where there is less to be had: the paper has 0.5."""
+NEARLY = 0.99
+"""Of the highest throughput: the least delay is advised among those."""
+
+TABLE_2 = {
+    "original": {1: 1.44},
+    "fixed-greedy": {1: 1.41, 2: 1.22, 4: 1.11, 8: 1.08},
+    "fixed-solver": {1: 1.40, 2: 1.18, 4: 1.09},
+    "wlb": {1: 1.24, 2: 1.05, 3: 1.05},
+}
+"""WLB-LLM, Table 2: imbalance degree by packing and by its batches or queues (7B, window 128K)."""
+
+_EPILOG = f"""\
+{SOURCES}
+{COSTS}
+packings (--packing a,b,…):
+  {", ".join(PACKINGS)}; with a number: fixed-greedy:4 and
+  fixed-solver:4 repack 4 global batches together, wlb:3 has 3 queues, hold:4 looks 4 steps
+  ahead. Default: all but the solver, which takes seconds a step. 'paper' is every row of
+  Table 2 but the solver's.
+
+columns:
+  imbalance  max · N / Σ of the modelled times of a step's micro-batches, 1 is perfect: mean over
+             the steps, weighted by time (tw), 95th percentile, worst step
+  work/s     work of the documents by modelled time, over original: 1 / tw, or simulated with
+             --pp-size; tokens/s gains less, as original cuts documents and so does less work
+  delay      steps that a token runs before or after the step it arrived in: mean, 99th
+             percentile of the tokens, longest
+  CV         standard deviation ÷ mean of the tokens of a step
+  ms         measured CPU time of packing one step on this machine
+  padding    share of the tokens computed, where there is any
+
+examples:
+  wlb pack --distribution reference
+  wlb pack corpora/books --window 32768 --num-micro-batches 8,16 --plot packings.png
+  wlb pack --lengths lengths.txt --packing original,wlb:3,hold --model 7b.yaml --pp-size 4
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    add_source(parser)
+    add_workload(parser)
+    group = parser.add_argument_group("what is compared")
+    group.add_argument("--packing", metavar="a,b,…", help="default: all but fixed-solver")
+    group.add_argument(
+        "--num-micro-batches",
+        nargs="+",
+        default=["4"],
+        metavar="N",
+        help="micro-batches of a step over all data-parallel ranks; several like 4,16 (default: 4)",
+    )
+    group.add_argument(
+        "--queue-thresholds", nargs="+", type=int, default=[], metavar="L", help="of wlb, in tokens"
+    )
+    group.add_argument("--hold-tau", type=float, default=1.0, metavar="X", help="of hold")
+    group.add_argument("--delay-price", type=float, metavar="X", help="of hold")
+    group.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"that count, after {WARM_UP_STEPS} (default: {STEPS}; the solver's {SOLVER_STEPS})",
+    )
+    group.add_argument(
+        "--solver-limit",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="of fixed-solver: about so many seconds a search (default: 1)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="picture of the table, PNG")
+    output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_file("--plot", args.plot)
+    documents = source(args)
+    base = workload(args, documents, 1)
+    cases = [
+        (dataclasses.replace(base, num_micro_batches=number), setting)
+        for number in _numbers(args.num_micro_batches)
+        for setting in _settings(args)
+    ]
+    steps = STEPS if args.steps is None else args.steps
+    if steps < 1:
+        raise ConfigError(f"--steps is {steps}; give at least 1")
+    for case, setting in cases:
+        case.check([setting])
+    largest = max(case.step_tokens for case, _ in cases)
+    for text in documents.remarks(
+        (WARM_UP_STEPS + steps) * largest, window=args.window, long_documents=args.long_documents
+    ):
+        remark(text)
+    evaluations = _evaluate(args, cases, steps)
+    originals = {e.num_micro_batches: e for e in evaluations if e.setting.packing == "original"}
+    rows = [
+        {**e.row(originals.get(e.num_micro_batches)), "paper_imbalance": _paper(args, e)}
+        for e in evaluations
+    ]
+    title = f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows"
+    if args.plot:
+        from megatron_wlb.packing.plot import plot_packings
+
+        save_file("--plot", args.plot, lambda path: plot_packings(evaluations, title, path))
+    if args.json:
+        print(json.dumps({"rows": rows}, indent=1))
+        return 0
+    out = console()
+    out.print(_table(rows, f"{title}: {steps} steps, seed {args.seed}; times modelled"))
+    out.print(_advice(evaluations))
+    if args.plot:
+        out.print(f"picture: {args.plot}")
+    return 0
+
+
+def _numbers(texts: Sequence[str]) -> list[int]:
+    numbers = [number for text in texts for number in text.split(",") if number]
+    for number in numbers:
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(
+                f"--num-micro-batches {number} is no number above 0; write several like 4,16"
+            )
+    return list(dict.fromkeys(map(int, numbers)))
+
+
+def _settings(args: argparse.Namespace) -> list[Setting]:
+    named = [name for name in (args.packing or "").split(",") if name]
+    names = [n for name in named for n in (PAPER if name == "paper" else (name,))]
+    if args.packing is not None and not names:
+        raise ConfigError(f"--packing names none; give some of {', '.join(PACKINGS)}")
+    settings = []
+    for name in dict.fromkeys(names or ALL):
+        settings.append(
+            Setting.parse(
+                name,
+                args.window,
+                max_tokens(args),
+                **{
+                    "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
+                    "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},
+                    "fixed-solver": {"solver_limit": args.solver_limit},
+                }.get(name.partition(":")[0], {}),
+            )
+        )
+    return settings
+
+
+def _evaluate(
+    args: argparse.Namespace, cases: Sequence[tuple[Workload, Setting]], steps: int
+) -> list[Evaluation]:
+    """Each case; the solver over fewer steps, unless they were asked for."""
+
+    def sizes(setting: Setting) -> tuple[int, int]:
+        if setting.packing == "fixed-solver":  # holds nothing back, so nothing has to fill
+            return 0, args.steps or SOLVER_STEPS
+        return WARM_UP_STEPS, steps
+
+    total, done = sum(sum(sizes(setting)) for _, setting in cases), 0
+    evaluations = []
+    with progress_bar("packing") as progress:
+
+        def on_step() -> None:
+            nonlocal done
+            done += 1
+            progress(done, total)
+
+        for case, setting in cases:
+            warm_up, counted = sizes(setting)
+            evaluations.append(evaluate(case, setting, counted, warm_up=warm_up, on_step=on_step))
+    return evaluations
+
+
+def _paper(args: argparse.Namespace, evaluation: Evaluation) -> float | None:
+    """Table 2's figure where the set-up is the paper's."""
+    setting = evaluation.setting
+    ours = args.distribution, args.window, evaluation.num_micro_batches
+    named = (args.cost, args.model, args.queue_thresholds, args.max_step_tokens) != (
+        None, None, [], None,
+    )  # fmt: skip
+    if ours != ("reference", REFERENCE_WINDOW, 4) or named:
+        return None
+    number = setting.fixed_batches
+    if setting.packing == "wlb":
+        number = len(setting.queue_thresholds) or 2
+    return TABLE_2.get(setting.packing, {}).get(number)
+
+
+def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("N", justify="right")
+    table.add_column("packing")
+    paper = any(row["paper_imbalance"] for row in rows)
+    padded = any(row["padding"] >= 0.00005 for row in rows)
+    headers = ["imbalance", "tw", "p95", "worst", "work/s", "tokens/s", "delay", "p99", "max", "CV",
+               "ms", "documents"]  # fmt: skip
+    if paper:
+        headers.insert(1, "paper")
+    if padded:
+        headers.append("padding")
+    for header in headers:
+        table.add_column(header, justify="right")
+    last = rows[0]["num_micro_batches"]
+    for row in rows:
+        if row["num_micro_batches"] != last:
+            table.add_section()
+            last = row["num_micro_batches"]
+        work, tokens = row["work_speedup"], row["tokens_speedup"]
+        cells = [
+            f"{row['imbalance_mean']:.3f}",
+            f"{row['imbalance_time_weighted']:.3f}",
+            f"{row['imbalance_p95']:.3f}",
+            f"{row['imbalance_worst']:.2f}",
+            f"{work:.3f}×" if work else "",
+            f"{tokens:.3f}×" if tokens else "",
+            f"{row['delay_mean']:.2f}",
+            str(row["delay_p99"]),
+            str(row["delay_max"]),
+            f"{row['tokens_cv']:.2f}",
+            f"{row['ms_per_step']:.2f}",
+            f"{row['documents']:,}",
+        ]
+        if paper:
+            cells.insert(1, f"{row['paper_imbalance']:.2f}" if row["paper_imbalance"] else "")
+        if padded:
+            cells.append(f"{row['padding']:.2%}")
+        table.add_row(str(last), row["title"], *cells)
+    if paper:
+        table.caption = (
+            "paper: imbalance in WLB-LLM's Table 2, of measured times on its authors' data"
+        )
+    return table
+
+
+def _advice(evaluations: Sequence[Evaluation]) -> str:
+    """One sentence on what to train with, for the largest N."""
+    number = max(e.num_micro_batches for e in evaluations)
+    at_hand = [e for e in evaluations if e.num_micro_batches == number]
+    original = next((e for e in at_hand if e.setting.packing == "original"), None)
+    gentle = [e for e in at_hand if e.delay <= GENTLE_DELAY] or at_hand
+    most = max(e.efficiency for e in gentle)
+    best = min((e for e in gentle if e.efficiency >= NEARLY * most), key=lambda e: e.delay)
+    said, gain = f"At N={number}", ""
+    if original:
+        speedup = best.efficiency / original.efficiency
+        if best is original or speedup < WORTH_IT:
+            return (
+                f"{said} the packings hardly differ: original has imbalance "
+                f"{original.imbalance:.3f}, and the best here does {most / original.efficiency:.3f}"
+                " × its work a second, modelled."
+            )
+        gain = f" and {speedup:.2f} × the work a second of original"
+    memory = ""
+    if not best.setting.packing.startswith("fixed-"):
+        memory = f"needs memory for micro-batches of {best.setting.max_tokens:,} tokens and "
+    return (
+        f"{said} train with {' '.join(best.setting.flags())}: imbalance {best.imbalance:.3f}"
+        f"{f' instead of {original.imbalance:.3f}' if original else ''}{gain}, modelled; it "
+        f"{memory}delays a token by {best.delay:.2f} steps in the mean ('wlb tune' looks for "
+        "better settings)."
+    )

@@ -1,0 +1,212 @@
+"""Where document lengths come from when nothing is trained: a corpus, a file, a distribution.
+
+Lengths are all that packing depends on, so this is how a packing is tried on documents that are
+yet to be tokenized, or on none at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from megatron_wlb.data.corpus import Corpus
+from megatron_wlb.data.documents import DocumentStream, LongDocuments
+from megatron_wlb.data.lengths import Lengths, distribution, sample_lengths
+from megatron_wlb.errors import CorpusError
+
+MAX_LENGTH = 2**31 - 1
+"""Tokens of a document: Megatron's index counts them in an int32."""
+MIN_TO_SPLIT = 64
+"""Documents, below which a half would not resemble the whole."""
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class LengthSource:
+    """Lengths of stored documents, in tokens, or a distribution to draw them from."""
+
+    title: str
+    stored: Lengths | None = None
+    """None where a distribution draws them."""
+    distribution: str = ""
+    seed_offset: int = 0
+    """Added to every seed: another one is another draw."""
+
+    @classmethod
+    def of_corpora(cls, prefixes: Sequence[str]) -> LengthSource:
+        """All documents of ``.bin/.idx`` corpora; only their indices are read."""
+        parts = [Corpus.open(prefix).lengths for prefix in prefixes]
+        title = ", ".join(Path(prefix).name for prefix in prefixes)
+        return cls(title, parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    @classmethod
+    def of_file(cls, path: str | Path) -> LengthSource:
+        """One length a line, or an ``.npy`` array of one dimension.
+
+        Raises :class:`CorpusError` for a file that is missing, empty, no such thing, or has a
+        length below 1, naming it.
+        """
+        path = Path(path)
+        try:
+            lengths = _read_array(path) if path.suffix == ".npy" else _read_lines(path)
+        except OSError as error:
+            raise CorpusError(
+                f"cannot read {path}: {error.strerror or error}; give a file of lengths"
+            ) from error
+        if not lengths.size:
+            raise CorpusError(f"{path} has no lengths; give at least one")
+        impossible = np.flatnonzero((lengths < 1) | (lengths > MAX_LENGTH))
+        if impossible.size:
+            first = int(impossible[0])
+            raise CorpusError(
+                f"{path}: length number {first + 1} is {lengths[first]} ({impossible.size} such); "
+                f"lengths are 1 to {MAX_LENGTH} tokens, correct or remove it"
+            )
+        return cls(path.name, lengths.astype(np.int64, copy=False))
+
+    @classmethod
+    def of_distribution(cls, name: str) -> LengthSource:
+        """One of :data:`megatron_wlb.data.lengths.DISTRIBUTIONS`."""
+        distribution(name)
+        return cls(f"distribution {name}", distribution=name)
+
+    def longest(self, window: int) -> int:
+        """The longest document; of a distribution, which is cut at windows, the window."""
+        return window if self.stored is None else int(self.stored.max())
+
+    def lengths(self, num_windows: int, *, window: int, seed: int) -> Lengths:
+        """All stored ones, or so many windows' worth of drawn ones."""
+        if self.stored is not None:
+            return self.stored
+        seed += self.seed_offset
+        return sample_lengths(self.distribution, num_windows, seed=seed, window=window)
+
+    def sampled(self, num_tokens: int, *, window: int, seed: int) -> LengthSource:
+        """At random as many documents as have ``num_tokens``, or all where there are not so many.
+
+        A shuffled stream of them begins as one of all documents would. It spares sorting a hundred
+        million documents to try a few thousand.
+        """
+        if self.stored is None:
+            return self
+        random = np.random.default_rng([seed, self.seed_offset])
+        count = 1024
+        while 2 * count < len(self.stored):
+            chosen = random.choice(len(self.stored), count, replace=False, shuffle=False)
+            # Counted as short as a policy may make them.
+            if int(np.minimum(self.stored[chosen], window).sum()) >= num_tokens:
+                return replace(self, stored=self.stored[chosen])
+            count *= 2
+        return self
+
+    def halves(self, seed: int) -> tuple[LengthSource, LengthSource]:
+        """Two sources like this one without a document in common.
+
+        Of a few documents both are all of them, in other orders.
+        """
+        if self.stored is None or len(self.stored) < MIN_TO_SPLIT:
+            return self, replace(self, seed_offset=self.seed_offset + 1)
+        order = np.random.default_rng([seed, self.seed_offset]).permutation(len(self.stored))
+        first, second = np.array_split(order, 2)
+        return replace(self, stored=self.stored[first]), replace(self, stored=self.stored[second])
+
+    def stream(
+        self,
+        num_steps: int,
+        *,
+        window: int,
+        longest: int,
+        windows_a_step: int,
+        seed: int,
+        long_documents: LongDocuments,
+    ) -> DocumentStream:
+        """At least ``num_steps`` steps of documents, as training would draw them.
+
+        Stored documents are shuffled, and drawn again in another order once all have been. Drawn
+        ones keep their order, in which they fill windows exactly. Documents above ``longest``
+        follow ``long_documents``.
+        """
+        drawn = self.stored is None
+        step_tokens = windows_a_step * window
+        source = self.sampled(num_steps * step_tokens, window=window, seed=seed)
+        return DocumentStream(
+            [source.lengths(num_steps * windows_a_step, window=window, seed=seed)],
+            window=longest,
+            step_tokens=step_tokens,
+            seed=(seed + self.seed_offset) % 2**32,
+            long_documents=long_documents,
+            num_epochs=1 if drawn else None,
+            shuffle=not drawn,
+        )
+
+    def remarks(self, num_tokens: int, *, window: int, long_documents: LongDocuments) -> list[str]:
+        """What becomes of these documents where ``num_tokens`` are to be packed; often nothing."""
+        if self.stored is None:
+            return []
+        said = []
+        tokens, num_empty = int(self.stored.sum()), int(np.count_nonzero(self.stored == 0))
+        if num_empty:
+            said.append(f"{num_empty:,} documents without tokens are left out")
+        long = self.stored[self.stored > window]
+        if long.size:
+            done = "cut into pieces of at most a window each"
+            if long_documents == "truncate":
+                lost = int((long - window).sum())
+                done = f"truncated to it, which drops {lost:,} tokens ({lost / tokens:.1%})"
+            said.append(
+                f"{long.size:,} of {self.stored.size:,} documents are longer than the window of "
+                f"{window:,} tokens and {done} (--long-documents {long_documents})"
+            )
+        if tokens < num_tokens:
+            said.append(
+                f"{tokens:,} tokens are fewer than the {num_tokens:,} to be packed: documents "
+                "repeat, in another order each time"
+            )
+        return said
+
+
+def _read_array(path: Path) -> Lengths:
+    try:
+        with path.open("rb") as stream:
+            lengths = np.load(stream, allow_pickle=False)
+    except (ValueError, EOFError, SyntaxError) as error:
+        _refuse(path, f"is no intact .npy array ({' '.join(str(error).split())})")
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        what = getattr(lengths, "dtype", "several arrays")
+        _refuse(path, f"holds {what} of shape {getattr(lengths, 'shape', '')}")
+    return lengths
+
+
+def _read_lines(path: Path) -> Lengths:
+    parts: list[Lengths] = []
+    number = 0
+    with path.open("rb") as stream:
+        while lines := stream.readlines(_CHUNK_BYTES):
+            try:
+                parts.append(np.array([int(line) for line in lines if line.strip()], np.int64))
+            except (ValueError, OverflowError):
+                _refuse_line(path, lines, number)
+            number += len(lines)
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _refuse_line(path: Path, lines: Iterable[bytes], num_before: int) -> NoReturn:
+    """For the first of ``lines``, which come after ``num_before`` others, that is not a length."""
+    for number, line in enumerate(lines, start=num_before + 1):
+        try:
+            if line.strip():
+                np.array([int(line)], np.int64)
+        except (ValueError, OverflowError):
+            text = line.strip()[:40].decode("utf-8", "backslashreplace")
+            _refuse(path, f"has {text!r} in line {number}")
+    raise AssertionError("no line is wrong")
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    raise CorpusError(
+        f"{path} {reason}; give whole numbers, one length a line, or an .npy array of one dimension"
+    )

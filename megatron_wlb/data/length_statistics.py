@@ -1,0 +1,137 @@
+"""What a corpus's documents are like: the distribution of their lengths, and where the work is.
+
+WLB-LLM's Figure 3 of any documents. Counted by length, so that a hundred million documents take no
+more than their lengths do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.data.lengths import Lengths
+from megatron_wlb.errors import CorpusError
+
+WINDOW_FRACTIONS = (1 / 8, 1 / 4, 1 / 2, 1.0)
+PERCENTILES = (50, 90, 99, 99.9)
+_MOST_TO_COUNT = 1 << 24
+"""Longest document up to which an array of counts by length is small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the documents, by their lengths."""
+
+    documents: int
+    documents_share: float
+    tokens: int
+    tokens_share: float
+    attention_share: float
+    """Of the causal attention of all documents, which is the square of each one's length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Documents of ``start`` to below ``stop`` tokens."""
+
+    start: int
+    stop: int
+    part: Part
+
+
+@dataclass(frozen=True, eq=False)
+class LengthStatistics:
+    """Of documents that are not empty."""
+
+    lengths: Lengths
+    """Ascending, each once."""
+    counts: npt.NDArray[np.int64]
+    """How many documents have each length."""
+    num_empty: int
+
+    @classmethod
+    def of(cls, lengths: Lengths) -> LengthStatistics:
+        """Raises :class:`CorpusError` if all are empty."""
+        if not lengths.size or not lengths.max():
+            raise CorpusError("no document has tokens; give a corpus with text")
+        if int(lengths.max()) <= _MOST_TO_COUNT:
+            by_length = np.bincount(lengths)
+            distinct = np.flatnonzero(by_length)
+            counts = by_length[distinct]
+        else:
+            distinct, counts = np.unique(lengths, return_counts=True)
+        num_empty = int(counts[0]) if distinct[0] == 0 else 0
+        first = int(num_empty > 0)
+        return cls(distinct[first:].astype(np.int64), counts[first:].astype(np.int64), num_empty)
+
+    @property
+    def documents(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def tokens(self) -> int:
+        return int((self.lengths * self.counts).sum())
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths[-1])
+
+    def percentile(self, percent: float) -> float:
+        """As ``numpy.percentile`` has it: between two documents, in proportion."""
+        last = np.cumsum(self.counts) - 1  # number of the last document of each length
+        place = percent / 100 * (self.documents - 1)
+        below, above = self.lengths[np.searchsorted(last, [np.floor(place), np.ceil(place)])]
+        return float(below + (above - below) * (place - np.floor(place)))
+
+    def part(self, start: float = 0, stop: float = np.inf) -> Part:
+        """The documents of ``start`` to below ``stop`` tokens."""
+        chosen = (self.lengths >= start) & (self.lengths < stop)
+        lengths, counts = self.lengths[chosen], self.counts[chosen]
+        documents, tokens = int(counts.sum()), int((lengths * counts).sum())
+        return Part(
+            documents,
+            documents / self.documents,
+            tokens,
+            tokens / self.tokens,
+            _work(lengths, counts) / _work(self.lengths, self.counts),
+        )
+
+    def histogram(self) -> list[Bin]:
+        """By powers of two, from the shortest document's to the longest's."""
+        first, last = int(self.lengths[0]).bit_length() - 1, self.longest.bit_length() - 1
+        edges = [2**exponent for exponent in range(first, last + 2)]
+        return [Bin(start, stop, self.part(start, stop)) for start, stop in pairwise(edges)]
+
+    def as_dict(self, window: int) -> dict[str, Any]:
+        """JSON-able: all of the above, and the documents at or above fractions of the window."""
+        return {
+            "documents": self.documents,
+            "empty_documents": self.num_empty,
+            "tokens": self.tokens,
+            "mean": self.tokens / self.documents,
+            "percentiles": {f"p{p:g}": self.percentile(p) for p in PERCENTILES},
+            "longest": self.longest,
+            "window": window,
+            "longer_than_window": self.part(window + 1).documents,
+            "at_least": [
+                {"windows": fraction, "length": int(fraction * window), **asdict(part)}
+                for fraction, part in self.at_least(window)
+            ],
+            "histogram": [
+                {"start": bin.start, "stop": bin.stop, **asdict(bin.part)}
+                for bin in self.histogram()
+            ],
+        }
+
+    def at_least(self, window: int) -> Iterable[tuple[float, Part]]:
+        """Documents at or above each of :data:`WINDOW_FRACTIONS`."""
+        return [(fraction, self.part(fraction * window)) for fraction in WINDOW_FRACTIONS]
+
+
+def _work(lengths: Lengths, counts: npt.NDArray[np.int64]) -> float:
+    return float((lengths.astype(np.float64) ** 2 * counts).sum())

@@ -1,0 +1,94 @@
+"""Where a context-parallel rank finds its tokens, and the keys that they attend to.
+
+The ranks' local tokens one after another, rank by rank, is the order in which an all-gather
+returns keys and values; a *row* is a place in it. A kernel wants another order: for each chunk the
+keys of its segment up to the chunk's end. One gather by :attr:`RankLayout.key_rows` makes that.
+
+Legend: ``T`` tokens of the micro-batch, ``Tk`` keys that a rank's kernel call takes: about
+``T · (2·CP + 1) / (2·CP)`` if it is one document, less if it is many per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_wlb.sharding.shard import IntArray, Sharding, shard_arrays
+
+
+def length_multiple(tp_size: int, cp_size: int, sequence_parallel: bool) -> int:
+    """What a micro-batch's padded length is a multiple of.
+
+    Context parallelism asks for 2·CP slots of equally many tokens, sequence parallelism for equal
+    parts of a rank's tokens: at most ``2·CP·TP - 1`` tokens of padding, all at the tail.
+    """
+    slots = 2 * cp_size if cp_size > 1 else 1
+    return slots * (tp_size if sequence_parallel else 1)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankLayout:
+    """What one rank holds and attends to."""
+
+    num_tokens: int
+    """Of the micro-batch, over all ranks, T."""
+    tokens: IntArray
+    """``[T / CP]``: which of the micro-batch's tokens are local, in local order."""
+    lengths_q: IntArray
+    """``[chunks]``: queries of each chunk."""
+    lengths_k: IntArray
+    """``[chunks]``: keys that they attend to, from the start of their segment."""
+    key_rows: IntArray
+    """``[Tk]``: the row of each of these keys, chunk by chunk."""
+
+    @property
+    def rounds(self) -> list[tuple[IntArray, IntArray]]:
+        """The keys in groups such that gradients can be added to their rows in any order.
+
+        Pairs of (places in :attr:`key_rows`, their rows). Two numbers have the same sum in either
+        order, so a row comes at most twice in the first group, and once in each later one. Chunks
+        of one segment see the same keys; most shardings give a rank at most two.
+        """
+        order = np.argsort(self.key_rows, kind="stable")
+        rows = self.key_rows[order]
+        begins = np.flatnonzero(np.diff(rows, prepend=-1))
+        # The how manieth time that a row comes: first or second, third, fourth, …
+        nth = np.empty_like(order)
+        nth[order] = np.arange(len(rows)) - np.repeat(begins, np.diff(begins, append=len(rows)))
+        group = np.maximum(nth - 1, 0)
+        places = [np.flatnonzero(group == g) for g in range(int(group.max()) + 1)]
+        return [(at, self.key_rows[at]) for at in places]
+
+
+def rank_layout(
+    lengths: Sequence[int], cp_size: int, cp_rank: int, sharding: Sharding
+) -> RankLayout:
+    """The layout of one rank. All arrays, no loop over documents.
+
+    Raises :class:`PlanError` as :func:`shard_arrays` does.
+    """
+    arrays = shard_arrays(lengths, cp_size, sharding)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    first_token = np.cumsum(sizes) - sizes
+    segment, start, stop = np.concatenate(arrays).T
+    token_of_row = _runs(first_token[segment] + start, stop - start)
+    row_of_token = np.empty_like(token_of_row)
+    row_of_token[token_of_row] = np.arange(len(token_of_row))
+    segment, start, stop = arrays[cp_rank].T
+    num_local = len(token_of_row) // cp_size
+    return RankLayout(
+        num_tokens=len(token_of_row),
+        tokens=token_of_row[cp_rank * num_local : (cp_rank + 1) * num_local],
+        lengths_q=stop - start,
+        lengths_k=stop,
+        key_rows=row_of_token[_runs(first_token[segment], stop)],
+    )
+
+
+def _runs(starts: IntArray, lengths: IntArray) -> IntArray:
+    """``start, start + 1, … start + length - 1`` of each run, one after another."""
+    begins = np.cumsum(lengths) - lengths
+    runs: IntArray = np.repeat(starts - begins, lengths) + np.arange(int(lengths.sum()))
+    return runs

@@ -1,0 +1,120 @@
+"""Which sharding a micro-batch gets: the one whose slowest rank is predicted to be done first.
+
+``adaptive`` is WLB-LLM §5.3: per-sequence or per-document, whichever has the faster attention.
+``hybrid`` also weighs sharding only the long documents per document, and from which length on.
+
+Both choose from what the predictions of :mod:`megatron_wlb.cost.attention` say of one layer's
+attention; all else is the same for every sharding, as each rank has equally many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from megatron_wlb.cost.attention import AttentionLatency
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.sharding.shard import Sharding, shard_arrays
+
+Mode: TypeAlias = Literal["per-sequence", "per-document", "adaptive", "hybrid"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+PER_SEQUENCE, PER_DOCUMENT = Sharding("per-sequence"), Sharding("per-document")
+
+MAX_THRESHOLDS = 12
+"""Of `hybrid`: so many lengths are tried, evenly over the documents in order of length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted attention of one layer under a sharding, in µs by rank."""
+
+    sharding: Sharding
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+
+    @property
+    def latency_us(self) -> float:
+        """Of the slowest rank, which the others wait for in each pass."""
+        return max(self.forward_us) + max(self.backward_us)
+
+    @property
+    def forward_imbalance(self) -> float:
+        """The slowest rank's over the mean; 1 is perfect."""
+        return _imbalance(self.forward_us)
+
+    @property
+    def backward_imbalance(self) -> float:
+        return _imbalance(self.backward_us)
+
+
+def _imbalance(times_us: Sequence[float]) -> float:
+    total = sum(times_us)
+    return max(times_us) * len(times_us) / total if total else 1.0
+
+
+def predict(
+    lengths: Sequence[int], cp_size: int, sharding: Sharding, latency: AttentionLatency
+) -> Prediction:
+    """Attention of a micro-batch with such segments, one varlen call a rank and pass."""
+    ranks = shard_arrays(lengths, cp_size, sharding)
+    chunks = np.concatenate(ranks)
+    stops = np.cumsum([len(rows) for rows in ranks])
+    times = latency.chunk_us(chunks[:, 2] - chunks[:, 1], chunks[:, 2])
+    forward, backward = (
+        # Differences of sums: a rank may have no chunk, which `reduceat` does not understand.
+        np.diff(np.concatenate([[0.0], us]).cumsum()[stops], prepend=0.0) + call_us
+        for us, call_us in zip(times, latency.call_us, strict=True)
+    )
+    return Prediction(sharding, tuple(forward.tolist()), tuple(backward.tolist()))
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Chooses the sharding of each micro-batch, on every rank the same.
+
+    The choice is the candidate with the least :attr:`Prediction.latency_us`, the first of equals:
+    so `adaptive` is never predicted slower than its two, nor `hybrid` slower than `adaptive`.
+
+    Raises :class:`ConfigError` for an unknown mode.
+    """
+
+    mode: Mode
+    cp_size: int
+    latency: AttentionLatency
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"unknown sharding {self.mode}; use one of {', '.join(MODES)}")
+
+    def choose(self, lengths: Sequence[int]) -> Prediction:
+        """The sharding for segments of such lengths (``MicroBatchPlan.lengths``)."""
+        return min(self.predictions(lengths), key=lambda prediction: prediction.latency_us)
+
+    def predictions(self, lengths: Sequence[int]) -> Iterable[Prediction]:
+        """Of every candidate."""
+        for sharding in self._candidates(lengths):
+            yield predict(lengths, self.cp_size, sharding, self.latency)
+
+    def _candidates(self, lengths: Sequence[int]) -> list[Sharding]:
+        match self.mode:
+            case "per-sequence":
+                return [PER_SEQUENCE]
+            case "per-document":
+                return [PER_DOCUMENT]
+            case "adaptive":
+                return [PER_SEQUENCE, PER_DOCUMENT]
+            case "hybrid":
+                # Above the shortest length, or all were long; up to the longest, or none was.
+                distinct = np.unique(np.asarray(lengths))[1:]
+                number = min(len(distinct), MAX_THRESHOLDS)
+                at = np.linspace(0, len(distinct) - 1, number).round().astype(int)
+                thresholds = distinct[at].tolist()
+                return [
+                    PER_SEQUENCE,
+                    PER_DOCUMENT,
+                    *(Sharding("hybrid", threshold) for threshold in thresholds),
+                ]

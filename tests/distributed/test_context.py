@@ -1,0 +1,329 @@
+"""Attention over context-parallel ranks is attention by its definition, each document alone.
+
+Every case runs all shardings and numbers of key/value heads on one world of ranks, and compares
+output, dQ, dK and dV with :func:`megatron_wlb.testing.attention.document_attention` in fp64.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.sharding import KINDS, RankLayout, Sharding, rank_layout
+from megatron_wlb.testing.gloo import GlooPool
+
+HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
+GROUPS = (1, 2, 4)
+SHARDINGS = [Sharding(kind, 9 if kind == "hybrid" else 0) for kind in KINDS]
+
+LENGTHS = [37, 1, 5, 60, 2, 23]
+
+
+def padded(lengths: Sequence[int], cp_size: int) -> list[int]:
+    """With a tail that makes the total divisible by 2·CP."""
+    rest = -sum(lengths) % (2 * cp_size)
+    return [*lengths, rest] if rest else list(lengths)
+
+
+# On a rank.
+
+
+def tensors(num_tokens: int, num_groups: int, dtype: Any) -> list[Any]:
+    """Query, key, value and the output's gradient of all tokens, the same on every rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(num_tokens)
+    return [
+        torch.randn(num_tokens, num_heads, HEAD_DIM, generator=generator).to(dtype)
+        for num_heads in (HEADS, num_groups, num_groups, HEADS)
+    ]
+
+
+def definition(lengths: Sequence[int], inputs: Sequence[Any], dtype: Any) -> list[Any]:
+    """Output, dQ, dK and dV in fp64, computed in ``dtype``."""
+    import torch
+
+    from megatron_wlb.testing.attention import document_attention
+
+    query, key, value, grad = (t.to(dtype) for t in inputs)
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    out = document_attention(*leaves, lengths, lengths, SCALE)
+    return [t.double() for t in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
+
+
+def ours(layout: RankLayout, inputs: Sequence[Any], **options: Any) -> list[Any]:
+    """Output, dQ, dK and dV of the local tokens."""
+    import torch
+
+    from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
+    from megatron_wlb.runtime.kernels import Segments
+    from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+
+    local = torch.from_numpy(layout.tokens)
+    query, key, value, grad = (t[local] for t in inputs)
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    rest = (
+        Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
+        KeyGather.of(layout, "cpu"),
+        sdpa_varlen,
+        SCALE,
+        ContextParallel(torch.distributed.group.WORLD, **options),
+    )
+    out = context_attention(*leaves, *rest)
+    results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    with torch.no_grad():  # as in evaluation
+        assert torch.equal(context_attention(*leaves, *rest), results[0])
+    return results
+
+
+def layout_of(lengths: Sequence[int], sharding: Sharding) -> RankLayout:
+    import torch
+
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return rank_layout(lengths, size, rank, sharding)
+
+
+def worst_errors(lengths: Sequence[int]) -> dict[str, float]:
+    """Largest difference of any number, of every sharding, number of groups and option."""
+    import torch
+
+    found = {}
+    for num_groups in GROUPS:
+        inputs = tensors(sum(lengths), num_groups, torch.float64)
+        expected = definition(lengths, inputs, torch.float64)
+        for sharding in SHARDINGS:
+            layout = layout_of(lengths, sharding)
+            local = torch.from_numpy(layout.tokens)
+            runs = [
+                ours(layout, inputs, num_head_groups=num_head_groups, keep_gathered=keep)
+                for num_head_groups in {1, num_groups}
+                for keep in (False, True)
+            ]
+            error = max(
+                float((a - b[local]).abs().max())
+                for run in runs
+                for a, b in zip(run, expected, strict=True)
+            )
+            # Gathered again or kept: the same bits.
+            assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+            found[f"{sharding} G={num_groups}"] = error
+    return found
+
+
+def low_precision_errors(lengths: Sequence[int], sharding: Sharding) -> list[list[list[float]]]:
+    """Of output, dQ, dK and dV: ``(ours, the definition's)`` Σ of squared errors in bf16."""
+    import torch
+
+    sums = []
+    for num_groups in GROUPS:
+        inputs = tensors(sum(lengths), num_groups, torch.bfloat16)
+        exact = definition(lengths, inputs, torch.float64)
+        plain = definition(lengths, inputs, torch.bfloat16)
+        layout = layout_of(lengths, sharding)
+        local = torch.from_numpy(layout.tokens)
+        found = ours(layout, inputs)
+        sums.append(
+            [
+                [float(((t - e[local]) ** 2).sum()) for t in (mine.double(), p[local])]
+                for mine, p, e in zip(found, plain, exact, strict=True)
+            ]
+        )
+    return sums
+
+
+def broken_errors(lengths: Sequence[int]) -> list[float]:
+    """Errors of output, dQ, dK and dV with one key too many in one chunk: a neighbour's."""
+    import dataclasses
+
+    import torch
+
+    inputs = tensors(sum(lengths), 2, torch.float64)
+    expected = definition(lengths, inputs, torch.float64)
+    layout = layout_of(lengths, Sharding("per-document"))
+    local = torch.from_numpy(layout.tokens)
+    lengths_k = layout.lengths_k.copy()
+    lengths_k[0] += 1
+    # In front of the first chunk's keys, the last row of all: another document's.
+    rows = np.concatenate([[layout.num_tokens - 1], layout.key_rows])
+    found = ours(dataclasses.replace(layout, lengths_k=lengths_k, key_rows=rows), inputs)
+    return [float((a - b[local]).abs().max()) for a, b in zip(found, expected, strict=True)]
+
+
+def lean_kernel(query: Any, key: Any, value: Any, segments: Any, scale: float) -> Any:
+    """What a flash kernel keeps and makes, without its arithmetic."""
+    import torch
+
+    class Lean(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+            out = torch.empty_like(query)
+            ctx.save_for_backward(query, key, value, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
+
+    return Lean.apply(query, key, value)
+
+
+def layer_bytes(
+    lengths: Sequence[int], sharding: Sharding, options: dict[str, Any]
+) -> tuple[list[int], list[int]]:
+    """Kept, most in forward and most in backward: measured and by the formula."""
+    import dataclasses
+
+    import torch
+
+    from megatron_wlb.runtime import context
+    from megatron_wlb.runtime.context import (
+        ContextParallel,
+        KeyGather,
+        context_attention,
+        exchange_bytes,
+    )
+    from megatron_wlb.runtime.kernels import Segments
+    from megatron_wlb.testing.memory import LiveBytes
+
+    layout = layout_of(lengths, sharding)
+    local = torch.from_numpy(layout.tokens)
+    num_groups = 2
+    query, key, value, grad = (t[local] for t in tensors(sum(lengths), num_groups, torch.float32))
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    segments = Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist())
+    gather = KeyGather.of(layout, "cpu")
+    parallel = ContextParallel(torch.distributed.group.WORLD, **options)
+    # gloo's threads let go of buffers some time after a collective is done.
+    done = mock.Mock()
+    no_exchange = mock.patch.multiple(
+        context,
+        _all_gather=lambda rows, local, **_: done,
+        _reduce_scatter=lambda local, rows, **_: done,
+    )
+    with no_exchange, LiveBytes() as live:
+        live.watch([*leaves, grad, gather.rows])
+        before = live.live
+        live.reset_peak()
+        out = context_attention(*leaves, segments, gather, lean_kernel, SCALE, parallel)
+        output_bytes = out.numel() * 4
+        kept, forward = live.live - before - output_bytes, live.peak - before
+        before = live.live
+        live.reset_peak()
+        gradients = torch.autograd.grad(out, leaves, grad)
+        backward = live.peak - before
+        del out, gradients
+    formula = exchange_bytes(
+        len(local),
+        sum(lengths),
+        len(layout.key_rows),
+        HEADS * HEAD_DIM * 4,
+        2 * num_groups * HEAD_DIM * 4,
+        keep_gathered=options.get("keep_gathered", False),
+    )
+    return [kept, forward, backward], list(dataclasses.astuple(formula))
+
+
+def misuse(what: str) -> None:
+    import torch
+
+    from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
+    from megatron_wlb.runtime.kernels import Segments
+    from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+
+    layout = layout_of([8, 4], SHARDINGS[0])
+    query, key, value, grad = tensors(len(layout.tokens) - (what == "tokens"), 2, torch.float32)
+    out = context_attention(
+        query.requires_grad_(),
+        key,
+        value,
+        Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
+        KeyGather.of(layout, "cpu"),
+        sdpa_varlen,
+        SCALE,
+        ContextParallel(torch.distributed.group.WORLD),
+    )
+    out.backward(grad, retain_graph=True)
+    out.backward(grad)
+
+
+# In pytest.
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@settings(deadline=None, derandomize=True, max_examples=6)
+@given(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 70)), min_size=1, max_size=9))
+def test_context_attention_is_attention_by_definition(
+    gloo: GlooPool, cp_size: int, lengths: list[int]
+) -> None:
+    for found in gloo.run(cp_size, worst_errors, padded(lengths, cp_size)):
+        assert len(found) == len(SHARDINGS) * len(GROUPS)
+        # fp64 sums of up to some hundred terms of order 1.
+        assert {case: error for case, error in found.items() if not error < 1e-12} == {}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_context_attention_in_bf16_is_as_good_as_bf16_by_definition(
+    gloo: GlooPool, sharding: Sharding
+) -> None:
+    ranks = gloo.run(4, low_precision_errors, padded(LENGTHS, 4), sharding)
+    sums = np.sum(ranks, axis=0)  # [groups, what, (ours, definition)]
+    assert (sums > 0).all()
+    ratio = np.sqrt(sums[..., 0] / sums[..., 1])
+    assert (ratio <= 2).all(), ratio
+
+
+def test_one_key_of_another_document_is_seen(gloo: GlooPool) -> None:
+    for errors in gloo.run(2, broken_errors, padded(LENGTHS, 2)):
+        assert min(errors) > 1e-3
+
+
+@pytest.mark.parametrize("sharding", [Sharding("per-document"), Sharding("per-sequence")], ids=str)
+@pytest.mark.parametrize("keep", [False, True])
+def test_attention_holds_one_copy_of_keys_and_values(
+    gloo: GlooPool, sharding: Sharding, keep: bool
+) -> None:
+    """To the byte what the formula says, on ranks of unequal keys, of one document and of many."""
+    for lengths in ([512], padded([10 * n for n in LENGTHS], 4)):
+        for measured, formula in gloo.run(
+            4, layer_bytes, lengths, sharding, {"keep_gathered": keep}
+        ):
+            assert measured == formula
+
+
+def test_attention_in_head_groups_holds_less(gloo: GlooPool) -> None:
+    for (measured, _), (halves, _) in zip(
+        gloo.run(4, layer_bytes, [512], SHARDINGS[1], {}),
+        gloo.run(4, layer_bytes, [512], SHARDINGS[1], {"num_head_groups": 2}),
+        strict=True,
+    ):
+        assert halves[1] < measured[1] and halves[2] < measured[2]
+
+
+def test_layouts_are_awkward() -> None:
+    """Cuts inside documents, documents shorter than 2·CP, more than two chunks of a document."""
+    lengths = padded(LENGTHS, 4)
+    layouts = [
+        rank_layout(lengths, 4, rank, sharding)
+        for sharding, rank in itertools.product(SHARDINGS, range(4))
+    ]
+    assert any((layout.lengths_q < layout.lengths_k).any() for layout in layouts)
+    assert any(len(layout.rounds) > 1 for layout in layouts)
+    assert min(lengths) < 8 < max(lengths)
+
+
+def test_shards_of_another_plan_are_refused(gloo: GlooPool) -> None:
+    with pytest.raises(PlanError, match="where the plan has 12 in all"):
+        gloo.run(2, misuse, "tokens")
+
+
+def test_second_backward_is_refused(gloo: GlooPool) -> None:
+    with pytest.raises(RuntimeError, match="run forward again"):
+        gloo.run(2, misuse, "backward")
