@@ -16,11 +16,15 @@ COMMANDS = {
         "megatron_wlb.cli.corpus",
         "turn text files into a corpus that Megatron reads, or say what is in one",
     ),
-    "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
-    "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
     "doctor": ("megatron_wlb.cli.doctor", "say what is installed, what fits, and what is wrong"),
+    "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
     "patch": ("megatron_wlb.cli.patch", "check, apply or revert the optional Megatron patches"),
+    "profile": (
+        "megatron_wlb.cli.profile",
+        "measure this machine's attention and linear rates, for the costs that plans are made with",
+    ),
     "recipe": ("megatron_wlb.cli.recipe", "show or run a Megatron recipe (model_config.yaml)"),
+    "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
 a function from the parsed arguments to the exit status. With ``PASSES_ON`` these have what stands
@@ -32,6 +36,7 @@ examples:
   wlb corpus stats corpora/books --window 32768 --plot lengths.png
   wlb pack corpora/books --window 32768 --num-micro-batches 8
   wlb tune corpora/books --window 32768 --num-micro-batches 8 --max-delay 0.3
+  wlb profile --out machine.yaml
   wlb doctor --megatron ~/Megatron-LM
   wlb recipe run configs/experiment/7b-128k.yaml --dry-run
 

@@ -42,14 +42,16 @@ class ForwardTimes:
     tp_us: float
     """Tensor-parallel collectives that are not hidden."""
     cp_us: float = 0.0
-    """Context-parallel exchange that is not hidden, and the copy of what it brings."""
+    """Context-parallel exchange that is not hidden."""
+    cp_copy_us: float = 0.0
+    """The copy of what it brings."""
     attention_us: float = 0.0
     """A token²."""
 
     @property
     def linear_us(self) -> float:
         """All that grows with the tokens."""
-        return self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us
+        return self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us + self.cp_copy_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class AnalyticModel:
             self._matrix_us(shape.layer_linear_parameters),
             self._elementwise_us((spread + local / p.tp_size) * self.element_bytes),
             self._tp_us(num_collectives=4),
-            (1 - self.hardware.cp_overlap) * exchange_us + self.hardware.memory_us(copied_bytes),
+            (1 - self.hardware.cp_overlap) * exchange_us,
+            self.hardware.memory_us(copied_bytes),
             2 * shape.query_size / (self._devices * self.hardware.attention_tflops * 1e6),
         )
 

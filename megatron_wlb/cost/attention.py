@@ -97,6 +97,9 @@ class AttentionProfile:
     cells on the diagonal, which have no point with more queries than keys, it is the plane through
     the other three.
 
+    Chunks that start their document (``q = k``) have a table of their own, because kernels may run
+    them by other code: torch's on the CPU needs a mask only for the others.
+
     Raises :class:`ConfigError` for a table that is not one; :meth:`chunk_us` does beyond it,
     unless told to extrapolate, which keeps the rate of the longest length.
     """
@@ -115,12 +118,16 @@ class AttentionProfile:
     lengths: tuple[int, ...]
     """Of queries and of keys, ascending from 1."""
     forward_us: tuple[tuple[float, ...], ...]
-    """A row a query length; in it a share for each key length from that length on."""
+    """A row a query length; in it a share for each key length from that length on. The first has
+    one key more than queries, as the chunk does not start its document."""
     backward_us: tuple[tuple[float, ...], ...]
+    whole_forward_us: tuple[float, ...]
+    """For each length, of as many queries as keys."""
+    whole_backward_us: tuple[float, ...]
     call_forward_us: float = 0.0
     call_backward_us: float = 0.0
     spread: float = 0.0
-    """Median over the grid of the quartiles' distance of the repeats, over their median."""
+    """Median over the grid of the quartiles' distance of a point's repeats, over its time."""
     error: float = 0.0
     """Median of ``|predicted ÷ measured - 1|`` at lengths off the grid."""
     extrapolate: bool = False
@@ -139,10 +146,15 @@ class AttentionProfile:
                     f"attention profile: {name} needs a row for each of {n} lengths, with a time "
                     "for each key length from that on; measure again"
                 )
-            if not all(math.isfinite(us) and us > 0 for row in rows for us in row):
-                raise ConfigError(
-                    f"attention profile: {name} has a time that is not positive; measure again"
-                )
+        wholes = (self.whole_forward_us, self.whole_backward_us)
+        if any(len(row) != n for row in wholes):
+            raise ConfigError(
+                f"attention profile: whole_forward_us and whole_backward_us need a time for each "
+                f"of {n} lengths; measure again"
+            )
+        times_us = [us for row in (*self.forward_us, *self.backward_us, *wholes) for us in row]
+        if not all(math.isfinite(us) and us > 0 for us in times_us):
+            raise ConfigError("attention profile: a time is not positive; measure again")
         if min(self.tile_keys, self.num_heads, self.num_groups, self.head_dim) < 1 or (
             self.tile_queries % self.tile_keys
         ):
@@ -168,21 +180,29 @@ class AttentionProfile:
     @cached_property
     def _planes(self) -> tuple[Floats, Floats]:
         """Of each cell and pass, the logarithm of the time a pair: ``a + b·u + c·v + d·u·v``."""
-        return self._fit(self.forward_us), self._fit(self.backward_us)
+        return (
+            self._fit(self.forward_us, self.whole_forward_us),
+            self._fit(self.backward_us, self.whole_backward_us),
+        )
 
-    def _fit(self, rows: Sequence[Sequence[float]]) -> Floats:
-        n = len(rows)
+    def _pairs(self, queries: Ints, keys: Ints) -> Ints:
+        return pairs(queries, keys, self.tile_queries, self.tile_keys)
+
+    def _fit(self, rows: Sequence[Sequence[float]], whole: Sequence[float]) -> Floats:
+        """``[4, cells]``: those of the grid, row by row, then those of whole documents."""
+        n, lengths = len(rows), np.array(self.lengths)
         table = np.zeros((n, n))
         for i, row in enumerate(rows):
-            keys = np.array(self.lengths[i:])
-            computed = pairs(np.array(self.lengths[i]), keys, self.tile_queries, self.tile_keys)
-            table[i, i:] = np.log(np.array(row) / computed)
+            keys = np.concatenate([[lengths[i] + 1], lengths[i + 1 :]])
+            table[i, i:] = np.log(np.array(row) / self._pairs(lengths[i], keys))
         # Below the diagonal, so that its cells are planes; nothing else there is ever read.
         for i in range(n - 1):
             table[i + 1, i] = table[i, i] + table[i + 1, i + 1] - table[i, i + 1]
         a = table[:-1, :-1]
         b, c, d = table[1:, :-1] - a, table[:-1, 1:] - a, table[1:, 1:] - a
-        return np.stack([a, b, c, d - b - c]).reshape(4, -1)
+        line = np.log(np.array(whole) / self._pairs(lengths, lengths))
+        lines = np.stack([line[:-1], np.diff(line), 0 * line[1:], 0 * line[1:]])
+        return np.concatenate([np.stack([a, b, c, d - b - c]).reshape(4, -1), lines], axis=1)
 
     def chunk_us(self, queries: Ints, keys: Ints) -> tuple[Floats, Floats]:
         """See :class:`AttentionLatency`."""
@@ -195,9 +215,11 @@ class AttentionProfile:
             )
         cells, places = self._cells
         q, k = (np.minimum(tokens, self.lengths[-1]) for tokens in (queries, keys))
-        cell = cells[q] * (len(self.lengths) - 1) + cells[k]
+        # A whole document's cell is in the row below the grid's last.
+        num_rows = len(self.lengths) - 1
+        cell = np.where(queries == keys, num_rows, cells[q]) * num_rows + cells[k]
         u, v = places[q], places[k]
-        computed = pairs(queries, keys, self.tile_queries, self.tile_keys)
+        computed = self._pairs(queries, keys)
         forward, backward = (
             computed * np.exp(a[cell] + b[cell] * u + (c[cell] + d[cell] * u) * v)
             for a, b, c, d in self._planes
@@ -224,6 +246,8 @@ class AttentionProfile:
             num_groups=max(1, round(self.num_groups * factor)),
             forward_us=scaled(self.forward_us),
             backward_us=scaled(self.backward_us),
+            whole_forward_us=scaled([self.whole_forward_us])[0],
+            whole_backward_us=scaled([self.whole_backward_us])[0],
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -244,12 +268,13 @@ class AttentionProfile:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1) or list(known)
                 raise ConfigError(f"attention profile: unknown entry {name}; use {near[0]}")
-        missing = [name for name in list(known)[:11] if name not in values]
+        missing = [name for name in list(known)[:13] if name not in values]
         if missing:
             raise ConfigError(f"attention profile: {missing[0]} is missing; measure again")
         converters: dict[str, Callable[[Any], Any]] = {
             "str": str, "int": int, "float": float, "bool": bool,
             "tuple[int, ...]": lambda row: tuple(map(int, row)),
+            "tuple[float, ...]": lambda row: tuple(map(float, row)),
             "tuple[tuple[float, ...], ...]": lambda rows: tuple(tuple(map(float, r)) for r in rows),
         }  # fmt: skip
         try:

@@ -35,9 +35,9 @@ class Rates:
     """An activation function: bytes read and written."""
 
 
-def measure_rates() -> Rates:
-    """The rates of the GPU in bf16, or without one of the CPU in fp32."""
-    cuda = torch.cuda.is_available()
+def measure_rates(device: str | None = None) -> Rates:
+    """The rates of the GPU in bf16 or of the CPU in fp32; of the GPU where there is one."""
+    cuda = torch.cuda.is_available() if device is None else device == "cuda"
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     size = 8192 if cuda else 2048
     num_tokens, hidden, ffn = (16384, 4096, 11008) if cuda else (1024, 1024, 4096)

@@ -37,6 +37,18 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
     ),
     # Ranks of unequal lengths draw unequally many random numbers.
     "dp2-wlb": (2, {"wlb_packing": "wlb", "use_distributed_optimizer": True}),
+    # Optimizer state is spread over context-parallel ranks too.
+    "cp2-hybrid": (
+        2,
+        {
+            "context_parallel_size": 2,
+            "wlb_cp_sharding": "hybrid",
+            "group_query_attention": True,
+            "num_query_groups": 2,
+            "wlb_cp_overlap_groups": 2,
+            "use_distributed_optimizer": True,
+        },
+    ),
     "tp2-sp-original-sgd": (
         2,
         {

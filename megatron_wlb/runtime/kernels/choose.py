@@ -46,7 +46,7 @@ def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
     Raises:
         CompatibilityError: the named kernel cannot run this, with the reason.
     """
-    passed_over: list[str] = []
+    passed_over: dict[str, list[str]] = {}
     for candidate_name, candidate in CANDIDATES.items():
         if name not in ("auto", candidate_name):
             continue
@@ -55,7 +55,11 @@ def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
             kernel = candidate.build(demand)
             reason = None if candidate.is_reference else check_kernel(kernel, demand)
         if reason is None:
-            why = "; ".join(passed_over) if name == "auto" else "as demanded"
+            why = "; ".join(
+                f"not {' or '.join(names)}: {reason}" for reason, names in passed_over.items()
+            )
+            if name != "auto":
+                why = "as demanded"
             logger.info(
                 "attention kernel: %s (%s, %s, %d query and %d key/value heads of %d)%s",
                 candidate_name,
@@ -67,7 +71,7 @@ def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
                 f"; {why}" if why else "",
             )
             return kernel
-        passed_over.append(f"not {candidate_name}: {reason}")
+        passed_over.setdefault(reason, []).append(candidate_name)
         if name != "auto":
             raise CompatibilityError(
                 f"--wlb-attention-kernel {name} cannot run: {reason}; leave it at auto, or install "

@@ -25,14 +25,14 @@ _SAME = (
     "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_interleaved",
     "normalization", "qk_layernorm", "swiglu", "add_qkv_bias",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "hidden_dropout",
-    "attention_dropout",
+    "attention_dropout", "transformer_impl",
     # Of the layout.
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
     "distributed_backend",
     # Of the batch, and what its memory depends on.
     "micro_batch_size", "global_batch_size", "seed", "bf16", "recompute_granularity",
-    "recompute_method", "recompute_num_layers",
+    "recompute_method", "recompute_num_layers", "deterministic_mode",
     # Of the data.
     "split", "seq_length",
 )  # fmt: skip

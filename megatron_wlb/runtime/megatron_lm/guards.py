@@ -107,6 +107,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "packed attention does not report its logits",
     ),
     Refusal("--attention-output-gate", "attention_output_gate", _DENSE),
+    Refusal(
+        "--transformer-impl", "transformer_impl", "it is made for inference",
+        "use local or transformer_engine", _is("transformer_impl", "local", "transformer_engine"),
+    ),
     Refusal("--use-kitchen-attention", "use_kitchen_attention", "packed attention takes its place"),
     # Kernels that are made for one length.
     Refusal("--enable-cuda-graph", "enable_cuda_graph", f"a graph has one length, {_LENGTHS_VARY}"),
@@ -135,11 +139,6 @@ REFUSALS: tuple[Refusal, ...] = (
         f"its buffers have one length, {_LENGTHS_VARY}",
     ),
     # The layout.
-    Refusal(
-        "--context-parallel-size", "context_parallel_size", "only 1 is supported yet",
-        "use --tensor-model-parallel-size with --sequence-parallel to spread long documents",
-        _is("context_parallel_size", 1),
-    ),
     Refusal(
         "--hybrid-context-parallel", "hybrid_context_parallel", "it packs documents in its own way"
     ),
@@ -248,6 +247,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --train-iters or --train-samples",
     ),
     # Checkpoints.
+    Refusal(
+        "--use-distributed-optimizer", "use_distributed_optimizer",
+        "in fp32 Megatron saves a form of its state that it cannot load",
+        "add --dist-ckpt-optim-fully-reshardable, or train in --bf16",
+        lambda args: bool(
+            args.use_distributed_optimizer
+            and args.save
+            and args.ckpt_format == "torch_dist"
+            and not (args.bf16 or args.fp16 or args.dist_ckpt_optim_fully_reshardable)
+        ),
+    ),
     Refusal(
         "--ckpt-format", "ckpt_format", "the packer's state is saved in two formats",
         "use torch_dist or torch", _is("ckpt_format", "torch_dist", "torch"),

@@ -55,7 +55,6 @@ def install(*, allow_untested: bool = False) -> None:
         _wrap("megatron.training.training", "get_model", _get_model)
         _wrap("megatron.training.training", "pretrain", _pretrain)
         _patches.replace("megatron.training", "pretrain", training.pretrain)  # scripts import it
-        model.install(_patches)
     except BaseException:
         _patches.restore()
         raise
@@ -116,6 +115,7 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
     _session = Session(config, args, training.num_floating_point_operations)
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
+    model.install(_patches, config)
     _patches.replace(training, "dummy_train_step", schedule.skip_step)
     checkpoint.Hooks(_session).install(_patches)
     log.Log(_session).install(_patches)

@@ -114,7 +114,7 @@ class Log:
         step_s = stop_s - session.step.asked_s
         flops = session.flops.plan(plan)
         world = torch.distributed.get_world_size()
-        return {
+        figures: dict[str, float] = {
             "tokens": plan.num_tokens,
             "targets": plan.num_targets,
             "padding": plan.padding_tokens,
@@ -128,6 +128,11 @@ class Log:
             "tflops_per_device": flops / step_s / world / 1e12,
             "mfu": flops / step_s / world / 1e12 / self._peak_tflops,
         }
+        if session.model.groups.cp.size() > 1:
+            num_micro_batches = sum(plan.shardings.values())
+            for kind, number in sorted(plan.shardings.items()):
+                figures[f"sharding_{kind}"] = number / num_micro_batches
+        return figures
 
     def predicted_us(self, plan: StepPlan) -> float:
         """Forward and backward of the slowest data-parallel rank, replayed: a prediction.
@@ -189,11 +194,19 @@ class Log:
         self._metrics.write(json.dumps(values) + "\n")
         self._metrics.flush()
 
+    def _shardings(self, plan: StepPlan) -> str:
+        """How many micro-batches are divided how over context-parallel ranks, if there are any."""
+        if self.session.model.groups.cp.size() == 1:
+            return ""
+        counts = ", ".join(f"{number} {kind}" for kind, number in sorted(plan.shardings.items()))
+        return f"sharding: {counts} | "
+
     def _say(self, plan: StepPlan, figures: dict[str, float]) -> None:
         from megatron.training import print_rank_last
 
         print_rank_last(
-            f" wlb {plan.packing} | tokens: {plan.num_tokens} | padding: {plan.padding_tokens} | "
+            f" wlb {plan.packing} | {self._shardings(plan)}tokens: {plan.num_tokens} | "
+            f"padding: {plan.padding_tokens} | "
             f"imbalance (predicted): {plan.imbalance:.4f} | delay (steps): {plan.delay_steps:.3f} "
             f"| waiting: {plan.num_waiting} documents, {plan.waiting_tokens} tokens | step (ms): "
             f"{figures['step_ms']:.1f}, predicted {figures['predicted_ms']:.3g} | plan wait (ms): "

@@ -15,19 +15,20 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_wlb.config import Config
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.attention import DocumentAttention
-from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.attention import AttentionOptions, DocumentAttention
+from megatron_wlb.runtime.model import Model, attention_options, with_document_attention
 from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.runtime.patching import PatchSet
 from megatron_wlb.runtime.rope import use_document_positions
 
 
-def install(patches: PatchSet) -> None:
+def install(patches: PatchSet, settings: Config) -> None:
     """Makes models that are built from now on attend inside documents."""
     build = GPTModel.__init__
     make_norm = WrappedTorchNorm.__new__
@@ -39,7 +40,8 @@ def install(patches: PatchSet) -> None:
         # There is no flag: Megatron's arguments say False, and its configuration refuses True with
         # a dispatcher of experts that a dense model never has.
         config.variable_seq_lengths = True
-        build(self, config, with_document_attention(transformer_layer_spec), *args, **kwargs)
+        spec = packed(transformer_layer_spec, attention_options(settings, config))
+        build(self, config, spec, *args, **kwargs)
         use_document_positions(self)
 
     @functools.wraps(make_norm)
@@ -53,33 +55,16 @@ def install(patches: PatchSet) -> None:
     patches.replace(WrappedTorchNorm, "__new__", staticmethod(__new__))
 
 
-def with_document_attention(spec: Any) -> Any:
-    """A copy of a layer or block spec whose self-attention is over documents.
+def packed(spec: Any, options: AttentionOptions) -> Any:
+    """A copy of a layer's or block's spec with our attention in every layer.
 
     Raises:
-        CompatibilityError: the spec has no core attention to replace.
+        CompatibilityError: a layer whose attention is not plain self-attention.
     """
-    spec = copy.deepcopy(spec)
-    if not _replace(spec):
-        raise CompatibilityError(
-            "the model's layer spec has no core attention in whose place megatron-wlb could put "
-            "its own; use the spec of a GPT"
-        )
-    return spec
-
-
-def _replace(spec: Any) -> int:
-    """Replaces every core attention in a tree of specs; how many there were."""
-    if isinstance(spec, list | tuple):
-        return sum(map(_replace, spec))
-    if isinstance(spec, ModuleSpec):
-        return _replace(spec.submodules)
-    if not dataclasses.is_dataclass(spec):
-        return 0
-    if hasattr(spec, "core_attention"):
-        spec.core_attention = DocumentAttention
-        return 1
-    return sum(_replace(getattr(spec, field.name)) for field in dataclasses.fields(spec))
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = [packed(layer, options) for layer in spec.layer_specs or []]
+        return dataclasses.replace(spec, layer_specs=layers)
+    return with_document_attention(copy.deepcopy(spec), options)
 
 
 def of_chunks(chunks: Sequence[torch.nn.Module]) -> Model:

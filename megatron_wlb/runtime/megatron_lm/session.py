@@ -131,7 +131,13 @@ class Session:
         self._cost = self._make_cost()
         self._runner = StepRunner(
             self.model,
-            BatchBuilder(corpora.corpora, corpora.vocab_size, _device()),
+            BatchBuilder(
+                corpora.corpora,
+                corpora.vocab_size,
+                _device(),
+                cp_rank=self.model.groups.cp.rank(),
+                cp_size=self.model.groups.cp.size(),
+            ),
             verify_shapes=self.config.wlb.wlb_verify_shapes,
             verify_plan_interval=self.config.wlb.wlb_verify_plan_interval,
         )

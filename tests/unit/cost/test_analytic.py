@@ -46,8 +46,9 @@ def test_layer_is_the_reference_formula() -> None:
     """
     layer = model().layer()
     quadratic = WINDOW * layer.attention_us
-    assert quadratic / (layer.linear_us - layer.cp_us) == pytest.approx(3.27, rel=0.01)
-    assert quadratic / layer.linear_us == pytest.approx(3.27, rel=0.05)
+    without = layer.linear_us - layer.cp_us - layer.cp_copy_us
+    assert quadratic / without == pytest.approx(3.27, rel=0.01)
+    assert quadratic / layer.linear_us == pytest.approx(3.27, rel=0.07)
     # Its parts: 2·4096·d² FLOPs at 400 TF/s, 404.75 MFLOP at 600 TF/s, collectives at 350 GB/s of
     # which a tenth shows, element-wise operations at 3 TB/s; on 16 GPUs, 128K tokens, in ms.
     assert quadratic * WINDOW / 1e3 == pytest.approx(21.99, rel=0.01)

@@ -18,9 +18,18 @@ from megatron_wlb.errors import ConfigError
 LENGTHS = tuple(2**n for n in range(11))
 
 
-def profile(share_us=lambda q, k: 2.0 * q + 0.01 * q * k, tiles=(1, 1), lengths=LENGTHS, **more):
+def profile(
+    share_us=lambda q, k: 2.0 * q + 0.01 * q * k,
+    tiles=(1, 1),
+    lengths=LENGTHS,
+    whole_us=None,
+    **more,
+):
     """Whose times are ``share_us`` at the grid, backward three times that."""
-    forward = tuple(tuple(share_us(q, k) for k in lengths[i:]) for i, q in enumerate(lengths))
+    forward = tuple(
+        tuple(share_us(q, max(k, q + 1)) for k in lengths[i:]) for i, q in enumerate(lengths)
+    )
+    whole = tuple(whole_us(n) for n in lengths) if whole_us else [share_us(n, n) for n in lengths]
     sizes = {"num_heads": 4, "num_groups": 2, "head_dim": 64, "dtype": "float32"} | more
     return AttentionProfile(
         kernel="sdpa",
@@ -30,6 +39,8 @@ def profile(share_us=lambda q, k: 2.0 * q + 0.01 * q * k, tiles=(1, 1), lengths=
         lengths=lengths,
         forward_us=forward,
         backward_us=tuple(tuple(3 * us for us in row) for row in forward),
+        whole_forward_us=tuple(whole),
+        whole_backward_us=tuple(3 * us for us in whole),
         **sizes,
     )
 
@@ -58,10 +69,18 @@ def test_pairs_of_single_tokens_are_the_causal_pairs():
 def test_profile_gives_its_own_points_back():
     known = profile()
     for i, q in enumerate(LENGTHS):
-        for j, k in enumerate(LENGTHS[i:]):
+        for j, k in list(enumerate(LENGTHS[i:]))[1:]:
             forward, backward = chunk(known, q, k)
             assert forward == pytest.approx(known.forward_us[i][j])
             assert backward == pytest.approx(known.backward_us[i][j])
+
+
+def test_profile_knows_chunks_that_start_their_document():
+    known = profile(whole_us=lambda n: 7.0 * n)
+    for n in (1, 2, 1024):
+        assert chunk(known, n, n) == pytest.approx([7.0 * n, 21.0 * n])
+    assert chunk(known, 100, 100)[0] == pytest.approx(7.0 * 100, rel=0.02)
+    assert chunk(known, 99, 100)[0] == pytest.approx(2.0 * 99 + 0.01 * 99 * 100, rel=0.1)
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -106,6 +125,7 @@ def test_profile_survives_json():
         ({"lengths": [16, 32]}, "ascending from 1"),
         ({"forward_us": [[1.0, 2.0]]}, "needs a row for each of 11 lengths"),
         ({"backward_us": [[1.0] * (11 - i) for i in range(10)] + [[-1.0]]}, "not positive"),
+        ({"whole_forward_us": [1.0]}, "need a time for each of 11 lengths"),
         ({"tile_queries": 3, "tile_keys": 2}, "a multiple of the key tile"),
         ({"num_heads": 0}, "positive sizes"),
         ({"head_dims": 3}, "unknown entry head_dims; use head_dim"),

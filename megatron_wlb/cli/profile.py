@@ -1,0 +1,290 @@
+"""``wlb profile``: this machine's attention and linear rates, for ``--wlb-hardware FILE``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.table import Table
+
+from megatron_wlb.cli import output
+from megatron_wlb.cost.attention import BACKWARD_FLOPS, AttentionProfile, forward_flops
+from megatron_wlb.cost.hardware import FIGURES, hardware_names, load_hardware, read_hardware
+from megatron_wlb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_wlb.runtime.rates import Rates
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {"heads": ["32/32x128", "64/8x128"], "dtype": "bfloat16", "longest": 131072},
+    "cpu": {"heads": ["4/4x64"], "dtype": "float32", "longest": 4096},
+}
+SMALL_LONGEST = {"cuda": 16384, "cpu": 1024}
+REPEATS, SMALL_REPEATS = 7, 3
+
+_EPILOG = """\
+what is measured:
+  attention   latency of chunks of q queries and k keys, forward and backward, in variable-length
+              calls that fill the device, for q and k = 1, 2, 4 ... up to --longest
+  linear      matrix products and element-wise operations, and what attention of long documents
+              reaches
+What one device cannot tell (links, overlaps) is taken from --base, with its source.
+
+--heads are those of one device: with --tensor-model-parallel-size 4, a model of 32 query and 8
+key/value heads of 128 is 8/2x128. Other numbers of heads are scaled from the nearest measured ones.
+
+examples:
+  wlb profile --out h100.yaml
+  wlb profile --out h100.yaml --base h100.yaml --force --heads 8/2x128    (adds a table)
+  OMP_NUM_THREADS=1 wlb profile --device cpu --small --out cpu.yaml
+
+then:
+  torchrun ... -m megatron_wlb.pretrain_gpt --wlb-hardware h100.yaml --wlb-cp-sharding hybrid ...
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="YAML to write")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto"
+    )
+    parser.add_argument(
+        "--heads", nargs="+", metavar="H/GxD",
+        help="query heads / key/value heads x head dimension (default: 32/32x128 64/8x128 on a "
+        "GPU, 4/4x64 on a CPU)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"),
+        help="default: bfloat16 on a GPU, float32 on a CPU",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kernel", default="auto", metavar="NAME",
+        help="attention kernel, as --wlb-attention-kernel (default: auto)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--longest", type=int, metavar="N",
+        help="longest document in tokens; give S_max (default: 131072 on a GPU, 4096 on a CPU)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help=f"runs of each point (default: {REPEATS})"
+    )
+    parser.add_argument(
+        "--base", metavar="NAME|FILE",
+        help=f"for what is not measured: {', '.join(hardware_names())} or a file; attention tables "
+        "of a file are kept (default: by the device's name)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--small", action="store_true", help="shorter and fewer runs, to try it out"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--no-plot", action="store_true", help="leave out the pictures beside FILE")
+    parser.add_argument("--force", action="store_true", help="replace FILE where it exists")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.set_defaults(run=_profile)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    out: Path = args.out
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--out {out} is no YAML file; end it in .yaml")
+    if out.exists() and not args.force:
+        raise ConfigError(f"--out {out} exists; choose another name, or --force to replace it")
+    output.check_file("--out", out)
+    import torch
+
+    from megatron_wlb.runtime.attention_rates import measure_attention
+    from megatron_wlb.runtime.kernels import Demand
+    from megatron_wlb.runtime.rates import measure_rates
+
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch sees no GPU; give --device cpu")
+    defaults = DEFAULTS[device]
+    shapes = [_shape(text) for text in args.heads or defaults["heads"]]
+    base = args.base or _base_of(device, torch.cuda.get_device_name() if device == "cuda" else "")
+    base_path, content = read_hardware(base)
+    load_hardware(base)  # its errors now, not after measuring
+    machine = _machine(device, torch)
+    longest = args.longest or (SMALL_LONGEST[device] if args.small else defaults["longest"])
+    profiles = []
+    for num_heads, num_groups, head_dim in shapes:
+        demand = Demand(
+            torch.device(device),
+            getattr(torch, args.dtype or defaults["dtype"]),
+            num_heads,
+            num_groups,
+            head_dim,
+        )
+        with output.progress_bar(f"attention {num_heads}/{num_groups}x{head_dim}") as progress:
+            profiles.append(
+                measure_attention(
+                    demand,
+                    args.kernel,
+                    longest=longest,
+                    repeats=args.repeats or (SMALL_REPEATS if args.small else REPEATS),
+                    machine=machine,
+                    seed=args.seed,
+                    progress=progress,
+                )
+            )
+    content = hardware_content(
+        content, base_path.name, measure_rates(device), profiles, machine, device
+    )
+    output.save_file("--out", out, lambda path: path.write_text(_yaml(content)))
+    plots = [] if args.no_plot else _plot(out, profiles)
+    if args.json:
+        print(json.dumps({"file": str(out), "plots": plots, **content}))
+    else:
+        _show(content, profiles)
+    return 0
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    """``32/8x128`` -> query heads, key/value heads, head dimension."""
+    found = re.fullmatch(r"(\d+)/(\d+)x(\d+)", text)
+    heads, groups, dim = (int(number) for number in found.groups()) if found else (0, 0, 0)
+    if not (heads and groups and dim) or heads % groups:
+        raise ConfigError(
+            f"--heads {text} is not query heads / key/value heads x head dimension; give e.g. "
+            "32/8x128"
+        )
+    return heads, groups, dim
+
+
+def _base_of(device: str, gpu: str) -> str:
+    """The hardware file of a device of that name."""
+    if device == "cpu":
+        return "cpu"
+    for name in hardware_names():
+        if name.partition("-")[0].upper() in gpu.upper():
+            return name
+    raise ConfigError(
+        f"no hardware file is known for {gpu}; give one with --base ({', '.join(hardware_names())})"
+    )
+
+
+def _machine(device: str, torch: Any) -> str:
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = f"{len(names)} × {names[0]}" if names else "CPU"
+    return f"{processor}, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
+
+
+def hardware_content(
+    base: Mapping[str, Any],
+    base_name: str,
+    rates: Rates,
+    profiles: Sequence[AttentionProfile],
+    machine: str,
+    device: str,
+) -> dict[str, Any]:
+    """What the hardware file says: measured figures and tables over those of ``base``.
+
+    A GPU's peak and bandwidth stay the data sheet's, of which shares were reached; a CPU's are what
+    its plainest operations reached.
+    """
+    figures = {name: dict(base[name]) for name in FIGURES}
+
+    def measured(name: str, value: float, what: str) -> None:
+        figures[name] = {"value": float(f"{value:.4g}"), "source": f"measured: {what}"}
+
+    def share(name: str, reached: float, of: str, what: str) -> None:
+        measured(name, min(1.0, reached / figures[of]["value"]), f"{what}, over {of}")
+
+    if device == "cpu":
+        measured("peak_tflops", rates.square_tflops, "product of two square matrices")
+        measured("memory_gb_s", rates.copy_gb_s, "copying, bytes read and written")
+    share(
+        "linear_share", rates.linear_tflops, "peak_tflops",
+        f"{rates.linear_tflops:.4g} TF/s of tokens times a layer's weights",
+    )  # fmt: skip
+    share(
+        "memory_share", rates.elementwise_gb_s, "memory_gb_s",
+        f"{rates.elementwise_gb_s:.4g} GB/s of an activation function",
+    )  # fmt: skip
+    long = profiles[0]
+    tflops, length = long_document_tflops(long), long.lengths[-1]
+    share(
+        "attention_share", tflops, "peak_tflops",
+        f"{tflops:.4g} TF/s of {long.kernel}, documents of {length} tokens, {long.num_heads} heads "
+        f"of {long.head_dim}, forward and backward",
+    )  # fmt: skip
+
+    def heads(table: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(table[name] for name in ("dtype", "num_heads", "num_groups", "head_dim"))
+
+    tables = [profile.as_dict() for profile in profiles]
+    new = {heads(table) for table in tables}
+    kept = [dict(table) for table in base.get("attention", []) if heads(table) not in new]
+    return {
+        "description": f"{machine}: measured by `wlb profile` where the source says so, the rest "
+        f"as in {base_name}.",
+        **figures,
+        "attention": kept + tables,
+    }
+
+
+def long_document_tflops(profile: AttentionProfile) -> float:
+    """10¹² FLOP/s of the longest document that was measured, both passes together."""
+    length = profile.lengths[-1]
+    pairs = length * (length + 1) / 2
+    flops = (1 + BACKWARD_FLOPS) * forward_flops(profile.num_heads, profile.head_dim, pairs)
+    return flops / (profile.whole_forward_us[-1] + profile.whole_backward_us[-1]) / 1e6
+
+
+def _yaml(content: Mapping[str, Any]) -> str:
+    text: str = yaml.safe_dump(
+        dict(content), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
+    )
+    return text
+
+
+def _plot(out: Path, profiles: Sequence[AttentionProfile]) -> list[str]:
+    from megatron_wlb.simulator.plot_attention import plot_attention
+
+    paths = []
+    for profile in profiles:
+        heads = f"{profile.num_heads}-{profile.num_groups}x{profile.head_dim}"
+        path = out.with_name(f"{out.stem}-{heads}.png")
+        output.save_file("--out", path, lambda draft, p=profile: plot_attention(p, draft))  # type: ignore[misc]
+        paths.append(str(path))
+    return paths
+
+
+def _show(content: Mapping[str, Any], profiles: Sequence[AttentionProfile]) -> None:
+    table = Table(title=content["description"], title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    for name in FIGURES:
+        figure = content[name]
+        table.add_row(name, f"{figure['value']:g}", figure["source"])
+    for profile in profiles:
+        table.add_section()
+        lengths, last = profile.lengths, profile.lengths[-1]
+        table.add_row(
+            "attention",
+            f"{profile.num_heads}/{profile.num_groups}x{profile.head_dim}",
+            f"{profile.kernel}, {profile.dtype}; predicts chunks off the grid to "
+            f"{profile.error:.1%} (median), spread of repeats {profile.spread:.1%}, tiles "
+            f"{profile.tile_queries} × {profile.tile_keys}",
+        )
+        for q in (n for n in lengths if n in (16, 128, 1024) or n == last // 2):
+            if q < last:
+                forward, backward = (profile.tflops(q, last, backward=b) for b in (False, True))
+                table.add_row(
+                    f"{q} queries, {last} keys", f"{forward:.3g}",
+                    f"TF/s forward, {backward:.3g} backward",
+                )  # fmt: skip
+    output.console().print(table)

@@ -1,0 +1,286 @@
+"""Measures an attention kernel over query and key lengths: an :class:`AttentionProfile`.
+
+A point of the grid is a call that holds many like chunks, because that is how chunks run: a single
+one fills no GPU. Points take turns, so that a machine that is busy or hot for a while adds to all
+of them alike. On a GPU the median of a point's repeats counts; on a CPU the least, as what else the
+machine runs only adds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from megatron_wlb.cost.attention import AttentionProfile, Floats, Ints
+from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.runtime.kernels import CANDIDATES, Demand, Segments, VarlenKernel, choose_kernel
+
+TILES = ((1, 1), (64, 1), (64, 64), (128, 1), (128, 64), (128, 128))
+"""Query and key tiles to explain times by; those are taken that predict best between the points."""
+
+CUDA_QUERY_TOKENS = 16384
+"""Queries of a call, to fill a GPU several times over."""
+CPU_KEY_TOKENS = 2048
+"""Keys of a call: enough chunks that starting them cold is no large share, as in real calls."""
+MAX_CHUNKS = 64
+"""On the CPU, which runs chunk after chunk."""
+KEY_BYTES = 2**32
+"""Most bytes of a call's keys, and of its values, and of the gradients of either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A call of ``num_chunks`` chunks of so many queries and keys."""
+
+    queries: int
+    keys: int
+    num_chunks: int
+
+
+class Clock:
+    """Times a function on a device, in µs.
+
+    On one CPU thread that is its processor time, so that what else the machine runs counts less;
+    on several, and on a GPU, the time that passes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        one_thread = torch.get_num_threads() == 1
+        self._now_s = time.process_time if one_thread else time.perf_counter
+        self.name = "GPU events" if self._cuda else "processor time" if one_thread else "time"
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        if self._cuda:
+            event = partial(torch.cuda.Event, enable_timing=True)
+            start, stop = event(), event()
+            start.record()
+            run()
+            stop.record()
+            stop.synchronize()
+            return float(start.elapsed_time(stop)) * 1e3
+        began_s = self._now_s()
+        run()
+        return (self._now_s() - began_s) * 1e6
+
+
+class AttentionTimer:
+    """Times calls of a kernel, forward and backward, on random numbers.
+
+    Args:
+        kernel: to time.
+        demand: its device, dtype and heads.
+        query_tokens: most queries of a call, at most.
+        key_tokens: most keys of a call, at most.
+        seed: of the numbers.
+    """
+
+    def __init__(
+        self, kernel: VarlenKernel, demand: Demand, query_tokens: int, key_tokens: int, seed: int
+    ) -> None:
+        generator = torch.Generator(demand.device).manual_seed(seed)
+
+        def draw(num_tokens: int, num_heads: int) -> torch.Tensor:
+            return torch.randn(
+                num_tokens, num_heads, demand.head_dim,
+                device=demand.device, dtype=demand.dtype, generator=generator,
+            )  # fmt: skip
+
+        self._kernel, self._scale = kernel, demand.head_dim**-0.5
+        self._device = demand.device
+        self._clock = Clock(demand.device)
+        self._query, self._grad = (draw(query_tokens, demand.num_heads) for _ in range(2))
+        self._key, self._value = (draw(key_tokens, demand.num_groups) for _ in range(2))
+
+    @property
+    def clock(self) -> str:
+        """What its times are."""
+        return self._clock.name
+
+    def __call__(self, queries: Sequence[int], keys: Sequence[int]) -> tuple[float, float]:
+        """µs of one call with such chunks, forward and backward."""
+        if not len(queries):
+            return 0.0, 0.0
+        segments = Segments.of(queries, keys, self._device)
+        num_queries, num_keys = sum(segments.lengths_q), sum(segments.lengths_k)
+        query, key, value = (
+            tensor[:num].detach().requires_grad_()
+            for tensor, num in (
+                (self._query, num_queries), (self._key, num_keys), (self._value, num_keys),
+            )
+        )  # fmt: skip
+        outputs: list[torch.Tensor] = []
+
+        def forward() -> None:
+            outputs.append(self._kernel(query, key, value, segments, self._scale))
+
+        grad = self._grad[:num_queries]
+        forward_us = self._clock(forward)
+        backward_us = self._clock(
+            lambda: torch.autograd.grad(outputs.pop(), (query, key, value), grad)
+        )
+        return forward_us, backward_us
+
+
+def named_kernel(name: str, demand: Demand) -> tuple[str, VarlenKernel]:
+    """The kernel called so, or with ``auto`` the fastest that runs, and its own name.
+
+    Raises :class:`CompatibilityError` if it cannot run.
+    """
+    if name != "auto":
+        return name, choose_kernel(name, demand)
+    for candidate in CANDIDATES:
+        try:
+            return candidate, choose_kernel(candidate, demand)
+        except CompatibilityError:
+            continue
+    raise AssertionError("the reference kernel always runs")
+
+
+def grid(longest: int) -> tuple[int, ...]:
+    """1, 2, 4 … up to ``longest``. Raises :class:`ConfigError` below 2."""
+    if longest < 2:
+        raise ConfigError(f"the longest length is {longest}; give at least 2")
+    lengths = {2**n for n in range(math.floor(math.log2(longest)) + 1)}
+    return tuple(sorted(lengths | {longest}))
+
+
+def measure_attention(
+    demand: Demand,
+    kernel_name: str,
+    *,
+    longest: int,
+    repeats: int,
+    machine: str,
+    seed: int = 0,
+    num_checks: int = 24,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> AttentionProfile:
+    """The kernel's table up to ``longest`` queries and keys.
+
+    Args:
+        demand: device, dtype and heads.
+        kernel_name: of :data:`CANDIDATES`, or ``auto``.
+        longest: of the grid, in tokens.
+        repeats: runs of each point.
+        machine: its description.
+        seed: of the numbers, and of the lengths off the grid.
+        num_checks: lengths off the grid, by which tiles are chosen and the error is told.
+        progress: called with the calls made and all calls.
+
+    Raises:
+        CompatibilityError: the kernel cannot run.
+        ConfigError: sizes that no table can have.
+    """
+    if repeats < 1:
+        raise ConfigError(f"repeats is {repeats}; give at least 1")
+    name, kernel = named_kernel(kernel_name, demand)
+    lengths = grid(longest)
+    parts = [(q, max(k, q + 1)) for i, q in enumerate(lengths) for k in lengths[i:]]
+    wholes = [(n, n) for n in lengths]
+    checks = _off_grid(longest, num_checks, seed)
+    points = [_point(demand, q, k) for q, k in [*parts, *wholes, *checks]]
+    timer = AttentionTimer(
+        kernel,
+        demand,
+        max(p.queries * p.num_chunks for p in points),
+        max(p.keys * p.num_chunks for p in points),
+        seed,
+    )
+    calls = [([p.queries] * p.num_chunks, [p.keys] * p.num_chunks) for p in points]
+    times_us = _in_turn(timer, [([1], [1]), *calls], repeats, progress)
+    typical = np.median if demand.device.type == "cuda" else np.min
+    typical_us = typical(times_us, axis=1)  # [points, 2]
+    quartiles = np.quantile(times_us, (0.25, 0.75), axis=1)
+    single_us, typical_us = typical_us[0], typical_us[1:]
+    num_chunks = np.array([[p.num_chunks] for p in points])
+    # A call of one token is overhead but for that token.
+    call_us = np.maximum(single_us - (typical_us / num_chunks)[len(parts)], 0.0)
+    shares = np.maximum(typical_us - call_us, typical_us / 2) / num_chunks
+    part_shares, whole_shares, check_shares = np.split(
+        shares, [len(parts), len(parts) + len(wholes)]
+    )
+    stops = np.cumsum(range(len(lengths), 0, -1))[:-1]
+    rows = [_rounded(part) for part in np.split(part_shares, stops)]
+    profile = AttentionProfile(
+        kernel=name,
+        machine=machine,
+        dtype=str(demand.dtype).removeprefix("torch."),
+        num_heads=demand.num_heads,
+        num_groups=demand.num_groups,
+        head_dim=demand.head_dim,
+        tile_queries=1,
+        tile_keys=1,
+        lengths=lengths,
+        forward_us=tuple(row[0] for row in rows),
+        backward_us=tuple(row[1] for row in rows),
+        whole_forward_us=_rounded(whole_shares)[0],
+        whole_backward_us=_rounded(whole_shares)[1],
+        call_forward_us=round(float(call_us[0]), 2),
+        call_backward_us=round(float(call_us[1]), 2),
+        spread=round(float(np.median((quartiles[1] - quartiles[0])[1:] / typical_us)), 4),
+    )
+    return _with_tiles(profile, np.array(checks), check_shares)
+
+
+def _point(demand: Demand, queries: int, keys: int) -> Point:
+    cuda = demand.device.type == "cuda"
+    token_bytes = demand.num_groups * demand.head_dim * demand.dtype.itemsize
+    fitting = KEY_BYTES // token_bytes // keys
+    wanted = CUDA_QUERY_TOKENS // queries if cuda else min(MAX_CHUNKS, CPU_KEY_TOKENS // keys)
+    return Point(queries, keys, max(1, min(wanted, fitting)))
+
+
+def _off_grid(longest: int, number: int, seed: int) -> list[tuple[int, int]]:
+    """Lengths between the grid's, evenly on logarithmic axes; every fourth a whole document."""
+    random = np.random.default_rng(seed)
+    drawn = np.sort(2 ** random.uniform(0, math.log2(longest), (number, 2)), axis=1).astype(int)
+    return [(int(k if n % 4 == 0 else q), int(k)) for n, (q, k) in enumerate(drawn)]
+
+
+def _in_turn(
+    timer: AttentionTimer,
+    calls: Sequence[tuple[Sequence[int], Sequence[int]]],
+    repeats: int,
+    progress: Callable[[int, int], None],
+) -> Floats:
+    """µs ``[calls, repeats, 2]``, after a first round that loads and allocates."""
+    times_us = np.empty((len(calls), repeats, 2))
+    total = (repeats + 1) * len(calls)
+    for turn in range(repeats + 1):
+        for number, (queries, keys) in enumerate(calls):
+            times_us[number, max(turn - 1, 0)] = timer(queries, keys)
+            progress(turn * len(calls) + number + 1, total)
+    return times_us
+
+
+def _rounded(
+    shares: Floats,
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """``[points, 2]`` -> forward and backward, to five digits, as a file should have them."""
+    forward, backward = (tuple(float(f"{us:.5g}") for us in column) for column in shares.T.tolist())
+    return forward, backward
+
+
+def _with_tiles(
+    profile: AttentionProfile,
+    checks: Ints,
+    shares: Floats,
+) -> AttentionProfile:
+    """With the tiles that predict the measured shares off the grid best, and that error."""
+    if not len(checks):
+        return profile
+
+    def error(tiled: AttentionProfile) -> float:
+        predicted = np.stack(tiled.chunk_us(checks[:, 0], checks[:, 1]), axis=1)
+        return float(np.median(np.abs(predicted / shares - 1)))
+
+    tiled = [replace(profile, tile_queries=q, tile_keys=k) for q, k in TILES]
+    best = min(tiled, key=error)
+    return replace(best, error=round(error(best), 4))

@@ -1,0 +1,341 @@
+#!/usr/bin/env python3
+"""Figure 15 of WLB-LLM on one device: attention of one layer under each CP sharding.
+
+    scripts/bench_cp.py --json figures.json                          # a GPU, minutes
+    OMP_NUM_THREADS=1 scripts/bench_cp.py --device cpu --small       # one or two minutes
+
+For CP = 2, 4 and 8 every rank's attention runs in turn, forward and backward, one variable-length
+call on the keys that the rank has gathered; the slowest rank counts. Micro-batches are windows of
+the reference length distribution. All shardings run side by side, in another order each time, so
+that a busy or hot machine is so for all. `adaptive` and `hybrid` choose by an attention profile:
+that of --profile FILE (see `wlb profile`), or one measured here first.
+
+Measured is the kernel, without communication and without gathering keys by index. Latencies of a
+rank are the median of the repeats on a GPU; on a CPU the least, of processor time where torch has
+one thread. With --small lengths and heads are scaled down: other sizes, so other figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from megatron_wlb.cli import output
+from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost.attention import AttentionProfile, pairs
+from megatron_wlb.data.lengths import sample_lengths
+from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.runtime.attention_rates import AttentionTimer, measure_attention, named_kernel
+from megatron_wlb.runtime.kernels import Demand
+from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
+from megatron_wlb.simulator.plot_attention import plot_shardings
+
+FIXED = ("per-sequence", "per-document", "per-document-remainder")
+SHARDINGS = (*FIXED, "adaptive", "hybrid", "best-of")
+WINDOWS = (65536, 131072)
+MODELS = {"7B": (32, 32, 128), "70B": (64, 8, 128)}
+SMALL_MODELS = {"7B": (2, 2, 64), "70B": (8, 1, 32)}
+SMALL_SCALE = 32
+"""By which --small divides lengths."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set-up: a row of the table."""
+
+    model: str
+    window: int
+    """In tokens, as scaled."""
+    cp_size: int
+    micro_batches: tuple[tuple[int, ...], ...]
+    """Lengths of documents."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Of the slowest rank, in µs."""
+
+    forward_us: float
+    backward_us: float
+
+    @property
+    def total_us(self) -> float:
+        return self.forward_us + self.backward_us
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one micro-batch, by sharding."""
+
+    imbalance: dict[str, float]
+    """Exact FLOPs of the rank with the most, over the mean."""
+    latency: dict[str, Latency]
+    loss: float
+    """Of `adaptive` over the faster of the two that it chooses from: 0 is none."""
+    predicted: float
+    """Prediction over measurement, of what `adaptive` chose."""
+
+
+def windows(window: int, number: int, scale: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Reference windows, each document divided by ``scale``."""
+    lengths = sample_lengths("reference", number, seed=seed, window=window)
+    stops = np.cumsum(lengths) // scale
+    edges = range(0, number * window // scale + 1, window // scale)
+    return tuple(
+        tuple(np.diff(np.unique(np.append(stops[(stops > a) & (stops < b)], [a, b]))).tolist())
+        for a, b in zip(edges, edges[1:], strict=False)
+    )
+
+
+def imbalance(lengths: Sequence[int], cp_size: int, sharding: Sharding) -> float:
+    ranks = shard_arrays(lengths, cp_size, sharding)
+    work = [int(pairs(rows[:, 2] - rows[:, 1], rows[:, 2]).sum()) for rows in ranks]
+    return max(work) * cp_size / sum(work)
+
+
+def latencies(
+    lengths: Sequence[int],
+    cp_size: int,
+    shardings: Sequence[Sharding],
+    timer: AttentionTimer,
+    repeats: int,
+    typical: Callable[..., Any],
+) -> dict[Sharding, Latency]:
+    """Each sharding's, measured side by side."""
+    ranks = {s: shard_arrays(lengths, cp_size, s) for s in shardings}
+    times_us = {s: np.empty((repeats, cp_size, 2)) for s in shardings}
+    for turn in range(repeats):
+        first = turn % len(shardings)
+        for s in (*shardings[first:], *shardings[:first]):
+            for rank, rows in enumerate(ranks[s]):
+                times_us[s][turn, rank] = timer(rows[:, 2] - rows[:, 1], rows[:, 2])
+    # [repeats, CP, 2] -> [CP, 2] -> the slowest of each pass
+    slowest = {s: typical(us, axis=0).max(axis=0) for s, us in times_us.items()}
+    return {s: Latency(float(us[0]), float(us[1])) for s, us in slowest.items()}
+
+
+def run_micro_batch(
+    lengths: Sequence[int],
+    cp_size: int,
+    profile: AttentionProfile,
+    timer: AttentionTimer,
+    repeats: int,
+    typical: Callable[..., Any],
+) -> Result:
+    chosen: dict[str, Sharding] = {kind: Sharding(kind) for kind in FIXED}  # type: ignore[arg-type]
+    for mode in ("adaptive", "hybrid"):
+        chosen[mode] = Selector(mode, cp_size, profile).choose(lengths).sharding  # type: ignore[arg-type]
+    measured = latencies(
+        lengths, cp_size, list(dict.fromkeys(chosen.values())), timer, repeats, typical
+    )
+    latency = {name: measured[sharding] for name, sharding in chosen.items()}
+    degrees = {name: imbalance(lengths, cp_size, sharding) for name, sharding in chosen.items()}
+    best = min(chosen, key=lambda name: latency[name].total_us)
+    latency["best-of"], degrees["best-of"] = latency[best], degrees[best]
+    adaptive_us = latency["adaptive"].total_us
+    fastest_us = min(latency[kind].total_us for kind in ("per-sequence", "per-document"))
+    predicted_us = predict(lengths, cp_size, chosen["adaptive"], profile).latency_us
+    return Result(degrees, latency, adaptive_us / fastest_us - 1, predicted_us / adaptive_us)
+
+
+def summary(results: Sequence[Result]) -> dict[str, Any]:
+    """What the JSON holds of one case, or of all: means over micro-batches.
+
+    The speedup is the ratio of summed latencies, forward and backward.
+    """
+
+    def mean_us(name: str, what: str) -> float:
+        return float(np.mean([getattr(r.latency[name], what) for r in results]))
+
+    losses = np.array([r.loss for r in results])
+    total_us = {name: mean_us(name, "total_us") for name in SHARDINGS}
+    return {
+        "num_micro_batches": len(results),
+        "exact_flop_imbalance": {
+            name: float(np.mean([r.imbalance[name] for r in results])) for name in SHARDINGS
+        },
+        "latency_us": {
+            name: {
+                "forward": mean_us(name, "forward_us"),
+                "backward": mean_us(name, "backward_us"),
+            }
+            for name in SHARDINGS
+        },
+        "speedup_over_per_sequence": {
+            name: total_us["per-sequence"] / total_us[name] for name in SHARDINGS
+        },
+        "adaptive_picks_winner": float(np.mean(losses == 0)),
+        "adaptive_picks_winner_or_within_1_percent": float(np.mean(losses < 0.01)),
+        "adaptive_loss_mean": float(losses.mean()),
+        "adaptive_loss_max": float(losses.max()),
+        "predicted_over_measured": float(np.median([r.predicted for r in results])),
+    }
+
+
+def profile_of(
+    options: argparse.Namespace, demand: Demand, longest: int, machine: str, model: str
+) -> AttentionProfile:
+    """From --profile FILE, where it must be of these heads; else measured now."""
+    dtype = str(demand.dtype).removeprefix("torch.")
+    heads = (dtype, demand.num_heads, demand.num_groups, demand.head_dim)
+    if options.profile is not None:
+        for profile in load_hardware(str(options.profile)).attention:
+            if (profile.dtype, profile.num_heads, profile.num_groups, profile.head_dim) == heads:
+                return profile
+        raise ConfigError(
+            f"--profile {options.profile} has no table of {demand.num_heads}/{demand.num_groups}x"
+            f"{demand.head_dim} in {dtype}; run `wlb profile --heads "
+            f"{demand.num_heads}/{demand.num_groups}x{demand.head_dim}`, or leave it out"
+        )
+    with output.progress_bar(f"profile of {model}") as progress:
+        return measure_attention(
+            demand, options.kernel, longest=longest, repeats=options.profile_repeats,
+            machine=machine, seed=options.seed, progress=progress,
+        )  # fmt: skip
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    scale = SMALL_SCALE if options.small else 1
+    return [
+        Case(model, window // scale, cp_size, micro_batches)
+        for model in options.models
+        for window in options.windows
+        for micro_batches in [windows(window, options.micro_batches, scale, options.seed)]
+        for cp_size in options.cp
+    ]
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All cases; what the JSON holds."""
+    device = torch.device(options.device)
+    cuda = device.type == "cuda"
+    machine = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    typical = np.median if cuda else np.min
+    models = SMALL_MODELS if options.small else MODELS
+    cases = cases_of(options)
+    longest = max(case.window for case in cases)
+    rows, everything, profiles, clock = [], [], {}, ""
+    for model in options.models:
+        demand = Demand(device, torch.bfloat16 if cuda else torch.float32, *models[model])
+        profile = profile_of(options, demand, longest, machine, model)
+        profiles[model] = {
+            name: getattr(profile, name) for name in ("kernel", "machine", "spread", "error")
+        }
+        _, kernel = named_kernel(profile.kernel, demand)
+        # Single rows of the remainder see their whole document again: about 2 windows more keys.
+        timer = AttentionTimer(kernel, demand, longest, 4 * longest, options.seed)
+        clock = timer.clock
+        own = [case for case in cases if case.model == model]
+        with output.progress_bar(f"shardings of {model}") as progress:
+            done, total = 0, sum(len(case.micro_batches) for case in own)
+            for case in own:
+                results = []
+                for lengths in case.micro_batches:
+                    results.append(
+                        run_micro_batch(
+                            lengths, case.cp_size, profile, timer, options.repeats, typical
+                        )
+                    )
+                    done += 1
+                    progress(done, total)
+                everything += results
+                rows.append(
+                    {"model": model, "window": case.window, "cp": case.cp_size, **summary(results)}
+                )
+        del timer
+    return {
+        "machine": machine,
+        "torch": str(torch.__version__),
+        "clock": clock,
+        "small": options.small,
+        "seed": options.seed,
+        "repeats": options.repeats,
+        "profiles": profiles,
+        **summary(everything),
+        "cases": rows,
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    """The table of cases."""
+    table = Table("model", "window", "CP", "exact-FLOP", *SHARDINGS[1:], "adaptive right")
+    table.title = (
+        f"{figures['machine']}: speedup of attention over per-sequence, forward and backward, "
+        f"slowest rank, measured ({figures['clock']})"
+    )
+    table.caption = (
+        "exact-FLOP: imbalance of per-sequence / per-document. adaptive right: share of "
+        "micro-batches in which it took the faster one, in brackets or lost < 1 %"
+    )
+    for row in [*figures["cases"], {"model": "all", "window": 0, "cp": "", **figures}]:
+        speedup, degree = row["speedup_over_per_sequence"], row["exact_flop_imbalance"]
+        if row["model"] == "all":
+            table.add_section()
+        table.add_row(
+            row["model"],
+            f"{row['window'] / 1024:g}K" if row["window"] else "",
+            str(row["cp"]),
+            f"{degree['per-sequence']:.2f} / {degree['per-document']:.4f}",
+            *(f"{speedup[name]:.3f}" for name in SHARDINGS[1:]),
+            f"{row['adaptive_picks_winner']:.0%} "
+            f"({row['adaptive_picks_winner_or_within_1_percent']:.0%})",
+        )
+    output.console().print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--small", action="store_true", help="sizes that a CPU can run")
+    parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8], help="default: 2 4 8")
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=list(WINDOWS), metavar="N",
+        help=f"in tokens; --small divides by {SMALL_SCALE} (default: 65536 131072)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--micro-batches", type=int, metavar="N", help="a case (default: 32; small: 6)"
+    )
+    parser.add_argument("--repeats", type=int, metavar="N", help="default: 7; small: 3")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="of `wlb profile`")
+    parser.add_argument("--profile-repeats", type=int, metavar="N", default=5, help="default: 5")
+    parser.add_argument("--kernel", default="auto", metavar="NAME", help="default: auto")
+    parser.add_argument("--seed", type=int, default=1, help="default: 1")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture (PNG)")
+    options = parser.parse_args()
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    options.micro_batches = options.micro_batches or (6 if options.small else 32)
+    options.repeats = options.repeats or (3 if options.small else 7)
+    try:
+        if options.device == "cpu" and not options.small:
+            raise ConfigError("a CPU would take days at full size; add --small")
+        output.check_file("--json", options.json)
+        output.check_file("--plot", options.plot)
+        figures = run(options)
+        show(figures)
+        if options.json:
+            text = json.dumps(figures, indent=1) + "\n"
+            output.save_file("--json", options.json, lambda path: path.write_text(text))
+        if options.plot:
+            output.save_file("--plot", options.plot, lambda path: plot_shardings(figures, path))
+    except WLBError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
