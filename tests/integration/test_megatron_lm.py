@@ -19,6 +19,7 @@ from megatron_lm_runs import (
     TP2_SP,
     WINDOW,
     finish,
+    install_and_uninstall,
     launch,
     logged,
     needs_megatron_lm,
@@ -181,6 +182,10 @@ def test_floating_point_operations_are_those_of_documents(
         linear = per_token * line["tokens"]
         of_full_windows = linear + 6 * layers * hidden * line["tokens"] * window
         assert linear < total < 0.99 * of_full_windows
+
+
+def test_install_happens_once_and_uninstall_restores_every_name(tmp_path: Path) -> None:
+    finish(start(tmp_path, 1, {}, program=install_and_uninstall))
 
 
 STOCK: Flags = (
