@@ -37,13 +37,6 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    corpus_stats.configure(
-        actions.add_parser(
-            "stats",
-            help="lengths of documents: histogram, and who holds the tokens and the work",
-            description="Say how long documents are, and which hold the tokens and the work.",
-        )
-    )
     build = actions.add_parser(
         "build",
         help="write PREFIX.bin, PREFIX.idx and PREFIX.json",
@@ -76,6 +69,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     build.add_argument("--json", action="store_true", help="print the result as one JSON object")
     build.set_defaults(run=_build)
+    corpus_stats.configure(
+        actions.add_parser(
+            "stats",
+            help="lengths of documents, and which hold the tokens and the work",
+            description="Say how long documents are, and which hold the tokens and the work.",
+        )
+    )
 
 
 def _build(args: argparse.Namespace) -> int:

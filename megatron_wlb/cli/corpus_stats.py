@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megatron_wlb.cli.inputs import SOURCES, add_source, source
-from megatron_wlb.cli.output import check_file, console, save_file
+from megatron_wlb.cli.inputs import SOURCES, add_source, fill_defaults, source
+from megatron_wlb.cli.output import check_file, console, save_file, say
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.errors import ConfigError
 
@@ -45,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_file("--plot", args.plot)
+    fill_defaults(args)
     documents = source(args)
     if args.windows < 1:
         raise ConfigError(f"--windows is {args.windows}; give at least 1")
@@ -66,9 +67,9 @@ def _run(args: argparse.Namespace) -> int:
     out.print(_summary(statistics, documents.title))
     out.print(_long(statistics, args.window))
     out.print(_histogram(statistics))
-    out.print(_advice(statistics, args.window))
+    say(out, _advice(statistics, args.window))
     if args.plot:
-        out.print(f"picture: {args.plot}")
+        say(out, f"picture: {args.plot}")
     return 0
 
 

@@ -6,8 +6,11 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from megatron_wlb.config import Config, from_flat, parse
+import yaml
+
+from megatron_wlb.config import Config, flag_of, from_flat, parse
 from megatron_wlb.cost import Cost, ProfiledCost, cost_from_dict, read_cost_file
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
@@ -15,7 +18,9 @@ from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.evaluate import Layout, Workload
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.runtime.planning import known_cost, padded_vocab_size
 
+NUM_MICRO_BATCHES = 4
 DEFAULT_VOCAB_SIZE = 32000
 """Of a model file that names none, where the corpus does not either."""
 
@@ -28,8 +33,10 @@ documents, one of:
 COSTS = """\
 cost of a document, one of:
   (nothing)            LLaMA2-7B at a window of 128K on 16 GPUs, modelled: the paper's Table 2
-  --model FILE         the analytic cost of your model: a YAML file of training settings, as for
-                       --wlb-config (num_layers: 32, hidden_size: 4096, …), on --hardware
+  --model FILE         the analytic cost of your model on --hardware: a YAML file of training
+                       settings, as for --wlb-config (num_layers: 32, hidden_size: 4096, …), or a
+                       Megatron recipe (MODEL_ARGS). What it says of the window, the global batch
+                       and the pipeline is taken as well
   --cost FILE          tables that megatron_wlb.measure_cost wrote, or coefficients
 """
 
@@ -43,11 +50,43 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--window",
         type=int,
-        default=REFERENCE_WINDOW,
         metavar="TOKENS",
         help=f"training's --seq-length (default: {REFERENCE_WINDOW})",
     )
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    group.add_argument("--seed", type=int, default=1, metavar="N", help="of the sample; default: 1")
+
+
+def fill_defaults(args: argparse.Namespace) -> None:
+    """What the command line leaves open and ``--model`` says: window, N, pipeline stages.
+
+    Raises :class:`ConfigError` for a file that is none.
+    """
+    said: Mapping[str, Any] = {}
+    if getattr(args, "model", None) is not None:
+        written = {flag[2:].replace("-", "_") for flag in _model_flags(args.model)}
+        said = {name: v for name, v in _settings(args).flat().items() if name in written}
+    if args.window is None:
+        args.window = said.get("seq_length", REFERENCE_WINDOW)
+    if getattr(args, "num_micro_batches", 0) is None:
+        args.num_micro_batches = [str(said.get("global_batch_size", NUM_MICRO_BATCHES))]
+    # Without a pipeline the file does not tell what shares the work, as it has no DP size.
+    if getattr(args, "pp_size", 0) is None and said.get("pipeline_model_parallel_size", 1) > 1:
+        args.pp_size = said["pipeline_model_parallel_size"]
+        if args.vpp_size is None:
+            args.vpp_size = said.get("num_virtual_stages_per_pipeline_rank")
+
+
+def numbers_of_micro_batches(args: argparse.Namespace) -> list[int]:
+    """Each N once. Raises :class:`ConfigError` for what is no number above 0."""
+    numbers = [number for text in args.num_micro_batches for number in text.split(",") if number]
+    for number in numbers:
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(
+                f"--num-micro-batches {number} is no number above 0; write several like 4,16"
+            )
+    if not numbers:
+        raise ConfigError("--num-micro-batches names none; write several like 4,16")
+    return list(dict.fromkeys(map(int, numbers)))
 
 
 def source(args: argparse.Namespace) -> LengthSource:
@@ -73,6 +112,13 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     """The flags that :func:`workload` reads, besides the source's."""
     group = parser.add_argument_group("batch and cost")
     group.add_argument(
+        "--num-micro-batches",
+        nargs="+",
+        metavar="N",
+        help="micro-batches of a step over all data-parallel ranks (default: --model's "
+        f"global_batch_size, or {NUM_MICRO_BATCHES})",
+    )
+    group.add_argument(
         "--max-windows",
         type=float,
         default=2.0,
@@ -97,14 +143,19 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         help="micro-batches are padded to a multiple: TP with sequence parallelism (default: 1)",
     )
     group.add_argument(
-        "--dp-size", type=int, metavar="N", help="with --pp-size: step times by Megatron's 1F1B"
+        "--dp-size",
+        type=int,
+        metavar="N",
+        help="data-parallel ranks that share a step (default: 1, with --pp-size)",
     )
     group.add_argument(
         "--pp-size",
         type=int,
         metavar="N",
-        help="pipeline stages; without it a step takes as long as its slowest micro-batch",
+        help="pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
+        "simulation; without any, as long as their slowest micro-batch",
     )
+    group.add_argument("--vpp-size", type=int, metavar="N", help="model chunks a stage (VPP)")
     group.add_argument("--model", type=Path, metavar="FILE", help="training settings, YAML")
     group.add_argument("--hardware", metavar="NAME|FILE", help="of --model (default: h100-sxm)")
     group.add_argument("--cost", type=Path, metavar="FILE", help="measured tables, coefficients")
@@ -124,12 +175,12 @@ def max_tokens(args: argparse.Namespace) -> int:
 
 
 def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batches: int) -> Workload:
-    """What the flags describe, for one N."""
+    """What the flags describe, for one N. Raises :class:`WLBError` where it cannot be packed."""
+    documents.check(window=args.window, long_documents=args.long_documents)
+    sizes = args.dp_size, args.pp_size, args.vpp_size
     layout = None
-    if args.dp_size is not None or args.pp_size is not None:
-        layout = Layout(
-            1 if args.dp_size is None else args.dp_size, 1 if args.pp_size is None else args.pp_size
-        )
+    if any(size is not None for size in sizes):
+        layout = Layout(*(1 if size is None else size for size in sizes))
     return Workload(
         source=documents,
         window=args.window,
@@ -149,9 +200,6 @@ def cost(args: argparse.Namespace) -> Cost:
 
     Raises :class:`ConfigError` for files that hold none, or a cost of another model.
     """
-    # Not at the top: only this needs the runtime's reading of settings.
-    from megatron_wlb.runtime.planning import known_cost, padded_vocab_size
-
     if args.model is None:
         if args.hardware is not None:
             raise ConfigError("--hardware is the machine of --model FILE; give that as well")
@@ -170,8 +218,37 @@ def cost(args: argparse.Namespace) -> Cost:
     return found
 
 
+def _model_flags(path: Path) -> dict[str, Any]:
+    """Flag -> value of a settings file, or of the MODEL_ARGS of a Megatron recipe.
+
+    Of a recipe only what the embedded trainer knows: the others say nothing about the cost.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--model {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--model {path}: expected settings as `name: value`")
+    recipe = content.get("MODEL_ARGS")
+    entries = recipe if isinstance(recipe, Mapping) else content
+    flags = {flag_of(str(key).lstrip("-")): value for key, value in entries.items()}
+    if entries is recipe:
+        known = {flag_of(name) for name in Config().flat()}
+        flags = {flag: value for flag, value in flags.items() if flag in known}
+    return flags
+
+
 def _settings(args: argparse.Namespace) -> Config:
-    config = parse(["--wlb-config", str(args.model)])
+    words: list[str] = []
+    for flag, value in _model_flags(args.model).items():
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:  # 0 is neither
+            words += [flag, *map(str, value if isinstance(value, list) else [value])]
+    try:
+        config = parse(words)
+    except ConfigError as error:
+        raise ConfigError(f"--model {args.model}: {error}") from None
     settings = config.flat()
     if args.hardware is not None:
         settings["wlb_hardware"] = args.hardware
@@ -190,7 +267,8 @@ def _cost_of_file(args: argparse.Namespace) -> Cost:
             raise ConfigError(f"cost is {inner!r}; give coefficients by name")
         found = cost_from_dict(inner)
     except ConfigError as error:
-        raise ConfigError(f"--cost {args.cost}: {error}") from None
+        reason = str(error).removeprefix(f"{args.cost}: ")
+        raise ConfigError(f"--cost {args.cost}: {reason}") from None
     if isinstance(found, ProfiledCost) and args.cost_extrapolate:
         return dataclasses.replace(found, extrapolate=True)
     return found

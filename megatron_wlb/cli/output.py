@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_wlb.errors import ConfigError
 
-WIDTH = 140
+WIDTH = 160
 """Of tables that go to a file or a pipe."""
 
 
@@ -22,6 +22,11 @@ def console(*, stderr: bool = False) -> Console:
     """As wide as the terminal, or as a table needs where there is none."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(stderr=stderr, width=None if terminal else WIDTH, highlight=False)
+
+
+def say(out: Console, text: str, style: str = "") -> None:
+    """A sentence: one line, unless a terminal has to break it between words."""
+    out.print(text, style=style, soft_wrap=not out.is_terminal)
 
 
 def remark(text: str) -> None:
@@ -47,7 +52,7 @@ def progress_bar(task: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def check_file(flag: str, path: Path | None) -> None:
-    """Raises :class:`ConfigError` where :func:`save_file` could not write; leaves nothing there."""
+    """Raises :class:`ConfigError` where :func:`save_file` could not write; makes the folder."""
     if path is None:
         return
     if path.is_dir():

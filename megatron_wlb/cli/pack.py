@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from megatron_wlb.cli.inputs import (
     SOURCES,
     add_source,
     add_workload,
+    fill_defaults,
     max_tokens,
+    numbers_of_micro_batches,
     source,
     workload,
 )
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PACKINGS
 from megatron_wlb.packing.evaluate import WARM_UP_STEPS, Evaluation, Setting, Workload, evaluate
@@ -36,6 +38,9 @@ WORTH_IT = 1.02
 """Modelled speed-up over `original` from which on another packing is advised."""
 GENTLE_DELAY = 0.6
 """More delay, in steps, is not advised where there is less to be had: the paper has 0.5."""
+EXTRA_COLUMNS = ("p95", "worst", "tokens/s", "p99", "CV", "documents")
+MIN_WIDTH = 130
+"""Of a terminal that has room for them."""
 NEARLY = 0.99
 """Of the highest throughput: the least delay is advised among those."""
 
@@ -81,13 +86,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is compared")
     group.add_argument("--packing", metavar="a,b,…", help="default: all but fixed-solver")
     group.add_argument(
-        "--num-micro-batches",
-        nargs="+",
-        default=["4"],
-        metavar="N",
-        help="micro-batches of a step over all data-parallel ranks; several like 4,16 (default: 4)",
-    )
-    group.add_argument(
         "--queue-thresholds", nargs="+", type=int, default=[], metavar="L", help="of wlb, in tokens"
     )
     group.add_argument("--hold-tau", type=float, default=1.0, metavar="X", help="of hold")
@@ -113,11 +111,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_file("--plot", args.plot)
+    fill_defaults(args)
     documents = source(args)
     base = workload(args, documents, 1)
     cases = [
         (dataclasses.replace(base, num_micro_batches=number), setting)
-        for number in _numbers(args.num_micro_batches)
+        for number in numbers_of_micro_batches(args)
         for setting in _settings(args)
     ]
     steps = STEPS if args.steps is None else args.steps
@@ -133,7 +132,7 @@ def _run(args: argparse.Namespace) -> int:
     evaluations = _evaluate(args, cases, steps)
     originals = {e.num_micro_batches: e for e in evaluations if e.setting.packing == "original"}
     rows = [
-        {**e.row(originals.get(e.num_micro_batches)), "paper_imbalance": _paper(args, e)}
+        {**e.row(_comparable(e, originals)), "paper_imbalance": _paper(args, e)}
         for e in evaluations
     ]
     title = f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows"
@@ -145,21 +144,11 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps({"rows": rows}, indent=1))
         return 0
     out = console()
-    out.print(_table(rows, f"{title}: {steps} steps, seed {args.seed}; times modelled"))
-    out.print(_advice(evaluations))
+    out.print(_table(rows, f"{title}: {steps} steps, seed {args.seed}; modelled", out.width))
+    say(out, _advice(evaluations))
     if args.plot:
-        out.print(f"picture: {args.plot}")
+        say(out, f"picture: {args.plot}")
     return 0
-
-
-def _numbers(texts: Sequence[str]) -> list[int]:
-    numbers = [number for text in texts for number in text.split(",") if number]
-    for number in numbers:
-        if not number.isdecimal() or int(number) < 1:
-            raise ConfigError(
-                f"--num-micro-batches {number} is no number above 0; write several like 4,16"
-            )
-    return list(dict.fromkeys(map(int, numbers)))
 
 
 def _settings(args: argparse.Namespace) -> list[Setting]:
@@ -209,6 +198,13 @@ def _evaluate(
     return evaluations
 
 
+def _comparable(evaluation: Evaluation, originals: Mapping[int, Evaluation]) -> Evaluation | None:
+    """`original` on the same steps; the solver has others."""
+    if evaluation.setting.packing == "fixed-solver":
+        return None
+    return originals.get(evaluation.num_micro_batches)
+
+
 def _paper(args: argparse.Namespace, evaluation: Evaluation) -> float | None:
     """Table 2's figure where the set-up is the paper's."""
     setting = evaluation.setting
@@ -224,50 +220,56 @@ def _paper(args: argparse.Namespace, evaluation: Evaluation) -> float | None:
     return TABLE_2.get(setting.packing, {}).get(number)
 
 
-def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("N", justify="right")
-    table.add_column("packing")
+def _table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Table:
+    """Columns that matter less are left out where there is no room."""
     paper = any(row["paper_imbalance"] for row in rows)
     padded = any(row["padding"] >= 0.00005 for row in rows)
-    headers = ["imbalance", "tw", "p95", "worst", "work/s", "tokens/s", "delay", "p99", "max", "CV",
-               "ms", "documents"]  # fmt: skip
-    if paper:
-        headers.insert(1, "paper")
-    if padded:
-        headers.append("padding")
+    shown = [_cells(row) for row in rows]
+    left_out = {"paper": not paper, "padding": not padded}
+    left_out |= dict.fromkeys(EXTRA_COLUMNS, width < MIN_WIDTH)
+    headers = [header for header in shown[0] if not left_out.get(header)]
+    table = Table(title=title, title_justify="left")
     for header in headers:
-        table.add_column(header, justify="right")
-    last = rows[0]["num_micro_batches"]
-    for row in rows:
-        if row["num_micro_batches"] != last:
+        if header == "packing":
+            table.add_column(header)
+        else:
+            widest = max(len(header), *(len(cells[header]) for cells in shown))
+            table.add_column(header, justify="right", min_width=widest)
+    for number, cells in enumerate(shown):
+        if number and cells["N"] != shown[number - 1]["N"]:
             table.add_section()
-            last = row["num_micro_batches"]
-        work, tokens = row["work_speedup"], row["tokens_speedup"]
-        cells = [
-            f"{row['imbalance_mean']:.3f}",
-            f"{row['imbalance_time_weighted']:.3f}",
-            f"{row['imbalance_p95']:.3f}",
-            f"{row['imbalance_worst']:.2f}",
-            f"{work:.3f}×" if work else "",
-            f"{tokens:.3f}×" if tokens else "",
-            f"{row['delay_mean']:.2f}",
-            str(row["delay_p99"]),
-            str(row["delay_max"]),
-            f"{row['tokens_cv']:.2f}",
-            f"{row['ms_per_step']:.2f}",
-            f"{row['documents']:,}",
-        ]
-        if paper:
-            cells.insert(1, f"{row['paper_imbalance']:.2f}" if row["paper_imbalance"] else "")
-        if padded:
-            cells.append(f"{row['padding']:.2%}")
-        table.add_row(str(last), row["title"], *cells)
+        table.add_row(*(cells[header] for header in headers))
     if paper:
         table.caption = (
             "paper: imbalance in WLB-LLM's Table 2, of measured times on its authors' data"
         )
     return table
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """By column, from left to right."""
+
+    def number(name: str, form: str) -> str:
+        return "" if row[name] is None else format(row[name], form)
+
+    return {
+        "N": number("num_micro_batches", ""),
+        "packing": row["title"],
+        "imbalance": number("imbalance_mean", ".3f"),
+        "paper": number("paper_imbalance", ".2f"),
+        "tw": number("imbalance_time_weighted", ".3f"),
+        "p95": number("imbalance_p95", ".3f"),
+        "worst": number("imbalance_worst", ".2f"),
+        "work/s": number("work_speedup", ".3f"),
+        "tokens/s": number("tokens_speedup", ".3f"),
+        "delay": number("delay_mean", ".2f"),
+        "p99": number("delay_p99", ""),
+        "max": number("delay_max", ""),
+        "CV": number("tokens_cv", ".2f"),
+        "padding": number("padding", ".2%"),
+        "ms": number("ms_per_step", ".2f"),
+        "documents": number("documents", ","),
+    }
 
 
 def _advice(evaluations: Sequence[Evaluation]) -> str:

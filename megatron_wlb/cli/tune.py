@@ -16,11 +16,13 @@ from megatron_wlb.cli.inputs import (
     SOURCES,
     add_source,
     add_workload,
+    fill_defaults,
     max_tokens,
+    numbers_of_micro_batches,
     source,
     workload,
 )
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.evaluate import Evaluation
@@ -54,13 +56,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--packing", default=",".join(TUNABLE), metavar="a,b", help="default: wlb,hold"
     )
     group.add_argument(
-        "--num-micro-batches",
-        type=int,
-        default=4,
-        metavar="N",
-        help="micro-batches of a step over all data-parallel ranks (default: 4)",
-    )
-    group.add_argument(
         "--max-delay",
         type=float,
         default=0.5,
@@ -85,21 +80,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_file("--plot", args.plot)
+    fill_defaults(args)
     documents = source(args)
-    if args.num_micro_batches < 1:
-        raise ConfigError(f"--num-micro-batches is {args.num_micro_batches}; give at least 1")
+    number, *others = numbers_of_micro_batches(args)
+    if others:
+        raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
     steps = args.steps
     if steps is None:
-        steps = max(50, min(250, 3200 // args.num_micro_batches))
+        steps = max(50, min(250, 1600 // number))
     if steps < 1:
         raise ConfigError(f"--steps is {steps}; give at least 1")
-    base = workload(args, documents, args.num_micro_batches)
+    base = workload(args, documents, number)
     tokens = 2 * (WARM_UP_STEPS + steps) * base.step_tokens
     for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
         remark(text)
-    if documents.stored is not None and len(documents.stored) < MIN_TO_SPLIT:
+    if documents.num_documents < MIN_TO_SPLIT:
         remark(
-            f"{len(documents.stored)} documents are too few to part: settings are judged on the "
+            f"{documents.num_documents} documents are too few to part: settings are judged on the "
             "ones they were chosen on, in another order"
         )
     # One setting that lets documents pile up is no reason to warn: it will not be chosen.
@@ -117,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     title = (
-        f"{documents.title}, N={args.num_micro_batches}, window {args.window:,}, S_max up to "
+        f"{documents.title}, N={number}, window {args.window:,}, S_max up to "
         f"{args.max_windows:g} windows"
     )
     if args.plot:
@@ -130,10 +127,10 @@ def _run(args: argparse.Namespace) -> int:
     out = console()
     out.print(_curve(tuning, f"{title}: the best of {len(tuning.tried)} settings, modelled"))
     out.print(_judged(tuning, f"on {steps} held-out steps, seed {args.seed}, modelled"))
-    out.print(_advice(tuning))
+    say(out, _advice(tuning))
     out.print(" ".join(tuning.chosen.setting.flags()), style="bold", soft_wrap=True)
     if args.plot:
-        out.print(f"picture: {args.plot}")
+        say(out, f"picture: {args.plot}")
     return 0
 
 
@@ -144,7 +141,7 @@ def as_dict(tuning: Tuning) -> dict[str, object]:
         "max_delay": tuning.max_delay,
         "recommended": tuning.chosen.row(original),
         "flags": tuning.chosen.setting.flags(),
-        "is_default": tuning.chosen in tuning.defaults,
+        "is_default": tuning.keeps_default,
         "defaults": [e.row(original) for e in tuning.defaults],
         "baselines": [e.row(original) for e in tuning.baselines],
         "frontier": [e.row(tuning.tried_original) for e in frontier(tuning.tried)],

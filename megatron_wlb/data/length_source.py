@@ -74,6 +74,11 @@ class LengthSource:
         distribution(name)
         return cls(f"distribution {name}", distribution=name)
 
+    @property
+    def num_documents(self) -> float:
+        """That are not empty; a distribution has no end of them."""
+        return np.inf if self.stored is None else int(np.count_nonzero(self.stored))
+
     def longest(self, window: int) -> int:
         """The longest document; of a distribution, which is cut at windows, the window."""
         return window if self.stored is None else int(self.stored.max())
@@ -108,9 +113,10 @@ class LengthSource:
 
         Of a few documents both are all of them, in other orders.
         """
-        if self.stored is None or len(self.stored) < MIN_TO_SPLIT:
+        if self.stored is None or self.num_documents < MIN_TO_SPLIT:
             return self, replace(self, seed_offset=self.seed_offset + 1)
-        order = np.random.default_rng([seed, self.seed_offset]).permutation(len(self.stored))
+        present = np.flatnonzero(self.stored)
+        order = np.random.default_rng([seed, self.seed_offset]).permutation(present)
         first, second = np.array_split(order, 2)
         return replace(self, stored=self.stored[first]), replace(self, stored=self.stored[second])
 
@@ -142,6 +148,22 @@ class LengthSource:
             num_epochs=1 if drawn else None,
             shuffle=not drawn,
         )
+
+    def check(self, *, window: int, long_documents: LongDocuments) -> None:
+        """Raises :class:`CorpusError` for documents that cannot be streamed: all of them empty, or
+        some too long where ``long_documents`` is ``error``.
+        """
+        if self.stored is None:
+            return
+        if not self.stored.any():
+            raise CorpusError(f"{self.title}: no document has tokens; give a corpus with text")
+        if long_documents == "error" and int(self.stored.max()) > window:
+            number = int(self.stored.argmax())
+            raise CorpusError(
+                f"{self.title}: document {number} has {self.stored[number]} tokens, above the "
+                f"window of {window} ({np.count_nonzero(self.stored > window)} documents are); "
+                "enlarge the window, or let long documents be 'split' or 'truncate'd"
+            )
 
     def remarks(self, num_tokens: int, *, window: int, long_documents: LongDocuments) -> list[str]:
         """What becomes of these documents where ``num_tokens`` are to be packed; often nothing."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from megatron_wlb.cost import Cost, ProfiledCost
@@ -18,7 +18,7 @@ from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics,
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.simulator.engine import start_stop_us
-from megatron_wlb.simulator.order import dataflow, schedule
+from megatron_wlb.simulator.order import Task, dataflow, schedule
 
 WARM_UP_STEPS = 50
 """Steps that do not count: queues and pools fill."""
@@ -113,16 +113,30 @@ class Setting:
 class Layout:
     """How micro-batches share devices, for modelled step times.
 
-    ``pp_size`` stages take equal shares of the model, without sending times: Megatron's 1F1B.
+    The ``pp_size * vpp_size`` chunks take equal shares of the model, and sending takes no time.
     """
 
     dp_size: int = 1
     pp_size: int = 1
+    vpp_size: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (("dp_size", self.dp_size), ("pp_size", self.pp_size)):
+        for name, value in asdict(self).items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}; give at least 1")
+
+    def tasks(self, num_micro_batches: int) -> list[Task]:
+        """Megatron's schedule of one pipeline, of the step's ``num_micro_batches`` over all.
+
+        Raises :class:`ConfigError` where they do not divide as it asks.
+        """
+        if num_micro_batches % self.dp_size:
+            raise ConfigError(
+                f"{num_micro_batches} micro-batches a step do not divide over {self.dp_size} "
+                "data-parallel ranks; choose a multiple"
+            )
+        each = num_micro_batches // self.dp_size
+        return dataflow(schedule(self.pp_size, self.vpp_size, each))
 
 
 @dataclass(frozen=True)
@@ -188,11 +202,8 @@ class Workload:
             self.packer(setting)
             if isinstance(self.cost, ProfiledCost):
                 self.cost.check_reach(setting.max_tokens)
-        if self.layout is not None and self.num_micro_batches % self.layout.dp_size:
-            raise ConfigError(
-                f"{self.num_micro_batches} micro-batches a step do not divide over "
-                f"{self.layout.dp_size} data-parallel ranks; choose a multiple"
-            )
+        if self.layout is not None:
+            self.layout.tasks(self.num_micro_batches)
 
 
 @dataclass(frozen=True)
@@ -327,8 +338,7 @@ class _Clock:
         self._cost, self._layout = workload.cost, workload.layout
         self.work_us = self.device_us = 0.0
         if self._layout is not None:
-            num_micro_batches = workload.num_micro_batches // self._layout.dp_size
-            self._tasks = dataflow(schedule(self._layout.pp_size, 1, num_micro_batches))
+            self._tasks = self._layout.tasks(workload.num_micro_batches)
 
     @property
     def efficiency(self) -> float:
@@ -346,15 +356,18 @@ class _Clock:
     def _rank_us(self, micro_batches: Sequence[MicroBatchPlan]) -> float:
         """Time of a data-parallel rank's pipeline."""
         assert self._layout is not None
-        pp_size = self._layout.pp_size
+        pp_size, vpp_size = self._layout.pp_size, self._layout.vpp_size
         if pp_size == 1:
             return sum(micro_batch.predicted_us for micro_batch in micro_batches)
         forward_us, backward_us = [], []
         for micro_batch in micro_batches:
             work = self._cost.work(span.length for span in micro_batch.spans)
-            forward_us.append((work.forward_us + work.overhead_us / 2) / pp_size)
-            backward_us.append((work.backward_us + work.overhead_us / 2) / pp_size)
+            forward_us.append((work.forward_us + work.overhead_us / 2) / (pp_size * vpp_size))
+            backward_us.append((work.backward_us + work.overhead_us / 2) / (pp_size * vpp_size))
         times = start_stop_us(
-            self._tasks, pp_size, [[forward_us]] * pp_size, [[backward_us]] * pp_size
+            self._tasks,
+            pp_size,
+            [[forward_us] * vpp_size] * pp_size,
+            [[backward_us] * vpp_size] * pp_size,
         )
         return max(stop_us for _, stop_us in times)

@@ -73,19 +73,19 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
         tuning.max_delay, color=INK, lw=1.2, ls="--", label=f"limit, {tuning.max_delay:g} steps"
     )
     perfect = 1 / tuning.original.efficiency
-    if perfect < 1.25 * tuning.chosen.efficiency / tuning.original.efficiency:
+    if tuning.chosen.efficiency > 0.8:  # Where bubbles keep all far from it, it would squeeze them.
         axes.axhline(perfect, color=PALE_INK, lw=1, ls=":", label="perfect balance")
     chosen = tuning.chosen
+    speedup = chosen.efficiency / tuning.original.efficiency
     _title(
         axes,
-        f"recommended: {chosen.setting.title}"
-        f"{' (the default)' if chosen in tuning.defaults else ''}, {chosen.efficiency / tuning.original.efficiency:.2f}"
-        f" × the work a second of original at a delay of {chosen.delay:.2f} steps",
+        f"recommended: {chosen.setting.title}{' (the default)' if tuning.keeps_default else ''}, "
+        f"{speedup:.2f} × the work a second of original at a delay of {chosen.delay:.2f} steps",
     )
     # Settings that are far worse would squeeze all others.
     drawn = (*tuning.baselines, *tuning.defaults, chosen, *frontier(tuning.tried))
     farthest = max(tuning.max_delay, *(e.delay for e in drawn))
-    axes.set_xlim(-0.03 * farthest, 1.2 * farthest or 1)
+    axes.set_xlim(-0.03 * farthest, 1.3 * farthest or 1)
     axes.set_xlabel(
         "mean delay of a token (steps); lines and dots: steps tuned on, large marks: held-out steps"
     )

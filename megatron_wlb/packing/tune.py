@@ -56,6 +56,11 @@ class Tuning:
     def original(self) -> Evaluation:
         return self.baselines[0]
 
+    @property
+    def keeps_default(self) -> bool:
+        """Whether nothing better than a default was found."""
+        return self.chosen.setting in [default.setting for default in self.defaults]
+
 
 def frontier(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
     """Those that no other one beats in delay and throughput at once, by rising delay."""

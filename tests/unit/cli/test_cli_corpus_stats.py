@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.testing.index import write_index
+
+LENGTHS = [7, 3, 900, 3, 40, 64, 0, 500, 1024]
+STATS = ["corpus", "stats"]
+
+
+@pytest.fixture(autouse=True)
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_index("corpus", LENGTHS)
+
+
+def test_json_has_the_statistics_of_the_index(capsys) -> None:
+    assert main([*STATS, "corpus", "--window", "512", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert (found["source"], found["documents"], found["empty_documents"]) == ("corpus", 8, 1)
+    assert (found["tokens"], found["longest"], found["window"]) == (sum(LENGTHS), 1024, 512)
+    assert found["percentiles"]["p50"] == 52
+    assert [row["documents"] for row in found["at_least"]] == [4, 3, 3, 2]
+    assert sum(bin["documents"] for bin in found["histogram"]) == 8
+
+
+def test_table_shows_the_histogram_and_says_where_the_work_is(capsys) -> None:
+    assert main([*STATS, "corpus", "--window", "512"]) == 0
+    out = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "│" in line]
+    bars = {row[1]: (row[3], row[4], row[6]) for row in cells if len(row) > 8}
+    assert bars["2"] == ("2", "█" * 24, "0.2%") and bars["64"][:2] == ("1", "█" * 12)
+    assert bars["1,024"][2] == "100.0%"
+    assert "2 are longer than the window and would be split in training" in out
+    assert "whichever micro-batch gets one is the slowest" in out
+
+
+def test_files_and_distributions_are_sources_as_well(capsys) -> None:
+    np.save("lengths.npy", np.array([length for length in LENGTHS if length]))
+    assert main([*STATS, "--lengths", "lengths.npy", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == sum(LENGTHS)
+    arguments = ["--distribution", "slimpack", "--windows", "30", "--window", "4096", "--json"]
+    assert main([*STATS, *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["longest"]) == (30 * 4096, 4096)
+    assert main([*STATS, *arguments, "--seed", "9"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] != found["documents"]
+
+
+def test_plot_counts_every_document(capsys, monkeypatch) -> None:
+    from megatron_wlb.simulator import plot
+
+    figures = []
+    save = plot._save
+
+    def keep(figure, path) -> None:
+        save(figure, path)
+        figures.append(figure)
+
+    monkeypatch.setattr(plot, "_save", keep)
+    assert main([*STATS, "corpus", "--window", "512", "--plot", "lengths.png"]) == 0
+    assert Path("lengths.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    above, below = figures[0].axes
+    assert sum(bar.get_height() for bar in above.patches[:-1]) == 8  # the last one is the shade
+    assert above.get_title(loc="left") == "8 documents, 2,541 tokens"
+    shares = {line.get_label(): line.get_ydata()[0] for line in below.get_lines()[:3]}
+    assert shares == {
+        "documents": 2 / 8, "tokens": pytest.approx(6 / 2541), "attention work": pytest.approx(
+            18 / sum(length**2 for length in LENGTHS)
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ([], 2, "no documents; give one of"),
+        (["nowhere"], 3, "no such corpus file: nowhere.idx"),
+        (["--distribution", "magy"], 2, "unknown distribution magy; did you mean magi?"),
+        (["corpus", "--window", "0"], 2, "--window is 0"),
+        (["--distribution", "magi", "--windows", "0"], 2, "--windows is 0"),
+        (["corpus", "--plot", "/proc/none/x.png"], 2, "cannot write --plot /proc/none/x.png"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], status: int, message: str, capsys) -> None:
+    assert main([*STATS, *arguments]) == status
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_corpus_of_empty_documents_is_one_line(capsys) -> None:
+    write_index("empty", [0, 0, 0])
+    Path("empty.bin").write_bytes(b"")
+    assert main([*STATS, "empty"]) == 3
+    assert "has no documents" in capsys.readouterr().err

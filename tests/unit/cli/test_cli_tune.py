@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.config import parse
+from megatron_wlb.packing import tune as module
+from megatron_wlb.testing.index import write_index
+
+OPTIONS = ["--window", "65536", "--steps", "12"]
+REFERENCE = ["tune", "--distribution", "reference", *OPTIONS]
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "WARM_UP_STEPS", 4)
+    monkeypatch.setattr(module, "THRESHOLDS", (1 / 4, 1 / 2))
+    monkeypatch.setattr(module, "DELAY_PRICES", (0.05, 0.4))
+    monkeypatch.setattr(module, "TAUS", (1.0,))
+    monkeypatch.setattr(module, "NUM_REFINED", 1)
+    return tmp_path
+
+
+def tuned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main([*arguments, "--json"]) == 0
+    result: dict = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_json_has_the_recommendation_and_what_it_was_judged_against(capsys) -> None:
+    found = tuned(capsys, *REFERENCE, "--max-delay", "0.4")
+    assert found["max_delay"] == 0.4
+    best = found["recommended"]
+    assert best["delay_mean"] <= 0.4 and best["flags"] == found["flags"]
+    assert [row["packing"] for row in found["defaults"]] == ["wlb", "hold"]
+    for row in found["defaults"]:
+        assert row["delay_mean"] > 0.4 or row["efficiency"] <= best["efficiency"]
+    assert [row["packing"] for row in found["baselines"]] == ["original", *["fixed-greedy"] * 2]
+    assert len(found["tried"]) > len(found["frontier"]) > 1
+    again = tuned(capsys, *REFERENCE, "--max-delay", "0.4")
+    for result in (found, again):
+        del result["recommended"]["ms_per_step"]  # Nothing else is measured.
+    assert again["recommended"] == best
+
+
+def test_last_line_is_what_the_training_command_takes(capsys) -> None:
+    assert main([*REFERENCE, "--packing", "wlb", "--max-delay", "3"]) == 0
+    out, err = capsys.readouterr()
+    flags = out.splitlines()[-1].split()
+    wlb = parse(flags).wlb
+    assert wlb.wlb_packing == "wlb" and wlb.wlb_max_tokens is not None
+    assert wlb.wlb_max_tokens <= 131072
+    assert err == ""
+    assert "held-out" in out and "original" in out and "default" in out
+    assert "modelled" in out
+
+
+def test_other_seeds_are_other_samples(capsys) -> None:
+    first, second = (
+        tuned(capsys, *REFERENCE, "--packing", "hold", "--seed", seed)["baselines"][0]
+        for seed in ("1", "5")
+    )
+    assert first["imbalance_mean"] != second["imbalance_mean"]
+
+
+def test_corpus_is_parted_and_too_small_a_one_is_said(capsys, quick: Path) -> None:
+    lengths = np.random.default_rng(1).lognormal(7, 1.6, 900).astype(int).clip(1, 80000)
+    write_index("corpus", lengths.tolist())
+    assert main(["tune", "corpus", *OPTIONS, "--packing", "hold"]) == 0
+    out, err = capsys.readouterr()
+    assert "documents repeat, in another order each time" in err
+    assert "longer than the window of 65,536 tokens and cut" in err
+    assert "too few to part" not in err and "corpus, N=4" in out
+    write_index("few", lengths[:20].tolist())
+    assert main(["tune", "few", *OPTIONS, "--packing", "hold"]) == 0
+    assert "20 documents are too few to part" in capsys.readouterr().err
+
+
+def test_plot_is_written_whole_and_alone(quick: Path, capsys) -> None:
+    assert main([*REFERENCE, "--packing", "hold", "--plot", "curve.png"]) == 0
+    assert [path.name for path in quick.iterdir()] == ["curve.png"]
+    assert Path("curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert capsys.readouterr().out.endswith("picture: curve.png\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--max-delay", "-1"], 2, "max_delay is -1.0; give at least 0"),
+        (["--packing", "original"], 2, "original has nothing to tune; use wlb or hold"),
+        (["--packing", "wlb", "--max-delay", "0"], 4, "no setting of wlb keeps the mean delay"),
+        (["--steps", "0"], 2, "--steps is 0"),
+        (["--num-micro-batches", "0"], 2, "--num-micro-batches 0 is no number above 0"),
+        (["--num-micro-batches", "4,8"], 2, "--num-micro-batches 4, 8: tune one at a time"),
+        (["--max-windows", "0.9"], 2, "max_tokens (S_max) 58982 is below the window"),
+        (["--plot", "/proc/none/x.png"], 2, "cannot write --plot /proc/none/x.png"),
+        (["--look-ahead", "-1"], 2, "look_ahead is -1"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], status: int, message: str, capsys) -> None:
+    assert main([*REFERENCE, *arguments]) == status
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_help_teaches_by_examples(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--help"])
+    assert "examples:\n  wlb tune --distribution reference" in capsys.readouterr().out
