@@ -1,4 +1,4 @@
-"""Build script: what pyproject.toml cannot say is that the package carries configs/ and patches/."""
+"""Build script: what pyproject.toml cannot say is that the package has configs/ and patches/."""
 
 import shutil
 from pathlib import Path

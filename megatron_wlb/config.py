@@ -410,6 +410,26 @@ def parse(
     return from_flat(values)
 
 
+def parse_known(argv: Sequence[str]) -> tuple[Config, list[str]]:
+    """What a command line of Megatron's ``pretrain_gpt.py`` says of these settings, and the rest:
+    Megatron's other flags with their values.
+
+    Raises:
+        ConfigError: a bad value, or a flag that neither Megatron nor this project has.
+    """
+    parser = build_parser("megatron_wlb.launch", "")
+    values, others = parser.parse_known_args(argv)
+    for flag in others:
+        name = flag.split("=")[0]
+        if name.startswith("--") and name not in megatron_flags():
+            known = sorted({*parser._option_string_actions, *megatron_flags()})
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+            )
+    return from_flat(vars(values)), others
+
+
 def _yaml_arguments(path: str) -> list[str]:
     """The YAML file as if it had been written on the command line: one set of rules for both."""
     arguments = yaml_arguments(path)

@@ -18,6 +18,7 @@ one thread. With --small lengths and heads are scaled down: other sizes, so othe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -92,7 +93,7 @@ def windows(window: int, number: int, scale: int, seed: int) -> tuple[tuple[int,
     edges = range(0, number * window // scale + 1, window // scale)
     return tuple(
         tuple(np.diff(np.unique(np.append(stops[(stops > a) & (stops < b)], [a, b]))).tolist())
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     )
 
 
@@ -110,8 +111,15 @@ def latencies(
     repeats: int,
     typical: Callable[..., Any],
 ) -> dict[Sharding, Latency]:
-    """Each sharding's, measured side by side."""
-    ranks = {s: shard_arrays(lengths, cp_size, s) for s in shardings}
+    """Each sharding's, measured side by side; those of the same chunks are measured once."""
+    ranks: dict[Sharding, tuple[Any, ...]] = {}
+    same: dict[tuple[bytes, ...], Sharding] = {}
+    alias: dict[Sharding, Sharding] = {}
+    for sharding in shardings:
+        chunks = shard_arrays(lengths, cp_size, sharding)
+        alias[sharding] = same.setdefault(tuple(rows.tobytes() for rows in chunks), sharding)
+        ranks[alias[sharding]] = chunks
+    shardings = list(ranks)
     times_us = {s: np.empty((repeats, cp_size, 2)) for s in shardings}
     for turn in range(repeats):
         first = turn % len(shardings)
@@ -120,7 +128,8 @@ def latencies(
                 times_us[s][turn, rank] = timer(rows[:, 2] - rows[:, 1], rows[:, 2])
     # [repeats, CP, 2] -> [CP, 2] -> the slowest of each pass
     slowest = {s: typical(us, axis=0).max(axis=0) for s, us in times_us.items()}
-    return {s: Latency(float(us[0]), float(us[1])) for s, us in slowest.items()}
+    found = {s: Latency(float(us[0]), float(us[1])) for s, us in slowest.items()}
+    return {s: found[measured] for s, measured in alias.items()}
 
 
 def run_micro_batch(
@@ -305,7 +314,7 @@ def main() -> int:
         help=f"in tokens; --small divides by {SMALL_SCALE} (default: 65536 131072)",
     )  # fmt: skip
     parser.add_argument(
-        "--micro-batches", type=int, metavar="N", help="a case (default: 32; small: 6)"
+        "--micro-batches", type=int, metavar="N", help="a case (default: 32; small: 4)"
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="default: 7; small: 3")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of `wlb profile`")
@@ -317,7 +326,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    options.micro_batches = options.micro_batches or (6 if options.small else 32)
+    options.micro_batches = options.micro_batches or (4 if options.small else 32)
     options.repeats = options.repeats or (3 if options.small else 7)
     try:
         if options.device == "cpu" and not options.small:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from megatron_wlb.cost.exchange import exchange_bytes
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
 
 Kernels: TypeAlias = Literal["torch", "fused"]
@@ -301,23 +302,20 @@ class ActivationModel:
         return [*operations, attention, self._out_of("projection", q, shape.query_size)]
 
     def _context_attention(self, kept: float, gradients: float) -> Operation:
-        """Attention over CP ranks, in one head group; ``runtime.context.exchange_bytes`` has more.
+        """Attention over CP ranks, in one head group.
 
         ``kept`` is what the kernel keeps beside keys and values, ``gradients`` are those of its
         output and queries. Keys are counted as of documents sharded per document, on the ranks
-        that need most; other shardings need no more.
+        that need most; the shardings that plans choose need no more.
         """
-        cp_size = self.parallelism.cp_size
-        shared = 2 * self.element_bytes * self.shape.key_size / self.parallelism.tp_size
-        # A token's keys and values are on every rank, though the token itself is on one.
-        rows = cp_size * shared
-        copy = (2 * cp_size + 1) / (2 * cp_size) * rows
-        gathering = rows + copy
-        backward = gradients + max(2 * copy, copy + rows + shared)
-        if self.kernels == "torch":
+        cp_size, tp_size, e = self.parallelism.cp_size, self.parallelism.tp_size, self.element_bytes
+        # Of a local token: there are CP times as many of all ranks.
+        exchange = exchange_bytes(1, cp_size, cp_size + 0.5, 2 * e * self.shape.key_size / tp_size)
+        gathering, copy = exchange.gathering, exchange.copy
+        backward = gradients + exchange.gradients
+        if not self._fused:
             # A chunk's gradients, and then all chunks' in one.
-            backward += self.element_bytes * self.shape.query_size / self.parallelism.tp_size
-            backward = max(backward, gradients + 3 * copy)
+            backward = max(backward + e * self.shape.query_size / tp_size, gradients + 3 * copy)
         if self.recompute.granularity == "selective":
             # The copy of the forward pass that is run again serves the backward pass.
             return Operation(
@@ -325,7 +323,7 @@ class ActivationModel:
             )
         if self.keep_gathered:
             return Operation(
-                "attention", kept + copy, forward=rows, backward=max(backward - copy, 0.0)
+                "attention", kept + copy, forward=gathering - copy, backward=backward - copy
             )
         return Operation("attention", kept, forward=max(gathering - kept, copy), backward=backward)
 

@@ -126,6 +126,9 @@ class AttentionProfile:
     whole_backward_us: tuple[float, ...]
     call_forward_us: float = 0.0
     call_backward_us: float = 0.0
+    unlike_forward_us: float = 0.0
+    """What a chunk takes more beside unlike ones than the tables say, which hold like ones."""
+    unlike_backward_us: float = 0.0
     spread: float = 0.0
     """Median over the grid of the quartiles' distance of a point's repeats, over its time."""
     error: float = 0.0
@@ -221,15 +224,18 @@ class AttentionProfile:
         u, v = places[q], places[k]
         computed = self._pairs(queries, keys)
         forward, backward = (
-            computed * np.exp(a[cell] + b[cell] * u + (c[cell] + d[cell] * u) * v)
-            for a, b, c, d in self._planes
+            computed * np.exp(a[cell] + b[cell] * u + (c[cell] + d[cell] * u) * v) + extra_us
+            for (a, b, c, d), extra_us in zip(
+                self._planes, (self.unlike_forward_us, self.unlike_backward_us), strict=True
+            )
         )
         return forward, backward
 
     def tflops(self, queries: int, keys: int, *, backward: bool = False) -> float:
-        """10¹² FLOP/s of exact pairs that a chunk reaches: what Figure 10 shows."""
+        """10¹² FLOP/s of exact pairs that a chunk reaches among its like: what Figure 10 shows."""
         q, k = np.array(queries), np.array(keys)
-        us = float(self.chunk_us(q, k)[int(backward)])
+        extra_us = self.unlike_backward_us if backward else self.unlike_forward_us
+        us = float(self.chunk_us(q, k)[int(backward)]) - extra_us
         flops = forward_flops(self.num_heads, self.head_dim, float(pairs(q, k)))
         return flops * (BACKWARD_FLOPS if backward else 1.0) / us / 1e6
 

@@ -1,8 +1,9 @@
 """Measures an attention kernel over query and key lengths: an :class:`AttentionProfile`.
 
 A point of the grid is a call that holds many like chunks, because that is how chunks run: a single
-one fills no GPU. Points take turns, so that a machine that is busy or hot for a while adds to all
-of them alike. On a GPU the median of a point's repeats counts; on a CPU the least, as what else the
+one fills no GPU. Calls of unlike chunks, as shards of documents have them, then tell how much more
+a chunk takes there. Calls take turns, so that a machine that is busy or hot for a while adds to all
+of them alike. On a GPU the median of a call's repeats counts; on a CPU the least, as what else the
 machine runs only adds.
 """
 
@@ -13,13 +14,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from megatron_wlb.cost.attention import AttentionProfile, Floats, Ints
+from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.runtime.kernels import CANDIDATES, Demand, Segments, VarlenKernel, choose_kernel
+from megatron_wlb.sharding import Sharding, shard_arrays
+
+Call: TypeAlias = tuple[Ints, Ints]
+"""Query and key lengths of a call's chunks."""
 
 TILES = ((1, 1), (64, 1), (64, 64), (128, 1), (128, 64), (128, 128))
 """Query and key tiles to explain times by; those are taken that predict best between the points."""
@@ -28,6 +35,10 @@ CUDA_QUERY_TOKENS = 16384
 """Queries of a call, to fill a GPU several times over."""
 CPU_KEY_TOKENS = 2048
 """Keys of a call: enough chunks that starting them cold is no large share, as in real calls."""
+NUM_MIXES = 6
+"""Micro-batches of unlike documents; each makes four calls."""
+MIX_SEED = 2**31
+"""Added to the seed of these, so that they are not the documents that anything is judged by."""
 MAX_CHUNKS = 64
 """On the CPU, which runs chunk after chunk."""
 KEY_BYTES = 2**32
@@ -103,11 +114,11 @@ class AttentionTimer:
         """What its times are."""
         return self._clock.name
 
-    def __call__(self, queries: Sequence[int], keys: Sequence[int]) -> tuple[float, float]:
+    def __call__(self, queries: Ints, keys: Ints) -> tuple[float, float]:
         """µs of one call with such chunks, forward and backward."""
         if not len(queries):
             return 0.0, 0.0
-        segments = Segments.of(queries, keys, self._device)
+        segments = Segments.of(queries.tolist(), keys.tolist(), self._device)
         num_queries, num_keys = sum(segments.lengths_q), sum(segments.lengths_k)
         query, key, value = (
             tensor[:num].detach().requires_grad_()
@@ -186,22 +197,24 @@ def measure_attention(
     wholes = [(n, n) for n in lengths]
     checks = _off_grid(longest, num_checks, seed)
     points = [_point(demand, q, k) for q, k in [*parts, *wholes, *checks]]
-    timer = AttentionTimer(
-        kernel,
-        demand,
-        max(p.queries * p.num_chunks for p in points),
-        max(p.keys * p.num_chunks for p in points),
-        seed,
-    )
-    calls = [([p.queries] * p.num_chunks, [p.keys] * p.num_chunks) for p in points]
-    times_us = _in_turn(timer, [([1], [1]), *calls], repeats, progress)
+    mixed = _mixed_calls(longest, seed)
+    calls: list[Call] = [
+        (np.ones(1, np.int64), np.ones(1, np.int64)),
+        *((np.full(p.num_chunks, p.queries), np.full(p.num_chunks, p.keys)) for p in points),
+        *mixed,
+    ]
+    most_queries, most_keys = (max(int(call[i].sum()) for call in calls) for i in range(2))
+    timer = AttentionTimer(kernel, demand, most_queries, most_keys, seed)
+    times_us = _in_turn(timer, calls, repeats, progress)
     typical = np.median if demand.device.type == "cuda" else np.min
-    typical_us = typical(times_us, axis=1)  # [points, 2]
-    quartiles = np.quantile(times_us, (0.25, 0.75), axis=1)
-    single_us, typical_us = typical_us[0], typical_us[1:]
+    all_us = typical(times_us, axis=1)  # [calls, 2]
+    low_us, high_us = np.quantile(times_us, (0.25, 0.75), axis=1)
+    single_us, typical_us, mixed_us = np.split(all_us, [1, len(points) + 1])
     num_chunks = np.array([[p.num_chunks] for p in points])
-    # A call of one token is overhead but for that token.
-    call_us = np.maximum(single_us - (typical_us / num_chunks)[len(parts)], 0.0)
+    # Of chunks of one token, a call of one and a call of many tell overhead and share apart.
+    one = len(parts)
+    share_us = (typical_us[one] - single_us[0]) / max(1, points[one].num_chunks - 1)
+    call_us = np.maximum(single_us[0] - np.maximum(share_us, 0.0), 0.0)
     shares = np.maximum(typical_us - call_us, typical_us / 2) / num_chunks
     part_shares, whole_shares, check_shares = np.split(
         shares, [len(parts), len(parts) + len(wholes)]
@@ -224,9 +237,9 @@ def measure_attention(
         whole_backward_us=_rounded(whole_shares)[1],
         call_forward_us=round(float(call_us[0]), 2),
         call_backward_us=round(float(call_us[1]), 2),
-        spread=round(float(np.median((quartiles[1] - quartiles[0])[1:] / typical_us)), 4),
+        spread=round(float(np.median((high_us - low_us) / all_us)), 4),
     )
-    return _with_tiles(profile, np.array(checks), check_shares)
+    return _with_unlike(_with_tiles(profile, np.array(checks), check_shares), mixed, mixed_us)
 
 
 def _point(demand: Demand, queries: int, keys: int) -> Point:
@@ -246,7 +259,7 @@ def _off_grid(longest: int, number: int, seed: int) -> list[tuple[int, int]]:
 
 def _in_turn(
     timer: AttentionTimer,
-    calls: Sequence[tuple[Sequence[int], Sequence[int]]],
+    calls: Sequence[Call],
     repeats: int,
     progress: Callable[[int, int], None],
 ) -> Floats:
@@ -258,6 +271,39 @@ def _in_turn(
             times_us[number, max(turn - 1, 0)] = timer(queries, keys)
             progress(turn * len(calls) + number + 1, total)
     return times_us
+
+
+def _mixed_calls(longest: int, seed: int) -> list[Call]:
+    """Calls of the first and the last of four ranks, of reference windows scaled to ``longest``,
+    divided per sequence and per document.
+    """
+    num_tokens = -(-longest // 8) * 8
+    drawn = sample_lengths("reference", NUM_MIXES, seed=MIX_SEED + seed)
+    stops = np.unique(np.cumsum(drawn) * num_tokens // REFERENCE_WINDOW)
+    calls: list[Call] = []
+    for number in range(NUM_MIXES):
+        own = stops[(stops > number * num_tokens) & (stops <= (number + 1) * num_tokens)]
+        lengths = np.diff(own, prepend=number * num_tokens).tolist()
+        for kind in ("per-sequence", "per-document"):
+            ranks = shard_arrays(lengths, 4, Sharding(kind))
+            calls += [(rows[:, 2] - rows[:, 1], rows[:, 2]) for rows in (ranks[0], ranks[-1])]
+    return calls
+
+
+def _with_unlike(
+    profile: AttentionProfile, calls: Sequence[Call], times_us: Floats
+) -> AttentionProfile:
+    """With what a chunk takes more beside unlike ones, from measured calls, ``[calls, 2]``.
+
+    One constant a pass, by least squares of relative errors, and none below 0.
+    """
+    extra_us = []
+    for number, call_us in enumerate(profile.call_us):
+        like_us = [profile.chunk_us(q, k)[number].sum() + call_us for q, k in calls]
+        a = np.array([len(q) for q, _ in calls]) / times_us[:, number]
+        b = 1 - np.array(like_us) / times_us[:, number]
+        extra_us.append(round(max(0.0, float(a @ b / (a @ a))), 2))
+    return replace(profile, unlike_forward_us=extra_us[0], unlike_backward_us=extra_us[1])
 
 
 def _rounded(

@@ -350,9 +350,12 @@ def _refuse(folder: str, error: BaseException) -> NoReturn:
 
 
 def _require_same_settings(folder: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    defaults = Config().flat()
     for name, value in now.items():
-        if saved.get(name) != value:
+        # What was not yet a setting when it was saved had its default.
+        before = saved.get(name, defaults.get(name))
+        if before != value:
             raise CheckpointError(
-                f"{folder} was saved with {name.replace('_', '-')} {saved.get(name)}, this run has "
+                f"{folder} was saved with {name.replace('_', '-')} {before}, this run has "
                 f"{value}; resume with the settings it was saved with"
             )

@@ -8,7 +8,7 @@ With several *head groups* each of these happens once a group of key/value heads
 communication of the next group runs while the present one is computed: collectives are started
 with ``async_op``, which NCCL runs on a stream of its own and gloo in threads.
 
-What it holds is in :func:`exchange_bytes`.
+What it holds is in :func:`megatron_wlb.cost.exchange.exchange_bytes`.
 
 Legend: ``T`` tokens of the micro-batch, ``Tk`` keys of the kernel call, ``H`` query heads, ``G``
 key/value heads, ``D`` head dimension.
@@ -117,7 +117,7 @@ def context_attention(
             f"attention got {len(key)} local tokens on each of {parallel.group.size()} "
             f"context-parallel ranks, where the plan has {gather.num_rows} in all"
         )
-    run = _Run(segments, gather, kernel, scale, parallel, key.shape[1])
+    run = _Run(segments, gather, kernel, scale, parallel)
     if torch.is_grad_enabled():
         apply: Any = _ContextAttention.apply
         out: torch.Tensor = apply(query, key, value, run)
@@ -156,7 +156,6 @@ class _Run:
     kernel: VarlenKernel
     scale: float
     parallel: ContextParallel
-    num_groups: int
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, keep: bool
@@ -245,55 +244,6 @@ class _Run:
         local = rows.new_empty(len(rows) // self.parallel.group.size(), *rows.shape[1:])
         work = _reduce_scatter(local, rows, group=self.parallel.group, async_op=True)
         return local, rows, work
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeBytes:
-    """What attention holds beside its inputs and its output, in bytes on a rank."""
-
-    kept: int
-    """Between forward and backward, beside local K and V and what the kernel keeps."""
-    forward: int
-    """The most in forward, with the output."""
-    backward: int
-    """The most in backward, with the gradients that it returns."""
-
-
-def exchange_bytes(
-    num_local: int,
-    num_rows: int,
-    num_keys: int,
-    query_bytes: int,
-    kv_bytes: int,
-    *,
-    keep_gathered: bool = False,
-) -> ExchangeBytes:
-    """Bytes of attention with one head group and a kernel that makes no copies.
-
-    One collective and one copy of K and V: no more is ever alive but, in backward, the gradients
-    of the copy. With ``g`` head groups each part is ``1/g`` of this, and the next group's
-    collective is alive besides; outputs exist twice for a moment, in groups and joined.
-
-    Args:
-        num_local: tokens of the rank, T/CP.
-        num_rows: tokens of all ranks, T.
-        num_keys: keys of the kernel call, Tk.
-        query_bytes: of a token's queries.
-        kv_bytes: of a token's keys and values.
-        keep_gathered: whether the copy is kept.
-    """
-    collective = (num_local + num_rows) * kv_bytes  # what is sent, and all that is received
-    gathering = max(collective, (num_rows + num_keys) * kv_bytes)
-    copy, queries = num_keys * kv_bytes, num_local * query_bytes
-    kept = copy if keep_gathered else 0
-    # The copy and its gradients; then these, by row, and what is received of them.
-    gradients = max(2 * copy, copy + collective) + queries
-    return ExchangeBytes(
-        kept,
-        max(gathering, copy + queries),
-        # What is kept is alive before.
-        max(gradients - kept, 0 if keep_gathered else gathering),
-    )
 
 
 def _joined(tensors: list[torch.Tensor], dim: int = 1) -> torch.Tensor:

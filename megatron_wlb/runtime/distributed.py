@@ -11,6 +11,9 @@ from megatron_wlb.config import Config
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime import cpu, guards
 
+NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
+"""What NCCL_ALGO may be in Megatron's deterministic mode."""
+
 
 def choose_device(requested: str) -> str:
     """``cuda`` or ``cpu`` for this process; turns the CPU emulation on for ``cpu``.
@@ -53,12 +56,30 @@ def initialize(config: Config, device: str) -> int:
     backend = config.parallel.distributed_backend or ("nccl" if device == "cuda" else "gloo")
     if backend == "nccl" and device == "cpu":
         raise ConfigError("--distributed-backend is nccl, which needs GPUs; use gloo on CPUs")
+    if config.training.deterministic_mode:
+        _be_deterministic(backend)
     torch.distributed.init_process_group(
         backend,
         timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
     initialize_groups(config)
     return num_micro_batches
+
+
+def _be_deterministic(backend: str) -> None:
+    """Makes torch choose what gives the same bits each time, or raise.
+
+    Raises:
+        ConfigError: NCCL may choose another algorithm each time.
+    """
+    if backend == "nccl" and os.environ.get("NCCL_ALGO") not in NCCL_ALGORITHMS:
+        raise ConfigError(
+            f"--deterministic-mode with NCCL_ALGO={os.environ.get('NCCL_ALGO')}; set that in the "
+            f"environment to one of {', '.join(NCCL_ALGORITHMS)}"
+        )
+    # What cuBLAS asks for; it is read when its first handle is made.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def initialize_groups(config: Config) -> None:

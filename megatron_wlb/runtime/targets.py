@@ -210,8 +210,8 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
 
     Args:
         source: the installed one if not given.
-        allow_untested: warn of an unknown version and hold it against the nearest table below, where a
-            misfit still is an error.
+        allow_untested: warn of an unknown version and hold it against the nearest table below,
+            where a misfit still is an error.
 
     Raises:
         CompatibilityError: another version than those of the tables, or a name that is missing
@@ -266,6 +266,11 @@ def version_of(version: str) -> Version:
     """The table of a version, or else the nearest one below."""
     below = [v for v in VERSIONS if _numbers(v) <= _numbers(version)]
     return VERSIONS[version if version in VERSIONS else (below or list(VERSIONS)[:1])[-1]]
+
+
+def needs_triton(version: str) -> bool:
+    """Whether that megatron-core imports triton, whatever the device."""
+    return _numbers(version) >= (0, 18)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ def plot_attention(profile: AttentionProfile, path: Path) -> None:
     drawn. The latency is a chunk's share of a call that fills the device.
     """
     lengths = profile.lengths
+    like = replace(profile, unlike_forward_us=0.0, unlike_backward_us=0.0)
     keys = [n for n in lengths if n >= 64] or list(lengths)
     at = np.unique(np.linspace(0, len(keys) - 1, MAX_LINES).round().astype(int))
     keys = [keys[i] for i in at]
@@ -44,7 +46,8 @@ def plot_attention(profile: AttentionProfile, path: Path) -> None:
         left, right = axes[row]
         for number, k in enumerate(keys):
             queries = [q for q in lengths if q < k] or [k]
-            times_us = [float(profile.chunk_us(np.array(q), np.array(k))[row]) for q in queries]
+            at = np.array(queries)
+            times_us = like.chunk_us(at, np.full_like(at, k))[row]
             rates = [profile.tflops(q, k, backward=backward) for q in queries]
             style = {
                 "color": colormaps["viridis_r"](0.08 + 0.92 * number / max(1, len(keys) - 1)),

@@ -1,10 +1,17 @@
-"""Attention by its definition: what kernels and context parallelism must compute."""
+"""Attention by its definition, and that of all context-parallel ranks on one device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import torch
+
+from megatron_wlb.runtime import context
+from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
+from megatron_wlb.runtime.kernels import Segments, VarlenKernel
+from megatron_wlb.sharding import Sharding, rank_layout
 
 
 def document_attention(
@@ -36,3 +43,51 @@ def document_attention(
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outputs)
+
+
+def ranks_in_turn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad: torch.Tensor,
+    lengths: Sequence[int],
+    cp_size: int,
+    sharding: Sharding,
+    kernel: VarlenKernel,
+    scale: float,
+) -> list[torch.Tensor]:
+    """Output, dQ, dK and dV of all tokens, each rank's attention run in turn on this device.
+
+    ``[T, H, D]`` for query and ``grad``, the output's gradient; ``[T, G, D]`` for key and value.
+    Collectives are stood in for: what a rank would gather is at hand, and what ranks would reduce
+    is added up here, in fp32.
+    """
+    layouts = [rank_layout(lengths, cp_size, rank, sharding) for rank in range(cp_size)]
+    tokens = [torch.from_numpy(layout.tokens).to(query.device) for layout in layouts]
+    gathered = torch.stack((key, value), dim=1)[torch.cat(tokens)].detach()
+    rows = torch.zeros_like(gathered, dtype=torch.float32)
+    group, done = mock.Mock(**{"size.return_value": cp_size}), mock.Mock()
+
+    def gather(out: torch.Tensor, _: torch.Tensor, **__: Any) -> Any:
+        out.copy_(gathered)
+        return done
+
+    def reduce(out: torch.Tensor, summand: torch.Tensor, **_: Any) -> Any:
+        rows.add_(summand)
+        out.zero_()
+        return done
+
+    results = [torch.empty_like(query), torch.empty_like(query)]
+    with mock.patch.multiple(context, _all_gather=gather, _reduce_scatter=reduce):
+        for layout, local in zip(layouts, tokens, strict=True):
+            q, k, v = (t[local].detach().requires_grad_() for t in (query, key, value))
+            segments = Segments.of(
+                layout.lengths_q.tolist(), layout.lengths_k.tolist(), query.device
+            )
+            index = KeyGather.of(layout, query.device)
+            out = context_attention(q, k, v, segments, index, kernel, scale, ContextParallel(group))
+            results[0][local] = out.detach()
+            results[1][local] = torch.autograd.grad(out, (q, k, v), grad[local])[0]
+    by_token = torch.empty_like(rows)
+    by_token[torch.cat(tokens)] = rows
+    return [*results, by_token[:, 0].to(key.dtype), by_token[:, 1].to(key.dtype)]

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megatron_wlb.testing.layouts import (
     FULL,
@@ -77,7 +78,7 @@ def main() -> None:
     from megatron_wlb.testing.ranks import train
     from megatron_wlb.testing.shards import differences
 
-    fault = _stock_communicator if "stock" in sys.argv else contextlib.nullcontext
+    fault = _stock_communicator if "stock" in sys.argv else _public_shapes
     oracles: dict[tuple[str, int], OracleRun] = {}
     found = {}
     with GlooPool(4) as pool:
@@ -102,6 +103,16 @@ def describe_core() -> dict[str, Any]:
         "folder": str(Path(core.__path__[0])),
         "takes_shape_provider": communicator.TAKES_SHAPE_PROVIDER,
     }
+
+
+@contextlib.contextmanager
+def _public_shapes(runner: Any) -> Iterator[None]:
+    """Where the core takes a shape provider, nothing private may be asked for shapes."""
+    from megatron_wlb.runtime.communicator import TAKES_SHAPE_PROVIDER
+
+    private = {"_communicate_shapes": mock.Mock(side_effect=AssertionError("a private exchange"))}
+    with mock.patch.multiple(runner.communicator, **(private if TAKES_SHAPE_PROVIDER else {})):
+        yield
 
 
 @contextlib.contextmanager

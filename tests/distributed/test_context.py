@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_wlb.cost.exchange import exchange_bytes
 from megatron_wlb.errors import PlanError
 from megatron_wlb.sharding import KINDS, RankLayout, Sharding, rank_layout
 from megatron_wlb.testing.gloo import GlooPool
@@ -179,8 +180,6 @@ def layer_bytes(
     lengths: Sequence[int], sharding: Sharding, options: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
     """Kept, most in forward and most in backward: measured and by the formula."""
-    import dataclasses
-
     import torch
 
     from megatron_wlb.runtime import context
@@ -188,7 +187,6 @@ def layer_bytes(
         ContextParallel,
         KeyGather,
         context_attention,
-        exchange_bytes,
     )
     from megatron_wlb.runtime.kernels import Segments
     from megatron_wlb.testing.memory import LiveBytes
@@ -221,14 +219,16 @@ def layer_bytes(
         backward = live.peak - before
         del out, gradients
     formula = exchange_bytes(
-        len(local),
-        sum(lengths),
-        len(layout.key_rows),
-        HEADS * HEAD_DIM * 4,
-        2 * num_groups * HEAD_DIM * 4,
-        keep_gathered=options.get("keep_gathered", False),
+        len(local), sum(lengths), len(layout.key_rows), 2 * num_groups * HEAD_DIM * 4
     )
-    return [kept, forward, backward], list(dataclasses.astuple(formula))
+    queries = len(local) * HEADS * HEAD_DIM * 4
+    keep = options.get("keep_gathered", False)
+    expected_kept = formula.copy if keep else 0
+    return [kept, forward, backward], [
+        expected_kept,
+        max(formula.gathering, formula.copy + queries),
+        max(formula.gradients + queries - expected_kept, 0 if keep else formula.gathering),
+    ]
 
 
 def misuse(what: str) -> None:
@@ -298,6 +298,60 @@ def test_attention_holds_one_copy_of_keys_and_values(
             assert measured == formula
 
 
+def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
+    """In the order in which a GPU's streams are given work; waits come as late as they can."""
+    import torch
+
+    from megatron_wlb.runtime import context
+    from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
+    from megatron_wlb.runtime.kernels import Segments
+
+    events: list[str] = []
+
+    def collective(name: str) -> Any:
+        def start(out: Any, _: Any, *, group: Any, async_op: bool) -> Any:
+            assert async_op
+            number = sum(event.startswith(name) for event in events)
+            events.append(f"{name} {number}")
+            out.zero_()
+            return mock.Mock(wait=lambda: events.append(f"wait for {name} {number}"))
+
+        return start
+
+    def kernel(*args: Any) -> Any:
+        events.append("kernel")
+        out = lean_kernel(*args)
+        out.register_hook(lambda grad: events.append("kernel backward"))
+        return out
+
+    layout = rank_layout([16], 2, 0, Sharding())
+    query, key, value, grad = tensors(8, 2, torch.float32)
+    group = mock.Mock(**{"size.return_value": 2})
+    with mock.patch.multiple(
+        context, _all_gather=collective("gather"), _reduce_scatter=collective("reduce")
+    ):
+        out = context_attention(
+            query.requires_grad_(),
+            key,
+            value,
+            Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
+            KeyGather.of(layout, "cpu"),
+            kernel,
+            SCALE,
+            ContextParallel(group, num_head_groups=2),
+        )
+        assert events == [
+            "gather 0", "gather 1", "wait for gather 0", "kernel", "wait for gather 1", "kernel",
+        ]  # fmt: skip
+        events.clear()
+        out.backward(grad)
+    assert events == [
+        "gather 0", "gather 1", "wait for gather 0", "kernel backward", "reduce 0",
+        "wait for gather 1", "kernel backward", "reduce 1",
+        "wait for reduce 0", "wait for reduce 1",
+    ]  # fmt: skip
+
+
 def test_attention_in_head_groups_holds_less(gloo: GlooPool) -> None:
     for (measured, _), (halves, _) in zip(
         gloo.run(4, layer_bytes, [512], SHARDINGS[1], {}),
@@ -305,6 +359,22 @@ def test_attention_in_head_groups_holds_less(gloo: GlooPool) -> None:
         strict=True,
     ):
         assert halves[1] < measured[1] and halves[2] < measured[2]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_ranks_in_turn_are_attention_by_definition(sharding: Sharding) -> None:
+    """What GPU tests run, where collectives are stood in for."""
+    import torch
+
+    from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.testing.attention import ranks_in_turn
+
+    lengths = padded(LENGTHS, 4)
+    inputs = tensors(sum(lengths), 2, torch.float32)
+    found = ranks_in_turn(*inputs, lengths, 4, sharding, sdpa_varlen, SCALE)
+    expected = definition(lengths, inputs, torch.float64)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
 def test_layouts_are_awkward() -> None:

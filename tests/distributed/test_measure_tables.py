@@ -50,6 +50,7 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
         (1, ""),
         (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
     ],
 )
 def test_tables_serve_the_run_that_they_were_measured_for(
@@ -61,11 +62,12 @@ def test_tables_serve_the_run_that_they_were_measured_for(
     assert [changed for _, changed in results] == [[]] * world_size
     config = parse((FLAGS + flags).split())
     shape, tp_size = model_shape(config, 64), config.parallel.tensor_model_parallel_size
-    tables.check(shape, tp_size, 1)
+    cp_size = config.parallel.context_parallel_size
+    tables.check(shape, tp_size, cp_size)
     tables.check_reach(LONGEST)
     with pytest.raises(ConfigError, match="num_query_groups 2, but this one has 4"):
         other = dataclasses.replace(shape, num_query_groups=4)
-        tables.check(other, tp_size, 1)
+        tables.check(other, tp_size, cp_size)
     assert tables.document_us(LONGEST) > tables.document_us(3) > 0
     work = tables.work([LONGEST])
     assert min(work.forward_linear_us, work.backward_attention_us) > 0

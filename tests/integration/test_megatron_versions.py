@@ -74,7 +74,7 @@ def test_patches_apply_and_revert(source: MegatronSource, tmp_path: Path) -> Non
 
 
 def test_ragged_pipelines_compute_what_one_process_does(source: MegatronSource) -> None:
-    if source.version >= "0.18" and importlib.util.find_spec("triton") is None:
+    if targets.needs_triton(source.version) and importlib.util.find_spec("triton") is None:
         pytest.skip(f"megatron-core {source.version} imports triton, which is not installed")
     run = run_with_core(source.core_root)
     assert (run.version, Path(run.folder).parents[1]) == (source.version, source.core_root)

@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost
+from megatron_wlb.cost.attention import AnalyticAttention
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.packing import packer
 from megatron_wlb.plan import MicroBatchPlan
 from megatron_wlb.planner import Planner, assign, run_order
+from megatron_wlb.sharding import Selector
 from megatron_wlb.testing.strategies import ListStream, runs
 
 AHEAD = {"look_ahead": 2, "fixed_batches": 3}
@@ -26,7 +28,7 @@ COST = DocumentCost(1, 0.1, 2, 0.25, micro_batch_us=5)
 UNEVEN = [[3, 9, 1, 7, 4, 2, 2], [10, 10, 1], [5, 5, 5, 5, 6, 2], [8, 1, 1, 1, 1]]
 
 
-def planner(name="hold", steps=UNEVEN, dp_size=2, length_multiple=1, **more):
+def planner(name="hold", steps=UNEVEN, dp_size=2, length_multiple=1, selector=None, **more):
     settings = {"num_micro_batches": 4, "window": 10, "cost": COST} | more
     return Planner(
         ListStream(steps),
@@ -34,6 +36,7 @@ def planner(name="hold", steps=UNEVEN, dp_size=2, length_multiple=1, **more):
         settings["cost"],
         dp_size=dp_size,
         length_multiple=length_multiple,
+        selector=selector,
     )
 
 
@@ -73,6 +76,36 @@ def test_planner_pads_an_empty_micro_batch_to_one_multiple():
         9: (16, COST.total_us([9])),
         12: (16, COST.total_us([12])),
     }
+
+
+@pytest.mark.parametrize("mode", ["per-sequence", "per-document", "adaptive", "hybrid"])
+def test_planner_shards_each_micro_batch_as_chosen_and_counts_the_wait(mode):
+    selector = Selector(mode, 2, AnalyticAttention(4, 64, 1.0, tile=4))
+    steps = [[90, 9, 33, 7, 4, 2, 2], [70, 61, 1, 50, 50, 2]]
+    sizes = {"dp_size": 1, "length_multiple": 8, "window": 50, "num_micro_batches": 4}
+    plans = all_plans(planner(steps=steps, selector=selector, **sizes))
+    plain = all_plans(planner(steps=steps, **sizes))
+    waits = 0
+    for m in (m for plan in plans for m in plan):
+        lengths = [span.length for span in m.spans]
+        chosen = selector.choose(m.lengths)
+        assert m.sharding == chosen.sharding
+        work = COST.work(lengths)
+        wait_us = work.forward_attention_us * (chosen.forward_imbalance - 1)
+        wait_us += work.backward_attention_us * (chosen.backward_imbalance - 1)
+        assert m.predicted_us == pytest.approx(COST.total_us(lengths) + wait_us)
+        waits += wait_us > 0
+    assert waits
+    kinds = {kind for plan in plans for kind in plan.shardings}
+    assert kinds <= {mode} or mode in ("adaptive", "hybrid")
+    documents = [[m.spans for m in sorted(p, key=lambda m: m.index)] for p in plans]
+    assert documents == [[m.spans for m in sorted(p, key=lambda m: m.index)] for p in plain]
+
+
+def test_planner_refuses_lengths_that_slots_do_not_divide():
+    selector = Selector("adaptive", 3, AnalyticAttention(4, 64, 1.0))
+    with pytest.raises(ConfigError, match=r"length_multiple 8 is not divisible by 2 · CP = 6"):
+        planner(length_multiple=8, selector=selector)
 
 
 def test_planner_deals_the_windows_of_original_to_ranks_as_megatron_does():

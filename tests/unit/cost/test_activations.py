@@ -132,3 +132,21 @@ def test_llama_keeps_what_its_operations_read() -> None:
     grouped = dataclasses.replace(LLAMA, num_query_groups=4)
     # Keys and values are a quarter: two of them unrotated, one rotated.
     assert per_layer(LLAMA) - per_layer(grouped) == pytest.approx(2 * 0.75 * 3)
+
+
+def test_kept_keys_are_those_that_a_rank_attends_to() -> None:
+    """Of CP=4: (2·4 + 1)/(2·4) of all tokens' keys and values, on each rank."""
+    layout = Parallelism(cp_size=4, tp_size=2)
+
+    def kept(keep_gathered: bool) -> float:
+        model = ActivationModel(LLAMA, layout, Recompute(), 2, "fused", keep_gathered)
+        return model.tape(first=False, last=False).saved_per_token
+
+    keys_and_values = 2 * LLAMA.key_size / 2 * 2
+    assert kept(True) - kept(False) == pytest.approx(4 * 9 / 8 * keys_and_values)
+    assert kept(False) == pytest.approx(
+        ActivationModel(LLAMA, Parallelism(tp_size=2), Recompute(), 2, "fused")
+        .tape(first=False, last=False)
+        .saved_per_token
+        / 4
+    )

@@ -113,6 +113,14 @@ def test_profile_refuses_to_extrapolate_unless_told():
     assert chunk(told, 4096, 4096)[0] == pytest.approx(rate * pairs(np.array(4096), np.array(4096)))
 
 
+def test_profile_adds_what_unlike_chunks_take_more():
+    known = profile()
+    unlike = replace(known, unlike_forward_us=5.0, unlike_backward_us=7.0)
+    forward, backward = chunk(known, 30, 90)
+    assert chunk(unlike, 30, 90) == pytest.approx([forward + 5, backward + 7])
+    assert unlike.tflops(64, 128) == pytest.approx(known.tflops(64, 128))
+
+
 def test_profile_survives_json():
     known = profile(extrapolate=True, call_forward_us=2.5, spread=0.1)
     assert AttentionProfile.from_dict(json.loads(json.dumps(known.as_dict()))) == known

@@ -88,6 +88,8 @@ def test_unknown_machine_names_the_nearest(name: str, complaint: str) -> None:
         ({"linear_share": {"value": 1.2, "source": "x"}}, "linear_share is 1.2; .* at most 1"),
         ({"tp_overlap": {"value": -0.1, "source": "x"}}, "tp_overlap is -0.1"),
         ({"tp_overlap": None}, "tp_overlap is missing"),
+        ({"attention": 3}, "attention is no list of tables; run `wlb profile`"),
+        ({"attention": [{"kernel": "sdpa"}]}, "attention profile: machine is missing"),
     ],
 )
 def test_bad_file_is_refused(tmp_path: Path, changes: dict[str, object], complaint: str) -> None:

@@ -99,3 +99,16 @@ def test_tracker_that_names_no_checkpoint_is_refused(
     (tmp_path / f"{TRACKER}.txt").write_text(content)
     with pytest.raises(CheckpointError, match=message):
         gloo.run(1, latest, str(tmp_path))
+
+
+def require_same(saved: dict[str, object], now: dict[str, object]) -> None:
+    from megatron_wlb.runtime import checkpoint
+
+    checkpoint._require_same_settings("ck", saved, now)
+
+
+def test_checkpoint_of_before_a_setting_existed_had_its_default(gloo: GlooPool) -> None:
+    now = {"num_layers": 4, "use_rope_scaling": False}
+    gloo.run(1, require_same, {"num_layers": 4}, now)
+    with pytest.raises(CheckpointError, match="use-rope-scaling False, this run has True"):
+        gloo.run(1, require_same, {"num_layers": 4}, now | {"use_rope_scaling": True})

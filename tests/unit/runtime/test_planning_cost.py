@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_wlb.config import Config, parse
 from megatron_wlb.cost import DocumentCost, ProfiledCost, Row, load_hardware, model_identity
 from megatron_wlb.cost.analytic import AnalyticModel
+from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
+from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planner import Planner
 from megatron_wlb.runtime.planning import (
@@ -198,3 +201,70 @@ def test_planner_packs_to_the_memory(caplog: pytest.LogCaptureFixture) -> None:
     assert f"S_max is {fitting} tokens, which fit 0.05 GiB" in caplog.text
     plan = packing.next_plan()
     assert plan is not None and max(m.length for m in plan) <= fitting
+
+
+CP = "--context-parallel-size 2 --num-attention-heads 4 --hidden-size 256"
+
+
+def attention_table(longest: int = 2048, **sizes: object) -> AttentionProfile:
+    """Of a kernel for which every chunk is as long, so that few are best."""
+    known = {"num_heads": 4, "num_groups": 4, "head_dim": 64, "dtype": "float32"} | sizes
+    row = (1.0, 1.0)
+    return AttentionProfile(
+        kernel="some", machine="here", tile_queries=1, tile_keys=1, lengths=(1, longest),
+        forward_us=(row, (1.0,)), backward_us=(row, (1.0,)), whole_forward_us=row,
+        whole_backward_us=row, **known,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def hardware_file(tmp_path: Path, *tables: AttentionProfile) -> str:
+    _, content = read_hardware("cpu")
+    path = tmp_path / "machine.yaml"
+    path.write_text(yaml.safe_dump({**content, "attention": [t.as_dict() for t in tables]}))
+    return str(path)
+
+
+def test_without_cp_there_is_no_sharding_to_choose() -> None:
+    assert planner().selector is None
+
+
+def test_cp_shards_each_micro_batch_as_the_flag_says() -> None:
+    for mode in ("per-sequence", "per-document"):
+        plan = planner(CP, "--wlb-cp-sharding", mode).next_plan()
+        assert plan is not None and plan.shardings == {mode: 4}
+        assert all(m.padded_length % 4 == 0 for m in plan)
+    assert planner(CP).selector.mode == "adaptive"
+    plan = planner(CP, "--wlb-cp-sharding hybrid").next_plan()
+    assert plan is not None and sum(plan.shardings.values()) == 4
+
+
+def test_shardings_are_chosen_by_measured_attention_of_such_heads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = hardware_file(tmp_path, attention_table(), attention_table(head_dim=128))
+    with caplog.at_level(logging.INFO):
+        plan = planner(CP, "--wlb-hardware", path).next_plan()
+    assert "chosen by measured some attention (here)" in caplog.text
+    # Each chunk takes as long: cutting every document is never faster.
+    assert plan is not None and plan.shardings == {"per-sequence": 4}
+    tensor_parallel = f"{CP} --tensor-model-parallel-size 2"
+    assert planner(tensor_parallel, "--wlb-hardware", path).selector.latency.num_heads == 2
+
+
+def test_shardings_are_chosen_by_whole_tiles_where_nothing_is_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = hardware_file(tmp_path, attention_table(head_dim=32), attention_table(dtype="bfloat16"))
+    with caplog.at_level(logging.INFO):
+        chosen = planner(CP, "--wlb-hardware", path).selector
+    assert isinstance(chosen.latency, AnalyticAttention)
+    assert "chosen by whole tiles at the rate of" in caplog.text
+    assert chosen.latency.tflops == pytest.approx(load_hardware("cpu").attention_tflops)
+
+
+def test_attention_measured_shorter_than_s_max_is_refused_unless_allowed(tmp_path: Path) -> None:
+    path = hardware_file(tmp_path, attention_table(longest=1500))
+    with pytest.raises(ConfigError, match="ends at 1500 tokens, but 2048 were asked for"):
+        planner(CP, "--wlb-hardware", path)
+    allowed = planner(CP, "--wlb-hardware", path, "--wlb-cost-extrapolate")
+    assert allowed.next_plan() is not None

@@ -1,0 +1,40 @@
+"""Bytes of keys and values that context-parallel attention holds beside its inputs and output.
+
+One collective and one copy: no more is alive but, in backward, the gradients of the copy. Of a
+kernel that makes no copies of its own, in one head group; with ``g`` of them each part is ``1/g``
+of it, and the next group's collective is alive besides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeBytes:
+    """On one rank, of one layer; what is alive one after another."""
+
+    gathering: float
+    """The most until the copy is made: what is sent and received, then that and the copy."""
+    copy: float
+    """The copy, in the order of the kernel; also what it keeps if the copy is kept."""
+    gradients: float
+    """The most in backward: the copy and its gradients, or these, their sums by row, and what is
+    received of them."""
+
+
+def exchange_bytes(
+    num_local: float, num_rows: float, num_keys: float, kv_bytes: float
+) -> ExchangeBytes:
+    """The formula; ``tests/distributed/test_context.py`` finds it to the byte.
+
+    Args:
+        num_local: tokens of the rank, T/CP.
+        num_rows: tokens of all ranks, T.
+        num_keys: keys of the kernel call, Tk.
+        kv_bytes: of a token's keys and values.
+    """
+    collective = (num_local + num_rows) * kv_bytes
+    copy = num_keys * kv_bytes
+    gathering = max(collective, num_rows * kv_bytes + copy)
+    return ExchangeBytes(gathering, copy, max(2 * copy, copy + collective))

@@ -1,0 +1,151 @@
+"""Kernels on a GPU compute attention by its definition, alone and under context parallelism."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_gpu_smoke import train
+
+from megatron_wlb.runtime.kernels import CANDIDATES, Demand, Segments, VarlenKernel, choose_kernel
+from megatron_wlb.sharding import KINDS, Sharding
+from megatron_wlb.testing.attention import document_attention, ranks_in_turn
+
+HEADS, SCALE = 8, 0.1
+LENGTHS = [700, 1, 33, 1290, 128, 256, 5, 147]  # 2560 tokens: 8 slots of CP=4
+
+
+def demand(num_groups: int, head_dim: int, *, deterministic: bool = False) -> Demand:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Demand(device, torch.bfloat16, HEADS, num_groups, head_dim, deterministic)
+
+
+def kernel_called(name: str, wanted: Demand) -> VarlenKernel:
+    reason = CANDIDATES[name].obstacle(wanted)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    return choose_kernel(name, wanted)
+
+
+def tensors(num_groups: int, head_dim: int, num_q: int, num_k: int) -> list[torch.Tensor]:
+    """Query, key, value and the output's gradient, in bf16."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    shapes = [(num_q, HEADS), (num_k, num_groups), (num_k, num_groups), (num_q, HEADS)]
+    return [
+        torch.randn(*shape, head_dim, generator=generator, device="cuda").bfloat16()
+        for shape in shapes
+    ]
+
+
+def definition(
+    inputs: list[torch.Tensor], lengths_q: list[int], lengths_k: list[int], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    query, key, value, grad = (t.to(dtype) for t in inputs)
+    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+    out = document_attention(*leaves, lengths_q, lengths_k, SCALE)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def assert_as_good_as_bf16(
+    found: list[torch.Tensor], inputs: list[torch.Tensor], lengths_q: list[int], *keys: list[int]
+) -> None:
+    """Errors of at most twice those of the definition itself in bf16."""
+    lengths_k = keys[0] if keys else lengths_q
+    exact = definition(inputs, lengths_q, lengths_k, torch.float64)
+    plain = definition(inputs, lengths_q, lengths_k, torch.bfloat16)
+    for ours, reference, true in zip(found, plain, exact, strict=True):
+        error, own = ((t.double() - true).norm() for t in (ours, reference))
+        assert 0 < error <= 2 * own
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize(("num_groups", "head_dim"), [(8, 128), (2, 64), (1, 128)])
+def test_kernel_is_attention_by_definition(name: str, num_groups: int, head_dim: int) -> None:
+    kernel = kernel_called(name, demand(num_groups, head_dim))
+    lengths_q, lengths_k = [5, 300, 1, 64, 129], [5, 700, 90, 64, 131]
+    inputs = tensors(num_groups, head_dim, sum(lengths_q), sum(lengths_k))
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    out = kernel(*leaves, Segments.of(lengths_q, lengths_k, "cuda"), SCALE)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+    assert_as_good_as_bf16(found, inputs, lengths_q, lengths_k)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_context_parallel_ranks_are_attention_by_definition(name: str, kind: str) -> None:
+    """Every rank in turn on one device."""
+    kernel = kernel_called(name, demand(2, 128))
+    inputs = tensors(2, 128, sum(LENGTHS), sum(LENGTHS))
+    sharding = Sharding(kind, 300 if kind == "hybrid" else 0)  # type: ignore[arg-type]
+    found = ranks_in_turn(*inputs, LENGTHS, 4, sharding, kernel, SCALE)
+    assert_as_good_as_bf16(found, inputs, LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_head_groups", [1, 2])
+@pytest.mark.parametrize("keep", [False, True])
+def test_freed_and_gathered_again_over_nccl(nccl: None, num_head_groups: int, keep: bool) -> None:
+    """NCCL's stream, the memory that is given back and taken again: many layers in a row."""
+    from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
+    from megatron_wlb.sharding import rank_layout
+
+    kernel = choose_kernel("auto", demand(2, 128))
+    layout = rank_layout(LENGTHS, 1, 0, Sharding())
+    segments = Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist(), "cuda")
+    parallel = ContextParallel(torch.distributed.group.WORLD, num_head_groups, keep)
+    gather = KeyGather.of(layout, "cuda")
+    inputs = tensors(2, 128, sum(LENGTHS), sum(LENGTHS))
+    layers = []
+    for _ in range(4):
+        leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+        out = context_attention(*leaves, segments, gather, kernel, SCALE, parallel)
+        layers.append((out, leaves))
+        del out
+    for out, leaves in reversed(layers):
+        found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+        assert_as_good_as_bf16(found, inputs, LENGTHS)
+
+
+@pytest.mark.parametrize("name", [name for name in CANDIDATES if name != "sdpa"])
+def test_deterministic_kernel_gives_the_same_bits(name: str) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernel = kernel_called(name, demand(2, 128, deterministic=True))
+        inputs = tensors(2, 128, sum(LENGTHS), sum(LENGTHS))
+        runs = [
+            ranks_in_turn(*inputs, LENGTHS, 4, Sharding("per-document-remainder"), kernel, SCALE)
+            for _ in range(3)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_transformer_engine_layers_train_as_local_ones(tmp_path: Path) -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("transformer_engine is not installed")
+    from megatron_wlb.data.corpus import build_corpus
+
+    (tmp_path / "texts.txt").write_text("a few words, over and over. " * 4000)
+    build_corpus([tmp_path / "texts.txt"], tmp_path / "texts")
+    flags = ["--wlb-device", "cuda", "--bf16", "--transformer-impl"]
+    runs = []
+    for impl in ("local", "transformer_engine"):
+        # Weights of its own each: parameters have other names.
+        (tmp_path / impl).mkdir()
+        runs.append(train(tmp_path / impl, tmp_path / "texts", "run", *flags, impl))
+    local, engine = runs
+    assert engine[0] == pytest.approx(local[0], rel=0.05)
+    assert engine[-1] < engine[0] - 0.3

@@ -1,0 +1,121 @@
+import json
+
+import pytest
+import yaml
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.cli.profile import hardware_content, long_document_tflops
+from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
+from megatron_wlb.cost.hardware import read_hardware
+from megatron_wlb.runtime.rates import Rates
+
+RATES = Rates("cpu", "float32", 1, 0.2, 0.15, 0.1, 40.0, 30.0)
+
+
+def profile(num_heads=4, us=20000.0):
+    row = (us / 2, us)
+    return AttentionProfile(
+        "sdpa", "here", "float32", num_heads, num_heads, 64, 1, 1, (1, 1024),
+        (row, (us,)), (row, (2 * us,)), row, (us, 2 * us),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Measuring itself is tested elsewhere."""
+    import megatron_wlb.runtime.rates as rates
+
+    monkeypatch.setattr(rates, "measure_rates", lambda device: RATES)
+
+
+def run(*arguments):
+    small = "--device cpu --small --longest 16 --repeats 1"
+    return main(["profile", *small.split(), *map(str, arguments)])
+
+
+def test_profile_writes_a_hardware_file_that_planning_reads(tmp_path, capsys, quick):
+    out = tmp_path / "new" / "machine.yaml"
+    assert run("--out", out, "--heads", "2/1x16", "2/2x16", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    hardware = load_hardware(str(out))
+    assert [(p.num_heads, p.num_groups, p.kernel) for p in hardware.attention] == [
+        (2, 1, "sdpa"),
+        (2, 2, "sdpa"),
+    ]
+    assert hardware.peak_tflops == said["peak_tflops"]["value"] == 0.2
+    assert hardware.linear_share == 0.75
+    assert hardware.network_gb_s == load_hardware("cpu").network_gb_s
+    pictures = sorted(path.name for path in out.parent.glob("*.png"))
+    assert pictures == ["machine-2-1x16.png", "machine-2-2x16.png"]
+    assert sorted(p.name for p in out.parent.iterdir()) == [*pictures, "machine.yaml"]
+
+
+def test_profile_keeps_the_tables_of_its_base(tmp_path, quick):
+    out = tmp_path / "machine.yaml"
+    run("--out", out, "--heads", "2/1x16", "--no-plot")
+    assert run("--out", out, "--base", out, "--force", "--heads", "4/1x16", "--no-plot") == 0
+    assert [p.num_heads for p in load_hardware(str(out)).attention] == [2, 4]
+    assert list(tmp_path.glob("*.png")) == []
+
+
+def test_profile_shows_a_table(tmp_path, capsys, quick):
+    assert run("--out", tmp_path / "machine.yaml", "--no-plot") == 0
+    assert "attention_share" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--out", "machine.json"], "is no YAML file"),
+        (["--out", "there.yaml"], "exists; choose another name, or --force"),
+        (["--out", "a.yaml", "--heads", "32x128"], "--heads 32x128 is not query heads"),
+        (["--out", "a.yaml", "--heads", "3/2x64"], "--heads 3/2x64"),
+        (["--out", "a.yaml", "--base", "tpu"], "unknown hardware tpu"),
+        (["--out", "a.yaml", "--kernel", "flash-attn-3"], "flash-attn-3 cannot run"),
+        (["--out", "a.yaml", "--device", "cuda"], "torch sees no GPU"),
+    ],
+)
+def test_profile_refuses_before_it_measures(tmp_path, monkeypatch, capsys, arguments, complaint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.yaml").write_text("")
+    assert run(*arguments) != 0
+    assert complaint in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
+
+
+def content(device="cpu", base="cpu", **more):
+    path, known = read_hardware(base)
+    return hardware_content({**known, **more}, path.name, RATES, [profile()], "here", device)
+
+
+def test_measured_shares_are_of_the_peak():
+    figures = content("cuda", "h200")
+    assert figures["peak_tflops"]["value"] == 989.4  # the data sheet's
+    assert figures["linear_share"]["value"] == pytest.approx(0.15 / 989.4, rel=1e-3)
+    tflops = 3.5 * 4 * 4 * 64 * 1024 * 1025 / 2 / 60000 / 1e6
+    assert long_document_tflops(profile()) == pytest.approx(tflops)
+    assert content()["attention_share"]["value"] == pytest.approx(tflops / 0.2, rel=1e-3)
+
+
+def test_every_figure_says_where_it_is_from():
+    figures = yaml.safe_load(yaml.safe_dump(content()))
+    measured = {n for n, f in figures.items() if "measured:" in str(f) and isinstance(f, dict)}
+    assert measured == {
+        "peak_tflops", "memory_gb_s", "linear_share", "attention_share", "memory_share",
+    }  # fmt: skip
+    assert figures["tp_overlap"] == read_hardware("cpu")[1]["tp_overlap"]
+
+
+def test_a_new_table_replaces_one_of_the_same_heads():
+    old = [profile(us=5.0).as_dict(), profile(num_heads=2).as_dict()]
+    tables = content(attention=old)["attention"]
+    assert [(t["num_heads"], t["whole_forward_us"][1]) for t in tables] == [
+        (2, 20000.0),
+        (4, 20000.0),
+    ]
+
+
+def test_analytic_attention_is_no_measured_table():
+    assert load_hardware("h100-sxm").attention == ()
+    assert AnalyticAttention(4, 64, 1.0).call_us == (0.0, 0.0)

@@ -1,0 +1,115 @@
+"""Measuring attention, on a kernel whose times are known: no clock is judged here."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.runtime import attention_rates
+from megatron_wlb.runtime.attention_rates import (
+    AttentionTimer,
+    grid,
+    measure_attention,
+    named_kernel,
+)
+from megatron_wlb.runtime.kernels import Demand
+
+DEMAND = Demand(torch.device("cpu"), torch.float32, 4, 2, 16)
+
+
+class KnownTimer:
+    """Instead of :class:`AttentionTimer`: a law of times, and what it was asked for."""
+
+    clock = "law"
+    unlike_us = 0.0
+
+    def __init__(self, kernel, demand, query_tokens, key_tokens, seed):
+        self.sizes = (query_tokens, key_tokens)
+
+    def __call__(self, queries, keys):
+        assert int(queries.sum()) <= self.sizes[0] and int(keys.sum()) <= self.sizes[1]
+        tiles = -(-queries // 64)
+        part = np.where(queries == keys, 1.0, 2.0)
+        forward = (part * (3.0 * tiles + 0.01 * tiles * 64 * keys)).sum()
+        if len(set(zip(queries.tolist(), keys.tolist(), strict=True))) > 1:
+            forward += self.unlike_us * len(queries)
+        return forward + 40.0, 2 * forward + 60.0
+
+
+@pytest.fixture
+def known(monkeypatch):
+    monkeypatch.setattr(attention_rates, "AttentionTimer", KnownTimer)
+    return KnownTimer
+
+
+def measure(longest=256, **more):
+    settings = {"repeats": 2, "machine": "none"} | more
+    return measure_attention(DEMAND, "sdpa", longest=longest, **settings)
+
+
+def test_measured_profile_is_that_of_the_kernel(known):
+    calls = []
+    profile = measure(progress=lambda done, total: calls.append((done, total)))
+    assert profile.call_us == pytest.approx((40.0, 60.0), abs=0.1)
+    for q, k in ((1, 7), (64, 64), (130, 200), (256, 256), (100, 101)):
+        expected = KnownTimer(None, None, q, k, 0)(np.array([q]), np.array([k]))
+        found = [float(us) for us in profile.chunk_us(np.array(q), np.array(k))]
+        # Rounded up to whole query tiles, which the law has and the grid's powers of two hide.
+        assert found == pytest.approx([expected[0] - 40, expected[1] - 60], rel=0.35)
+    assert profile.whole_forward_us[6] == pytest.approx(3 + 0.01 * 64 * 64, rel=1e-4)
+    assert profile.forward_us[6][0] == pytest.approx(2 * (3 + 0.01 * 64 * 65), rel=1e-4)
+    assert calls[-1][0] == calls[-1][1] == len(calls)
+
+
+def test_measured_profile_takes_the_tiles_that_explain_it(known):
+    profile = measure(1024)
+    assert profile.tile_queries > 1 and profile.error < 0.02
+    one, two = (float(profile.chunk_us(np.array(q), np.array(900))[0]) for q in (128, 129))
+    assert two > 1.3 * one
+
+
+def test_measured_profile_knows_what_unlike_chunks_take_more(known, monkeypatch):
+    assert measure().unlike_forward_us < 1.0
+    monkeypatch.setattr(known, "unlike_us", 25.0)
+    profile = measure()
+    assert profile.unlike_forward_us == pytest.approx(25, abs=5)
+    assert profile.unlike_backward_us == pytest.approx(50, abs=10)
+
+
+def test_measuring_really_runs_the_kernel():
+    seen = []
+
+    def kernel(query, key, value, segments, scale):
+        seen.append((segments.lengths_q, segments.lengths_k, tuple(query.shape), tuple(key.shape)))
+        return query * scale + (key.sum() + value.sum())
+
+    timer = AttentionTimer(kernel, DEMAND, 8, 12, 0)
+    forward_us, backward_us = timer(np.array([2, 3]), np.array([4, 3]))
+    assert seen == [((2, 3), (4, 3), (5, 4, 16), (7, 2, 16))]
+    assert forward_us > 0 and backward_us > 0
+    assert timer(np.array([], int), np.array([], int)) == (0.0, 0.0)
+
+
+def test_measured_profile_of_a_real_kernel_is_a_profile():
+    profile = measure(longest=64, repeats=1, num_checks=4)
+    assert (profile.kernel, profile.dtype, profile.lengths[-1]) == ("sdpa", "float32", 64)
+    # 4,096 pairs take longer than one.
+    assert profile.whole_forward_us[-1] > profile.whole_forward_us[0]
+
+
+def test_grid_ends_at_the_longest():
+    assert grid(8) == (1, 2, 4, 8)
+    assert grid(100) == (1, 2, 4, 8, 16, 32, 64, 100)
+    with pytest.raises(ConfigError, match="longest length is 1"):
+        grid(1)
+
+
+def test_named_kernel_says_which_one_auto_is():
+    assert named_kernel("auto", DEMAND)[0] == "sdpa"
+    with pytest.raises(CompatibilityError):
+        named_kernel("flash-attn-3", DEMAND)
+
+
+def test_measuring_nothing_is_refused():
+    with pytest.raises(ConfigError, match="repeats is 0"):
+        measure(repeats=0)

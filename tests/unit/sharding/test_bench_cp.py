@@ -1,0 +1,71 @@
+"""The benchmark runs and says what it should; its figures are not judged here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_cp.py"
+SHARDINGS = {
+    "per-sequence", "per-document", "per-document-remainder", "adaptive", "hybrid", "best-of",
+}  # fmt: skip
+SMALL = "--device cpu --small --models 70B --windows 65536 --cp 2 4 --micro-batches 2 --repeats 1"
+
+
+def bench(*arguments):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def check(figures):
+    """One case, or all of them."""
+    for name in ("exact_flop_imbalance", "latency_us", "speedup_over_per_sequence"):
+        assert set(figures[name]) == SHARDINGS
+    for latency in figures["latency_us"].values():
+        assert set(latency) == {"forward", "backward"} and min(latency.values()) > 0
+    degrees = figures["exact_flop_imbalance"]
+    assert degrees["per-document"] < 1.01 < degrees["per-sequence"]
+    total_us = {name: sum(us.values()) for name, us in figures["latency_us"].items()}
+    for name, speedup in figures["speedup_over_per_sequence"].items():
+        assert speedup == pytest.approx(total_us["per-sequence"] / total_us[name])
+        assert total_us["best-of"] <= total_us[name] + 1e-6
+    picked = figures["adaptive_picks_winner"]
+    assert 0 <= picked <= figures["adaptive_picks_winner_or_within_1_percent"] <= 1
+    assert (picked == 1) == (figures["adaptive_loss_max"] == 0)
+
+
+def test_bench_cp_keeps_its_figures(tmp_path):
+    path, plot = tmp_path / "cp.json", tmp_path / "cp.png"
+    done = bench(*SMALL.split(), "--profile-repeats", "1", "--json", str(path), "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(path.read_text())
+    check(figures)
+    assert [(c["model"], c["window"], c["cp"]) for c in figures["cases"]] == [
+        ("70B", 2048, 2),
+        ("70B", 2048, 4),
+    ]
+    for case in figures["cases"]:
+        check(case)
+        assert case["num_micro_batches"] == 2
+    assert figures["profiles"]["70B"]["kernel"] == "sdpa"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "per-document-remainder" in done.stdout
+
+
+def test_bench_cp_says_what_is_wrong_in_one_line(tmp_path):
+    done = bench("--device", "cpu")
+    assert (
+        done.returncode == 2
+        and done.stderr == "error: a CPU would take days at full size; add --small\n"
+    )
+    done = bench(*SMALL.split(), "--profile", "cpu")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --profile cpu has no table of 8/1x32 in float32")

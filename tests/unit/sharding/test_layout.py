@@ -1,0 +1,61 @@
+"""A rank's layout finds its tokens, and each chunk's keys among the rows of an all-gather."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.sharding import KINDS, Sharding, length_multiple, rank_layout, shard
+
+SHARDINGS = [Sharding(kind, 7 if kind == "hybrid" else 0) for kind in KINDS]
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from(SHARDINGS),
+)
+def test_layout_is_what_the_chunks_say(
+    lengths: list[int], cp_size: int, sharding: Sharding
+) -> None:
+    lengths = [*lengths, -sum(lengths) % (2 * cp_size) or 2 * cp_size]
+    layouts = [rank_layout(lengths, cp_size, rank, sharding) for rank in range(cp_size)]
+    chunks = shard(lengths, cp_size, sharding)
+    first = np.cumsum([0, *lengths])
+    # An all-gather of tokens named by their segment and position.
+    names = [(s, i) for s, length in enumerate(lengths) for i in range(length)]
+    rows = [names[token] for layout in layouts for token in layout.tokens]
+    assert sorted(rows) == names
+    for layout, own in zip(layouts, chunks, strict=True):
+        assert layout.num_tokens == sum(lengths)
+        assert layout.lengths_q.tolist() == [chunk.length for chunk in own]
+        assert layout.lengths_k.tolist() == [chunk.stop for chunk in own]
+        local = [first[c.segment] + i for c in own for i in range(c.start, c.stop)]
+        assert layout.tokens.tolist() == local
+        keys = [rows[row] for row in layout.key_rows]
+        assert keys == [(c.segment, i) for c in own for i in range(c.stop)]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_rounds_can_be_added_in_any_order(sharding: Sharding) -> None:
+    several = False
+    for rank in range(4):
+        layout = rank_layout([61, 3, 50, 6], 4, rank, sharding)
+        rounds = layout.rounds
+        several |= len(rounds) > 1
+        places = np.concatenate([at for at, _ in rounds])
+        assert sorted(places) == list(range(len(layout.key_rows)))
+        for number, (at, rows) in enumerate(rounds):
+            assert (rows == layout.key_rows[at]).all()
+            assert np.bincount(rows).max() <= (1 if number else 2)
+    assert several == (sharding.kind == "per-document-remainder")
+
+
+def test_padding_is_less_than_two_slots_of_all_ranks() -> None:
+    assert length_multiple(8, 1, False) == 1
+    assert length_multiple(8, 1, True) == 8
+    assert length_multiple(8, 4, False) == 8
+    assert length_multiple(8, 4, True) == 64
