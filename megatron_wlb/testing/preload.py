@@ -18,7 +18,8 @@ import megatron.core.distributed  # noqa: E402
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
 import megatron.core.parallel_state  # noqa: E402
-import megatron.core.pipeline_parallel.schedules  # noqa: E402, F401
+import megatron.core.pipeline_parallel.schedules  # noqa: E402
+
 from megatron_wlb.runtime.megatron_lm.cpu import make_importable  # noqa: E402
 
 if _checkout := os.environ.get("MEGATRON_LM_PATH"):
