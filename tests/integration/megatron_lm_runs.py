@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -68,9 +69,11 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
 }
 
 
-def launch(folder: Path, num_processes: int, flags: Flags) -> Run:
+def launch(
+    folder: Path, num_processes: int, flags: Flags, *, fault: Callable[[], None] | None = None
+) -> Run:
     """``torchrun -m megatron_wlb.launch pretrain_gpt.py``, with ranks forked."""
-    return start(folder, num_processes, MEGATRON_LM | flags, program=_launch)
+    return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=_launch)
 
 
 def run_without_launcher(folder: Path, num_processes: int, flags: Flags) -> Run:

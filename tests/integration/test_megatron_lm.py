@@ -5,6 +5,7 @@ left alone without our flags. Each configuration runs once.
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_lm_runs import (
     DP2,
     LAYOUTS,
     PP2,
+    PP2_VPP2,
     TP2_SP,
     WINDOW,
     finish,
@@ -186,6 +188,36 @@ def test_floating_point_operations_are_those_of_documents(
 
 def test_install_happens_once_and_uninstall_restores_every_name(tmp_path: Path) -> None:
     finish(start(tmp_path, 1, {}, program=install_and_uninstall))
+
+
+def repair_the_mode_that_runs_steps_twice() -> None:
+    """0.16.1 has two names for it, one in the flag; and its report raises."""
+    from megatron.core import rerun_state_machine as rerun
+
+    mode, iterator = rerun.RerunMode.REPORT_DETERMINISM_STATS, rerun.RerunDataIterator
+    rerun.RerunMode._value2member_map_["report_stats"] = mode
+    rerun.RerunStateMachine._maybe_report_stats = lambda self: None
+    rewind = iterator.rewind
+
+    def rewind_and_say(self: Any) -> None:
+        sys.stdout.write("rewound\n")
+        rewind(self)
+
+    iterator.rewind = rewind_and_say
+
+
+@pytest.mark.parametrize("layout", [{}, PP2_VPP2], ids=["one", "pp2-vpp2"])
+def test_a_step_that_runs_again_gets_the_same_plan(
+    layout: Flags, texts: list[Path], tmp_path: Path
+) -> None:
+    """Megatron's rerun machinery, told to run every step twice, leaves queues and losses alone."""
+    flags = holding(texts) | layout | {"train_iters": 4}
+    finish(launch(tmp_path, 2 if layout else 1, flags | {"wlb_metrics": "once"}))
+    again = flags | {"rerun_mode": "report_stats", "wlb_metrics": "twice"}
+    fault = repair_the_mode_that_runs_steps_twice
+    finished = finish(launch(tmp_path, 2 if layout else 1, again, fault=fault))
+    assert finished.output.count("rewound") >= 4
+    assert losses(tmp_path / "twice") == losses(tmp_path / "once")
 
 
 STOCK: Flags = (
