@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_wlb.config import WlbConfig, add_flags, yaml_arguments
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.rank_main import rank_main
+from megatron_wlb.runtime.megatron_lm import arguments, guards
 
 EXAMPLES = """examples:
   torchrun --nproc-per-node 8 -m megatron_wlb.launch ~/Megatron-LM/pretrain_gpt.py \\
@@ -49,18 +50,17 @@ def launch(script: str, flags: Sequence[str]) -> None:
     if not Path(script).is_file():
         raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
     flags = _with_settings_file(flags)
-    sys.path[0] = str(Path(script).resolve().parent)  # as Python does; Megatron is found there
-    # These import torch, and then Megatron under the device's conditions.
-    from megatron_wlb.runtime.megatron_lm import arguments, cpu, guards
-
-    wlb, _ = _parser().parse_known_args([script, *flags])
     plans = arguments.asks_for_plans(flags)
     if plans:
         guards.check_words(flags)
-    device = _choose_device(wlb.wlb_device)
-    if device == "cpu":
-        cpu.install()
+    wlb, _ = _parser().parse_known_args([script, *flags])
+    sys.path[0] = str(Path(script).resolve().parent)  # as Python does; Megatron is found there
     try:
+        # These import torch, and then Megatron under the device's conditions.
+        if _choose_device(wlb.wlb_device) == "cpu":
+            from megatron_wlb.runtime.megatron_lm import cpu
+
+            cpu.install()
         from megatron_wlb.runtime.megatron_lm import install
     except ImportError as error:
         raise CompatibilityError(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from trainer_runs import Finished, Flags, Run, start
@@ -66,9 +69,11 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
 }
 
 
-def launch(folder: Path, num_processes: int, flags: Flags) -> Run:
+def launch(
+    folder: Path, num_processes: int, flags: Flags, *, fault: Callable[[], None] | None = None
+) -> Run:
     """``torchrun -m megatron_wlb.launch pretrain_gpt.py``, with ranks forked."""
-    return start(folder, num_processes, MEGATRON_LM | flags, program=_launch)
+    return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=_launch)
 
 
 def run_without_launcher(folder: Path, num_processes: int, flags: Flags) -> Run:
@@ -90,6 +95,45 @@ def logged(finished: Finished, name: str) -> list[str]:
 def validations(finished: Finished) -> list[str]:
     """The loss of each evaluation, as Megatron writes it."""
     return re.findall(r"validation loss at .*? \| lm loss value: (\S+)", finished.output)
+
+
+def install_and_uninstall(_argv: list[str]) -> int:
+    """Installs twice and uninstalls, and looks at every name of `megatron.training`."""
+    from megatron_wlb.runtime.megatron_lm import cpu
+
+    sys.path[0] = str(PATH)
+    cpu.install()
+    import megatron.training
+    from megatron.core.models.gpt import GPTModel
+    from megatron.training import arguments, checkpointing, initialize, training, utils
+
+    from megatron_wlb.runtime.megatron_lm import install
+
+    owners = (megatron.training, training, initialize, arguments, checkpointing, utils, GPTModel)
+
+    def names() -> dict[str, int]:
+        """What each name is; not of modules, which an import may add."""
+        return {
+            f"{owner.__name__}.{name}": id(value)
+            for owner in owners
+            for name, value in vars(owner).items()
+            if not isinstance(value, ModuleType | dict)
+        }
+
+    before = names()
+    install.install()
+    once = names()
+    assert install.installed()
+    assert once != before
+    install.install()
+    assert names() == once
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    assert parser.parse_args(["--wlb-packing", "wlb"]).wlb_packing == "wlb"
+    install.uninstall()
+    assert not install.installed()
+    assert names() == before
+    install.uninstall()
+    return 0
 
 
 def _launch(argv: list[str]) -> int:

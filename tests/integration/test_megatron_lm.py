@@ -5,6 +5,7 @@ left alone without our flags. Each configuration runs once.
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,30 @@ from megatron_lm_runs import (
     BOTH,
     DP2,
     LAYOUTS,
+    MEGATRON_LM,
+    PATH,
     PP2,
+    PP2_VPP2,
     TP2_SP,
     WINDOW,
     finish,
+    install_and_uninstall,
     launch,
     logged,
     needs_megatron_lm,
     run_without_launcher,
     validations,
 )
-from trainer_runs import Finished, Flags, assert_refused, losses, read_metrics, start
+from trainer_runs import (
+    Finished,
+    Flags,
+    assert_refused,
+    command_line,
+    losses,
+    read_metrics,
+    spawn,
+    start,
+)
 
 from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.errors import CheckpointError, ConfigError
@@ -183,6 +197,57 @@ def test_floating_point_operations_are_those_of_documents(
         assert linear < total < 0.99 * of_full_windows
 
 
+def test_install_happens_once_and_uninstall_restores_every_name(tmp_path: Path) -> None:
+    finish(start(tmp_path, 1, {}, program=install_and_uninstall))
+
+
+def repair_the_mode_that_runs_steps_twice() -> None:
+    """0.16.1 has two names for it, one in the flag; and its report raises."""
+    from megatron.core import rerun_state_machine as rerun
+
+    mode, iterator = rerun.RerunMode.REPORT_DETERMINISM_STATS, rerun.RerunDataIterator
+    rerun.RerunMode._value2member_map_["report_stats"] = mode
+    rerun.RerunStateMachine._maybe_report_stats = lambda self: None
+    rewind = iterator.rewind
+
+    def rewind_and_say(self: Any) -> None:
+        sys.stdout.write("rewound\n")
+        rewind(self)
+
+    iterator.rewind = rewind_and_say
+
+
+def test_a_step_that_runs_again_gets_the_same_plan(texts: list[Path], tmp_path: Path) -> None:
+    """Megatron's rerun machinery, told to run every step twice, leaves queues and losses alone."""
+    flags = holding(texts) | PP2_VPP2 | {"train_iters": 4}
+    finish(launch(tmp_path, 2, flags | {"wlb_metrics": "once"}))
+    again = flags | {"rerun_mode": "report_stats", "wlb_metrics": "twice"}
+    fault = repair_the_mode_that_runs_steps_twice
+    finished = finish(launch(tmp_path, 2, again, fault=fault))
+    assert finished.output.count("rewound") >= 4
+    assert losses(tmp_path / "twice") == losses(tmp_path / "once")
+
+
+def test_the_command_under_torchrun_trains_as_forked_ranks_do(
+    one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
+) -> None:
+    """The whole command line, in processes of its own; it saves in a worker process."""
+    flags = MEGATRON_LM | holding(texts) | {"seed": 7, "exit_interval": 2, "wlb_metrics": "metrics"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m"]
+    command += ["megatron_wlb.launch", f"{PATH}/pretrain_gpt.py"]
+    command += command_line(flags | {"save": "ck", "save_interval": 2})
+    finish(spawn(tmp_path, command))
+    expected = losses(one_process[0] / "metrics")
+    assert losses(tmp_path / "metrics") == {step: expected[step] for step in (1, 2)}
+    assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_help_shows_megatrons_flags_and_ours(tmp_path: Path) -> None:
+    shown = finish(launch(tmp_path, 1, {"help": True})).output
+    assert "--wlb-packing {original,fixed-greedy,fixed-solver,wlb,hold}" in " ".join(shown.split())
+    assert "--num-layers" in shown
+
+
 STOCK: Flags = (
     BOTH
     | PP2
@@ -236,6 +301,8 @@ REFUSED: dict[str, tuple[Flags, list[str]]] = {
 def test_what_cannot_run_is_one_line(name: str, texts: list[Path], tmp_path: Path) -> None:
     flags, fragments = REFUSED[name]
     finished = launch(tmp_path, 2, holding(texts) | PP2 | flags).wait()
+    if name != "no-validation":  # which takes the corpora to know
+        assert "initializ" not in finished.output, "a process group was made before"
     assert_refused(finished, ConfigError.exit_code, *fragments)
 
 

@@ -18,8 +18,10 @@ RUNS: dict[str, tuple[int, Flags]] = {
     ),
     # Ranks of unequal lengths draw unequally many random numbers, which Megatron does not save.
     "dp2-wlb-torch": (2, {"wlb_packing": "wlb", "ckpt_format": "torch"}),
-    "tp2-sp-hold-torch_dist": (2, LAYOUTS["tp2-sp"][1] | {"wlb_packing": "hold"}),
-    "dp2-sharded-hold-torch_dist": (2, LAYOUTS["dp2"][1] | {"wlb_packing": "hold"}),
+    "dp2-sharded-bf16-hold-torch_dist": (
+        2, LAYOUTS["dp2"][1] | {"wlb_packing": "hold", "bf16": True},
+    ),
+    "cp2-hold-torch_dist": (2, LAYOUTS["cp2"][1] | {"wlb_packing": "hold"}),
 }  # fmt: skip
 
 

@@ -53,12 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def config_of(args: argparse.Namespace) -> Config:
     """The settings that planning, batches and guards read, of arguments that Megatron has checked.
 
-    Optimizer, schedule, logs and checkpoints stay Megatron's: their settings keep their defaults
-    here, and nothing reads them.
+    Schedule, logs and checkpoints stay Megatron's: their settings keep their defaults here, and
+    nothing reads them.
     """
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
     values |= {ours: getattr(args, theirs) for ours, theirs in _OURS.items()}
     values |= {name: value for name, value in vars(args).items() if name.startswith("wlb_")}
+    values["optimizer"] = "sgd" if args.optimizer == "sgd" else "adam"  # for its memory
     values["disable_bias_linear"] = not args.add_bias_linear
     values["no_overlap_p2p_communication"] = (
         args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm

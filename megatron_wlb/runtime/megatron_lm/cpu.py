@@ -38,11 +38,7 @@ def install() -> None:
     if cpu.installed() and _patches:
         return
     cpu.install()
-    if importlib.util.find_spec("triton") is None and _BATCH_INVARIANT not in sys.modules:
-        # megatron.training imports these GPU kernels, which need triton, for an option of theirs.
-        kernels = types.ModuleType(_BATCH_INVARIANT)
-        kernels.enable_batch_invariant_mode = _no_batch_invariant_mode  # type: ignore[attr-defined]
-        sys.modules[_BATCH_INVARIANT] = kernels
+    make_importable()
     from megatron.training import initialize, training
 
     # "Megatron requires CUDA."
@@ -60,6 +56,16 @@ def install() -> None:
     # A worker that writes checkpoints would import the script again, outside the emulation.
     _patches.replace("multiprocessing.spawn", "get_preparation_data", _without_main)
     _keep_what_is_being_sent()
+
+
+def make_importable() -> None:
+    """Stands in for GPU kernels that ``megatron.training`` imports for an option of theirs, where
+    there is no triton.
+    """
+    if importlib.util.find_spec("triton") is None and _BATCH_INVARIANT not in sys.modules:
+        kernels = types.ModuleType(_BATCH_INVARIANT)
+        kernels.enable_batch_invariant_mode = _no_batch_invariant_mode  # type: ignore[attr-defined]
+        sys.modules[_BATCH_INVARIANT] = kernels
 
 
 def uninstall() -> None:

@@ -10,9 +10,11 @@ import argparse
 import functools
 import importlib
 import inspect
+from pathlib import Path
 from typing import Any
 
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.rank_main import check_writable
 from megatron_wlb.runtime import guards as layout_guards
 from megatron_wlb.runtime import targets
 from megatron_wlb.runtime.megatron_lm import arguments, checkpoint, guards, log, model, schedule
@@ -112,6 +114,8 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
     from megatron.training import training
 
     global _session
+    if config.wlb.wlb_metrics is not None:
+        check_writable("--wlb-metrics", Path(config.wlb.wlb_metrics))
     _session = Session(config, args, training.num_floating_point_operations)
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
