@@ -90,7 +90,14 @@ def test_forecast_of_original_gains_nothing() -> None:
         (["--wlb-memory-gib", "30"], r"need \d\d\.\d GiB .* above the 30\.0 GiB"),
         (["--wlb-memory-gib", "2"], "weights, gradients and optimizer of pipeline rank 0 take"),
         (
-            "--seq-length 524288 --max-position-embeddings 524288 --wlb-max-tokens 600000".split(),
+            [
+                "--seq-length",
+                "524288",
+                "--max-position-embeddings",
+                "524288",
+                "--wlb-max-tokens",
+                "600000",
+            ],
             "lower --seq-length, recompute",
         ),
         (["--tensor-model-parallel-size", "16"], "64 processes were started, but TP 16"),
