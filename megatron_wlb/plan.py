@@ -13,7 +13,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from megatron_wlb.sharding.shard import Sharding
@@ -65,8 +65,11 @@ class Document:
         changes which tokens see each other but not which tokens are trained.
         """
         assert 0 < at < self.length, (at, self.length)
-        head = replace(self, length=at, ends=False)
-        tail = replace(self, offset=self.offset + at, length=self.length - at, step=tail_step)
+        # Not by dataclasses.replace, which is three times as slow: packings cut in every step.
+        common = self.epoch, self.arrival
+        head = Document(self.corpus, self.index, self.offset, at, False, *common, self.step)
+        start, rest = self.offset + at, self.length - at
+        tail = Document(self.corpus, self.index, start, rest, self.ends, *common, tail_step)
         return head, tail
 
     def as_list(self) -> list[int]:

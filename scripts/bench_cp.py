@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Figure 15 of WLB-LLM on one device: attention of one layer under each CP sharding.
 
-    scripts/bench_cp.py --json figures.json                          # a GPU, minutes
+    scripts/bench_cp.py --json figures.json                          # a GPU, full size
     OMP_NUM_THREADS=1 scripts/bench_cp.py --device cpu --small       # one or two minutes
 
 For CP = 2, 4 and 8 every rank's attention runs in turn, forward and backward, one variable-length
@@ -37,6 +37,7 @@ from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.runtime.attention_rates import AttentionTimer, measure_attention, named_kernel
 from megatron_wlb.runtime.kernels import Demand
+from megatron_wlb.runtime.rates import machine_name
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
 from megatron_wlb.simulator.plot_attention import plot_shardings
 
@@ -227,7 +228,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """All cases; what the JSON holds."""
     device = torch.device(options.device)
     cuda = device.type == "cuda"
-    machine = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    machine = machine_name(options.device)
     typical = np.median if cuda else np.min
     models = SMALL_MODELS if options.small else MODELS
     cases = cases_of(options)
@@ -263,7 +264,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         del timer
     return {
         "machine": machine,
-        "torch": str(torch.__version__),
         "clock": clock,
         "small": options.small,
         "seed": options.seed,
@@ -314,11 +314,11 @@ def main() -> int:
         help=f"in tokens; --small divides by {SMALL_SCALE} (default: 65536 131072)",
     )  # fmt: skip
     parser.add_argument(
-        "--micro-batches", type=int, metavar="N", help="a case (default: 32; small: 4)"
+        "--micro-batches", type=int, metavar="N", help="a case (default: 12; small: 4)"
     )
-    parser.add_argument("--repeats", type=int, metavar="N", help="default: 7; small: 3")
+    parser.add_argument("--repeats", type=int, metavar="N", default=3, help="default: 3")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of `wlb profile`")
-    parser.add_argument("--profile-repeats", type=int, metavar="N", default=5, help="default: 5")
+    parser.add_argument("--profile-repeats", type=int, metavar="N", default=4, help="default: 4")
     parser.add_argument("--kernel", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")
@@ -326,8 +326,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    options.micro_batches = options.micro_batches or (4 if options.small else 32)
-    options.repeats = options.repeats or (3 if options.small else 7)
+    options.micro_batches = options.micro_batches or (4 if options.small else 12)
     try:
         if options.device == "cpu" and not options.small:
             raise ConfigError("a CPU would take days at full size; add --small")

@@ -6,7 +6,8 @@
     scripts/bench_packing.py stream     # a million documents: is any lost, does memory stay flat
 
 Balance and delay are computed from modelled times; planning times are process CPU time, measured on
-this machine, of each step the best of several repeats. ``--json`` keeps the figures.
+this machine, of each step the best of several repeats. Memory is what Python's tracemalloc counts,
+numpy's arrays included. ``--json`` keeps the figures, ``--plot`` draws those of ``speed``.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import math
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import Progress
 from rich.table import Table
 
 from megatron_wlb.data.documents import DocumentStream
@@ -36,6 +40,7 @@ from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, measure, pack
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document
 from megatron_wlb.planner import Planner
+from megatron_wlb.testing.ledger import Ledger
 
 WARM_UP_STEPS = 50
 FAST = tuple(name for name in PACKINGS if name != "fixed-solver")
@@ -211,41 +216,57 @@ def verdict(row: dict[str, Any], case: Case) -> str:
     return "[red]" + ", ".join(misses) if misses else "[green]as wanted" if case.wanted else ""
 
 
+def timed_cases(options: argparse.Namespace, numbers: Sequence[int]) -> list[list[Case]]:
+    """Of speed and stream: a list over N for each packing; ``hold`` with each look-ahead."""
+    return [
+        [Case(name, number, options.max_windows, look_ahead=ahead) for number in numbers]
+        for name in options.packing
+        for ahead in (options.look_ahead if name == "hold" else [0])
+    ]
+
+
 def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a packing and N: the time and the memory of a step."""
-    numbers = options.num_micro_batches or [4, 16, 64, 256, 1024, 4096]
-    table = Table("packing", "N", "documents", "ms a step", "ms per 1,000", "growth", "peak MB")
+    series = timed_cases(options, options.num_micro_batches or [4, 16, 64, 256, 1024, 4096])
+    table = Table(
+        "packing", "N", "documents", "ms a step", "median", "ms per 1,000", "growth", "MB"
+    )
     table.title = (
         f"{options.distribution}, S_max {options.max_windows:g} windows: CPU time of pack() on "
-        f"this machine, of each step the best of {options.repeats}"
+        f"this machine, of each step the best of {options.repeats}; median: of whole repeats"
     )
-    table.caption = "growth: exponent of time over documents against the row above; n log n is 1.1"
+    table.caption = (
+        "growth: exponent of time over documents against the row above; n log n is 1.1\n"
+        "MB: most traced memory in a step beyond what was there before it"
+    )
     rows: list[dict[str, Any]] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("speed", total=len(options.packing) * len(numbers))
-        for name in options.packing:
+        task = progress.add_task("speed", total=sum(map(len, series)))
+        for cases in series:
             previous = None
-            for number in numbers:
-                case = Case(name, number, options.max_windows, look_ahead=options.look_ahead)
+            for case in cases:
                 row = time_of(case, options.distribution, options.repeats, options.seeds[0])
-                growth = ""
                 if previous:
                     times = row["ms_per_step"] / previous["ms_per_step"]
                     sizes = row["documents_per_step"] / previous["documents_per_step"]
-                    growth = f"{math.log(times) / math.log(sizes):.2f}"
+                    row["growth"] = math.log(times) / math.log(sizes)
                 previous = row
                 rows.append(row)
                 table.add_row(
-                    name,
-                    str(number),
+                    case.title,
+                    str(case.num_micro_batches),
                     f"{row['documents_per_step']:.0f}",
                     f"{row['ms_per_step']:.3f}",
+                    f"{row['ms_per_step_median']:.3f}",
                     f"{row['ms_per_1000']:.3f}",
-                    growth,
+                    f"{row['growth']:.2f}" if "growth" in row else "",
                     f"{row['peak_bytes'] / 1e6:.2f}",
                 )
                 progress.advance(task)
+            table.add_section()
     console.print(table)
+    if options.plot:
+        plot_speed(rows, options)
     return rows
 
 
@@ -258,15 +279,15 @@ def time_of(case: Case, distribution: str, repeats: int, seed: int) -> dict[str,
     given = [[*chain(*arriving[: ahead + 1])], *arriving[ahead + 1 :]]
     gc.collect()
     gc.freeze()  # The collector would look through all that is made here beforehand.
-    best_s = [math.inf] * steps
-    for _ in range(repeats):
+    cpu_s = np.zeros((repeats, steps))
+    for repeat in cpu_s:
         packing = make_packer(case)
         for step in range(warm_up):
             packing.pack(given[step], step)
         for number in range(steps):
             start_s = time.process_time()
             packing.pack(given[warm_up + number], warm_up + number)
-            best_s[number] = min(best_s[number], time.process_time() - start_s)
+            repeat[number] = time.process_time() - start_s
     gc.unfreeze()
     documents = sum(map(len, arriving[warm_up : warm_up + steps])) / steps
     packing = make_packer(case)
@@ -275,91 +296,147 @@ def time_of(case: Case, distribution: str, repeats: int, seed: int) -> dict[str,
     packing.pack(given[1], 1)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+    ms_per_step = float(cpu_s.min(axis=0).mean()) * 1e3
     return {
         "packing": case.packing,
         "num_micro_batches": case.num_micro_batches,
         "max_windows": case.max_windows,
         "look_ahead": case.look_ahead,
         "documents_per_step": documents,
-        "ms_per_step": sum(best_s) / steps * 1e3,
-        "ms_per_1000": sum(best_s) / steps / documents * 1e6,
+        "ms_per_step": ms_per_step,
+        "ms_per_step_median": float(np.median(cpu_s.mean(axis=1))) * 1e3,
+        "ms_per_1000": ms_per_step / documents * 1e3,
         "peak_bytes": peak_bytes,
         "documents": sum(map(len, arriving)),
     }
 
 
+def plot_speed(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Time and memory of a step over its documents, with n log n to compare."""
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    columns = (("ms_per_step", 1.0, "CPU ms a step"), ("peak_bytes", 1e-6, "MB a step"))
+    for axes, (column, unit, label) in zip(panels, columns, strict=True):
+        for key in dict.fromkeys((row["packing"], row["look_ahead"]) for row in rows):
+            some = [row for row in rows if (row["packing"], row["look_ahead"]) == key]
+            sizes = [row["documents_per_step"] for row in some]
+            name = f"{key[0]}, look-ahead {key[1]}" if key[1] else key[0]
+            axes.plot(sizes, [row[column] * unit for row in some], ".-", label=name)
+        axes.set(xscale="log", yscale="log", xlabel="documents a step", ylabel=label)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_formatter(NullFormatter())
+        axes.grid(alpha=0.3)
+    ends = np.geomspace(*np.sort([row["documents_per_step"] for row in rows])[[0, -1]], 50)
+    last = ends[-1]
+    panels[0].plot(ends, ends / 1e3, "k--", lw=1, label="1 ms per 1,000")
+    n_log_n = ends * np.log(ends) / (last * np.log(last)) * last / 1e3
+    panels[0].plot(ends, n_log_n, "k:", lw=1, label="n log n")
+    panels[0].legend(fontsize="small")
+    figure.suptitle(f"Planning a step on this machine: {options.distribution} lengths, one core")
+    temporary = options.plot.with_name(f".{options.plot.name}.tmp")
+    figure.savefig(temporary, format="png", dpi=130)
+    temporary.replace(options.plot)
+
+
 def stream(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a packing: documents and tokens that went in and out, and memory on the way."""
     number = (options.num_micro_batches or [64])[0]
-    table = Table("packing", "documents", "lost tokens", "s", "MB after a tenth", "MB at the end")
-    table.title = f"{options.documents} documents streamed with N = {number}; traced memory"
+    table = Table(
+        "packing", "documents", "tokens", "lost", "CPU s", "MB, first", "MB, last", "MB, all"
+    )
+    table.title = (
+        f"{options.documents} documents streamed with N = {number}: each token runs exactly once"
+    )
+    table.caption = (
+        "MB: most traced memory while the first tenth ran, the last tenth, and all\n"
+        "CPU s: with tracing, which makes it several times as slow"
+    )
+    lengths = sample_lengths(
+        options.distribution,
+        windows_for(options.distribution, options.documents, number, options.seeds[0]),
+        seed=options.seeds[0],
+    )
     rows = []
-    for name in options.packing:
-        case = Case(name, number, options.max_windows, look_ahead=options.look_ahead)
-        windows = sum_to_windows(options.distribution, options.documents, options.seeds[0])
-        documents = make_stream(
-            options.distribution, number, -(-windows // number), options.seeds[0]
-        )
-        tracemalloc.start()
-        start_s = time.process_time()
-        ran, lost, memory = run_through(make_packer(case), documents, name)
-        row = {
-            "packing": name,
-            "num_micro_batches": number,
-            "max_windows": case.max_windows,
-            "documents": ran,
-            "lost_tokens": lost,
-            "cpu_s": time.process_time() - start_s,
-            "bytes_after_a_tenth": memory[0],
-            "bytes_at_the_end": memory[1],
-        }
-        tracemalloc.stop()
+    for (case,) in timed_cases(options, [number]):
+        row = run_through(case, lengths)
         rows.append(row)
         table.add_row(
-            name,
-            str(ran),
-            str(lost),
+            case.title,
+            str(row["documents"]),
+            str(row["tokens"]),
+            f"[{'red' if row['lost_tokens'] else 'green'}]{row['lost_tokens']}",
             f"{row['cpu_s']:.1f}",
-            f"{memory[0] / 1e6:.1f}",
-            f"{memory[1] / 1e6:.1f}",
+            f"{row['peak_bytes_first_tenth'] / 1e6:.2f}",
+            f"{row['peak_bytes_last_tenth'] / 1e6:.2f}",
+            f"{row['peak_bytes'] / 1e6:.2f}",
         )
     console.print(table)
     return rows
 
 
-def sum_to_windows(distribution: str, num_documents: int, seed: int) -> int:
+def windows_for(distribution: str, num_documents: int, multiple: int, seed: int) -> int:
     """How many windows have at least so many documents; about one in a hundred more."""
-    return -(-num_documents * 1010 // len(sample_lengths(distribution, 1000, seed=seed)))
+    windows = -(-num_documents * 1010 // len(sample_lengths(distribution, 1000, seed=seed)))
+    return -(-windows // multiple) * multiple
 
 
-def run_through(
-    packing: Packer, documents: DocumentStream, name: str
-) -> tuple[int, int, tuple[int, int]]:
-    """Documents that ran, tokens that did not, and traced bytes early and late."""
-    ran = tokens = 0
-    held: list[int] = []
-    for micro_batches in track(_steps(packing, documents), name, console=console, transient=True):
-        for micro_batch in micro_batches:
-            ran += len(micro_batch)
-            tokens += sum(document.length for document in micro_batch)
-        held.append(tracemalloc.get_traced_memory()[0])
-    tenth = len(held) // 10
-    lost = documents.tokens_per_epoch - tokens
-    return ran, lost, (max(held[tenth : 2 * tenth]), max(held[-tenth:]))
+def run_through(case: Case, lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Runs every document of ``lengths``; raises AssertionError for a token that runs twice.
+
+    Memory: what the packing keeps and takes for a step, the documents that it holds included.
+    """
+    packing, ledger = make_packer(case), Ledger(lengths)
+    documents = DocumentStream(
+        [lengths],
+        window=REFERENCE_WINDOW,
+        step_tokens=case.num_micro_batches * REFERENCE_WINDOW,
+        seed=0,
+        shuffle=False,
+        num_epochs=1,
+    )
+    peaks: list[int] = []
+    num_steps = -(-int(lengths.sum()) // documents.step_tokens)
+    start_s = time.process_time()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(case.title, total=num_steps)
+        tracemalloc.start()
+        for given, step in _steps(packing, documents):
+            tracemalloc.reset_peak()
+            micro_batches = packing.flush(step) if given is None else packing.pack(given, step)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            ledger.run(chain(*micro_batches))
+            progress.advance(task)
+        tracemalloc.stop()
+    first = max(1, len(peaks) // 10)
+    return {
+        "packing": case.packing,
+        "num_micro_batches": case.num_micro_batches,
+        "max_windows": case.max_windows,
+        "look_ahead": case.look_ahead,
+        "documents": len(lengths),
+        "documents_run": ledger.num_documents,
+        "tokens": ledger.num_tokens,
+        "lost_tokens": ledger.lost_tokens,
+        "cpu_s": time.process_time() - start_s,
+        "peak_bytes_first_tenth": max(peaks[:first]),
+        "peak_bytes_last_tenth": max(peaks[-first:]),
+        "peak_bytes": max(peaks),
+    }
 
 
-def _steps(packing: Packer, documents: DocumentStream) -> Iterator[list[list[Document]]]:
-    step = 0
-    ahead: Iterable[Document] = [
-        document for _ in range(packing.look_ahead) for document in documents.next_step()
-    ]
-    while not documents.exhausted:
-        yield packing.pack([*ahead, *documents.next_step()], step)
-        ahead = ()
-        step += 1
-    while packing.waiting:
-        yield packing.flush(step)
-        step += 1
+def _steps(
+    packing: Packer, documents: DocumentStream
+) -> Iterator[tuple[list[Document] | None, int]]:
+    """What each step is given, and its number; None after the end, for as long as any waits."""
+    given = [document for _ in range(packing.look_ahead) for document in documents.next_step()]
+    for step in count():
+        if not documents.exhausted:
+            yield [*given, *documents.next_step()], step
+            given = []
+        elif packing.waiting:
+            yield None, step
+        else:
+            return
 
 
 def main() -> int:
@@ -379,7 +456,12 @@ def main() -> int:
         help="speed, stream: S_max in windows (default: 2)",
     )  # fmt: skip
     parser.add_argument(
-        "--look-ahead", type=int, default=0, metavar="K", help="speed, stream: of hold (default: 0)"
+        "--look-ahead",
+        nargs="+",
+        type=int,
+        default=[0, 4],
+        metavar="K",
+        help="speed, stream: of hold (default: 0 4)",
     )
     parser.add_argument(
         "--distribution", choices=DISTRIBUTIONS, default="reference", help="default: reference"
@@ -395,11 +477,14 @@ def main() -> int:
         "--documents", type=int, default=1_000_000, help="stream: how many (default: 1000000)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help='keep the figures: {"rows": […]}')
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="speed: time and memory over N")
     options = parser.parse_args()
     try:
         rows = {"balance": balance, "speed": speed, "stream": stream}[options.what](options)
         if options.json:
-            options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+            temporary = options.json.with_name(f".{options.json.name}.tmp")
+            temporary.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+            temporary.replace(options.json)
     except (WLBError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)

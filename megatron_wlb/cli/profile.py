@@ -69,7 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--longest", type=int, metavar="N",
-        help="longest document in tokens; give S_max (default: 131072 on a GPU, 4096 on a CPU)",
+        help="longest document in tokens; give the window, --seq-length (default: 131072 on a "
+        "GPU, 4096 on a CPU)",
     )  # fmt: skip
     parser.add_argument(
         "--repeats", type=int, metavar="N", help=f"runs of each point (default: {REPEATS})"
@@ -100,7 +101,7 @@ def _profile(args: argparse.Namespace) -> int:
 
     from megatron_wlb.runtime.attention_rates import measure_attention
     from megatron_wlb.runtime.kernels import Demand
-    from megatron_wlb.runtime.rates import measure_rates
+    from megatron_wlb.runtime.rates import machine_name, measure_rates
 
     device = args.device
     if device == "auto":
@@ -112,7 +113,7 @@ def _profile(args: argparse.Namespace) -> int:
     base = args.base or _base_of(device, torch.cuda.get_device_name() if device == "cuda" else "")
     base_path, content = read_hardware(base)
     load_hardware(base)  # its errors now, not after measuring
-    machine = _machine(device, torch)
+    machine = machine_name(device)
     longest = args.longest or (SMALL_LONGEST[device] if args.small else defaults["longest"])
     profiles = []
     for num_heads, num_groups, head_dim in shapes:
@@ -169,16 +170,6 @@ def _base_of(device: str, gpu: str) -> str:
     raise ConfigError(
         f"no hardware file is known for {gpu}; give one with --base ({', '.join(hardware_names())})"
     )
-
-
-def _machine(device: str, torch: Any) -> str:
-    if device == "cuda":
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    cpus = Path("/proc/cpuinfo")
-    lines = cpus.read_text().splitlines() if cpus.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    processor = f"{len(names)} × {names[0]}" if names else "CPU"
-    return f"{processor}, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
 
 
 def hardware_content(

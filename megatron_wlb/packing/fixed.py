@@ -41,7 +41,7 @@ class FixedPacker(ABC):
         self.limits = limits
         self.look_ahead = num_batches - 1
         self._costs_us = CostTable(cost, limits)
-        self._waiting: deque[Document] = deque()  # in stream order
+        self._waiting: list[Document] = []  # in stream order
         self._planned: deque[list[list[Document]]] = deque()  # micro-batches of the next steps
 
     @abstractmethod
@@ -55,7 +55,7 @@ class FixedPacker(ABC):
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
         """The next step of those that were repacked together; documents may be of any length."""
-        self._waiting.extend(documents)
+        self._waiting += documents
         if not self._planned:
             self._planned.extend(self._plan(step))
         return self._planned.popleft()
@@ -88,16 +88,15 @@ class FixedPacker(ABC):
         self._planned = deque(
             [[next(documents) for _ in range(size)] for size in step] for step in sizes
         )
-        self._waiting = deque(waiting)
+        self._waiting = waiting
 
     def _plan(self, step: int) -> list[list[list[Document]]]:
         """Micro-batches of as many steps, up to k, as the waiting documents fill."""
-        num_micro_batches, window = self.limits.num_micro_batches, self.limits.window
-        tokens = sum([document.length for document in self._waiting])
-        num_steps = -(-tokens // (num_micro_batches * window))
-        num_steps = min(max(num_steps, 1), self.look_ahead + 1)
-        num_windows = num_steps * num_micro_batches
-        windows = cut_windows(self._waiting, num_windows, num_micro_batches, window, step)
+        size, window = self.limits.num_micro_batches, self.limits.window
+        num_windows = size * (self.look_ahead + 1)
+        windows, self._waiting = cut_windows(self._waiting, num_windows, size, window, step)
+        num_filled = sum(map(bool, windows))
+        del windows[max(size, -(-num_filled // size) * size) :]
         steps = self._repack(windows, step)
         return sorted(steps, key=lambda step: mean_arrival(chain(*step))) if steps[1:] else steps
 
@@ -106,12 +105,12 @@ class FixedPacker(ABC):
         ranking = rank([*chain(*windows)], self._costs_us)
         placement = ranking.place(len(windows), self.limits.window)
         work_us = placement.loads_us
-        balanced = ranking.take_each(placement.micro_batches)
-        lengths, window = ranking.lengths, self.limits.window
-        room = [window - sum([lengths[i] for i in ranks]) for ranks in placement.micro_batches]
-        for index, piece in cut_into_room(room, ranking.take(placement.left)):
+        balanced, _ = ranking.take_each(placement)
+        pieces = [*cut_into_room(placement.room, ranking.take(placement.left))]
+        lengths = np.array([piece.length for _, piece in pieces], dtype=np.int64)
+        for (index, piece), piece_us in zip(pieces, self._costs_us.of(lengths), strict=True):
             balanced[index].append(piece)
-            work_us[index] += float(self._costs_us.of(np.array([piece.length]))[0])
+            work_us[index] += float(piece_us)
         order = sorted(range(len(balanced)), key=work_us.__getitem__, reverse=True)
         return [balanced[index] for index in order]
 

@@ -6,7 +6,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
@@ -39,31 +42,12 @@ class _Choice(NamedTuple):
     early_delay: float
     """What running early delays, in steps × tokens of a mean step."""
     early: list[int]
-    """Ranks."""
+    """Numbers of documents in :attr:`HoldPacker._heavy_ahead`."""
 
 
-class _Candidate(NamedTuple):
-    """A document that may run early; the lowest ones do the most work for their delay."""
-
-    us_per_delay: float
-    """Negative."""
-    rank: int
-    cost_us: float
-    delay: float
-    """If run now, in steps × tokens of a mean step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AtHand:
-    """What a step may run."""
-
-    ranking: Ranking
-    rest: Sequence[int]
-    """Ranks of documents that are neither due nor read ahead."""
-    candidates: list[_Candidate]
-    due_tokens: int
-    rest_tokens: int
-    step: int
+_Candidate: TypeAlias = tuple[int, float, float]
+"""A document that may run early: its number in :attr:`HoldPacker._heavy_ahead`, its cost in µs, and
+its delay if run now, in steps × tokens of a mean step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +56,7 @@ class _Outcome:
 
     score: float
     early: list[int]
-    """Ranks of what is to run early."""
-    held: list[int]
-    """Ranks of what is held back."""
+    """Numbers of what is to run early, as in :class:`_Choice`."""
     running: Ranking
     placement: Placement
     """Of ``running``; what is left of it had no room."""
@@ -137,90 +119,80 @@ class HoldPacker:
         self.look_ahead = look_ahead
         self._costs_us = CostTable(cost, limits)
         self._held: list[Document] = []
-        self._ahead: list[Document] = []  # yet to arrive, in stream order
+        # Yet to arrive, in stream order: those that may run early, and those too short for it.
+        self._heavy_ahead: list[Document] = []
+        self._light_ahead: list[Document] = []
 
     @property
     def waiting(self) -> Sequence[Document]:
-        return (*self._held, *self._ahead)
+        return (*self._held, *self._heavy_ahead, *self._light_ahead)
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
         self.limits.check(documents)
-        self._ahead += documents
-        present = self._held + self._arrived(step)
-        if not present and self._ahead:
-            present = self._arrived(self._ahead[0].step)
-        at_hand = self._at_hand(present, step)
-        best = self._choose(at_hand)
-        left = at_hand.ranking.take(best.held) + best.running.take(best.placement.left)
+        present = self._held + self._arrived(documents, step)
+        if not present and self.waiting:
+            present = self._arrived((), min(document.step for document in self.waiting))
+        best = self._choose(present, step)
+        micro_batches, left = best.running.take_each(best.placement)
+        if best.early:
+            early = set(best.early)
+            self._heavy_ahead = [d for i, d in enumerate(self._heavy_ahead) if i not in early]
         self._held = [document for document in left if document.step <= step]
-        self._give_back(at_hand.ranking.take(best.early), [d for d in left if d.step > step])
-        return best.running.take_each(best.placement.micro_batches)
+        self._give_back([document for document in left if document.step > step])
+        return micro_batches
 
     def flush(self, step: int) -> list[list[Document]]:
         limits = self.limits
         ranking = rank(self.waiting, self._costs_us, step - limits.max_age)
         placement = ranking.place(limits.num_micro_batches, limits.max_tokens)
-        self._held, self._ahead = ranking.take(placement.left), []
-        return ranking.take_each(placement.micro_batches)
+        micro_batches, self._held = ranking.take_each(placement)
+        self._heavy_ahead, self._light_ahead = [], []
+        return micro_batches
 
     def state_dict(self) -> dict[str, Any]:
-        return save_state(self, held=self._held, ahead=self._ahead)
+        ahead = sorted(self._heavy_ahead + self._light_ahead, key=_key)
+        return save_state(self, held=self._held, ahead=ahead)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Packer.load_state_dict`; all settings but N may differ from the saved run's."""
         held, ahead = load_state(self, state, "held", "ahead")
         self.limits.check(held + ahead)
-        self._held, self._ahead = held, ahead
+        self._held, self._heavy_ahead, self._light_ahead = held, [], []
+        self._read_ahead(ahead)
 
-    def _arrived(self, step: int) -> list[Document]:
-        """Takes from the documents read ahead those that have arrived by ``step``."""
-        count = bisect_right(self._ahead, step, key=lambda document: document.step)
-        arrived = self._ahead[:count]
-        del self._ahead[:count]
-        return arrived
+    def _arrived(self, documents: Sequence[Document], step: int) -> list[Document]:
+        """What has arrived by ``step``, of ``documents`` and of those read ahead before."""
+        arrived = []
+        for ahead in (self._heavy_ahead, self._light_ahead):
+            count = bisect_right(ahead, step, key=_step)
+            arrived += ahead[:count]
+            del ahead[:count]
+        count = bisect_right(documents, step, key=_step)
+        self._read_ahead(documents[count:])
+        return [*arrived, *documents[:count]]
 
-    def _at_hand(self, present: list[Document], step: int) -> _AtHand:
-        shortest, step_tokens = WORTH_EARLY_WINDOWS * self.limits.window, self.limits.step_tokens
-        ahead = [document for document in self._ahead if document.length >= shortest]
-        ranking = rank(present + ahead, self._costs_us, step - self.limits.max_age)
-        lengths, num_due = ranking.lengths, ranking.num_due
-        rest: Sequence[int] = range(num_due, len(lengths))
-        candidates = []
-        if ahead:
-            for number in rest:
-                if ranking.order[number] >= len(present):
-                    arrival = ranking.documents[ranking.order[number]].step
-                    cost_us, delay = (
-                        ranking.costs_us[number],
-                        lengths[number] * (arrival - step) / step_tokens,
-                    )
-                    candidates.append(_Candidate(-cost_us / delay, number, cost_us, delay))
-            candidates.sort()
-            rest = [number for number in rest if ranking.order[number] < len(present)]
-        due_tokens = sum(lengths[:num_due])
-        ahead_tokens = sum([document.length for document in ahead])
-        rest_tokens = sum(lengths) - due_tokens - ahead_tokens
-        return _AtHand(ranking, rest, candidates, due_tokens, rest_tokens, step)
+    def _read_ahead(self, documents: Sequence[Document]) -> None:
+        shortest = WORTH_EARLY_WINDOWS * self.limits.window
+        self._heavy_ahead += [d for d in documents if d.length >= shortest]
+        self._light_ahead += [d for d in documents if d.length < shortest]
 
-    def _give_back(self, early: list[Document], left: list[Document]) -> None:
-        """Takes from the documents read ahead what ran early; puts back what had been taken."""
-        keys = {document.key for document in early}
-        back = [document for document in left if document.key not in keys]
-        back.sort(key=lambda document: document.key)
-        ran = keys - {document.key for document in left}
-        if ran:
-            shortest = WORTH_EARLY_WINDOWS * self.limits.window
-            self._ahead = [d for d in self._ahead if d.length < shortest or d.key not in ran]
-        self._ahead[:0] = back
+    def _give_back(self, documents: Sequence[Document]) -> None:
+        """Those that have yet to arrive and did not run after all."""
+        if documents:
+            self._read_ahead(documents)
+            self._heavy_ahead.sort(key=_key)
+            self._light_ahead.sort(key=_key)
 
-    def _choose(self, at_hand: _AtHand) -> _Outcome:
+    def _choose(self, present: list[Document], step: int) -> _Outcome:
         """The best that was found."""
+        ranking = rank(present, self._costs_us, step - self.limits.max_age)
+        candidates = self._candidates(step)
         apart = max(1, self.limits.num_micro_batches // 16)
         tried: list[int] = []
         best: _Outcome | None = None
         # Most often the first few choices are enough: others have bounds above the limit.
         for margin, is_last in ((TOLERANCE, False), (WORTH_TRYING, True)):
-            choices = sorted(self._choices(at_hand, margin))
+            choices = sorted(self._choices(ranking, candidates, margin))
             limit = math.inf if is_last else choices[0].bound + margin
             for choice in choices:
                 enough = min(choice.bound, limit) + TOLERANCE
@@ -230,7 +202,7 @@ class HoldPacker:
                     break
                 if any(abs(choice.num_held - other) < apart for other in tried):
                     continue  # Where S_max binds, a neighbour is hardly better.
-                outcome = self._place(at_hand, choice)
+                outcome = self._place(ranking, choice)
                 if best is None or outcome.score < best.score:
                     best = outcome
                 tried.append(choice.num_held)
@@ -239,40 +211,51 @@ class HoldPacker:
         assert best  # There is always a first choice.
         return best
 
-    def _choices(self, at_hand: _AtHand, margin: float) -> Iterator[_Choice]:
+    def _candidates(self, step: int) -> list[_Candidate]:
+        """Those first that do the most work for their delay."""
+        if not self._heavy_ahead:
+            return []
+        lengths = np.array([document.length for document in self._heavy_ahead])
+        steps = np.array([document.step for document in self._heavy_ahead])
+        costs_us = self._costs_us.of(lengths)
+        delays = lengths * (steps - step) / self.limits.step_tokens
+        order = np.argsort(-costs_us / delays, kind="stable")
+        columns = order.tolist(), costs_us[order].tolist(), delays[order].tolist()
+        return [*zip(*columns, strict=True)]
+
+    def _choices(
+        self, ranking: Ranking, candidates: list[_Candidate], margin: float
+    ) -> Iterator[_Choice]:
         """Numbers of documents to hold back, from 0 on.
 
         Until delay alone makes further ones worse by ``margin`` than the best one's bound.
         """
-        limits, price = self.limits, self.delay_price
+        limits, price, num_due = self.limits, self.delay_price, ranking.num_due
         num_micro_batches, step_tokens = limits.num_micro_batches, limits.step_tokens
         stride = max(1, num_micro_batches // 64)
-        ranking, rest, candidates = at_hand.ranking, at_hand.rest, at_hand.candidates
-        too_many_tokens = at_hand.due_tokens + at_hand.rest_tokens - limits.token_cap
-        heaviest_due_us = max(ranking.costs_us[: ranking.num_due], default=0.0)
-        ahead_us = sum([candidate.cost_us for candidate in candidates])
-        total_us = sum(ranking.costs_us) - ahead_us
+        costs_us, lengths = ranking.costs_us, ranking.lengths
+        too_many_tokens = int(lengths.sum()) - limits.token_cap
+        heaviest_due_us = max(costs_us[:num_due].tolist(), default=0.0)
+        ahead_us = sum([cost_us for _, cost_us, _ in candidates])
+        total_us = float(costs_us.sum())
         held_tokens = 0
         best_bound = math.inf
-        for num_held in range(0, max(1, len(rest)), stride):
+        for first in range(num_due, max(num_due + 1, len(costs_us)), stride):
             waiting = max(held_tokens, too_many_tokens) / step_tokens
             least = num_micro_batches * heaviest_due_us / ((total_us + ahead_us) or 1.0)
             if max(self.tau, least) + price * waiting > best_bound + margin:
                 return
-            heaviest_us = heaviest_due_us
-            if rest:
-                heaviest_us = max(heaviest_due_us, ranking.costs_us[rest[num_held]])
+            heaviest_us = max([heaviest_due_us, *costs_us[first : first + 1].tolist()])
             total_us = max(total_us, heaviest_us)  # a sum that rounding may have brought below
             early, early_us, early_delay = (
                 self._early(candidates, heaviest_us, total_us) if candidates else ([], 0.0, 0.0)
             )
             imbalance = num_micro_batches * heaviest_us / ((total_us + early_us) or 1.0)
             bound = max(self.tau, imbalance) + price * (waiting + early_delay)
-            yield _Choice(bound, num_held, early_delay, early)
+            yield _Choice(bound, first - num_due, early_delay, early)
             best_bound = min(best_bound, bound)
-            for number in rest[num_held : num_held + stride]:
-                total_us -= ranking.costs_us[number]
-                held_tokens += ranking.lengths[number]
+            total_us -= sum(costs_us[first : first + stride].tolist())
+            held_tokens += sum(lengths[first : first + stride].tolist())
 
     def _early(
         self, candidates: list[_Candidate], heaviest_us: float, total_us: float
@@ -282,58 +265,56 @@ class HoldPacker:
         As long as the heaviest document makes the step longer than its mean micro-batch, and one
         more brings more balance than its delay costs. None is heavier than the heaviest.
         """
-        needed_us = self.limits.num_micro_batches * heaviest_us
+        needed_us, price = self.limits.num_micro_batches * heaviest_us, self.delay_price
         early: list[int] = []
-        sum_us = sum_delay = 0.0
-        for _, number, cost_us, delay in candidates:
-            present_us = total_us + sum_us
-            if needed_us * cost_us <= self.delay_price * delay * present_us**2:
+        present_us, sum_delay = total_us, 0.0
+        for number, cost_us, delay in candidates:
+            if needed_us * cost_us <= price * delay * present_us**2:
                 break
             with_us = present_us + cost_us
             if cost_us <= heaviest_us and with_us <= needed_us:
                 gain = needed_us / present_us - needed_us / with_us
-                if gain > self.delay_price * delay:
+                if gain > price * delay:
                     early.append(number)
-                    sum_us, sum_delay = sum_us + cost_us, sum_delay + delay
-        return early, sum_us, sum_delay
+                    present_us, sum_delay = with_us, sum_delay + delay
+        return early, present_us - total_us, sum_delay
 
-    def _place(self, at_hand: _AtHand, choice: _Choice) -> _Outcome:
+    def _place(self, ranking: Ranking, choice: _Choice) -> _Outcome:
         """Places what is due, then the others as the choice says and the cap allows."""
-        limits, ranking, rest = self.limits, at_hand.ranking, at_hand.rest
-        chosen, held = rest[choice.num_held :], [*rest[: choice.num_held]]
-        tokens, cap = at_hand.due_tokens + at_hand.rest_tokens, limits.max_step_tokens
+        limits, num_due, num_present = self.limits, ranking.num_due, len(ranking.documents)
+        running = ranking.without(num_due, num_due + choice.num_held)
         if choice.early:
-            chosen = sorted([*chosen, *choice.early])
-            tokens += sum([ranking.lengths[number] for number in choice.early])
-        if cap is not None and tokens > cap:
-            chosen, too_many = _within(chosen, ranking.lengths, cap, at_hand.due_tokens)
-            held += too_many
-        if isinstance(chosen, range) and not ranking.num_due:
-            running = ranking.without_heaviest(choice.num_held)
-        else:
-            running = ranking.only([*range(ranking.num_due), *chosen])
+            early = [self._heavy_ahead[number] for number in choice.early]
+            running = running.beside(early, self._costs_us)
+        cap = limits.max_step_tokens
+        if cap is not None and running.lengths.sum() > cap:
+            running = running.only(_within(running, cap))
         placement = running.place(limits.num_micro_batches, limits.max_tokens)
-        waiting = running.take(placement.left)
-        held_tokens = sum([ranking.lengths[number] for number in held])
-        held_tokens += sum([d.length for d in waiting if d.step <= at_hand.step])
-        delay = choice.early_delay + held_tokens / limits.step_tokens
+        capacity = limits.num_micro_batches * limits.max_tokens
+        waiting_tokens = int(ranking.lengths.sum()) - (capacity - sum(placement.room))
+        if choice.early:
+            has_room = placement.index_of < limits.num_micro_batches
+            waiting_tokens += int(running.lengths[has_room & (running.order >= num_present)].sum())
+        delay = choice.early_delay + waiting_tokens / limits.step_tokens
         score = max(self.tau, placement.imbalance) + self.delay_price * delay
-        return _Outcome(score, choice.early, held, running, placement)
+        return _Outcome(score, choice.early, running, placement)
 
 
-def _within(
-    ranks: Sequence[int], lengths: Sequence[int], cap: int, tokens: int
-) -> tuple[list[int], list[int]]:
-    """Those of ``ranks`` that fit under ``cap`` besides ``tokens``, but at least one; the others.
-
-    From the heaviest on.
-    """
-    fits: list[int] = []
-    too_many: list[int] = []
-    for number in ranks:
+def _within(ranking: Ranking, cap: int) -> npt.NDArray[np.int64]:
+    """Ranks of what is due, and of others that fit under ``cap``: at least one, heaviest first."""
+    fits = [*range(ranking.num_due)]
+    lengths = ranking.lengths.tolist()
+    tokens = sum(lengths[: ranking.num_due])
+    for number in range(ranking.num_due, len(lengths)):
         if tokens + lengths[number] <= cap or not tokens:
             fits.append(number)
             tokens += lengths[number]
-        else:
-            too_many.append(number)
-    return fits, too_many
+    return np.array(fits, dtype=np.int64)
+
+
+def _step(document: Document) -> int:
+    return document.step
+
+
+def _key(document: Document) -> tuple[int, int]:
+    return document.key

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from megatron_wlb.errors import ConfigError
@@ -26,7 +27,7 @@ class OriginalPacker:
     def __init__(self, limits: Limits) -> None:
         check_windows(self.name, limits)
         self.limits = limits
-        self._waiting: deque[Document] = deque()  # in stream order
+        self._waiting: list[Document] = []  # in stream order
 
     @property
     def waiting(self) -> Sequence[Document]:
@@ -34,9 +35,10 @@ class OriginalPacker:
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
         """The next N windows; documents may be of any length."""
-        self._waiting.extend(documents)
-        num_windows = self.limits.num_micro_batches
-        return cut_windows(self._waiting, num_windows, num_windows, self.limits.window, step)
+        num_windows, window = self.limits.num_micro_batches, self.limits.window
+        documents = [*self._waiting, *documents]
+        windows, self._waiting = cut_windows(documents, num_windows, num_windows, window, step)
+        return windows
 
     def flush(self, step: int) -> list[list[Document]]:
         return self.pack((), step)
@@ -45,8 +47,7 @@ class OriginalPacker:
         return save_state(self, waiting=self._waiting)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        (waiting,) = load_state(self, state, "waiting")
-        self._waiting = deque(waiting)
+        (self._waiting,) = load_state(self, state, "waiting")
 
 
 def check_windows(packing: str, limits: Limits) -> None:
@@ -59,25 +60,26 @@ def check_windows(packing: str, limits: Limits) -> None:
 
 
 def cut_windows(
-    documents: deque[Document], num_windows: int, windows_a_step: int, window: int, step: int
-) -> list[list[Document]]:
-    """Takes from ``documents``, in order, what fills the windows of ``step`` and those after it.
+    documents: Sequence[Document], num_windows: int, windows_a_step: int, window: int, step: int
+) -> tuple[list[list[Document]], list[Document]]:
+    """What fills the windows of ``step`` and those after it, in order; and what is beyond them.
 
     A document that does not end with its window is cut. What lies in windows of a later step
-    arrives then; what is beyond the last window goes back.
+    arrives then.
     """
+    documents = [*documents]
+    ends = [*accumulate([document.length for document in documents])]
     windows: list[list[Document]] = []
-    while len(windows) < num_windows:
-        cut: list[Document] = []
-        room = window
+    first = 0
+    for number in range(1, num_windows + 1):
+        last = bisect_left(ends, number * window, lo=first)
+        cut = documents[first : last + 1]
+        first = last + 1
+        if last < len(documents) and ends[last] > number * window:
+            later_steps, windows_before = divmod(number, windows_a_step)
+            tail_step = cut[-1].step if windows_before else step + later_steps
+            room = cut[-1].length - (ends[last] - number * window)
+            cut[-1], documents[last] = cut[-1].cut(room, tail_step)
+            first = last
         windows.append(cut)
-        while room and documents:
-            document = documents.popleft()
-            if document.length > room:
-                later_steps, windows_before = divmod(len(windows), windows_a_step)
-                tail_step = document.step if windows_before else step + later_steps
-                document, tail = document.cut(room, tail_step)
-                documents.appendleft(tail)
-            cut.append(document)
-            room -= document.length
-    return windows
+    return windows, documents[first:]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import chain
+from heapq import heappop, heappush, heapreplace
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -53,58 +53,60 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Documents in the order in which they are to be placed, and what placing asks of them.
-
-    Lists by rank, because a large step has more documents than a processor's cache can hold: each
-    is looked at once in the order given, and once when it has its place.
-    """
+    """Documents in the order in which they are to be placed, and what placing asks of them."""
 
     documents: Sequence[Document]
     """As given."""
-    order: list[int]
+    order: npt.NDArray[np.int64]
     """By rank: which of ``documents``."""
-    lengths: list[int]
-    costs_us: list[float]
+    lengths: npt.NDArray[np.int64]
+    costs_us: npt.NDArray[np.float64]
     num_due: int
     """Documents that have waited ``max_age`` steps: they come first."""
 
-    def take(self, ranks: Iterable[int]) -> list[Document]:
-        documents, order = self.documents, self.order
-        return [documents[order[rank]] for rank in ranks]
+    def take(self, ranks: npt.NDArray[np.int64]) -> list[Document]:
+        return [self.documents[number] for number in self.order[ranks].tolist()]
 
-    def take_each(self, micro_batches: Sequence[Sequence[int]]) -> list[list[Document]]:
-        """The documents of each micro-batch.
+    def take_each(self, placement: Placement) -> tuple[list[list[Document]], list[Document]]:
+        """The documents of each micro-batch, and all others that were given; both as given.
 
-        Of many in the order given, which is how they lie in memory: twice as fast as by rank.
+        That is how they lie in memory: of a large step, twice as fast as by rank.
         """
-        count = len(micro_batches)
-        if count < MANY_MICRO_BATCHES:
-            return [self.take(ranks) for ranks in micro_batches]
-        ranks = np.array([*chain.from_iterable(micro_batches)], dtype=np.int64)
-        index_of = np.full(len(self.documents), count)
-        index_of[np.array(self.order, dtype=np.int64)[ranks]] = np.repeat(
-            np.arange(count), [len(ranks) for ranks in micro_batches]
-        )
-        taken: list[list[Document]] = [[] for _ in range(count + 1)]
+        num_micro_batches = len(placement.loads_us)
+        index_of = np.full(len(self.documents), num_micro_batches)
+        index_of[self.order] = placement.index_of
+        taken: list[list[Document]] = [[] for _ in range(num_micro_batches + 1)]
         for document, index in zip(self.documents, index_of.tolist(), strict=True):
             taken[index].append(document)
-        return taken[:count]
+        return taken[:-1], taken[-1]
 
-    def without_heaviest(self, count: int) -> Ranking:
-        """Ranked anew, by slices, which is fast; nothing may be due."""
-        assert not self.num_due
-        order, lengths, costs_us = self.order[count:], self.lengths[count:], self.costs_us[count:]
-        return Ranking(self.documents, order, lengths, costs_us, 0)
-
-    def only(self, ranks: Sequence[int]) -> Ranking:
+    def only(self, ranks: npt.NDArray[np.int64]) -> Ranking:
         """Ranked anew; due ones and then others have to come in ``ranks``, which ascend."""
+        num_due = int(np.searchsorted(ranks, self.num_due))
         return Ranking(
-            self.documents,
-            [self.order[rank] for rank in ranks],
-            [self.lengths[rank] for rank in ranks],
-            [self.costs_us[rank] for rank in ranks],
-            bisect_left(ranks, self.num_due),
+            self.documents, self.order[ranks], self.lengths[ranks], self.costs_us[ranks], num_due
         )
+
+    def without(self, start: int, stop: int) -> Ranking:
+        """Ranked anew; those of ranks ``[start, stop)`` left out."""
+        if start == stop:
+            return self
+        ranks = np.arange(len(self.order) - (stop - start))
+        ranks[start:] += stop - start
+        return self.only(ranks)
+
+    def beside(self, others: Sequence[Document], costs_us: CostTable) -> Ranking:
+        """Ranked anew, together with others that are not due."""
+        more_lengths = np.array([document.length for document in others], dtype=np.int64)
+        order = np.concatenate([self.order, len(self.documents) + np.arange(len(others))])
+        lengths = np.concatenate([self.lengths, more_lengths])
+        weights_us = np.concatenate([self.costs_us, costs_us.of(more_lengths)])
+        ranks = np.arange(len(order))
+        ranks[self.num_due :] = self.num_due + np.argsort(
+            -weights_us[self.num_due :], kind="stable"
+        )
+        documents = [*self.documents, *others]
+        return Ranking(documents, order[ranks], lengths[ranks], weights_us[ranks], self.num_due)
 
     def place(self, num_micro_batches: int, max_tokens: int) -> Placement:
         """All of them; see :func:`place`."""
@@ -132,22 +134,23 @@ def rank(
         is_due = np.zeros(len(documents), dtype=np.bool_)
         is_due[due] = True
         order = np.concatenate([due, order[~is_due[order]]])
-    return Ranking(
-        documents,
-        order.tolist(),
-        lengths[order].tolist(),
-        weights_us[order].tolist(),
-        len(due),
-    )
+    return Ranking(documents, order, lengths[order], weights_us[order], len(due))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Numbers of documents in N micro-batches, and of those that found no room."""
+    """Which of N micro-batches each document is in, and what these come to."""
 
-    micro_batches: list[list[int]]
+    index_of: npt.NDArray[np.int64]
+    """By document; N where no micro-batch had room."""
     loads_us: list[float]
-    left: list[int]
+    room: list[int]
+    """Tokens that each micro-batch could still take."""
+
+    @property
+    def left(self) -> npt.NDArray[np.int64]:
+        """Numbers of the documents that found no room."""
+        return np.flatnonzero(self.index_of == len(self.loads_us))
 
     @property
     def imbalance(self) -> float:
@@ -157,106 +160,83 @@ class Placement:
 
 
 def place(
-    costs_us: Sequence[float], lengths: Sequence[int], num_micro_batches: int, max_tokens: int
+    costs_us: npt.NDArray[np.float64],
+    lengths: npt.NDArray[np.int64],
+    num_micro_batches: int,
+    max_tokens: int,
 ) -> Placement:
     """Each document in turn goes to the least loaded micro-batch that has room for it.
 
     Ties go to the lowest index. In descending order of cost this is the LPT rule, which is close
-    to the optimum where documents are many.
-
-    Micro-batches are sorted by load and served in this order for as long as the next one is less
-    loaded than all that were served since the sort. In descending order of cost that is nearly all
-    of them, so that few sorts are needed, and those of lists that are almost sorted: faster than a
-    heap from 32 micro-batches on. Where few were served, they are inserted one by one instead:
-    ``O(log N)`` comparisons a document in all cases. Micro-batches without room are parked by the
-    room they have: each is looked at again only when it can serve.
+    to the optimum where documents are many. ``O(log N)`` a document: micro-batches are in a heap by
+    load; those without room are parked in another by their room, each to be looked at again only
+    when it can serve. Many micro-batches are served in rounds before, for as long as all have room.
     """
-    if num_micro_batches >= MANY_MICRO_BATCHES:
-        loads_us, room, micro_batches = _deal(costs_us, lengths, num_micro_batches, max_tokens)
-    else:
+    if num_micro_batches < MANY_MICRO_BATCHES:
+        placed = np.zeros(0, dtype=np.int64)
         loads_us, room = [0.0] * num_micro_batches, [max_tokens] * num_micro_batches
-        micro_batches = [[] for _ in range(num_micro_batches)]
-    first = sum(map(len, micro_batches))
-    numbers = range(first, len(lengths))
-    parked: list[tuple[int, float, int]] = []  # heap by most room
-    left = []
-    # Sorted from ``served`` on.
-    open_ = sorted(zip(loads_us, range(num_micro_batches), strict=True))
-    num_open, served, least_served_us = num_micro_batches, 0, math.inf
-    for number, cost_us, length in zip(numbers, costs_us[first:], lengths[first:], strict=True):
-        while parked and -parked[0][0] >= length:
-            insort(open_, heappop(parked)[1:], lo=served)
-            num_open += 1
-        while num_open:
-            if served == num_open or open_[served][0] >= least_served_us:
-                _sort(open_, served)
-                served, least_served_us = 0, math.inf
-            load_us, index = open_[served]
-            if room[index] >= length:
-                break
-            del open_[served]
-            num_open -= 1
-            heappush(parked, (-room[index], load_us, index))
-        else:
-            left.append(number)
-            continue
-        load_us += cost_us
-        open_[served] = (load_us, index)
-        served += 1
-        if load_us < least_served_us:
-            least_served_us = load_us
-        room[index] -= length
-        micro_batches[index].append(number)
-    for load_us, index in chain(open_, (entry[1:] for entry in parked)):
-        loads_us[index] = load_us
-    return Placement(micro_batches, loads_us, left)
+    else:
+        placed, loads_us, room = _place_in_rounds(costs_us, lengths, num_micro_batches, max_tokens)
+    # The last one stands for none: it is served after all others, and always has room.
+    columns = [*loads_us, math.inf], range(num_micro_batches + 1), [*room, sys.maxsize]
+    open_ = sorted(zip(*columns, strict=True))
+    parked: list[tuple[int, float, int]] = []
+    most_parked = -1  # tokens of room
+    indices: list[int] = []
+    costs, sizes = costs_us[len(placed) :].tolist(), lengths[len(placed) :].tolist()
+    for cost_us, length in zip(costs, sizes, strict=True):
+        while most_parked >= length:
+            _, load_us, index = heappop(parked)
+            heappush(open_, (load_us, index, most_parked))
+            most_parked = -parked[0][0] if parked else -1
+        load_us, index, tokens = open_[0]
+        while tokens < length:
+            heappop(open_)
+            heappush(parked, (-tokens, load_us, index))
+            most_parked = -parked[0][0]
+            load_us, index, tokens = open_[0]
+        heapreplace(open_, (load_us + cost_us, index, tokens - length))
+        indices.append(index)
+    open_ += [(load_us, index, -tokens) for tokens, load_us, index in parked]
+    by_index = sorted(open_, key=itemgetter(1))[:-1]
+    return Placement(
+        np.concatenate([placed, np.array(indices, dtype=np.int64)]),
+        [load_us for load_us, _, _ in by_index],
+        [tokens for _, _, tokens in by_index],
+    )
 
 
 MANY_MICRO_BATCHES = 64
 """From here on numpy serves them faster."""
 
 
-def _deal(
-    costs_us: Sequence[float], lengths: Sequence[int], num_micro_batches: int, max_tokens: int
-) -> tuple[list[float], list[int], list[list[int]]]:
-    """What :func:`place` does, as long as there is room: loads, room and micro-batches by then.
+def _place_in_rounds(
+    costs_us: npt.NDArray[np.float64],
+    lengths: npt.NDArray[np.int64],
+    num_micro_batches: int,
+    max_tokens: int,
+) -> tuple[npt.NDArray[np.int64], list[float], list[int]]:
+    """What :func:`place` does, as long as there is room.
 
-    Each round serves at once all micro-batches that :func:`place` serves between two sorts.
+    The micro-batches of the first documents, and by then the loads and the room of all. Each round
+    serves at once, in ascending order of load, those that are less loaded than any served before.
     """
-    costs, sizes = np.array(costs_us), np.array(lengths, dtype=np.int64)
-    loads = np.zeros(num_micro_batches)
-    room = np.full(num_micro_batches, max_tokens)
-    dealt: list[npt.NDArray[np.int64]] = []
+    loads, room = np.zeros(num_micro_batches), np.full(num_micro_batches, max_tokens)
+    placed: list[npt.NDArray[np.int64]] = []
     first = 0
     # Rounds that serve few are slower than serving one by one: there may be only so many.
-    for _ in range(16 + 4 * len(costs) // num_micro_batches):
-        order = np.argsort(loads, kind="stable")[: len(costs) - first]
+    for _ in range(16 + 4 * len(costs_us) // num_micro_batches):
+        order = np.argsort(loads, kind="stable")[: len(costs_us) - first]
         before = loads[order]
-        after = before + costs[first : first + len(order)]
-        can_serve = sizes[first : first + len(order)] <= room[order]
+        after = before + costs_us[first : first + len(order)]
+        can_serve = lengths[first : first + len(order)] <= room[order]
         can_serve[1:] &= before[1:] < np.minimum.accumulate(after)[:-1]
         count = len(order) if can_serve.all() else int(can_serve.argmin())
         if not count:
             break
         order = order[:count]
         loads[order] = after[:count]
-        room[order] -= sizes[first : first + count]
-        dealt.append(order)
+        room[order] -= lengths[first : first + count]
+        placed.append(order)
         first += count
-    indices = np.concatenate([*dealt, np.zeros(0, dtype=np.int64)])
-    numbers = np.argsort(indices, kind="stable").tolist()
-    stops = np.cumsum(np.bincount(indices, minlength=num_micro_batches)).tolist()
-    starts = [0, *stops[:-1]]
-    micro_batches = [numbers[start:stop] for start, stop in zip(starts, stops, strict=True)]
-    return loads.tolist(), room.tolist(), micro_batches
-
-
-def _sort(loads: list[tuple[float, int]], num_changed: int) -> None:
-    """Sorts what is sorted but for its first ``num_changed``."""
-    if 16 * num_changed < len(loads):
-        changed = loads[:num_changed]
-        del loads[:num_changed]
-        for load in changed:
-            insort(loads, load)
-    else:
-        loads.sort()
+    return np.concatenate([*placed, np.zeros(0, dtype=np.int64)]), loads.tolist(), room.tolist()

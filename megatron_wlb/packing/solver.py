@@ -64,7 +64,8 @@ class FixedSolverPacker(FixedPacker):
 
     def _repack(self, windows: list[list[Document]], step: int) -> list[list[list[Document]]]:
         size = self.limits.num_micro_batches
-        windows = self._balance(windows)
+        # Long pieces first: from there the search gets further within the same limit.
+        windows = [sorted(w, key=lambda piece: -piece.length) for w in self._balance(windows)]
         hint = [number for number, window in enumerate(windows) for _ in window]
         pieces = [*chain(*windows)]
         lengths = [piece.length for piece in pieces]

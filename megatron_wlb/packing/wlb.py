@@ -134,8 +134,8 @@ class WLBPacker:
         limits = self.limits
         ranking = rank(running, self._costs_us, step - limits.max_age)
         placement = ranking.place(limits.num_micro_batches, limits.max_tokens)
-        self._remained = ranking.take(placement.left)
-        return ranking.take_each(placement.micro_batches)
+        micro_batches, self._remained = ranking.take_each(placement)
+        return micro_batches
 
 
 def _take(queue: deque[Document], count: int) -> list[Document]:

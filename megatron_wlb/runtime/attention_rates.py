@@ -31,6 +31,9 @@ Call: TypeAlias = tuple[Ints, Ints]
 TILES = ((1, 1), (64, 1), (64, 64), (128, 1), (128, 64), (128, 128))
 """Query and key tiles to explain times by; those are taken that predict best between the points."""
 
+CLEARLY = 0.7
+"""The share of the error without tiles that tiles may leave, to be taken."""
+
 CUDA_QUERY_TOKENS = 16384
 """Queries of a call, to fill a GPU several times over."""
 CPU_KEY_TOKENS = 2048
@@ -319,7 +322,10 @@ def _with_tiles(
     checks: Ints,
     shares: Floats,
 ) -> AttentionProfile:
-    """With the tiles that predict the measured shares off the grid best, and that error."""
+    """With the tiles that predict the measured shares off the grid best, and that error.
+
+    Without tiles unless they do clearly better: wrong ones, chosen by noise, predict jumps.
+    """
     if not len(checks):
         return profile
 
@@ -329,4 +335,6 @@ def _with_tiles(
 
     tiled = [replace(profile, tile_queries=q, tile_keys=k) for q, k in TILES]
     best = min(tiled, key=error)
+    if error(best) > CLEARLY * error(profile):
+        best = profile
     return replace(best, error=round(error(best), 4))

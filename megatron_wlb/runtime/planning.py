@@ -295,8 +295,8 @@ def attention_latency(config: Config, shape: ModelShape) -> AttentionLatency:
     return dataclasses.replace(profile, extrapolate=config.wlb.wlb_cost_extrapolate)
 
 
-def make_selector(config: Config, padded_vocab_size: int, max_tokens: int) -> Selector | None:
-    """What chooses CP shardings of micro-batches of up to ``max_tokens``; None without CP.
+def make_selector(config: Config, padded_vocab_size: int) -> Selector | None:
+    """What chooses CP shardings of documents up to the window; None without CP.
 
     Raises:
         ConfigError: measured tables that end before.
@@ -305,7 +305,7 @@ def make_selector(config: Config, padded_vocab_size: int, max_tokens: int) -> Se
     if cp_size == 1:
         return None
     latency = attention_latency(config, model_shape(config, padded_vocab_size))
-    longest = np.array([max_tokens])
+    longest = np.array([config.data.seq_length])
     latency.chunk_us(longest, longest)  # now, not in the step that has the first such document
     return Selector(config.wlb.wlb_cp_sharding, cp_size, latency)
 
@@ -388,5 +388,5 @@ def _planner(
         cost,
         dp_size=dp_size,
         length_multiple=length_multiple(config),
-        selector=make_selector(config, padded, s_max or 2 * data.seq_length),
+        selector=make_selector(config, padded),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
@@ -68,6 +69,17 @@ def measure_rates(device: str | None = None) -> Rates:
         moved / copy_s / 1e9,
         moved / elementwise_s / 1e9,
     )
+
+
+def machine_name(device: str) -> str:
+    """The GPU, or the processors and how many threads torch uses, where Linux tells them."""
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processors = f"{len(names)} × {names[0]}" if names else "CPU"
+    return f"{processors}, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
 
 
 def _best_s(run: Callable[[], object]) -> float:

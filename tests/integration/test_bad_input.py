@@ -52,9 +52,9 @@ CONFIG: dict[str, tuple[int, Flags, list[str]]] = {
     "micro-batch-size": (1, {"micro_batch_size": 2}, ["--micro-batch-size is 2", "use 1"]),
     "attention-dropout": (1, {"attention_dropout": 0.1}, ["is 0.1", "set it to 0"]),
     "context-parallel": (
-        2,
+        3,
         {"context_parallel_size": 2},
-        ["--context-parallel-size is 2", "only 1", "use --tensor-model-parallel-size"],
+        ["3 processes", "TP 1 × CP 2 × PP 1 = 2", "start a multiple of 2"],
     ),
     "no-gpu": (1, {"wlb_device": "cuda"}, ["--wlb-device is cuda", "no GPU", "--wlb-device cpu"]),
     "nccl-on-cpu": (1, {"distributed_backend": "nccl"}, ["nccl", "needs GPUs", "use gloo"]),

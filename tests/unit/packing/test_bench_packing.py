@@ -22,11 +22,13 @@ COMMON = {"packing", "num_micro_batches", "max_windows", "documents"}
         (
             ["speed", "--repeats", "1", "--num-micro-batches", "4", "--look-ahead", "1",
              "--distribution", "slimpack"],
-            {"ms_per_step", "ms_per_1000", "peak_bytes", "documents_per_step"},
+            {"ms_per_step", "ms_per_step_median", "ms_per_1000", "peak_bytes",
+             "documents_per_step"},
         ),
         (
             ["stream", "--documents", "3000", "--num-micro-batches", "4"],
-            {"lost_tokens", "bytes_after_a_tenth", "bytes_at_the_end"},
+            {"tokens", "lost_tokens", "documents_run", "peak_bytes_first_tenth",
+             "peak_bytes_last_tenth", "peak_bytes"},
         ),
     ],
     ids=["balance", "speed", "stream"],
@@ -44,6 +46,23 @@ def test_bench_packing_keeps_its_figures(tmp_path, arguments, columns):
         assert row.get("lost_tokens", 0) == 0
         assert row["documents"] > 100
     assert "hold" in done.stdout
+
+
+def test_bench_packing_draws_growth_over_n(tmp_path):
+    plot, figures = tmp_path / "speed.png", tmp_path / "figures.json"
+    command = [
+        sys.executable, str(SCRIPT), "speed", "--packing", "hold", "--repeats", "1",
+        "--num-micro-batches", "4", "8", "--distribution", "slimpack", "--look-ahead", "0", "1",
+        "--plot", str(plot), "--json", str(figures),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(figures.read_text())["rows"]
+    names = [(row["look_ahead"], row["num_micro_batches"]) for row in rows]
+    assert names == [(0, 4), (0, 8), (1, 4), (1, 8)]
+    assert ["growth" in row for row in rows] == [False, True] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "speed.png"]
 
 
 def test_bench_packing_says_what_is_wrong_in_one_line(tmp_path):

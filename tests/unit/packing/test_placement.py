@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import Limits
-from megatron_wlb.packing.placement import CostTable, place, rank
+from megatron_wlb.packing.placement import CostTable, Placement, place, rank
 from megatron_wlb.testing.strategies import REFERENCE_COST, documents
 
 
@@ -28,6 +28,17 @@ def naive_place(costs_us, lengths, num_micro_batches, max_tokens):
     return bins, loads, left
 
 
+def check_same(placement, expected, max_tokens, lengths):
+    bins, loads, left = expected
+    index_of = placement.index_of.tolist()
+    assert [
+        [i for i, of in enumerate(index_of) if of == index] for index in range(len(bins))
+    ] == bins
+    assert placement.loads_us == loads
+    assert placement.left.tolist() == left
+    assert placement.room == [max_tokens - sum(lengths[i] for i in numbers) for numbers in bins]
+
+
 @pytest.mark.parametrize("many", [1, 1000], ids=["in rounds", "one by one"])
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(data=st.data())
@@ -38,21 +49,20 @@ def test_place_chooses_the_least_loaded_micro_batch_with_room(many, data):
     weights = [(unit * length, length) for length, unit in weights]
     if data.draw(st.booleans()):
         weights.sort(reverse=True)
-    costs_us, lengths = [cost_us for cost_us, _ in weights], [length for _, length in weights]
+    costs_us, lengths = [float(cost_us) for cost_us, _ in weights], [n for _, n in weights]
     max_tokens = data.draw(st.sampled_from([20, 23, 60, 1000]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_wlb.packing.placement.MANY_MICRO_BATCHES", many)
-        placement = place(costs_us, lengths, num_micro_batches, max_tokens)
-    bins, loads, left = naive_place(costs_us, lengths, num_micro_batches, max_tokens)
-    assert (placement.micro_batches, placement.left) == (bins, left)
-    assert placement.loads_us == loads
+        placement = place(np.array(costs_us), np.array(lengths, int), num_micro_batches, max_tokens)
+    expected = naive_place(costs_us, lengths, num_micro_batches, max_tokens)
+    check_same(placement, expected, max_tokens, lengths)
 
 
 @pytest.mark.parametrize("many", [1, 1000], ids=["in rounds", "one by one"])
 def test_place_breaks_ties_by_lowest_index(many, monkeypatch):
     monkeypatch.setattr("megatron_wlb.packing.placement.MANY_MICRO_BATCHES", many)
-    placement = place([3.0, 6.0, 3.0, 5.0], [1, 1, 1, 1], 2, 10)
-    assert placement.micro_batches == [[0, 2, 3], [1]]  # both had 6 before the last
+    placement = place(np.array([3.0, 6.0, 3.0, 5.0]), np.ones(4, int), 2, 10)
+    assert placement.index_of.tolist() == [0, 1, 0, 0]  # both had 6 before the last
 
 
 @pytest.mark.parametrize("max_tokens", [95, 150, 10_000])
@@ -60,16 +70,15 @@ def test_place_is_exact_where_many_micro_batches_differ_in_load(max_tokens):
     """So that few of 70 micro-batches are served between two sorts; S_max binds, or does not."""
     lengths = [*range(90, 20, -1), *range(60, 1, -1), *[3, 1, 2] * 200]
     costs_us = [length**1.5 for length in lengths]
-    placement = place(costs_us, lengths, 70, max_tokens)
-    expected = naive_place(costs_us, lengths, 70, max_tokens)
-    assert (placement.micro_batches, placement.loads_us, placement.left) == expected
+    placement = place(np.array(costs_us), np.array(lengths), 70, max_tokens)
+    check_same(placement, naive_place(costs_us, lengths, 70, max_tokens), max_tokens, lengths)
 
 
 def test_placement_imbalance_is_max_over_mean():
-    placement = place([6.0, 3.0, 2.0], [6, 3, 2], 2, 10)
+    placement = place(np.array([6.0, 3.0, 2.0]), np.array([6, 3, 2]), 2, 10)
     assert placement.loads_us == [6, 5]
     assert placement.imbalance == pytest.approx(6 * 2 / 11)
-    assert place([], [], 4, 20).imbalance == float("inf")
+    assert place(np.zeros(0), np.zeros(0, int), 4, 20).imbalance == float("inf")
 
 
 def test_rank_puts_due_documents_by_age_and_the_others_by_cost():
@@ -78,31 +87,42 @@ def test_rank_puts_due_documents_by_age_and_the_others_by_cost():
     costs_us = CostTable(REFERENCE_COST, limits())
     ranking = rank([old[1], old[0], *new], costs_us, 0)
     assert ranking.num_due == 2
-    assert [d.key[0] for d in ranking.take(range(6))] == [0, 1, 5, 3, 2, 4]
-    assert ranking.lengths == [4, 9, 8, 7, 5, 5]
-    assert ranking.costs_us == [REFERENCE_COST.document_us(n) for n in ranking.lengths]
-    assert rank([old[1], *new], costs_us, -1).lengths == [9, 8, 7, 5, 5]
-    assert rank([], costs_us, 4).lengths == []
+    assert [d.key[0] for d in ranking.take(np.arange(6))] == [0, 1, 5, 3, 2, 4]
+    assert ranking.lengths.tolist() == [4, 9, 8, 7, 5, 5]
+    assert ranking.costs_us.tolist() == [REFERENCE_COST.document_us(n) for n in ranking.lengths]
+    assert rank([old[1], *new], costs_us, -1).lengths.tolist() == [9, 8, 7, 5, 5]
+    assert not len(rank([], costs_us, 4).lengths)
 
 
-@pytest.mark.parametrize("many", [1, 1000])
-def test_ranking_takes_each_document_to_its_micro_batch(many, monkeypatch):
-    monkeypatch.setattr("megatron_wlb.packing.placement.MANY_MICRO_BATCHES", many)
+def test_ranking_takes_each_document_to_its_micro_batch():
     costs_us = CostTable(REFERENCE_COST, limits())
-    ranking = rank(documents([4, 9, 5, 7, 8]), costs_us).without_heaviest(1)
-    taken = ranking.take_each([[0, 2], [], [3]])
-    assert [sorted(d.length for d in m) for m in taken] == [[5, 8], [], [4]]
+    ranking = rank(documents([4, 9, 5, 1, 7, 8]), costs_us).without(0, 1)
+    placement = Placement(np.array([2, 0, 3, 2, 0]), [0.0] * 3, [0] * 3)  # of 8, 7, 5, 4 and 1
+    taken, others = ranking.take_each(placement)
+    assert [[d.length for d in m] for m in taken] == [[1, 7], [], [4, 8]]
+    assert [d.length for d in others] == [9, 5]
 
 
 def test_ranking_of_some_keeps_their_order():
     some = [*documents([4, 9], step=0), *documents([5, 7, 8], step=3, first=2)]
     costs_us = CostTable(REFERENCE_COST, limits())
-    ranking = rank(some, costs_us, 0).only([1, 2, 4])
-    assert (ranking.lengths, ranking.num_due) == ([9, 8, 5], 1)
-    assert [d.length for d in ranking.take([2, 0])] == [5, 9]
-    ranking = rank(some, costs_us).without_heaviest(2)
-    assert ranking.lengths == [7, 5, 4]
-    assert [d.length for d in ranking.take(range(3))] == [7, 5, 4]
+    ranking = rank(some, costs_us, 0).only(np.array([1, 2, 4]))
+    assert (ranking.lengths.tolist(), ranking.num_due) == ([9, 8, 5], 1)
+    assert [d.length for d in ranking.take(np.array([2, 0]))] == [5, 9]
+    ranking = rank(some, costs_us).without(1, 3)
+    assert ranking.lengths.tolist() == [9, 5, 4]
+    assert [d.length for d in ranking.take(np.arange(3))] == [9, 5, 4]
+
+
+def test_ranking_beside_others_puts_them_after_what_is_due_by_cost():
+    some = [*documents([2, 9], step=0), *documents([5, 7], step=3, first=2)]
+    others = documents([8, 6, 5, 1], step=4, first=4)
+    costs_us = CostTable(REFERENCE_COST, limits())
+    ranking = rank(some, costs_us, 0).beside(others, costs_us)
+    assert ranking.num_due == 2
+    assert [d.key[0] for d in ranking.take(np.arange(8))] == [0, 1, 4, 3, 5, 2, 6, 7]
+    assert ranking.lengths.tolist() == [2, 9, 8, 7, 6, 5, 5, 1]
+    assert ranking.costs_us.tolist() == [REFERENCE_COST.document_us(n) for n in ranking.lengths]
 
 
 class Odd:

@@ -262,9 +262,12 @@ def test_shardings_are_chosen_by_whole_tiles_where_nothing_is_measured(
     assert chosen.latency.tflops == pytest.approx(load_hardware("cpu").attention_tflops)
 
 
-def test_attention_measured_shorter_than_s_max_is_refused_unless_allowed(tmp_path: Path) -> None:
-    path = hardware_file(tmp_path, attention_table(longest=1500))
-    with pytest.raises(ConfigError, match="ends at 1500 tokens, but 2048 were asked for"):
+def test_attention_measured_shorter_than_the_window_is_refused_unless_allowed(
+    tmp_path: Path,
+) -> None:
+    assert planner(CP, "--wlb-hardware", hardware_file(tmp_path, attention_table(longest=1024)))
+    path = hardware_file(tmp_path, attention_table(longest=1000))
+    with pytest.raises(ConfigError, match="ends at 1000 tokens, but 1024 were asked for"):
         planner(CP, "--wlb-hardware", path)
     allowed = planner(CP, "--wlb-hardware", path, "--wlb-cost-extrapolate")
     assert allowed.next_plan() is not None
