@@ -105,22 +105,12 @@ def forecast(
     ``vocab_size`` is used where ``--vocab-size`` is not given.
 
     Raises:
-        ConfigError: a layout that does not divide, micro-batches that the schedule cannot run, or
-            memory that does not suffice for S_max, or not even for a window.
+        ConfigError: settings that the run itself would refuse, or memory that does not suffice for
+            S_max, or not even for a window.
     """
     hardware = load_hardware(config.wlb.wlb_hardware)
     p, window = config.parallel, config.data.seq_length
-    ranks = p.tensor_model_parallel_size * p.context_parallel_size * p.pipeline_model_parallel_size
-    if num_devices % ranks:
-        raise ConfigError(
-            f"TP × CP × PP is {ranks}, which does not divide {num_devices} devices; use a multiple "
-            "of it (NUM_NODES × GPUS_PER_NODE of the recipe)"
-        )
-    if config.training.micro_batch_size != 1 and config.wlb.wlb_packing != "original":
-        raise ConfigError(
-            f"--micro-batch-size is {config.training.micro_batch_size}; use 1: a micro-batch is "
-            "one packed row whose length follows its work"
-        )
+    guards.check(config, num_devices)
     dp_size = guards.data_parallel_size(config, num_devices)
     num_micro_batches = guards.check_micro_batches(config, num_devices)
     vocabulary = planning.padded_vocab_size(config, config.data.vocab_size or vocab_size)

@@ -22,7 +22,6 @@ from megatron_wlb.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _LIST = re.compile(r"\[([^]]+)\]")
-_GROUP = re.compile(r"\([^)]+\)")
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,6 @@ def _arguments(path: Path, flag: str, value: Any) -> list[str]:
     value = " ".join(_words(value))
     if value == "true":
         return [flag]
-    if _GROUP.fullmatch(value):
-        return [flag, value]
     if items := _LIST.fullmatch(value):
         return [flag, *_words(items[1])]
     if " " in value:

@@ -33,6 +33,7 @@ CASES = (
     Layout("mixed", 6, pp=2, vpp=2, extra=FULL),
     Layout("mixed", 5, pp=2, tp="2sp", extra=SELECTIVE),
     Layout("gpt2", 5, pp=2, dp=2, extra=OVERLAP),
+    Layout("llama", 4, pp=2, cp=2),
     Layout("llama", 9, pp=4, vpp=2, extra=f"{NO_P2P_OVERLAP} {GROUP} 5"),
 )
 
@@ -110,8 +111,11 @@ def _public_shapes(runner: Any) -> Iterator[None]:
     """Where the core takes a shape provider, nothing private may be asked for shapes."""
     from megatron_wlb.runtime.communicator import TAKES_SHAPE_PROVIDER
 
-    private = {"_communicate_shapes": mock.Mock(side_effect=AssertionError("a private exchange"))}
-    with mock.patch.multiple(runner.communicator, **(private if TAKES_SHAPE_PROVIDER else {})):
+    if not TAKES_SHAPE_PROVIDER:
+        yield
+        return
+    private = mock.Mock(side_effect=AssertionError("a private exchange of shapes"))
+    with mock.patch.object(runner.communicator, "_communicate_shapes", private):
         yield
 
 
@@ -121,7 +125,9 @@ def _stock_communicator(runner: Any) -> Iterator[None]:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     config = runner.model.config
-    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shards = config.context_parallel_size
+    if config.sequence_parallel:
+        shards *= config.tensor_model_parallel_size
     # Stock Megatron frees an output right after its send was issued, which gloo is still reading.
     config.deallocate_pipeline_outputs = False
     stock = P2PCommunicator(runner.model.groups.pp, config)

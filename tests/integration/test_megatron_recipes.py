@@ -159,8 +159,6 @@ def said() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megatrons_own_parser_and_checks_take_table_1(said: dict[str, str], name: str) -> None:
-    if "--context-parallel-size" in said[name] and "only 1 is supported yet" in said[name]:
-        pytest.xfail("Megatron takes it, but the launcher has no context parallelism yet")
     assert said[name] == ""
 
 

@@ -89,13 +89,24 @@ def test_forecast_of_original_gains_nothing() -> None:
         (["--wlb-max-tokens", "262144"], r"262144 tokens need 7\d\.\d GiB \(modelled\), above the"),
         (["--wlb-memory-gib", "30"], r"need \d\d\.\d GiB .* above the 30\.0 GiB"),
         (["--wlb-memory-gib", "2"], "weights, gradients and optimizer of pipeline rank 0 take"),
-        (["--seq-length", "524288", "--wlb-max-tokens", "600000"], "lower --seq-length, recompute"),
-        (["--tensor-model-parallel-size", "16"], "is 128, which does not divide 64 devices"),
+        (
+            [
+                "--seq-length",
+                "524288",
+                "--max-position-embeddings",
+                "524288",
+                "--wlb-max-tokens",
+                "600000",
+            ],
+            "lower --seq-length, recompute",
+        ),
+        (["--tensor-model-parallel-size", "16"], "64 processes were started, but TP 16"),
+        (["--attention-dropout", "0.1"], "packed attention has none"),
         (
             ["--pipeline-model-parallel-size", "8", "--tensor-model-parallel-size", "4"],
             "between PP",
         ),
-        (["--num-layers", "33"], "33 layers do not divide over 8 model chunks"),
+        (["--num-layers", "33"], "--num-layers is 33, which PP 4 × VPP 2 = 8 model chunks"),
         (["--micro-batch-size", "2"], "--micro-batch-size is 2; use 1"),
         (["--global-batch-size", "3"], "must lie between PP 4 and the 3"),
         (["--num-experts", "8"], "--num-experts is not modelled"),
@@ -141,4 +152,4 @@ def test_dry_run_command_prints_the_forecast(
     assert "modelled" in captured.out and "TP 2 × CP 2 × PP 4 × DP 2" in captured.out
     assert "not set in the environment" in captured.err
     assert main(["recipe", "run", "--dry-run", path, "--nnodes", "3"]) == 2
-    assert "does not divide 24 devices" in capsys.readouterr().err
+    assert "24 processes were started, but TP 2" in capsys.readouterr().err
