@@ -313,7 +313,7 @@ def megatron_flags() -> frozenset[str]:
     return frozenset(text.read_text().split())
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises :class:`ConfigError` instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -335,7 +335,7 @@ def _type_options(hint: Any) -> dict[str, Any]:
 
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """The parser of all settings, grouped as the tree is."""
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         usage=f"torchrun --nproc-per-node N -m {prog.split()[-1]} --data-path PREFIX [flags]",
         description=description,

@@ -1,19 +1,24 @@
 """Runs your own ``pretrain_gpt.py`` with workload-balanced micro-batches.
 
 ``torchrun … -m megatron_wlb.launch /path/to/Megatron-LM/pretrain_gpt.py <its flags> --wlb-packing
-hold``. Without any ``--wlb-*`` flag the script runs as if it had been started itself: nothing is
-imported, nothing replaced. ``--wlb-device cpu`` alone runs it, unchanged, under the CPU emulation.
+hold``. Without any ``--wlb-*`` flag the script runs as if it had been started itself: neither torch
+nor Megatron is imported before, and nothing is replaced. ``--wlb-device cpu`` alone runs it,
+unchanged, under the CPU emulation.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
+import logging
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wlb.config import WlbConfig, add_flags, yaml_arguments
+from megatron_wlb.config import Parser, WlbConfig, add_flags, flag_of, yaml_arguments
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.rank_main import rank_main
 from megatron_wlb.runtime.megatron_lm import arguments, guards
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().print_help()
         return 0 if words else ConfigError.exit_code
     script, *flags = words
-    if not any(flag.startswith("--wlb-") or flag in ("-h", "--help") for flag in flags):
+    if not any(flag.startswith("--wlb-") for flag in flags) and not _asks_for_help(flags):
         run_script(script, flags)
         return 0
     return rank_main(lambda: launch(script, flags), set_up_logs=False)
@@ -50,10 +55,13 @@ def launch(script: str, flags: Sequence[str]) -> None:
     if not Path(script).is_file():
         raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
     flags = _with_settings_file(flags)
+    wlb, others = _parser().parse_known_args([script, *flags])
+    _reject_unknown(others)
     plans = arguments.asks_for_plans(flags)
     if plans:
         guards.check_words(flags)
-    wlb, _ = _parser().parse_known_args([script, *flags])
+        if os.environ.get("RANK", "0") != "0":  # what planning says, all ranks would say
+            logging.getLogger("megatron_wlb").setLevel(logging.ERROR)
     sys.path[0] = str(Path(script).resolve().parent)  # as Python does; Megatron is found there
     try:
         # These import torch, and then Megatron under the device's conditions.
@@ -61,19 +69,40 @@ def launch(script: str, flags: Sequence[str]) -> None:
             from megatron_wlb.runtime.megatron_lm import cpu
 
             cpu.install()
-        from megatron_wlb.runtime.megatron_lm import install
+        _install(wlb.wlb_allow_untested_megatron, plans=plans, flags=flags)
     except ImportError as error:
         raise CompatibilityError(
             f"megatron.training cannot be imported ({error}); {script} must lie in a checkout of "
             "Megatron-LM"
         ) from error
+    run_script(script, flags if plans or _asks_for_help(flags) else _without_device(flags))
+
+
+def _install(allow_untested: bool, *, plans: bool, flags: Sequence[str]) -> None:
+    """What the flags ask for; nothing, if that is the emulation alone."""
+    if not (plans or _asks_for_help(flags)):
+        return
+    from megatron_wlb.runtime.megatron_lm import install
+
     if plans:
-        install.install(allow_untested=wlb.wlb_allow_untested_megatron)
-    elif any(flag in ("-h", "--help") for flag in flags):
-        install.install_flags()
+        install.install(allow_untested=allow_untested)
     else:
-        flags = _without_device(flags)
-    run_script(script, flags)
+        install.install_flags()
+
+
+def _asks_for_help(flags: Sequence[str]) -> bool:
+    return any(flag in ("-h", "--help") for flag in flags)
+
+
+def _reject_unknown(words: Sequence[str]) -> None:
+    """Raises for a flag that begins as ours do and is none, naming the nearest one."""
+    known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]
+    for word in words:
+        name = word.split("=")[0]
+        if name.startswith("--wlb-"):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see --help"
+            raise ConfigError(f"unknown flag {name}{hint}")
 
 
 def run_script(script: str, flags: Sequence[str]) -> None:
@@ -118,7 +147,7 @@ def _without_device(flags: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_wlb.launch",
         usage="torchrun … -m megatron_wlb.launch PRETRAIN_GPT.PY [its flags] [--wlb-… flags]",
         description=__doc__,

@@ -5,9 +5,11 @@ left alone without our flags. Each configuration runs once.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,6 +184,38 @@ def test_tensorboard_and_progress_log_show_the_packing(
     ours = [line for line in lines if "Workload balance" in line]
     assert len(ours) == NUM_STEPS // SAVED
     assert f"Tokens trained: {sum(line['tokens'] for line in metrics)}\t" in ours[-1]
+
+
+def stand_in_for_wandb() -> None:
+    """Megatron's W&B writer, which is the module itself, prints what it is told."""
+    from megatron.training import global_vars
+
+    class Wandb:
+        config = SimpleNamespace(update=lambda values: None)
+
+        def log(self, values: dict[str, Any], step: int) -> None:
+            numbers = {name: float(value) for name, value in values.items()}
+            sys.stdout.write(f"\nwandb {json.dumps([step, numbers])}\n")
+
+        def finish(self) -> None: ...
+
+    def set_writer(_args: Any) -> None:
+        global_vars._GLOBAL_WANDB_WRITER = Wandb()
+
+    global_vars._set_wandb_writer = set_writer
+
+
+def test_wandb_gets_the_figures_of_each_step(texts: list[Path], tmp_path: Path) -> None:
+    flags = holding(texts) | {"train_iters": 3, "wlb_metrics": "metrics"}
+    flags |= {"tensorboard_log_interval": 1}
+    finished = finish(launch(tmp_path, 1, flags, fault=stand_in_for_wandb))
+    said = re.findall(r"^wandb (.*)$", finished.output, re.MULTILINE)
+    shown = {step: values for step, values in map(json.loads, said) if "wlb/imbalance" in values}
+    assert list(shown) == [1, 2, 3]
+    for line in read_metrics(tmp_path / "metrics"):
+        values = shown[line["iteration"]]
+        for name in ("imbalance", "tokens", "delay_steps", "predicted_ms", "waiting_tokens"):
+            assert values[f"wlb/{name}"] == line[name]
 
 
 def test_floating_point_operations_are_those_of_documents(

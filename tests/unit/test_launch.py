@@ -85,6 +85,23 @@ def test_yaml_settings_of_megatron_are_refused(script: Path, words: list[str]) -
     assert "--yaml-cfg" in failed.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (["--wlb-paking", "hold"], ["--wlb-paking", "did you mean --wlb-packing?"]),
+        (["--wlb-packing", "best"], ["--wlb-packing", "'best'", "hold"]),
+        (["--wlb-max-tokens", "many"], ["--wlb-max-tokens", "'many'"]),
+    ],
+)
+def test_bad_flag_of_ours_is_one_line(script: Path, words: list[str], fragments: list[str]) -> None:
+    failed = launch(script, *words, "--num-layers", "4")
+    assert failed.returncode == ConfigError.exit_code
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("error: ")
+    for fragment in fragments:
+        assert fragment in line
+
+
 def test_settings_file_that_cannot_be_read_is_one_line(script: Path) -> None:
     failed = launch(script, "--wlb-config", "none.yaml")
     assert failed.returncode == ConfigError.exit_code

@@ -33,7 +33,6 @@ def installed() -> bool:
 
 def install_flags() -> None:
     """Adds our flags to Megatron's parser, and nothing else: for ``--help``."""
-    _patches.restore()
     _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_wlb.config import Config
+from megatron_wlb.config import Config, flag_of
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.errors import ConfigError, PlanError
@@ -37,6 +37,19 @@ from megatron_wlb.runtime.planning import (
 from megatron_wlb.runtime.step import StepRunner
 
 logger = logging.getLogger(__name__)
+
+_NOT_OF_PLANS = {
+    "wlb_device",
+    "wlb_metrics",
+    "wlb_config",
+    "wlb_verify_shapes",
+    "wlb_verify_plan_interval",
+    "wlb_allow_untested_megatron",
+    "wlb_attention_kernel",
+    "wlb_cp_overlap_groups",
+    "wlb_cp_keep_gathered",
+    "wlb_cost",  # restored, whatever is said now
+}
 
 
 @dataclass
@@ -146,6 +159,7 @@ class Session:
             planner = make_planner(self.config, corpora, self._cost, dp_size)
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
+                self._tell_changed_settings(self.restored["settings"])
                 self.totals = Totals(**self.restored["totals"])
                 logger.info(
                     "documents go on after step %d: %d wait",
@@ -179,7 +193,7 @@ class Session:
             "cost": self.cost.as_dict(),
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,
-            "settings": json.loads(json.dumps(asdict(self.config.wlb))),
+            "settings": self._settings(),
             "layout": self.layout(),
         }
 
@@ -201,6 +215,24 @@ class Session:
                 raise PlanError("the stream of documents ended, though it has no last epoch")
             self.step = RunningStep(plan, asked, time.monotonic())
             yield plan
+
+    def _tell_changed_settings(self, saved: dict[str, Any]) -> None:
+        now = self._settings()
+        changed = [
+            f"{flag_of(name)} {saved.get(name)} there, {value} here"
+            for name, value in now.items()
+            if saved.get(name) != value
+        ]
+        if changed:
+            logger.warning(
+                "other settings than the checkpoint's, so plans differ from here on: %s",
+                "; ".join(changed),
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        """Our settings by which plans are made, JSON-able."""
+        settings: dict[str, Any] = json.loads(json.dumps(asdict(self.config.wlb)))
+        return {name: value for name, value in settings.items() if name not in _NOT_OF_PLANS}
 
     def _corpora(self) -> Corpora:
         """The blends that Megatron's arguments name, with the vocabulary of its tokenizer."""
@@ -224,6 +256,10 @@ class Session:
         cost = known_cost(self.config, self.args.padded_vocab_size)
         if cost is not None:
             return cost
+        if self.args.skip_train:
+            raise ConfigError(
+                "--wlb-cost is measured, which times training; give analytic with --skip-train"
+            )
         fit = measure_cost(self.model, self.args.seq_length, self.args.padded_vocab_size)
         logger.info(
             "measured cost: %s", {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()}
