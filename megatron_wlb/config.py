@@ -210,6 +210,11 @@ class WlbConfig:
     wlb_look_ahead: int = setting(
         0, "`hold`: steps from which documents may run early; that counts as delay too"
     )
+    wlb_shape: Literal["on", "off"] = setting(
+        "off",
+        "`hold`, `wlb` with a pipeline: small micro-batches first and last, sizes and order chosen "
+        "by simulated step time instead of equal work",
+    )
     wlb_fixed_batches: int = setting(
         1, "`fixed-greedy`, `fixed-solver`: global batches that are repacked together"
     )
@@ -430,6 +435,16 @@ def parse_known(argv: Sequence[str]) -> tuple[Config, list[str]]:
     return from_flat(vars(values)), others
 
 
+def _switches() -> set[str]:
+    """Flags that are given as on or off."""
+    return {
+        flag_of(name)
+        for group in _groups().values()
+        for name, hint in typing.get_type_hints(group).items()
+        if typing.get_args(hint) == ("on", "off")
+    }
+
+
 def _yaml_arguments(path: str) -> list[str]:
     """The YAML file as if it had been written on the command line: one set of rules for both."""
     arguments = yaml_arguments(path)
@@ -454,7 +469,9 @@ def yaml_arguments(path: str) -> list[str]:
         flag = flag_of(str(key).lstrip("-"))
         if flag in ("--help", "--wlb-config"):
             raise ConfigError(f"{flag} belongs on the command line; leave it out of the file")
-        if value is True:
+        if isinstance(value, bool) and flag in _switches():  # YAML reads on as true
+            arguments += [flag, "on" if value else "off"]
+        elif value is True:
             arguments.append(flag)
         elif value is not None and value is not False:  # 0 is neither
             values = value if isinstance(value, list) else [value]

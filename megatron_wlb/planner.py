@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Protocol
 
 from megatron_wlb.cost import Cost
@@ -48,16 +49,24 @@ class Stream(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Shaping(Protocol):
+    """Chooses other sizes and another order; see :class:`~megatron_wlb.shaping.Shaper`."""
+
+    def shape(self, ranks: Sequence[Sequence[Sequence[Document]]]) -> list[list[list[Document]]]:
+        """The same documents as ``[dp_size][micro-batches of a rank][documents]``."""
+        ...
+
+
 class Planner:
     """Plans one step after another: which rank runs which documents in which order.
 
     ``dp_size`` ranks run N/dp_size micro-batches each. ``length_multiple`` is what a micro-batch's
     length has to be divisible by (TP with sequence parallel, 2 · CP · TP with context parallel);
     padding goes to the tail and is masked. ``selector`` chooses how each micro-batch is divided
-    over context-parallel ranks; None is for one rank.
+    over context-parallel ranks; None is for one rank. ``shaping`` reshapes each balanced step.
 
     Raises :class:`ConfigError` if N is not divisible by ``dp_size``, or ``length_multiple`` not by
-    2 · CP.
+    2 · CP, or for shaping of a packing whose micro-batches are to stay as they are.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class Planner:
         *,
         dp_size: int,
         length_multiple: int = 1,
+        shaping: Shaping | None = None,
         selector: Selector | None = None,
     ) -> None:
         num_micro_batches = packer.limits.num_micro_batches
@@ -79,6 +89,11 @@ class Planner:
                 f"{num_micro_batches} micro-batches a step do not divide over {dp_size} "
                 "data-parallel ranks; choose a multiple"
             )
+        if shaping is not None and packer.in_stream_order:
+            raise ConfigError(
+                f"micro-batches of {packer.name} packing stay as the stream gives them, so they "
+                "cannot be shaped; use hold or wlb, or leave shaping off"
+            )
         if selector and length_multiple % (2 * selector.cp_size):
             raise ConfigError(
                 f"length_multiple {length_multiple} is not divisible by 2 · CP = "
@@ -89,6 +104,7 @@ class Planner:
         self.cost = cost
         self.dp_size = dp_size
         self.length_multiple = length_multiple
+        self.shaping = shaping
         self.selector = selector
         self.step = 0
         """The step that :meth:`next_plan` plans next."""
@@ -114,6 +130,8 @@ class Planner:
             ranks = [micro_batches[rank :: self.dp_size] for rank in range(self.dp_size)]
         else:
             ranks = [run_order(rank) for rank in assign(micro_batches, self.dp_size)]
+        if self.shaping is not None:
+            ranks = self._shape(self.shaping, ranks)
         waiting = [d for d in self.packer.waiting if d.step <= self.step]  # not those read ahead
         plan = StepPlan(
             step=self.step,
@@ -160,6 +178,15 @@ class Planner:
             documents += self.stream.next_step()
             self._steps_read += 1
         return documents
+
+    def _shape(
+        self, shaping: Shaping, ranks: Sequence[Sequence[MicroBatchPlan]]
+    ) -> list[list[MicroBatchPlan]]:
+        shaped = shaping.shape(
+            [[[span.document for span in m.spans] for m in rank] for rank in ranks]
+        )
+        indices = count()
+        return [[self._micro_batch(next(indices), docs) for docs in rank] for rank in shaped]
 
     def _micro_batch(self, index: int, documents: Sequence[Document]) -> MicroBatchPlan:
         lengths = [document.length for document in documents]

@@ -68,11 +68,13 @@ def check_file(flag: str, path: Path | None) -> None:
 
 
 def save_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
-    """``write`` writes to a temporary name that then becomes ``path``.
+    """``write`` writes to a temporary name, of the same ending, that then becomes ``path``.
 
     Raises :class:`ConfigError` where that fails.
     """
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(
+        dir=path.absolute().parent, prefix=f".{path.stem}.", suffix=path.suffix
+    )
     os.close(handle)
     draft = Path(name)
     try:

@@ -107,20 +107,25 @@ class ActivationModel:
     keep_gathered: bool = False
     """Under CP: whether gathered keys and values are kept for the backward pass."""
 
-    def tape(self, *, first: bool, last: bool) -> Tape:
-        """The tape of a chunk that embeds (``first``) or has the loss (``last``), or of another."""
+    def tape(self, *, first: bool, last: bool, num_layers: int | None = None) -> Tape:
+        """The tape of a chunk that embeds (``first``) or has the loss (``last``), or of another.
+
+        ``num_layers`` is that of the chunk; if not given, all chunks have as many.
+        """
+        if num_layers is None:
+            num_layers = self.parallelism.layers_of_stages(self.shape)[0]
         operations = [self._embedding() if first else self._received()]
-        groups = self.recompute.groups(self.parallelism.layers_of_chunk(self.shape))
-        for number, (num_layers, recomputed) in enumerate(groups):
+        groups = self.recompute.groups(num_layers)
+        for number, (group_layers, recomputed) in enumerate(groups):
             # What leaves a chunk that is not the last is sent and freed.
             leaves = number == len(groups) - 1 and not last
             if recomputed:
-                inner = self._layers(num_layers, keep_output=False)
+                inner = self._layers(group_layers, keep_output=False)
                 kept, again = (0.0, self._hidden) if leaves else (self._hidden, 0.0)
                 # In backward its output exists again.
                 operations.append(Operation("recomputed", kept, backward=again, inner=inner))
             else:
-                operations += self._layers(num_layers, keep_output=not leaves)
+                operations += self._layers(group_layers, keep_output=not leaves)
         if self.recompute.granularity == "full" and self._rotary:
             operations.append(Operation("rotary angles", FP32 * self._rotary))
         if last:

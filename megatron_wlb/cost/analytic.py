@@ -108,10 +108,9 @@ class AnalyticModel:
             self._tp_us(num_collectives=1),
         )
 
-    def chunk_cost(self, *, first: bool, last: bool) -> DocumentCost:
+    def chunk_cost(self, num_layers: int, *, first: bool, last: bool) -> DocumentCost:
         """Cost of a document in a model chunk that embeds, has the loss, both or neither."""
         layer = self.layer()
-        num_layers = self.parallelism.layers_of_chunk(self.shape)
         again = self.recompute.recomputed_layers(num_layers)
         again_attention = num_layers if self.recompute.granularity == "selective" else again
         linear_us, attention_us = num_layers * layer.linear_us, num_layers * layer.attention_us
@@ -126,8 +125,12 @@ class AnalyticModel:
 
     def stage_costs(self) -> tuple[DocumentCost, ...]:
         """Cost in each virtual stage (chunk ``c`` of rank ``r`` is ``c · PP + r``)."""
-        num = self.parallelism.pp_size * self.parallelism.vpp_size
-        return tuple(self.chunk_cost(first=n == 0, last=n == num - 1) for n in range(num))
+        layers = self.parallelism.layers_of_stages(self.shape)
+        last = len(layers) - 1
+        return tuple(
+            self.chunk_cost(num, first=stage == 0, last=stage == last)
+            for stage, num in enumerate(layers)
+        )
 
     def cost(self) -> DocumentCost:
         """Cost of a document in the whole model: the sum over its stages."""

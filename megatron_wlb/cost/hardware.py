@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,15 @@ class Hardware:
     """Share of the tensor-parallel collectives that is hidden behind matrix products."""
     cp_overlap: float
     """Share of the context-parallel exchange of K and V that is hidden behind attention."""
+    latency_us: float = 10.0
+    """Time that a message between devices takes besides its bytes; 10 if not given."""
     attention: tuple[AttentionProfile, ...] = ()
     """Measured attention kernels, where there are any."""
 
     def __post_init__(self) -> None:
         for name in FIGURES:
             value = getattr(self, name)
-            least = 0.0 if name.endswith("_overlap") else math.ulp(0.0)
+            least = 0.0 if name.endswith(("_overlap", "_us")) else math.ulp(0.0)
             most = 1.0 if name in _SHARES else math.inf
             if not (math.isfinite(value) and least <= value <= most):
                 raise ConfigError(
@@ -153,7 +155,7 @@ def _from_figures(path: Path, content: Mapping[str, Any]) -> Hardware:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"hardware {path}: {name} is {value!r}; give a number")
         values[name] = value
-    missing = [name for name in FIGURES if name not in values]
+    missing = [f.name for f in fields(Hardware) if f.default is MISSING and f.name not in values]
     if missing:
         raise ConfigError(f"hardware {path}: {missing[0]} is missing; add it with its source")
     tables = content.get("attention", [])

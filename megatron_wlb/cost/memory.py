@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_wlb.cost.activations import FP32, ActivationModel, Kernels, Tape
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
@@ -23,6 +23,8 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.simulator.order import Action, schedule
 
 GIB = 2**30
+MOST_KNOWN = 2**16
+"""Actions whose bytes are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,15 @@ class StateBytes:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
+
+
+class ActivationBytes(NamedTuple):
+    """Around one action of a rank."""
+
+    peak: float
+    """The most alive while it runs."""
+    kept: float
+    """Kept after it, by the micro-batches in flight."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +69,17 @@ class MemoryModel:
     """Under CP: whether gathered keys and values are kept for the backward pass."""
 
     def __post_init__(self) -> None:
-        self.parallelism.layers_of_chunk(self.shape)
+        self.parallelism.layers_of_stages(self.shape)
 
     def num_parameters(self, pp_rank: int) -> int:
         """Parameters of all chunks of a pipeline rank, on one of its TP ranks."""
+        p = self.parallelism
+        return sum(
+            self.stage_parameters(stage) for stage in range(pp_rank, p.num_stages, p.pp_size)
+        )
+
+    def stage_parameters(self, stage: int) -> int:
+        """Parameters of a virtual stage, on one of its TP ranks."""
         shape, p = self.shape, self.parallelism
         h, tp = shape.hidden_size, p.tp_size
         norm = (1 if shape.rms_norm else 2) * h
@@ -74,11 +92,11 @@ class MemoryModel:
             layer += qkv
         if shape.qk_norm:
             layer += 2 * (1 if shape.rms_norm else 2) * shape.kv_channels
-        total = p.vpp_size * p.layers_of_chunk(shape) * layer
+        total = p.layers_of_stages(shape)[stage] * layer
         embedding = shape.head_linear_parameters // tp
-        if pp_rank == 0:
+        if stage == 0:
             total += embedding + shape.learned_positions * h
-        if pp_rank == p.pp_size - 1:
+        if stage == p.num_stages - 1:
             # Tied weights are one tensor only where both ends are on one rank.
             shared = shape.tied_embeddings and p.pp_size == 1
             total += norm + (0 if shared else embedding)
@@ -108,7 +126,7 @@ class MemoryModel:
     def peak_bytes(self, pp_rank: int, lengths: Sequence[int]) -> float:
         """The most bytes alive in a step, its optimizer update included."""
         activations = self.activation_peak_bytes(pp_rank, lengths)
-        return self.state_bytes(pp_rank).total + max(activations, self._update_bytes(pp_rank))
+        return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
 
     def max_tokens(self, limit_bytes: float, num_micro_batches: int, *, multiple: int = 1) -> int:
         """S_max: the longest micro-batch such that a step fits ``limit_bytes`` on every rank.
@@ -125,7 +143,7 @@ class MemoryModel:
         num = min(num_micro_batches, enough + (num_micro_batches - enough) % group)
         order = self._order(num)
         for rank in range(self.parallelism.pp_size):
-            state = self.state_bytes(rank).total + self._update_bytes(rank)
+            state = self.state_bytes(rank).total + self.update_bytes(rank)
             if state > limit_bytes:
                 raise ConfigError(
                     f"weights, gradients and optimizer of pipeline rank {rank} take "
@@ -162,11 +180,18 @@ class MemoryModel:
         p = self.parallelism
         return p.dp_size * p.cp_size if self.distributed_optimizer else 1
 
-    def _update_bytes(self, pp_rank: int) -> int:
+    def update_bytes(self, pp_rank: int) -> int:
         """Working memory of the update: torch's Adam takes a root of all second moments at once."""
         if self.kernels == "fused" or self.optimizer != "adam":
             return 0
         return FP32 * self.num_parameters(pp_rank) // self._state_shards
+
+    @cached_property
+    def _action_bytes(self) -> dict[tuple[str, int, int], tuple[float, float]]:
+        """What an action keeps, and its own peak, by its kind, tape and tokens: chunks of a kind
+        share a tape, and all ranks have the same micro-batches.
+        """
+        return {}
 
     @cached_property
     def _tapes(self) -> list[list[Tape]]:
@@ -178,16 +203,19 @@ class MemoryModel:
             self.kernels,
             self.keep_gathered,
         )
-        last_rank, last_chunk = self.parallelism.pp_size - 1, self.parallelism.vpp_size - 1
+        p, layers = self.parallelism, self.parallelism.layers_of_stages(self.shape)
+        last = len(layers) - 1
+        by_kind: dict[tuple[bool, bool, int], Tape] = {}  # equal stages share one
+        for stage, num in enumerate(layers):
+            kind = (stage == 0, stage == last, num)
+            if kind not in by_kind:
+                by_kind[kind] = activations.tape(first=kind[0], last=kind[1], num_layers=num)
         return [
             [
-                activations.tape(
-                    first=rank == 0 and chunk == 0,
-                    last=rank == last_rank and chunk == last_chunk,
-                )
-                for chunk in range(self.parallelism.vpp_size)
+                by_kind[stage == 0, stage == last, layers[stage]]
+                for stage in range(rank, last + 1, p.pp_size)
             ]
-            for rank in range(self.parallelism.pp_size)
+            for rank in range(p.pp_size)
         ]
 
     def _order(self, num_micro_batches: int) -> Sequence[Sequence[Action]]:
@@ -195,19 +223,39 @@ class MemoryModel:
         return schedule(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
     def _walk(self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]) -> float:
-        tapes = self._tapes[pp_rank]
+        peaks = (use.peak for use in self.activation_bytes(pp_rank, actions, lengths))
+        return max(peaks, default=0.0)
+
+    def activation_bytes(
+        self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]
+    ) -> list[ActivationBytes]:
+        """What activations take while each of a rank's actions runs, and after it.
+
+        ``lengths`` are the padded tokens of the rank's micro-batches.
+        """
         in_transit = self._in_transit_bytes(pp_rank, actions, lengths)
-        kept = peak = 0.0
+        once = self._action_bytes
+        if len(once) > MOST_KNOWN:
+            once.clear()
+        result = []
+        kept = 0.0
         for action, transit_bytes in zip(actions, in_transit, strict=True):
-            tape, length = tapes[action.chunk], lengths[action.micro_batch]
-            saved = tape.saved_per_token * length
-            if action.kind == "F":
-                peak = max(peak, kept + transit_bytes + tape.forward_peak_bytes(length))
-                kept += saved
-            else:
+            tape, length = self._tapes[pp_rank][action.chunk], lengths[action.micro_batch]
+            key = (action.kind, id(tape), length)
+            if key not in once:
+                if action.kind == "F":
+                    peak = tape.forward_peak_bytes(length)
+                else:
+                    peak = tape.backward_peak_bytes(length)
+                once[key] = tape.saved_per_token * length, peak
+            saved, peak = once[key]
+            if action.kind == "B":
                 kept -= saved
-                peak = max(peak, kept + transit_bytes + tape.backward_peak_bytes(length))
-        return peak
+            beside = kept + transit_bytes  # the peak contains what the action itself keeps
+            if action.kind == "F":
+                kept += saved
+            result.append(ActivationBytes(beside + peak, kept))
+        return result
 
     def _in_transit_bytes(
         self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]

@@ -1,4 +1,4 @@
-"""A :class:`DocumentCost` fitted to measured times. (The measuring itself is runtime's.)
+"""A :class:`DocumentCost`, or the cost of a stage, fitted to measured times; the runtime measures.
 
 Fit on one rank and send the result to the others: measured times differ between ranks, and every
 rank must plan with the same cost.
@@ -7,7 +7,7 @@ rank must plan with the same cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.cost.document import DocumentCost
+from megatron_wlb.cost.document import DocumentCost, Work
 from megatron_wlb.errors import ConfigError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -108,21 +108,96 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StageSample:
+    """Measured times of one stage's forward and backward of a micro-batch."""
+
+    lengths: Sequence[int]
+    """Tokens of each document (and of padding)."""
+    forward_us: float
+    backward_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageFit:
+    """The cost of a stage as fitted to micro-batches that ran there.
+
+    Each pass takes ``constant + documents · n + linear · Σd + quadratic · Σd²`` µs: Hydraulis'
+    latency model (App. B.2) with what every document costs besides.
+    """
+
+    forward: tuple[float, float, float, float]
+    """The four coefficients in this order, none negative."""
+    backward: tuple[float, float, float, float]
+    mean_error: float
+    """Mean of ``|predicted ÷ measured - 1|`` over the times it was fitted to."""
+
+    def work(self, lengths: Iterable[int]) -> Work:
+        """The parts of a micro-batch's time."""
+        counts = _counts(list(lengths))
+        forward, backward = (
+            [c * n for c, n in zip(pass_, counts, strict=True)]
+            for pass_ in (self.forward, self.backward)
+        )
+        return Work(sum(forward[:3]), forward[3], sum(backward[:3]), backward[3])
+
+
+def fit_stage(samples: Sequence[StageSample]) -> StageFit:
+    """The non-negative coefficients with the least squared relative errors.
+
+    Measurements that are three times as far off as the middle one count for nothing: a shared
+    machine at times does something else.
+
+    Raises :class:`ConfigError` for fewer than eight samples, or a time that is not positive.
+    """
+    if len(samples) < 8:
+        raise ConfigError(
+            f"stage fit: {len(samples)} micro-batches are too few for four coefficients; "
+            "measure at least 8"
+        )
+    columns = np.array([_counts(sample.lengths) for sample in samples], dtype=np.float64)
+    coefficients, errors = [], []
+    for name in ("forward_us", "backward_us"):
+        times_us = np.array([getattr(sample, name) for sample in samples])
+        if not (np.isfinite(times_us) & (times_us > 0)).all():
+            raise ConfigError(f"stage fit: {name} has a time that is not positive; measure again")
+        fitted, _ = _fit_columns(columns, times_us)
+        error = np.abs(columns @ fitted / times_us - 1)
+        usual = error <= 3 * float(np.median(error))
+        fitted, _ = _fit_columns(columns[usual], times_us[usual])
+        coefficients.append(fitted)
+        errors.append(np.abs(columns @ fitted / times_us - 1))
+    forward, backward = ((*map(float, fitted),) for fitted in coefficients)
+    return StageFit(forward, backward, float(np.mean(errors)))  # type: ignore[arg-type]
+
+
+def _counts(lengths: Sequence[int]) -> tuple[int, int, int, int]:
+    """What a micro-batch's time grows with."""
+    return 1, len(lengths), sum(lengths), sum([length * length for length in lengths])
+
+
 def _fit(lengths: Floats, times_us: Floats) -> tuple[list[float], Floats]:
-    """Coefficients of ``d⁰, d¹, d²``, none negative, and the relative error of each time.
+    """Coefficients of ``d⁰, d¹, d²``, none negative, and the relative error of each time."""
+    coefficients, errors = _fit_columns(lengths[:, None] ** np.arange(3), times_us)
+    return coefficients.tolist(), errors
+
+
+def _fit_columns(columns: Floats, times_us: Floats) -> tuple[Floats, Floats]:
+    """Non-negative coefficients of few columns, and the relative error of each time.
 
     The best non-negative fit is the plain least-squares fit on the columns that it uses, and three
-    columns have only seven subsets: the best of those fits that have no negative coefficient.
+    or four columns have few subsets: the best of those fits that have no negative coefficient.
     """
-    scale = np.array([1.0, lengths.max(), lengths.max() ** 2])  # columns of like size
-    columns = lengths[:, None] ** np.arange(3) / scale / times_us[:, None]
-    best, best_residual = np.zeros(3), math.inf
-    for size in (1, 2, 3):
-        for subset in combinations(range(3), size):
+    scale = columns.max(axis=0)  # columns of like size
+    scaled = columns / scale / times_us[:, None]
+    num = columns.shape[1]
+    best, best_residual = np.zeros(num), math.inf
+    for size in range(1, num + 1):
+        for subset in combinations(range(num), size):
             active = list(subset)
-            solution = np.linalg.lstsq(columns[:, active], np.ones(len(lengths)), rcond=None)[0]
-            residual = float(np.square(columns[:, active] @ solution - 1).sum())
+            solution = np.linalg.lstsq(scaled[:, active], np.ones(len(columns)), rcond=None)[0]
+            residual = float(np.square(scaled[:, active] @ solution - 1).sum())
             if (solution >= 0).all() and residual < best_residual:
-                best, best_residual = np.zeros(3), residual
+                best, best_residual = np.zeros(num), residual
                 best[active] = solution
-    return (best / scale).tolist(), np.abs(columns @ best - 1)
+    return best / scale, np.abs(scaled @ best - 1)

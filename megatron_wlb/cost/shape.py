@@ -105,6 +105,9 @@ class Parallelism:
     sequence_parallel: bool = False
     group_size: int | None = None
     """Micro-batches that a chunk runs in a row with VPP; ``pp_size`` if not given."""
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each virtual stage (chunk ``c`` of rank ``r`` is ``c · PP + r``), where they are
+    not all the same; the first and last may have none."""
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size"):
@@ -116,24 +119,41 @@ class Parallelism:
         """Over how many TP ranks norms and residuals are spread."""
         return self.tp_size if self.sequence_parallel else 1
 
-    def layers_of_chunk(self, shape: ModelShape) -> int:
-        """Layers of one model chunk; all have as many.
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages: model chunks of all pipeline ranks."""
+        return self.pp_size * self.vpp_size
 
-        Raises :class:`ConfigError` where stages, heads, groups, FFN or vocabulary do not divide.
+    def layers_of_stages(self, shape: ModelShape) -> tuple[int, ...]:
+        """Layers of each virtual stage.
+
+        Raises :class:`ConfigError` where stages, heads, groups, FFN or vocabulary do not divide, or
+        ``stage_layers`` are not those of the model.
         """
-        chunks = self.pp_size * self.vpp_size
-        if shape.num_layers % chunks:
+        num = self.num_stages
+        if self.stage_layers is not None:
+            layers = self.stage_layers
+            fits = len(layers) == num and sum(layers) == shape.num_layers
+            if not fits or min(layers) < 0 or 0 in layers[1:-1]:
+                raise ConfigError(
+                    f"stage_layers {', '.join(map(str, layers))} do not spread "
+                    f"{shape.num_layers} layers over {num} model chunks (PP × VPP); give each its "
+                    "number, which may be 0 at the ends only"
+                )
+        elif shape.num_layers % num:
             raise ConfigError(
-                f"{shape.num_layers} layers do not divide over {chunks} model chunks (PP × VPP); "
+                f"{shape.num_layers} layers do not divide over {num} model chunks (PP × VPP); "
                 "choose a multiple"
             )
+        else:
+            layers = (shape.num_layers // num,) * num
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
             if getattr(shape, name) % self.tp_size:
                 raise ConfigError(
                     f"{name} {getattr(shape, name)} does not divide over TP {self.tp_size}; "
                     "choose a multiple"
                 )
-        return shape.num_layers // chunks
+        return layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+import numpy as np
+
 from megatron_wlb.cost import Cost, ProfiledCost
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.length_source import LengthSource
@@ -17,8 +19,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, packer
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.planner import Planner
-from megatron_wlb.simulator.engine import start_stop_us
-from megatron_wlb.simulator.order import Task, dataflow, schedule
+from megatron_wlb.simulator.graph import Graph, graph_of
 
 WARM_UP_STEPS = 50
 """Steps that do not count: queues and pools fill."""
@@ -125,7 +126,7 @@ class Layout:
             if value < 1:
                 raise ConfigError(f"{name} is {value}; give at least 1")
 
-    def tasks(self, num_micro_batches: int) -> list[Task]:
+    def graph(self, num_micro_batches: int) -> Graph:
         """Megatron's schedule of one pipeline, of the step's ``num_micro_batches`` over all.
 
         Raises :class:`ConfigError` where they do not divide as it asks.
@@ -136,7 +137,7 @@ class Layout:
                 "data-parallel ranks; choose a multiple"
             )
         each = num_micro_batches // self.dp_size
-        return dataflow(schedule(self.pp_size, self.vpp_size, each))
+        return graph_of(self.pp_size, self.vpp_size, each)
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class Workload:
             if isinstance(self.cost, ProfiledCost):
                 self.cost.check_reach(setting.max_tokens)
         if self.layout is not None:
-            self.layout.tasks(self.num_micro_batches)
+            self.layout.graph(self.num_micro_batches)
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,7 @@ class _Clock:
         self._cost, self._layout = workload.cost, workload.layout
         self.work_us = self.device_us = 0.0
         if self._layout is not None:
-            self._tasks = self._layout.tasks(workload.num_micro_batches)
+            self._graph = self._layout.graph(workload.num_micro_batches)
 
     @property
     def efficiency(self) -> float:
@@ -356,18 +357,13 @@ class _Clock:
     def _rank_us(self, micro_batches: Sequence[MicroBatchPlan]) -> float:
         """Time of a data-parallel rank's pipeline."""
         assert self._layout is not None
-        pp_size, vpp_size = self._layout.pp_size, self._layout.vpp_size
-        if pp_size == 1:
+        if self._layout.pp_size == 1:
             return sum(micro_batch.predicted_us for micro_batch in micro_batches)
+        num_stages, num = self._graph.num_stages, self._graph.num_micro_batches
         forward_us, backward_us = [], []
         for micro_batch in micro_batches:
             work = self._cost.work(span.length for span in micro_batch.spans)
-            forward_us.append((work.forward_us + work.overhead_us / 2) / (pp_size * vpp_size))
-            backward_us.append((work.backward_us + work.overhead_us / 2) / (pp_size * vpp_size))
-        times = start_stop_us(
-            self._tasks,
-            pp_size,
-            [[forward_us] * vpp_size] * pp_size,
-            [[backward_us] * vpp_size] * pp_size,
-        )
-        return max(stop_us for _, stop_us in times)
+            forward_us.append((work.forward_us + work.overhead_us / 2) / num_stages)
+            backward_us.append((work.backward_us + work.overhead_us / 2) / num_stages)
+        times_us = np.array([[forward_us] * num_stages, [backward_us] * num_stages])
+        return float(self._graph.step_us(times_us, np.zeros(num)))

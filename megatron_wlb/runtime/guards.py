@@ -272,6 +272,11 @@ def _check_batch(config: Config) -> None:
             f"--wlb-max-tokens is {w.wlb_max_tokens}, below --seq-length {d.seq_length}; a "
             "document of a whole window would fit nowhere: use at least the window, better twice"
         )
+    if w.wlb_shape == "on" and w.wlb_packing not in ("hold", "wlb"):
+        raise ConfigError(
+            f"--wlb-shape on changes the sizes of micro-batches, but --wlb-packing {w.wlb_packing} "
+            "fixes them; use hold or wlb, or leave it off"
+        )
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         raise ConfigError("--save-interval is given without --save FOLDER")
 

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_wlb import sharding
 from megatron_wlb.config import Config
 from megatron_wlb.cost import (
+    AnalyticModel,
     Cost,
     MemoryModel,
     ModelShape,
@@ -34,7 +35,9 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
 from megatron_wlb.planner import Planner
+from megatron_wlb.shaping import Shaper
 from megatron_wlb.sharding import Selector
+from megatron_wlb.simulator.costs import StageCosts, StepCosts, analytic_costs
 
 logger = logging.getLogger(__name__)
 
@@ -313,7 +316,46 @@ def make_selector(config: Config, padded_vocab_size: int) -> Selector | None:
 def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
     """The planner of training steps, before its first one."""
     wlb = config.wlb
-    return _planner(config, corpora, cost, dp_size, "train", wlb.wlb_packing, wlb.wlb_hold_tau)
+    planner = _planner(config, corpora, cost, dp_size, "train", wlb.wlb_packing, wlb.wlb_hold_tau)
+    if wlb.wlb_shape == "on":
+        if config.parallel.pipeline_model_parallel_size == 1:
+            logger.info("--wlb-shape on changes nothing: there is no pipeline to fill and drain")
+        else:
+            s_max = planner.packer.limits.max_tokens
+            planner.shaping = make_shaper(config, corpora.vocab_size, cost, dp_size, s_max)
+    return planner
+
+
+def make_shaper(
+    config: Config, vocab_size: int, cost: Cost, dp_size: int, max_tokens: int
+) -> Shaper:
+    """What shapes the run's steps: its cost, spread over the stages as the model's parts are.
+
+    Transfers between stages take time only with ``--wlb-cost analytic``: a measured cost says
+    nothing about them.
+    """
+    layout = parallelism(config, dp_size)
+    vocab_size = padded_vocab_size(config, vocab_size)
+    model = AnalyticModel(
+        model_shape(config, vocab_size),
+        load_hardware(config.wlb.wlb_hardware),
+        layout,
+        recompute(config),
+        element_bytes=2 if config.training.bf16 else 4,
+    )
+    costs = StepCosts(StageCosts.spread(cost, model))
+    if config.wlb.wlb_cost == "analytic":
+        whole = analytic_costs(model, memory_model(config, vocab_size, dp_size))
+        costs = dataclasses.replace(
+            costs, p2p_latency_us=whole.p2p_latency_us, p2p_us_per_token=whole.p2p_us_per_token
+        )
+    return Shaper(
+        costs,
+        layout,
+        num_micro_batches=config.training.global_batch_size // dp_size,
+        max_tokens=max_tokens,
+        window=config.data.seq_length,
+    )
 
 
 def make_evaluation_planner(

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+import numpy as np
+
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.simulator.order import Action, Task, dataflow, sizes
+from megatron_wlb.simulator.graph import Floats, Graph, Replay, Sends
+from megatron_wlb.simulator.order import Action, sizes
 
 StageTimes: TypeAlias = Sequence[Sequence[Sequence[float]]]
 """µs, ``[pp_size][vpp_size][num_micro_batches]``: what one action of each kind takes."""
@@ -61,50 +64,56 @@ def replay(
     forward_us: StageTimes,
     backward_us: StageTimes,
     p2p_us: float = 0.0,
+    sends: Sends = "buffered",
 ) -> Timeline:
     """The timeline on which every action starts as soon as its rank is free and its input there.
 
-    ``p2p_us`` passes between the stop of an action and the arrival of its output on another rank.
-    Sending takes none of the sender's time and buffers are unbounded; Megatron without
-    ``overlap_p2p_comm`` waits in some sends for the neighbour, so its step can be longer.
+    ``p2p_us`` passes between the stop of an action and the arrival of its output on another rank;
+    with blocking ``sends`` it is the time of both ranks, and begins when both have come to it.
 
-    Raises :class:`PlanError` if the order deadlocks or the times do not cover it exactly. Costs
-    about 3 µs an action; a search that needs only times and keeps the order calls
-    :func:`start_stop_us` on the same tasks, which costs a tenth of that.
+    Raises :class:`PlanError` if the order deadlocks, or the times do not cover it exactly or are
+    negative or not finite. A search builds the :class:`~megatron_wlb.simulator.graph.Graph` once.
     """
-    tasks = dataflow(order)
-    _check_times("forward_us", forward_us, order)
-    _check_times("backward_us", backward_us, order)
-    intervals: list[list[Interval]] = [[] for _ in order]
-    times = start_stop_us(tasks, len(order), forward_us, backward_us, p2p_us)
-    for task, (start_us, stop_us) in zip(tasks, times, strict=True):
-        intervals[task.rank].append(Interval(start_us, stop_us, task.action))
-    return Timeline(tuple(map(tuple, intervals)))
+    graph = Graph(order, sends)
+    times_us = np.zeros((2, graph.num_stages, graph.num_micro_batches))
+    for kind, (name, times) in enumerate(
+        (("forward_us", forward_us), ("backward_us", backward_us))
+    ):
+        _check_times(name, times, order)
+        for rank, chunks in enumerate(times):
+            times_us[kind, rank :: graph.pp_size] = chunks
+    p2p = np.full(graph.num_micro_batches, p2p_us)
+    check_times("times", times_us)
+    check_times("p2p_us", p2p)
+    return timeline(graph, graph.replay(times_us, p2p))
 
 
-def start_stop_us(
-    tasks: Sequence[Task],
-    pp_size: int,
-    forward_us: StageTimes,
-    backward_us: StageTimes,
-    p2p_us: float = 0.0,
-) -> list[tuple[float, float]]:
-    """When each task of :func:`~megatron_wlb.simulator.order.dataflow` starts and stops."""
-    free_us = [0.0] * pp_size
-    times: list[tuple[float, float]] = []
-    for rank, action, source in tasks:
-        start_us = free_us[rank]
-        if source >= 0:
-            arrival_us = times[source][1]
-            if tasks[source].rank != rank:
-                arrival_us += p2p_us
-            if arrival_us > start_us:
-                start_us = arrival_us
-        stage_us = forward_us if action.kind == "F" else backward_us
-        stop_us = start_us + stage_us[rank][action.chunk][action.micro_batch]
-        free_us[rank] = stop_us
-        times.append((start_us, stop_us))
-    return times
+def timeline(graph: Graph, replayed: Replay) -> Timeline:
+    """What a replay of one alternative says, rank by rank."""
+    return Timeline(
+        tuple(
+            tuple(
+                Interval(start_us, stop_us, action)
+                for start_us, stop_us, action in zip(
+                    graph.of_rank(replayed.start_us, rank).tolist(),
+                    graph.of_rank(replayed.stop_us, rank).tolist(),
+                    actions,
+                    strict=True,
+                )
+            )
+            for rank, actions in enumerate(graph.order)
+        )
+    )
+
+
+def check_times(name: str, times_us: Floats) -> None:
+    """Raises :class:`PlanError` for a time that is negative or not finite."""
+    wrong = times_us[~(np.isfinite(times_us) & (times_us >= 0))]
+    if wrong.size:
+        raise PlanError(
+            f"{name}: {wrong.flat[0]} µs is no duration; give times that are finite and not "
+            "negative"
+        )
 
 
 def split_stages(times: StageTimes, parts: int) -> list[list[list[float]]]:

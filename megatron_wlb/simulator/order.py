@@ -92,6 +92,17 @@ def interleaved(
     ]
 
 
+def gpipe(pp_size: int, num_micro_batches: int) -> Order:
+    """All forwards, then all backwards, both in the order of the micro-batches.
+
+    Not one of Megatron's: GPipe (Huang et al., 2019), to compare with. It holds the activations of
+    all micro-batches. Backwards run first to last, as Megatron's do.
+    """
+    _check_sizes(pp_size, 1, num_micro_batches)
+    units = _forward_units(1, num_micro_batches, num_micro_batches)
+    return [_warm_up_then_alternate(units, 1, num_micro_batches) for _ in range(pp_size)]
+
+
 def schedule(
     pp_size: int, vpp_size: int, num_micro_batches: int, group_size: int | None = None
 ) -> Order:

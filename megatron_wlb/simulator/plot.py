@@ -1,4 +1,4 @@
-"""Pictures of what balancing changes: lengths, micro-batches, timelines; PNG files.
+"""Pictures of what balancing changes: lengths, micro-batches, timelines; PNG or SVG.
 
 Drawn on ``Figure`` objects, without pyplot, so no global state is read or left changed and no
 display is needed. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -26,6 +27,7 @@ from matplotlib.ticker import (
 )
 
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import replacing
 from megatron_wlb.simulator.engine import Timeline
 
 BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
@@ -35,6 +37,9 @@ MAX_BARS = 128
 """So many micro-batches of a packing are drawn, in whole steps; more could not be told apart."""
 
 Path: TypeAlias = str | os.PathLike[str]
+
+FORMATS: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}}
+"""By ending of the file's name: what is written into the file besides."""
 
 
 def plot_lengths(
@@ -248,7 +253,12 @@ def _save(figure: Figure, path: Path) -> None:
         axes.tick_params(colors=PALE_INK, labelcolor=INK)
     for legend in figure.legends:
         legend.set_frame_on(False)
-    figure.savefig(path, format="png", dpi="figure")
+    kind = os.path.splitext(path)[1].lstrip(".").lower() or "png"
+    if kind not in FORMATS:
+        raise ConfigError(f"cannot draw {os.fspath(path)}; call it .{' or .'.join(FORMATS)}")
+    # No date and no random names in an SVG: the same picture is the same file.
+    with replacing(path) as draft, rc_context({"svg.hashsalt": "megatron-wlb"}):
+        figure.savefig(draft, format=kind, dpi="figure", metadata=FORMATS[kind])
 
 
 def _title(axes: Axes, text: str) -> None:

@@ -251,3 +251,11 @@ def test_help_is_printed_and_exits(
     for name in SETTINGS:
         assert flag_of(name) in printed
         assert " ".join(help_of(name).split()) in printed
+
+
+@pytest.mark.parametrize(("text", "shape"), [("on", "on"), ("off", "off"), ('"on"', "on")])
+def test_switch_in_the_file_may_be_what_yaml_calls_a_boolean(tmp_path, text, shape):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"wlb_shape: {text}\n")
+    assert parse(["--wlb-config", str(path)]).wlb.wlb_shape == shape
+    assert parse(["--wlb-config", str(path), "--wlb-shape", "off"]).wlb.wlb_shape == "off"

@@ -13,14 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.patching import PatchSet
-from megatron_wlb.simulator.engine import start_stop_us
-from megatron_wlb.simulator.order import dataflow, schedule
+from megatron_wlb.simulator.costs import StageCosts
+from megatron_wlb.simulator.graph import Graph, graph_of
 
 
 class Log:
@@ -140,33 +141,24 @@ class Log:
         Micro-batches take what the cost model says, in equal shares on all chunks; collectives of
         data parallelism and the update are not in it.
         """
-        pp_size, vpp_size = self._sizes
-        chunks = pp_size * vpp_size
+        stages = StageCosts.even(self.session.cost, self._graph.num_stages)
+        no_transfer = np.zeros(self._graph.num_micro_batches)
         slowest_us = 0.0
         for micro_batches in plan.micro_batches:
-            work = [self.session.cost.work([s.length for s in m.spans]) for m in micro_batches]
-            forward, backward = (
-                [[[us / chunks for us in times]] * vpp_size] * pp_size
-                for times in (
-                    [w.forward_us + w.overhead_us / 2 for w in work],
-                    [w.backward_us + w.overhead_us / 2 for w in work],
-                )
-            )
-            times = start_stop_us(self._tasks, pp_size, forward, backward)
-            slowest_us = max(slowest_us, max(stop for _, stop in times))
+            times_us = stages.times_us([[s.length for s in m.spans] for m in micro_batches])
+            slowest_us = max(slowest_us, float(self._graph.step_us(times_us, no_transfer)))
         return slowest_us
 
     @cached_property
-    def _sizes(self) -> tuple[int, int]:
+    def _graph(self) -> Graph:
         p = self.session.config.parallel
-        return p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank or 1
-
-    @cached_property
-    def _tasks(self) -> Any:
-        config = self.session.config
-        num_micro_batches = config.training.global_batch_size // self.session.model.groups.dp.size()
-        group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        return dataflow(schedule(*self._sizes, num_micro_batches, group))
+        batch_size = self.session.config.training.global_batch_size
+        return graph_of(
+            p.pipeline_model_parallel_size,
+            p.num_virtual_stages_per_pipeline_rank or 1,
+            batch_size // self.session.model.groups.dp.size(),
+            p.microbatch_group_size_per_virtual_pipeline_stage,
+        )
 
     @cached_property
     def _peak_tflops(self) -> float:

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from itertools import product
 
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost, Fit, Sample, fit_document_cost
+from megatron_wlb.cost.profile import StageSample, fit_stage
 from megatron_wlb.errors import ConfigError
 
 LENGTHS = [128, 512, 2048, 8192, 32768, 131072]
@@ -119,3 +121,42 @@ def test_fit_refuses_a_spoilt_profile(spoilt):
 def test_fit_refuses_what_tells_too_little(measured, complaint):
     with pytest.raises(ConfigError, match=complaint):
         fit_document_cost(measured)
+
+
+# ---- stages
+
+
+def stage_samples(num, forward=(30.0, 4.0, 0.5, 0.002), backward=(55.0, 0.0, 1.25, 0.005)):
+    random = np.random.default_rng(7)
+    samples = []
+    for _ in range(num):
+        lengths = random.integers(1, 900, random.integers(1, 12)).tolist()
+        counts = (1, len(lengths), sum(lengths), sum(d * d for d in lengths))
+        times = [sum(c * n for c, n in zip(p, counts, strict=True)) for p in (forward, backward)]
+        samples.append(StageSample(lengths, *times))
+    return samples
+
+
+def test_stage_fit_finds_the_coefficients_and_forgets_a_bad_measurement():
+    samples = stage_samples(20)
+    bad = dataclasses.replace(samples[3], forward_us=40 * samples[3].forward_us)
+    fit = fit_stage([*samples[:3], bad, *samples[4:]])
+    assert fit.forward == pytest.approx((30.0, 4.0, 0.5, 0.002), rel=1e-6)
+    assert fit.backward == pytest.approx((55.0, 0.0, 1.25, 0.005), rel=1e-6, abs=1e-6)
+    for sample in samples:
+        work = fit.work(sample.lengths)
+        assert work.forward_us == pytest.approx(sample.forward_us)
+        assert work.backward_us == pytest.approx(sample.backward_us)
+        assert work.overhead_us == 0
+    assert fit.work([100, 20]).forward_attention_us == pytest.approx(0.002 * 10_400)
+    assert fit_stage(samples).mean_error == pytest.approx(0, abs=1e-9)
+
+
+def test_stage_fit_refuses_what_cannot_be_fitted():
+    with pytest.raises(ConfigError, match="7 micro-batches are too few"):
+        fit_stage(stage_samples(7))
+    for wrong in (0.0, -1.0, float("nan")):
+        samples = stage_samples(9)
+        samples[5] = dataclasses.replace(samples[5], backward_us=wrong)
+        with pytest.raises(ConfigError, match="backward_us has a time that is not positive"):
+            fit_stage(samples)

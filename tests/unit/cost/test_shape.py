@@ -54,16 +54,22 @@ def test_impossible_shape_is_refused(change: dict, complaint: str) -> None:
         ({"pp_size": 2, "vpp_size": 2}, "6 layers do not divide over 4 model chunks"),
         ({"tp_size": 4}, "num_attention_heads 6 does not divide over TP 4"),
         ({"tp_size": 3}, "num_query_groups 2 does not divide over TP 3"),
+        ({"pp_size": 3, "stage_layers": (2, 4)}, "stage_layers 2, 4 do not spread 6 layers over 3"),
+        ({"pp_size": 3, "stage_layers": (2, 2, 3)}, "stage_layers 2, 2, 3 do not spread 6 layers"),
+        ({"pp_size": 3, "stage_layers": (3, 0, 3)}, "may be 0 at the ends only"),
+        ({"pp_size": 2, "stage_layers": (7, -1)}, "stage_layers 7, -1 do not spread"),
     ],
 )
 def test_layout_that_does_not_divide_the_model_is_refused(layout: dict, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        Parallelism(**layout).layers_of_chunk(SHAPE)
+        Parallelism(**layout).layers_of_stages(SHAPE)
 
 
 def test_layout_divides_layers_over_chunks() -> None:
-    assert Parallelism(pp_size=3, tp_size=2).layers_of_chunk(SHAPE) == 2
-    assert Parallelism(pp_size=3, vpp_size=2).layers_of_chunk(SHAPE) == 1
+    assert Parallelism(pp_size=3, tp_size=2).layers_of_stages(SHAPE) == (2,) * 3
+    assert Parallelism(pp_size=3, vpp_size=2).layers_of_stages(SHAPE) == (1,) * 6
+    assert Parallelism(pp_size=2, stage_layers=(4, 2)).layers_of_stages(SHAPE) == (4, 2)
+    assert Parallelism(pp_size=3, stage_layers=(4, 2, 0)).layers_of_stages(SHAPE) == (4, 2, 0)
     assert Parallelism(tp_size=2).sequence_shards == 1
     assert Parallelism(tp_size=2, sequence_parallel=True).sequence_shards == 2
     with pytest.raises(ConfigError, match="dp_size is 0"):

@@ -158,6 +158,14 @@ REFUSED = [
         "--seq-length 512 --wlb-max-tokens 511", 1,
         ["--wlb-max-tokens is 511", "below --seq-length 512", "use at least the window"],
     ),
+    (
+        "--wlb-shape on --wlb-packing original", 1,
+        ["--wlb-shape on", "--wlb-packing original fixes them", "use hold or wlb"],
+    ),
+    (
+        "--wlb-shape on --wlb-packing fixed-greedy", 1,
+        ["--wlb-shape on", "--wlb-packing fixed-greedy fixes them"],
+    ),
     ("--save-interval 5", 1, ["--save-interval is given without --save FOLDER"]),
     (
         "--global-batch-size 7", 2,
@@ -255,6 +263,7 @@ def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1, 8),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", 1, 8),
         ("--save out --save-interval 1", 1, 8),
+        ("--wlb-shape on --wlb-packing wlb", 1, 8),
     ],
 )  # fmt: skip
 def test_good_settings_pass(flags: str, world_size: int, num_micro_batches: int) -> None:

@@ -271,3 +271,40 @@ def test_attention_measured_shorter_than_the_window_is_refused_unless_allowed(
         planner(CP, "--wlb-hardware", path)
     allowed = planner(CP, "--wlb-hardware", path, "--wlb-cost-extrapolate")
     assert allowed.next_plan() is not None
+
+
+# ---- shaped plans
+
+
+def planned(*flags: str, cost: object = COEFFICIENTS) -> Planner:
+    config = settings("--num-layers 8 --wlb-epochs 1", *flags)
+    return make_planner(config, CORPORA, cost, dp_size=2)  # type: ignore[arg-type]
+
+
+def test_shaping_is_for_pipelines_and_off_unless_asked_for() -> None:
+    pp = "--pipeline-model-parallel-size 2"
+    assert planned("--wlb-shape on").shaping is None
+    assert planned(pp).shaping is None
+    assert planned(pp, "--wlb-shape on").shaping is not None
+
+
+@pytest.mark.parametrize("cost", ["coefficients", "table", "analytic"])
+def test_shaped_plans_run_the_same_documents_in_unequal_micro_batches(cost: str) -> None:
+    flags = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+    config = settings("--num-layers 8", flags)
+    costs = {
+        "coefficients": COEFFICIENTS,
+        "table": table(config, longest=4096),
+        "analytic": known_cost(config, VOCAB),
+    }
+    plain = planned(flags, cost=costs[cost])
+    shaped = planned(flags, "--wlb-shape on", cost=costs[cost])
+    differ = 0
+    while (plan := shaped.next_plan()) is not None:
+        balanced = plain.next_plan()
+        assert balanced is not None
+        assert sorted(d.key for d in plan.documents) == sorted(d.key for d in balanced.documents)
+        assert max(m.length for m in plan) <= shaped.packer.limits.max_tokens
+        differ += plan.digest != balanced.digest
+    assert plain.next_plan() is None
+    assert differ

@@ -7,14 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.simulator.engine import (
-    Interval,
-    Timeline,
-    replay,
-    split_stages,
-    start_stop_us,
-)
-from megatron_wlb.simulator.order import Action, dataflow, one_f_one_b, schedule
+from megatron_wlb.simulator.engine import Interval, Timeline, replay, split_stages
+from megatron_wlb.simulator.order import Action, gpipe, one_f_one_b, schedule
 
 F, B = "F", "B"
 
@@ -24,12 +18,17 @@ def uniform(sizes, time_us):
     return [[[time_us] * num_micro_batches] * vpp_size] * pp_size
 
 
+@pytest.mark.parametrize("sends", ["buffered", "blocking"])
+@pytest.mark.parametrize("make", [one_f_one_b, gpipe])
 @pytest.mark.parametrize("pp_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 9])
-def test_replay_of_equal_micro_batches_is_the_closed_form_of_1f1b(pp_size, num_micro_batches):
+def test_replay_of_equal_micro_batches_is_the_closed_form_of_1f1b_and_gpipe(
+    pp_size, num_micro_batches, make, sends
+):
     """Step (N + P - 1)·(f + b), so the bubble is (P - 1)/N of the ideal time."""
     sizes = (pp_size, 1, num_micro_batches)
-    timeline = replay(schedule(*sizes), uniform(sizes, 3.0), uniform(sizes, 7.0))
+    order = make(pp_size, num_micro_batches)
+    timeline = replay(order, uniform(sizes, 3.0), uniform(sizes, 7.0), sends=sends)
     ideal_us = num_micro_batches * 10.0
     assert timeline.step_us == ideal_us + (pp_size - 1) * 10.0
     assert timeline.busy_us == (ideal_us,) * pp_size
@@ -144,18 +143,6 @@ def test_replay_takes_as_long_as_the_longest_path(sizes, p2p_us, data):
     assert 0.0 <= timeline.bubble_share <= 1.0
 
 
-def test_start_stop_us_is_what_replay_shows():
-    sizes = (3, 2, 4, 4)
-    order = schedule(*sizes)
-    forward = [[[r + 2.0 * c + m * m for m in range(4)] for c in range(2)] for r in range(3)]
-    backward = [[[5.0 * r + c + 3.0 * m for m in range(4)] for c in range(2)] for r in range(3)]
-    tasks = dataflow(order)
-    times = start_stop_us(tasks, 3, forward, backward, 1.5)
-    for rank, intervals in enumerate(replay(order, forward, backward, 1.5).intervals):
-        mine = [pair for task, pair in zip(tasks, times, strict=True) if task.rank == rank]
-        assert mine == [(i.start_us, i.stop_us) for i in intervals]
-
-
 def test_timeline_may_be_recorded_and_start_at_any_time():
     timeline = Timeline(
         (
@@ -182,6 +169,15 @@ def test_replay_names_times_that_do_not_fit():
         replay(order, good[:1], good)
     with pytest.raises(PlanError, match="forward_us"):
         replay(order, [[[1.0] * 3] * 2] * 2, good)
+
+
+def test_replay_refuses_times_that_are_none():
+    order, good = one_f_one_b(2, 3), [[[1.0] * 3]] * 2
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(PlanError, match=f"{wrong} µs is no duration"):
+            replay(order, [[[1.0] * 3], [[1.0, wrong, 1.0]]], good)
+        with pytest.raises(PlanError, match=f"p2p_us: {wrong} µs"):
+            replay(order, good, good, p2p_us=wrong)
 
 
 def test_split_stages_keeps_the_work_and_the_order_of_virtual_stages():

@@ -8,6 +8,7 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.simulator.order import (
     Action,
     dataflow,
+    gpipe,
     interleaved,
     one_f_one_b,
     receive_order,
@@ -73,6 +74,15 @@ def test_interleaved_runs_groups_chunk_by_chunk_with_a_larger_last_group():
     """)  # noqa: E501
 
 
+def test_gpipe_runs_all_forwards_first():
+    assert gpipe(2, 3) == order_from("""
+        F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
+        F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
+    """)
+    with pytest.raises(ConfigError, match="num_micro_batches is 0"):
+        gpipe(2, 0)
+
+
 def test_schedule_picks_by_the_number_of_chunks():
     assert schedule(4, 1, 6) == one_f_one_b(4, 6)
     assert schedule(4, 2, 8) == interleaved(4, 2, 8, group_size=4)
@@ -105,6 +115,7 @@ def test_sizes_that_megatron_refuses_are_errors(sizes, message):
 def test_orders_are_valid():
     for sizes in CASES:
         validate(schedule(*sizes))
+        validate(gpipe(sizes[0], sizes[2]))
 
 
 def test_dataflow_puts_each_task_after_its_input():

@@ -165,6 +165,18 @@ def test_plot_timelines_draws_each_action_where_it_ran(drawn, tmp_path):
         assert colours == [plot.BLUE.lower(), plot.ORANGE.lower()]
 
 
+def test_plot_is_svg_where_it_is_called_so_and_the_same_file_each_time(tmp_path):
+    for name in ("one.svg", "other.svg"):
+        plot_micro_batches(WORK, tmp_path / name)
+    one, other = ((tmp_path / name).read_text() for name in ("one.svg", "other.svg"))
+    assert "<svg" in one and one == other
+    with pytest.raises(ConfigError, match=r"cannot draw .*plot\.gif; call it \.png or \.svg"):
+        plot_micro_batches(WORK, tmp_path / "plot.gif")
+    with pytest.raises(ConfigError, match="cannot write"):
+        plot_micro_batches(WORK, tmp_path / "no" / "plot.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.svg", "other.svg"]
+
+
 def test_plots_of_nothing_are_errors(tmp_path):
     path = tmp_path / "plot.png"
     for lengths, window in (([], 64), ([0, 5], 64), ([5], 0)):

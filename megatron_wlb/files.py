@@ -1,0 +1,37 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_wlb.errors import ConfigError
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path beside ``path`` to write to; it becomes ``path`` at the end, and vanishes on an error.
+
+    So a reader never finds half a file, and an old file stays until the new one is complete.
+
+    Raises :class:`ConfigError` where it cannot be written.
+    """
+    path = Path(path)
+    draft = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    try:
+        yield draft
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}; make room or choose another place"
+        ) from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """A text file, UTF-8. Raises :class:`ConfigError` where it cannot be written."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")

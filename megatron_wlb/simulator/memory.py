@@ -1,0 +1,103 @@
+"""What each pipeline rank holds while a simulated step runs, action by action.
+
+The bytes are those of :class:`~megatron_wlb.cost.memory.MemoryModel`: weights, gradients and
+optimizer state all the time, and activations of the micro-batches in flight, with what recomputing
+and single operations need on top while an action runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_wlb.cost.memory import GIB, ActivationBytes, MemoryModel, StateBytes
+from megatron_wlb.errors import PlanError
+from megatron_wlb.simulator.order import Action
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one pipeline rank."""
+
+    state: StateBytes
+    actions: tuple[Action, ...]
+    activations: tuple[ActivationBytes, ...]
+    """Around each action: the most while it runs, and what stays after it."""
+    update: int
+    """What the optimizer's update needs besides the state."""
+
+    @cached_property
+    def activation_peak_bytes(self) -> float:
+        """The most that activations and what works on them take at once."""
+        return max((a.peak for a in self.activations), default=0.0)
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.state.total + max(self.activation_peak_bytes, self.update)
+
+    @cached_property
+    def peak_at(self) -> str:
+        """The action in which the peak is reached (the first such), or ``update``."""
+        peak = self.activation_peak_bytes
+        if self.update > peak or not self.actions:
+            return "update"
+        return next(
+            str(action)
+            for action, used in zip(self.actions, self.activations, strict=True)
+            if used.peak == peak
+        )
+
+    def first_above(self, limit_bytes: float) -> str | None:
+        """Where the rank runs out of memory: ``weights and optimizer``, an action, ``update``."""
+        if self.state.total > limit_bytes:
+            return "weights and optimizer"
+        for action, used in zip(self.actions, self.activations, strict=True):
+            if self.state.total + used.peak > limit_bytes:
+                return str(action)
+        return "update" if self.state.total + self.update > limit_bytes else None
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on the pipeline ranks of one data-parallel rank."""
+
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(rank.peak_bytes for rank in self.ranks)
+
+    @property
+    def peak_rank(self) -> int:
+        """The rank with the highest peak; the first of equal ones."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].peak_bytes)
+
+    def check(self, limit_bytes: float, where: str = "") -> None:
+        """Raises :class:`PlanError` for the first rank above ``limit_bytes``, with its action."""
+        for number, rank in enumerate(self.ranks):
+            at = rank.first_above(limit_bytes)
+            if at is not None:
+                raise PlanError(
+                    f"out of memory: pipeline rank {number}{f' of {where}' if where else ''} at "
+                    f"{at}, with a peak of {rank.peak_bytes / GIB:.2f} GiB in {rank.peak_at} above "
+                    f"the limit of {limit_bytes / GIB:.2f} GiB; lower S_max, recompute activations "
+                    "or use more TP, CP or PP"
+                )
+
+
+def step_memory(
+    model: MemoryModel, order: Sequence[Sequence[Action]], lengths: Sequence[int]
+) -> StepMemory:
+    """What each pipeline rank holds; ``lengths`` are padded tokens of its micro-batches."""
+    return StepMemory(
+        tuple(
+            RankMemory(
+                model.state_bytes(rank),
+                tuple(actions),
+                tuple(model.activation_bytes(rank, actions, lengths)),
+                model.update_bytes(rank),
+            )
+            for rank, actions in enumerate(order)
+        )
+    )

@@ -1,0 +1,409 @@
+"""A whole training step, simulated: pipelines of all data-parallel ranks, reduction and update.
+
+``simulate_step`` is a pure function from micro-batches, costs and layout to a
+:class:`StepTimeline`; :class:`Simulator` is the same for many steps of one run. Each data-parallel
+rank's pipeline is a graph of its own (:mod:`megatron_wlb.simulator.graph`); they meet where
+gradients are reduced, and all ranks meet at the update, as the norm of all gradients comes first.
+
+Everything here is *simulated*. Times are in µs and start at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.cost.memory import MemoryModel
+from megatron_wlb.cost.shape import Parallelism
+from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.sharding import Selector
+from megatron_wlb.simulator.costs import StepCosts
+from megatron_wlb.simulator.engine import Timeline, check_times, timeline
+from megatron_wlb.simulator.graph import Floats, Graph, Replay, Sends, graph_of
+from megatron_wlb.simulator.memory import StepMemory, step_memory
+from megatron_wlb.simulator.order import Order
+
+Lengths: TypeAlias = Sequence[Sequence[Sequence[int]]]
+"""``[dp_size][num_micro_batches][segments]``: tokens of each document, and of padding."""
+
+
+class Segment(NamedTuple):
+    """A part of a step on one rank; ``dp_rank`` -1: the same on all data-parallel ranks."""
+
+    dp_rank: int
+    pp_rank: int
+    what: str
+    """An action as ``F0.3``, or ``reduce 1`` (chunk 1), ``embedding``, ``update``."""
+    start_us: float
+    stop_us: float
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """What every rank does in a simulated step, what it waits for, and what it holds."""
+
+    graph: Graph
+    times_us: tuple[Floats, ...]
+    """Per data-parallel rank ``[2, S, N]``."""
+    p2p_us: tuple[Floats, ...]
+    """Per data-parallel rank ``[N]``."""
+    replays: tuple[Replay, ...]
+    """Per data-parallel rank."""
+    collectives: tuple[tuple[Segment, ...], ...]
+    """Per pipeline rank, after (or beside) its actions: reductions and the update."""
+    step_us: float
+    """From the first forward to the end of the update on the last rank."""
+    num_tokens: int
+    """Without padding where a plan was given."""
+    memory: tuple[StepMemory, ...] = field(default=())
+    """Per data-parallel rank; empty without a memory model."""
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.replays)
+
+    @cached_property
+    def replicas(self) -> tuple[Timeline, ...]:
+        """Per data-parallel rank, the forwards and backwards of its pipeline ranks."""
+        return tuple(timeline(self.graph, replayed) for replayed in self.replays)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of all ranks together, pipeline by pipeline: for a picture."""
+        return Timeline(tuple(rank for line in self.replicas for rank in line.intervals))
+
+    @cached_property
+    def pipeline_us(self) -> float:
+        """From the first forward to the last backward on any rank."""
+        return max(float(replayed.stop_us.max()) for replayed in self.replays)
+
+    @cached_property
+    def busy_us(self) -> tuple[tuple[float, ...], ...]:
+        """``[dp_size][pp_size]``: time in which a rank runs forward or backward."""
+        pp_size = self.graph.pp_size
+        return tuple(
+            tuple(float(times[:, rank::pp_size].sum()) for rank in range(pp_size))
+            for times in self.times_us
+        )
+
+    @cached_property
+    def bubble_share(self) -> float:
+        """Share of all ranks' time in the pipeline in which they wait, for each other or for the
+        slowest data-parallel rank: ``1 - Σ busy ÷ (ranks · pipeline_us)``.
+        """
+        available_us = self.dp_size * self.graph.pp_size * self.pipeline_us
+        return 1.0 - sum(map(sum, self.busy_us)) / available_us if available_us else 0.0
+
+    @property
+    def tail_us(self) -> float:
+        """From the last backward to the end of the step: reduction that is not hidden, update."""
+        return self.step_us - self.pipeline_us
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all data-parallel ranks together."""
+        return self.num_tokens / self.step_us * 1e6 if self.step_us else 0.0
+
+    @cached_property
+    def micro_batch_us(self) -> tuple[tuple[float, ...], ...]:
+        """``[dp_size][N]``: forward plus backward over all stages."""
+        return tuple(tuple(times.sum(axis=(0, 1)).tolist()) for times in self.times_us)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """``max · N / Σ`` over all micro-batches of the step (WLB-LLM §3.2); 1 is perfect."""
+        return _imbalance([us for rank in self.micro_batch_us for us in rank])
+
+    @cached_property
+    def pp_imbalance(self) -> float:
+        """``max · N / Σ`` within a pipeline, the mean over data-parallel ranks."""
+        return float(np.mean([_imbalance(rank) for rank in self.micro_batch_us]))
+
+    @cached_property
+    def dp_imbalance(self) -> float:
+        """The most work of a data-parallel rank ÷ the mean."""
+        return _imbalance([sum(rank) for rank in self.micro_batch_us])
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """The most that any rank holds; 0 without a memory model."""
+        return max((rank.peak_bytes for rank in self.memory), default=0.0)
+
+    def check_memory(self, limit_bytes: float) -> None:
+        """Raises :class:`PlanError` naming the first rank and action above ``limit_bytes``."""
+        for dp_rank, memory in enumerate(self.memory):
+            memory.check(limit_bytes, f"data-parallel rank {dp_rank}" if self.dp_size > 1 else "")
+
+    @cached_property
+    def critical_path(self) -> tuple[Segment, ...]:
+        """What kept the step from ending earlier, first to last.
+
+        Each part starts when the one before it has stopped and, on another rank, its tensor was
+        received: they and the transfers between them fill the step. Only a reduction that overlaps
+        a backward starts within it.
+        """
+        tail = self._critical_tail()
+        what, ranks = "", range(self.graph.pp_size)
+        if tail and tail[0].what != "update":
+            what, ranks = tail[0].what, range(tail[0].pp_rank, tail[0].pp_rank + 1)
+        # A reduction that overlaps waits for its chunk's last backward, all else for the rank's.
+        chunk = int(what.split()[1]) if what.startswith("reduce") else None
+        if chunk is not None and tail[0].start_us >= self._last_stop_us(tail[0].pp_rank):
+            chunk = None
+        stop_us, dp_rank, rank, at = -1.0, 0, 0, 0
+        for dp, replayed in enumerate(self.replays):
+            for pp_rank in ranks:
+                actions = self.graph.order[pp_rank]
+                end = max(i for i, a in enumerate(actions) if chunk in (None, a.chunk))
+                stop = float(self.graph.of_rank(replayed.stop_us, pp_rank)[end])
+                if stop > stop_us:
+                    stop_us, dp_rank, rank, at = stop, dp, pp_rank, end
+        replayed = self.replays[dp_rank]
+        path = self.graph.critical_path(
+            replayed,
+            self.times_us[dp_rank],
+            self.p2p_us[dp_rank],
+            (rank, self.graph.order[rank][at]),
+        )
+        return (
+            *(
+                Segment(dp_rank, node.rank, str(node.action), start_us, stop_us)
+                for node, start_us, stop_us in path
+                if not node.is_transfer
+            ),
+            *tail,
+        )
+
+    def _last_stop_us(self, pp_rank: int) -> float:
+        """When a pipeline rank's actions are done on all data-parallel ranks."""
+        return max(float(self.graph.of_rank(r.stop_us, pp_rank)[-1]) for r in self.replays)
+
+    def _critical_tail(self) -> list[Segment]:
+        """Reductions and the update behind the last of the path's actions."""
+        left = sorted(
+            (part for parts in self.collectives for part in parts), key=lambda part: part.start_us
+        )
+        tail: list[Segment] = []
+        end_us, pp_rank = self.step_us, -1
+        while causes := [part for part in left if part.stop_us == end_us]:
+            cause = next((part for part in causes if part.pp_rank == pp_rank), causes[-1])
+            left = [part for part in left if part.start_us < cause.start_us]
+            tail.insert(0, cause)
+            end_us, pp_rank = cause.start_us, cause.pp_rank
+        return tail
+
+
+def _imbalance(values: Sequence[float]) -> float:
+    total = sum(values)
+    return max(values) * len(values) / total if total else 1.0
+
+
+class Simulator:
+    """Simulates steps of one run.
+
+    Args:
+        costs: of stages, transfers, reduction and update.
+        parallelism: the layout; TP and CP only matter through ``costs``.
+        order: another schedule than Megatron's 1F1B or interleaved one, such as
+            :func:`~megatron_wlb.simulator.order.gpipe`, as a function of N.
+        sends: whether ranks wait in sends; as Megatron's schedule does, if not given.
+        memory: for what each rank holds; left out if None, which is faster.
+
+    Raises:
+        ConfigError: costs that are not one for each stage of the layout.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        parallelism: Parallelism,
+        *,
+        order: Order | None = None,
+        sends: Sends | None = None,
+        memory: MemoryModel | None = None,
+    ) -> None:
+        if len(costs.stages.stages) != parallelism.num_stages:
+            raise ConfigError(
+                f"there are costs of {len(costs.stages.stages)} stages, but the layout has "
+                f"{parallelism.num_stages} (PP × VPP); give one for each"
+            )
+        if costs.update_us and len(costs.update_us) != parallelism.pp_size:
+            raise ConfigError(
+                f"there are {len(costs.update_us)} update times for PP {parallelism.pp_size}; "
+                "give one for each pipeline rank"
+            )
+        self.costs = costs
+        self.parallelism = parallelism
+        self.memory = memory
+        self._sends = sends
+        self._graph = None if order is None else Graph(order, sends or "blocking")
+
+    def graph(self, num_micro_batches: int) -> Graph:
+        """The schedule of so many micro-batches a data-parallel rank."""
+        if self._graph is not None:
+            if self._graph.num_micro_batches != num_micro_batches:
+                raise PlanError(
+                    f"the order is of {self._graph.num_micro_batches} micro-batches, but a "
+                    f"data-parallel rank has {num_micro_batches}; give an order for these"
+                )
+            return self._graph
+        p = self.parallelism
+        return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size, self._sends)
+
+    def step(
+        self,
+        micro_batches: StepPlan | Lengths,
+        attention_scale: Sequence[npt.ArrayLike] | None = None,
+    ) -> StepTimeline:
+        """One step.
+
+        Args:
+            micro_batches: a plan, or lengths of each rank's micro-batches in running order.
+            attention_scale: of each data-parallel rank ``[N]`` or ``[2, N]`` (forward and
+                backward), the attention of the slowest context-parallel rank in even shares; 1 is
+                perfect balance. :func:`attention_scales` says it for a plan.
+
+        Raises:
+            ConfigError: a schedule that Megatron refuses.
+            PlanError: no micro-batches, or not as many on each data-parallel rank as the layout
+                has.
+        """
+        lengths, num_tokens = _lengths(micro_batches)
+        counts = sorted({len(rank) for rank in lengths})
+        if len(lengths) != self.parallelism.dp_size or len(counts) != 1 or counts[0] < 1:
+            raise PlanError(
+                f"there are micro-batches for {len(lengths)} data-parallel ranks, {counts} on each;"
+                f" give the same number, at least 1, to each of {self.parallelism.dp_size}"
+            )
+        graph = self.graph(counts[0])
+        padded = [[sum(segments) for segments in rank] for rank in lengths]
+        scale = attention_scale if attention_scale is not None else [None] * len(lengths)
+        times, gaps, replays = [], [], []
+        for rank, tokens, factors in zip(lengths, padded, scale, strict=True):
+            times.append(self.costs.stages.times_us(rank, factors))
+            gaps.append(self.costs.p2p_us(tokens))
+            check_times("stage times", times[-1])
+            replays.append(graph.replay(times[-1], gaps[-1]))
+        collectives, step_us = self._finish(graph, replays)
+        memory: tuple[StepMemory, ...] = ()
+        if self.memory is not None:
+            memory = tuple(step_memory(self.memory, graph.order, tokens) for tokens in padded)
+        return StepTimeline(
+            graph,
+            tuple(times),
+            tuple(gaps),
+            tuple(replays),
+            collectives,
+            step_us,
+            num_tokens,
+            memory,
+        )
+
+    def _finish(
+        self, graph: Graph, replays: Sequence[Replay]
+    ) -> tuple[tuple[tuple[Segment, ...], ...], float]:
+        """Reductions and updates of each pipeline rank, and when the last one ends."""
+        costs = self.costs
+        parts: list[list[Segment]] = []
+        free_us: list[float] = []
+        for rank in range(graph.pp_size):
+            own, done_us = self._reduce(graph, replays, rank)
+            parts.append(own)
+            free_us.append(done_us)
+        if costs.embedding_us and graph.pp_size > 1:
+            start_us = max(free_us[0], free_us[-1])
+            for rank in (0, graph.pp_size - 1):
+                free_us[rank] = start_us + costs.embedding_us
+                parts[rank].append(Segment(-1, rank, "embedding", start_us, free_us[rank]))
+        end_us = max(free_us)
+        if costs.update_us or costs.fixed_us:
+            start_us = end_us
+            for rank in range(graph.pp_size):
+                update_us = costs.fixed_us + (costs.update_us[rank] if costs.update_us else 0.0)
+                stop_us = start_us + update_us
+                parts[rank].append(Segment(-1, rank, "update", start_us, stop_us))
+                end_us = max(end_us, stop_us)
+        return tuple(map(tuple, parts)), end_us
+
+    def _reduce(
+        self, graph: Graph, replays: Sequence[Replay], rank: int
+    ) -> tuple[list[Segment], float]:
+        """A pipeline rank's reductions, which its data-parallel ranks do together, one by one."""
+        costs = self.costs
+        actions = graph.order[rank]
+        starts = np.max([graph.of_rank(r.start_us, rank) for r in replays], axis=0)
+        stops = np.max([graph.of_rank(r.stop_us, rank) for r in replays], axis=0)
+        free_us = done_us = float(stops[-1])
+        if not any(costs.reduce_us):
+            return [], done_us
+        last = {a.chunk: at for at, a in enumerate(actions) if a.kind == "B"}
+        if costs.overlap_reduce:
+            free_us = 0.0
+        parts = []
+        for chunk, at in sorted(last.items(), key=lambda item: item[1]):
+            stage = chunk * graph.pp_size + rank
+            whole_us = costs.reduce_us[stage]
+            start_us, stop_us = free_us, free_us + whole_us
+            if costs.overlap_reduce:
+                num = costs.reduce_buckets[stage] if costs.reduce_buckets else 1
+                # Gradients come evenly over the last backward: part i of num is there at
+                # begin + i · each, and takes its share of the whole.
+                begin, end = float(starts[at]), float(stops[at])
+                first_us = begin + (end - begin) / num
+                start_us = max(free_us, first_us)
+                stop_us = max(start_us + whole_us, end + whole_us / num)
+            parts.append(Segment(-1, rank, f"reduce {chunk}", start_us, stop_us))
+            free_us = stop_us
+        return parts, max(done_us, free_us)
+
+
+def simulate_step(
+    micro_batches: StepPlan | Lengths,
+    costs: StepCosts,
+    parallelism: Parallelism,
+    *,
+    order: Order | None = None,
+    sends: Sends | None = None,
+    memory: MemoryModel | None = None,
+    attention_scale: Sequence[npt.ArrayLike] | None = None,
+) -> StepTimeline:
+    """The timeline of one step; see :class:`Simulator`, which is the same for many."""
+    simulator = Simulator(costs, parallelism, order=order, sends=sends, memory=memory)
+    return simulator.step(micro_batches, attention_scale)
+
+
+def attention_scales(plan: StepPlan, selector: Selector) -> list[Floats]:
+    """What the shardings that ``selector`` chooses for a plan come to, for ``attention_scale``."""
+    result = []
+    for rank in plan.micro_batches:
+        chosen = [selector.choose(micro_batch.lengths) for micro_batch in rank]
+        result.append(
+            np.array(
+                [
+                    [prediction.forward_imbalance for prediction in chosen],
+                    [prediction.backward_imbalance for prediction in chosen],
+                ]
+            )
+        )
+    return result
+
+
+def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:
+    """Segments of each micro-batch, and all tokens."""
+    if isinstance(micro_batches, StepPlan):
+        plan = micro_batches
+        return [[m.lengths for m in rank] for rank in plan.micro_batches], plan.num_tokens
+    num_tokens = sum(length for rank in micro_batches for m in rank for length in m)
+    for rank in micro_batches:
+        for segments in rank:
+            if any(length < 1 for length in segments):
+                raise PlanError(
+                    f"a micro-batch has a document of {min(segments)} tokens; give at least 1"
+                )
+    return micro_batches, num_tokens

@@ -1,0 +1,129 @@
+"""A simulated step, or a recorded timeline, as a trace that Perfetto and Chrome show.
+
+The form is Chrome's *Trace Event Format* (JSON): a process is a pipeline of one data-parallel rank,
+a thread a pipeline rank. Open https://ui.perfetto.dev or chrome://tracing and drop the file there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_wlb.files import write_text
+from megatron_wlb.simulator.engine import Timeline
+from megatron_wlb.simulator.step import StepTimeline
+
+_COLOURS = {"F": "thread_state_running", "B": "thread_state_iowait"}
+"""Names of Chrome's own palette: green and orange."""
+
+
+def trace(timelines: Mapping[str, StepTimeline | Timeline]) -> dict[str, Any]:
+    """The trace of timelines by name (such as packings), JSON-able; all begin at 0.
+
+    Beside each action stand micro-batch and chunk. Critical actions of a simulated step say so, and
+    with a memory model each pipeline rank has a counter of the bytes it holds.
+    """
+    events: list[dict[str, Any]] = []
+    for name, line in timelines.items():
+        if isinstance(line, StepTimeline):
+            many = line.dp_size > 1
+            for dp_rank in range(line.dp_size):
+                label = f"{name}, data-parallel rank {dp_rank}" if many else name
+                events += _step(line, dp_rank, len(_processes(events)), label)
+        else:
+            events += _actions(line, len(_processes(events)), name, frozenset())
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(
+    path: str | os.PathLike[str], timelines: Mapping[str, StepTimeline | Timeline]
+) -> None:
+    """Writes :func:`trace`, whole or not at all.
+
+    Raises :class:`~megatron_wlb.errors.ConfigError` where it cannot be written.
+    """
+    write_text(path, json.dumps(trace(timelines)))
+
+
+def _processes(events: Iterable[Mapping[str, Any]]) -> set[int]:
+    return {event["pid"] for event in events}
+
+
+def _step(line: StepTimeline, dp_rank: int, process: int, name: str) -> list[dict[str, Any]]:
+    critical = frozenset(
+        (part.pp_rank, part.what) for part in line.critical_path if part.dp_rank in (dp_rank, -1)
+    )
+    replica = line.replicas[dp_rank]
+    events = _actions(replica, process, name, critical)
+    for parts in line.collectives:
+        for part in parts:
+            # Beside the rank's actions: an overlapped reduction runs at the same time.
+            thread = line.graph.pp_size + part.pp_rank
+            event = _event(part.what, part.start_us, part.stop_us, process, thread)
+            event["args"] = {"critical": (part.pp_rank, part.what) in critical}
+            events.append(event)
+    for rank in sorted({part.pp_rank for parts in line.collectives for part in parts}):
+        thread = line.graph.pp_size + rank
+        events += _thread(process, thread, f"pipeline rank {rank}, reduction and update")
+    if line.memory:
+        for rank, memory in enumerate(line.memory[dp_rank].ranks):
+            held = memory.state.total
+            counter = f"bytes on pipeline rank {rank}"
+            for interval, used in zip(replica.intervals[rank], memory.activations, strict=True):
+                for at_us, num_bytes in (
+                    (interval.start_us, held + used.peak),
+                    (interval.stop_us, held + used.kept),
+                ):
+                    events.append(
+                        {
+                            "ph": "C",
+                            "name": counter,
+                            "pid": process,
+                            "ts": at_us,
+                            "args": {"bytes": num_bytes},
+                        }
+                    )
+    return events
+
+
+def _actions(
+    line: Timeline, process: int, name: str, critical: frozenset[tuple[int, str]]
+) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    ]
+    for rank, intervals in enumerate(line.intervals):
+        events += _thread(process, rank, f"pipeline rank {rank}")
+        for i in intervals:
+            event = _event(
+                str(i.action), i.start_us - line.start_us, i.stop_us - line.start_us, process, rank
+            )
+            event["cname"] = _COLOURS[i.action.kind]
+            event["args"] = {
+                "micro_batch": i.action.micro_batch,
+                "chunk": i.action.chunk,
+                "critical": (rank, str(i.action)) in critical,
+            }
+            events.append(event)
+    return events
+
+
+def _thread(process: int, thread: int, name: str) -> list[dict[str, Any]]:
+    place = {"ph": "M", "pid": process, "tid": thread}
+    return [
+        {**place, "name": "thread_name", "args": {"name": name}},
+        {**place, "name": "thread_sort_index", "args": {"sort_index": thread}},
+    ]
+
+
+def _event(name: str, start_us: float, stop_us: float, process: int, thread: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": thread,
+        "ts": start_us,
+        "dur": stop_us - start_us,
+    }

@@ -1,0 +1,375 @@
+"""How well simulated steps meet recorded ones: calibrated on the first third, judged on the rest.
+
+From the recording's first third come: each stage's cost of a micro-batch (a fit of its forwards and
+backwards to documents, tokens and tokens²), what a rank does between two actions, how long a
+tensor takes to the next stage, what a step takes besides its pipeline, and how much longer than its
+replay the pipeline takes on this machine. With these, and the plan's lengths alone, the other steps
+are simulated.
+
+Where every pipeline rank has a core of its own, times are those of the wall clock. Where they share
+cores, as four do on two, an operation's duration says little: it depends on what its neighbour does
+just then. There operations are fitted by their CPU time, and the replay shares the cores
+(:mod:`megatron_wlb.simulator.sharing`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_wlb.config import Config, from_flat
+from megatron_wlb.cost.profile import StageFit, StageSample, fit_stage
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.runtime.planning import memory_model, padded_vocab_size, parallelism
+from megatron_wlb.simulator.costs import StageCosts
+from megatron_wlb.simulator.graph import Floats, Graph, graph_of
+from megatron_wlb.simulator.order import dataflow
+from megatron_wlb.simulator.sharing import replay_shared
+from megatron_wlb.testing.recorder import RecordedStep, core_of
+
+CALIBRATION_SHARE = 3
+"""One in so many rounds, from the first on, is calibrated with."""
+FEWEST_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What :mod:`megatron_wlb.testing.recorder` wrote of one layout."""
+
+    config: Config
+    vocab_size: int
+    world_size: int
+    num_cores: int
+    timed: list[RecordedStep]
+    counted: list[RecordedStep]
+    """Steps of which bytes were counted."""
+
+    @classmethod
+    def read(cls, path: Path) -> Recording:
+        """Raises :class:`ConfigError` for a file that is no recording, or one that is too short."""
+        try:
+            content = json.loads(path.read_text())
+            steps = [RecordedStep(**step) for step in content["steps"]]
+            result = cls(
+                from_flat(content["config"]),
+                content["vocab_size"],
+                content["world_size"],
+                content["num_cores"],
+                [step for step in steps if step.activation_bytes is None],
+                [step for step in steps if step.activation_bytes is not None],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no recording ({error}); record it again") from None
+        rounds = {step.round for step in result.timed}
+        if len(rounds) < FEWEST_ROUNDS:
+            raise ConfigError(
+                f"{path}: {len(rounds)} rounds are too few to calibrate with a third of them; "
+                f"record at least {FEWEST_ROUNDS}"
+            )
+        return result
+
+    @cached_property
+    def packings(self) -> list[str]:
+        return list(dict.fromkeys(step.packing for step in self.timed))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The schedule that the steps ran."""
+        p = self.config.parallel
+        return graph_of(
+            p.pipeline_model_parallel_size,
+            p.num_virtual_stages_per_pipeline_rank or 1,
+            len(self.timed[0].lengths[0]),
+            p.microbatch_group_size_per_virtual_pipeline_stage,
+        )
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.timed[0].lengths)
+
+    @property
+    def cores(self) -> list[int] | None:
+        """The core of each pipeline rank, or None where each has its own."""
+        pp_size = self.graph.pp_size
+        each = self.world_size // pp_size
+        cores = [
+            core_of(rank * each, self.world_size, pp_size, self.num_cores)
+            for rank in range(pp_size)
+        ]
+        return None if len(set(cores)) == pp_size else cores
+
+    def process(self, pp_rank: int, dp_rank: int) -> int:
+        """The first process of a stage. Megatron's order of ranks: (TP,) CP, DP, PP outermost."""
+        cp_size = self.config.parallel.context_parallel_size
+        return (pp_rank * self.dp_size + dp_rank) * cp_size
+
+    @cached_property
+    def calibrating(self) -> list[RecordedStep]:
+        """The first third of the timed steps, without the first round, in which caches fill."""
+        rounds = sorted({step.round for step in self.timed})
+        wanted = set(rounds[1 : max(2, len(rounds) // CALIBRATION_SHARE)])
+        return [step for step in self.timed if step.round in wanted]
+
+    @cached_property
+    def judged(self) -> list[RecordedStep]:
+        rounds = sorted({step.round for step in self.timed})
+        wanted = set(rounds[max(2, len(rounds) // CALIBRATION_SHARE) :])
+        return [step for step in self.timed if step.round in wanted]
+
+    def times_us(self, step: RecordedStep, dp_rank: int) -> Floats:
+        """Measured ``[2, S, N]``: on the wall, or where cores are shared CPU time."""
+        graph = self.graph
+        result = np.zeros((2, graph.num_stages, graph.num_micro_batches))
+        for rank, actions in enumerate(graph.order):
+            measured = step.intervals[self.process(rank, dp_rank)]
+            for action, (kind, start, stop, cpu) in zip(actions, measured, strict=True):
+                assert kind == action.kind, (kind, action)
+                us = stop - start if self.cores is None else cpu
+                stage = action.chunk * graph.pp_size + rank
+                result["FB".index(kind), stage, action.micro_batch] = us
+        return result
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the first third of the steps says."""
+
+    stages: StageCosts
+    fit_error: float
+    between_us: float
+    """Of a rank, from one action to the next for which everything is there."""
+    p2p_us: float
+    """More than that from the stop of an action to the start of one that waits for it elsewhere."""
+    besides_us: float
+    """Of a step, before its first and after its last action."""
+    slowdown: float
+    """By how much a pipeline took longer than the replay of its own measured operations: what the
+    machine does besides. 1 on one that nobody else uses."""
+
+
+def calibrate(recording: Recording) -> Calibration:
+    """Raises :class:`ConfigError` for too few micro-batches to fit."""
+    graph, steps = recording.graph, recording.calibrating
+    samples: list[list[StageSample]] = [[] for _ in range(graph.num_stages)]
+    between: list[float] = []
+    waited: list[float] = []
+    besides: list[float] = []
+    tasks = dataflow(graph.order)
+    for step in steps:
+        for dp_rank, lengths in enumerate(step.lengths):
+            times = recording.times_us(step, dp_rank)
+            for stage in range(graph.num_stages):
+                for number, segments in enumerate(lengths):
+                    forward_us, backward_us = times[:, stage, number].tolist()
+                    samples[stage].append(StageSample(segments, forward_us, backward_us))
+            stops: list[float] = []
+            at = [0] * graph.pp_size
+            for task in tasks:
+                intervals = step.intervals[recording.process(task.rank, dp_rank)]
+                _, start, stop, _ = intervals[at[task.rank]]
+                before = intervals[at[task.rank] - 1][2] if at[task.rank] else -math.inf
+                at[task.rank] += 1
+                stops.append(stop)
+                arrives = -math.inf
+                if task.source >= 0 and tasks[task.source].rank != task.rank:
+                    arrives = stops[task.source]
+                if arrives > before:
+                    waited.append(max(start - arrives, 0.0))
+                elif before > -math.inf:
+                    between.append(max(start - before, 0.0))
+        first, last = _span(step)
+        besides.append(step.stop_us - step.start_us - (last - first))
+    fits = [fit_stage(own) for own in samples]
+    # The lower quarter: the others also wait for a neighbour to receive.
+    between_us = float(np.percentile(between, 25)) if between else 0.0
+    waited_us = float(np.median(waited)) if waited else 0.0
+    p2p_us = max(waited_us - between_us, 0.0)
+    spans = [last - first for first, last in map(_span, steps)]
+    replayed = [_own_replay_us(recording, step, between_us, p2p_us) for step in steps]
+    return Calibration(
+        StageCosts(tuple(fits)),
+        float(np.mean([fit.mean_error for fit in fits])),
+        between_us,
+        p2p_us,
+        float(np.median(besides)),
+        float(np.median(np.array(spans) / np.array(replayed))),
+    )
+
+
+def _span(step: RecordedStep) -> tuple[float, float]:
+    """The first start and the last stop of an action."""
+    return (
+        min(process[0][1] for process in step.intervals),
+        max(process[-1][2] for process in step.intervals),
+    )
+
+
+def _own_replay_us(
+    recording: Recording, step: RecordedStep, between_us: float, p2p_us: float
+) -> float:
+    """The pipeline of a step, replayed with the times that its own operations took."""
+    return max(
+        _replayed_us(recording, recording.times_us(step, dp_rank) + between_us, p2p_us)
+        for dp_rank in range(recording.dp_size)
+    )
+
+
+def simulate(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
+    """µs of a whole step, from its lengths alone."""
+    pipeline_us = max(
+        _replayed_us(
+            recording,
+            calibration.stages.times_us(lengths) + calibration.between_us,
+            calibration.p2p_us,
+        )
+        for lengths in step.lengths
+    )
+    return calibration.besides_us + calibration.slowdown * pipeline_us
+
+
+def _replayed_us(recording: Recording, times_us: Floats, p2p_us: float) -> float:
+    graph = recording.graph
+    gaps = np.full(graph.num_micro_batches, p2p_us)
+    if recording.cores is None:
+        return float(graph.step_us(times_us, gaps))
+    return float(replay_shared(graph, times_us, gaps, recording.cores).stop_us.max())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packing in one layout. Errors are means of ``|simulated ÷ measured - 1|``."""
+
+    layout: str
+    packing: str
+    num_steps: int
+    """Judged ones."""
+    step_time_mape: float
+    step_time_bias: float
+    """Mean of ``simulated ÷ measured - 1``: above 0, simulated steps are too long."""
+    replay_error: float
+    """As ``step_time_mape``, but of the pipeline alone with the step's own measured times: what is
+    the schedule's and not the cost's."""
+    operation_mape: float
+    """Of single forwards and backwards, by the fitted costs."""
+    memory_mape: float | None
+    """Of the peak of activations, over processes and steps; None if bytes were not counted."""
+    simulated_tokens_per_s: float
+    measured_tokens_per_s: float
+
+
+def judge(layout: str, recording: Recording, calibration: Calibration) -> list[Row]:
+    """A row for each packing, from the steps that were not calibrated with."""
+    rows = []
+    for packing in recording.packings:
+        steps = [step for step in recording.judged if step.packing == packing]
+        simulated = np.array([simulate(recording, calibration, step) for step in steps])
+        measured = np.array([step.stop_us - step.start_us for step in steps])
+        operations, replays = [], []
+        for step in steps:
+            first, last = _span(step)
+            for dp_rank, lengths in enumerate(step.lengths):
+                fitted = calibration.stages.times_us(lengths)
+                error = np.abs(fitted / recording.times_us(step, dp_rank) - 1)
+                operations.append(float(np.mean(error)))
+            replayed = _own_replay_us(recording, step, calibration.between_us, calibration.p2p_us)
+            replays.append(abs(replayed / (last - first) - 1))
+        tokens = sum(step.num_tokens for step in steps)
+        memory = [
+            abs(predicted / found - 1)
+            for step in recording.counted
+            if step.packing == packing
+            for predicted, found in _memory(recording, step)
+        ]
+        rows.append(
+            Row(
+                layout,
+                packing,
+                len(steps),
+                float(np.mean(np.abs(simulated / measured - 1))),
+                float(np.mean(simulated / measured - 1)),
+                float(np.mean(replays)),
+                float(np.mean(operations)),
+                float(np.mean(memory)) if memory else None,
+                tokens / float(simulated.sum()) * 1e6,
+                tokens / float(measured.sum()) * 1e6,
+            )
+        )
+    return rows
+
+
+def _memory(recording: Recording, step: RecordedStep) -> Iterable[tuple[float, int]]:
+    """Predicted and measured peaks of activations of each process.
+
+    What the CPU's attention keeps as masks under CP is counted besides: no model of a GPU has it.
+    """
+    config = recording.config
+    model = memory_model(config, padded_vocab_size(config, recording.vocab_size), recording.dp_size)
+    assert step.activation_bytes is not None
+    cp_size, pp_size = config.parallel.context_parallel_size, recording.graph.pp_size
+    layers = model.parallelism.layers_of_stages(model.shape)
+    for pp_rank, actions in enumerate(recording.graph.order):
+        for dp_rank, lengths in enumerate(step.lengths):
+            uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
+            first = recording.process(pp_rank, dp_rank)
+            for process in range(first, first + cp_size):
+                masks = step.mask_bytes[process] if step.mask_bytes else [0] * len(lengths)
+                held = peak = 0.0
+                for action, used in zip(actions, uses, strict=True):
+                    own = masks[action.micro_batch] * layers[action.chunk * pp_size + pp_rank]
+                    held += own if action.kind == "F" else 0.0
+                    peak = max(peak, used.peak + held)
+                    held -= own if action.kind == "B" else 0.0
+                yield peak, step.activation_bytes[process]
+
+
+def ranking(rows: Sequence[Row], name: str) -> list[str]:
+    """Packings from the fastest on, by ``simulated_tokens_per_s`` or ``measured_tokens_per_s``."""
+    return [row.packing for row in sorted(rows, key=lambda row: -getattr(row, name))]
+
+
+def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
+    """All figures, JSON-able: totals, a row for each packing and layout, and rankings."""
+    rows: list[dict[str, Any]] = []
+    layouts: dict[str, Any] = {}
+    for layout, recording in recordings.items():
+        calibration = calibrate(recording)
+        own = judge(layout, recording, calibration)
+        rows += map(asdict, own)
+        simulated, measured = (
+            ranking(own, f"{what}_tokens_per_s") for what in ("simulated", "measured")
+        )
+        p = parallelism(recording.config)
+        layouts[layout] = {
+            "pp": p.pp_size,
+            "vpp": p.vpp_size,
+            "cp": p.cp_size,
+            "clock": "wall" if recording.cores is None else "cpu, cores shared",
+            "calibration_steps": len(recording.calibrating),
+            "fit_error": calibration.fit_error,
+            "between_us": calibration.between_us,
+            "p2p_us": calibration.p2p_us,
+            "besides_us": calibration.besides_us,
+            "slowdown": calibration.slowdown,
+            "ranking_simulated": simulated,
+            "ranking_measured": measured,
+            "ranking_agrees": simulated == measured,
+        }
+    num_steps = sum(row["num_steps"] for row in rows)
+    memory = [row["memory_mape"] for row in rows if row["memory_mape"] is not None]
+    return {
+        "step_time_mape": sum(row["step_time_mape"] * row["num_steps"] for row in rows) / num_steps,
+        "memory_mape": sum(memory) / len(memory) if memory else None,
+        "ranking_agrees": all(layout["ranking_agrees"] for layout in layouts.values()),
+        "rows": rows,
+        "layouts": layouts,
+    }
+
+
+__all__ = ["Calibration", "Recording", "Row", "StageFit", "calibrate", "judge", "summarize"]

@@ -1,0 +1,270 @@
+#!/usr/bin/env python3
+"""Holds simulated steps against real ones: trains small GPTs on this machine's CPU, then compares.
+
+    scripts/validate_simulator.py                      # every layout, some minutes each
+    scripts/validate_simulator.py --layouts pp2 --rounds 12 --json > figures.json
+    scripts/validate_simulator.py --keep runs/validation --reuse   # judge again what was recorded
+
+Each layout trains every packing on the interpreter's own standard library, one step of each in
+turns, with each pipeline rank pinned to a core. Costs are calibrated on the first third of the
+steps; the others are simulated from their lengths alone and compared: step time, single operations,
+tokens a second and the ranking of the packings by it. Further rounds count the bytes of all tensors
+and hold the predicted peak of activations against them. Where a machine has fewer cores than
+pipeline ranks, operations are calibrated by CPU time and the simulation shares the cores too. Wants
+a quiet machine: what others do on it meanwhile cannot be foreseen.
+
+``--json`` prints ``step_time_mape``, ``memory_mape``, ``ranking_agrees`` and ``rows``, one for each
+packing and layout, to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megatron_wlb import quickstart
+from megatron_wlb.config import parse
+from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.runtime import guards
+from megatron_wlb.testing.recorder import PROGRESS, SHAPED
+from megatron_wlb.testing.validation import FEWEST_ROUNDS, Recording, summarize
+
+PACKINGS = ("original", "wlb", "hold")
+MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2"]
+WANTED_STEP_MAPE, WANTED_MEMORY_MAPE = 0.08, 0.03
+console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes and flags of a run."""
+
+    what: str
+    num_processes: int
+    flags: tuple[str, ...]
+
+
+def pipeline(pp: int, *more: str) -> tuple[str, ...]:
+    return ("--pipeline-model-parallel-size", str(pp), *more)
+
+
+LAYOUTS = {
+    "pp2": Layout("PP=2", 2, pipeline(2)),
+    "pp2-vpp2": Layout(
+        "PP=2, VPP=2", 2, pipeline(2, "--num-virtual-stages-per-pipeline-rank", "2")
+    ),
+    "pp4": Layout("PP=4", 4, pipeline(4)),
+    "cp2-pp2": Layout("CP=2, PP=2", 4, pipeline(2, "--context-parallel-size", "2")),
+}
+
+
+def flags_of(layout: Layout, prefix: str, options: argparse.Namespace) -> list[str]:
+    rounds = options.rounds + options.memory_rounds
+    return [
+        *("--data-path", prefix, "--split", "1", "--seq-length", str(options.seq_length)),
+        *("--global-batch-size", str(options.micro_batches), "--seed", str(options.seed)),
+        *("--train-iters", str(rounds), "--wlb-cost", "measured", "--wlb-device", "cpu"),
+        *MODEL,
+        *layout.flags,
+    ]
+
+
+def check(layouts: Sequence[str], prefix: str, options: argparse.Namespace) -> list[str]:
+    """The layouts that this version can run, of those asked for; says which it cannot, and why.
+
+    Raises :class:`ConfigError` if the settings are wrong for all.
+    """
+    runnable, error = [], None
+    for name in layouts:
+        config = parse(flags_of(LAYOUTS[name], prefix, options))
+        try:
+            guards.check(config, LAYOUTS[name].num_processes)
+            guards.check_micro_batches(config, LAYOUTS[name].num_processes)
+            runnable.append(name)
+        except ConfigError as refused:
+            error = refused
+            console.print(f"[yellow]{name} is left out:[/] {refused}")
+    if error is not None and not runnable:
+        raise error
+    return runnable
+
+
+def record(
+    layout: Layout, prefix: str, options: argparse.Namespace, path: Path, progress: Progress
+) -> None:
+    """Trains under torchrun. Raises :class:`ConfigError` with the cause and the log if it fails."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(layout.num_processes), "-m", "megatron_wlb.testing.recorder"),
+        *("--packings", ",".join(options.packings), "--rounds", str(options.rounds)),
+        *("--memory-rounds", str(options.memory_rounds), "--recording", str(path)),
+        *flags_of(layout, prefix, options),
+    ]
+    task = progress.add_task(layout.what, total=options.rounds + options.memory_rounds)
+    log, error = path.with_suffix(".log"), ""
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                if line.startswith("error"):
+                    error = line.strip().removeprefix("error: ")
+                if line.startswith(PROGRESS):
+                    progress.update(task, completed=int(line.removeprefix(PROGRESS).split("/")[0]))
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
+    if process.returncode:
+        last = "\n".join(log.read_text().splitlines()[-5:])
+        raise ConfigError(f"{layout.what} failed: {error or last} ({log})")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Records what is to be recorded; returns the summary."""
+    if options.rounds < FEWEST_ROUNDS:
+        raise ConfigError(f"--rounds is {options.rounds}; use at least {FEWEST_ROUNDS}")
+    if options.reuse and options.keep is None:
+        raise ConfigError("--reuse needs the folder of the recordings; give --keep FOLDER")
+    with folder_of(options) as folder:
+        recordings = {}
+        if options.reuse:
+            wanted = [name for name in options.layouts if (folder / f"{name}.json").exists()]
+            if not wanted:
+                raise ConfigError(f"--keep {folder} has no recording; leave --reuse out")
+        else:
+            prefix = options.corpus or str(quickstart.corpus(folder / "corpus", console))
+            wanted = check(options.layouts, prefix, options)
+            columns = (
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                TimeElapsedColumn(),
+            )  # fmt: skip
+            with Progress(*columns, console=console) as progress:
+                for name in wanted:
+                    path = folder / f"{name}.json"
+                    record(LAYOUTS[name], prefix, options, path, progress)
+        for name in wanted:
+            recordings[name] = Recording.read(folder / f"{name}.json")
+        return summarize(recordings)
+
+
+@contextlib.contextmanager
+def folder_of(options: argparse.Namespace) -> Iterator[Path]:
+    """That of ``--keep``, or one that vanishes."""
+    if options.keep is None:
+        with tempfile.TemporaryDirectory() as name:
+            yield Path(name)
+    else:
+        options.keep.mkdir(parents=True, exist_ok=True)
+        yield options.keep
+
+
+def show(summary: dict[str, Any]) -> None:
+    table = Table(
+        "layout", "packing", "steps", "step time, MAPE", "bias", "replay", "operations",
+        "memory, MAPE", "tokens/s simulated", "measured",
+    )  # fmt: skip
+    table.title = "simulated against measured: calibrated on the first third, judged on the rest"
+    for row in summary["rows"]:
+        memory = row["memory_mape"]
+        table.add_row(
+            row["layout"],
+            row["packing"],
+            str(row["num_steps"]),
+            f"{row['step_time_mape']:.1%}",
+            f"{row['step_time_bias']:+.1%}",
+            f"{row['replay_error']:.1%}",
+            f"{row['operation_mape']:.1%}",
+            "" if memory is None else f"{memory:.1%}",
+            f"{row['simulated_tokens_per_s']:,.0f}",
+            f"{row['measured_tokens_per_s']:,.0f}",
+        )
+    table.caption = (
+        "bias: simulated longer than measured. replay: the schedule with each step's own measured "
+        "times. operations: single forwards and backwards by the fitted cost"
+    )
+    console.print(table)
+    for name, layout in summary["layouts"].items():
+        agrees = "as measured" if layout["ranking_agrees"] else "[red]but measured "
+        measured = "" if layout["ranking_agrees"] else " > ".join(layout["ranking_measured"])
+        console.print(
+            f"{name}: fastest by simulation {' > '.join(layout['ranking_simulated'])}, "
+            f"{agrees}{measured}; clock: {layout['clock']}"
+        )
+    verdicts = [("step time", summary["step_time_mape"], WANTED_STEP_MAPE)]
+    if summary["memory_mape"] is not None:
+        verdicts.append(("memory", summary["memory_mape"], WANTED_MEMORY_MAPE))
+    for what, error, wanted in verdicts:
+        colour = "green" if error <= wanted else "red"
+        console.print(f"{what}: MAPE [{colour}]{error:.2%}[/], wanted at most {wanted:.0%}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="NAME",
+        help=f"of {', '.join(LAYOUTS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--packings", nargs="+", default=list(PACKINGS),
+        choices=[*PACKINGS, "fixed-greedy", f"hold{SHAPED}", f"wlb{SHAPED}"], metavar="NAME",
+        help=f"default: {' '.join(PACKINGS)}; with {SHAPED}: with --wlb-shape on",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=36, help="timed steps of each (default: 36)")
+    parser.add_argument(
+        "--memory-rounds", type=int, default=3, help="more, that count bytes (default: 3)"
+    )
+    parser.add_argument(
+        "--seq-length", type=int, default=4096, help="the window, in tokens (default: 4096)"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=8, metavar="N", help="a step (default: 8)"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
+    parser.add_argument("--corpus", metavar="PREFIX", help="a .bin/.idx corpus to train on instead")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keeps recordings and logs")
+    parser.add_argument("--reuse", action="store_true", help="judges the recordings in --keep")
+    parser.add_argument("--json", action="store_true", help="prints the figures as JSON to stdout")
+    options = parser.parse_args()
+    try:
+        summary = run(options)
+    except WLBError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}; choose another place", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    show(summary)
+    if options.json:
+        print(json.dumps(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

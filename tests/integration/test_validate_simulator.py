@@ -1,0 +1,75 @@
+"""The validation runs and keeps its figures; on a machine that others share they are not judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "validate_simulator.py"
+SHORT = ("--rounds", "6", "--memory-rounds", "1", "--seq-length", "256", "--micro-batches", "4")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+
+
+@pytest.fixture(scope="module")
+def kept(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("validation")
+    done = run(
+        "--layouts", "pp2", "--packings", "original", "hold", "hold+shape",
+        "--corpus", str(corpus), "--keep", str(folder), *SHORT, "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder / "figures.json").write_text(done.stdout)
+    return folder
+
+
+def test_validation_compares_simulated_and_measured_steps(kept: Path) -> None:
+    figures = json.loads((kept / "figures.json").read_text())
+    assert [row["packing"] for row in figures["rows"]] == ["original", "hold", "hold+shape"]
+    assert figures["step_time_mape"] > 0
+    assert 0 < figures["memory_mape"] < 0.1
+    for row in figures["rows"]:
+        assert row["layout"] == "pp2" and row["num_steps"] == 4
+        # The schedule is understood, whatever else the machine does.
+        assert row["replay_error"] < 0.5
+        ratio = row["simulated_tokens_per_s"] / row["measured_tokens_per_s"]
+        assert 1 / 20 < ratio < 20
+    layout = figures["layouts"]["pp2"]
+    assert sorted(layout["ranking_simulated"]) == sorted(layout["ranking_measured"])
+    assert isinstance(figures["ranking_agrees"], bool)
+
+
+def test_validation_judges_again_what_was_kept(kept: Path) -> None:
+    done = run("--layouts", "pp2", "--keep", str(kept), "--reuse", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((kept / "figures.json").read_text())
+    assert "step time: MAPE" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rounds", "5"), "error: --rounds is 5; use at least 6"),
+        (("--reuse",), "error: --reuse needs the folder of the recordings; give --keep FOLDER"),
+        (("--corpus", "none", *SHORT, "--layouts", "pp4", "--micro-batches", "0"), "error: "),
+    ],
+)
+def test_validation_refuses_before_it_trains(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(message)
+    assert not done.stdout

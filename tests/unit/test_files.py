@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import replacing, write_text
+
+
+def test_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "figures.json"
+    write_text(path, "old")
+    with pytest.raises(RuntimeError, match="half way"), replacing(path) as draft:
+        draft.write_text("ne")
+        assert draft.suffix == ".json"  # by which writers choose a format
+        raise RuntimeError("half way")
+    assert path.read_text() == "old"
+    assert [one.name for one in tmp_path.iterdir()] == ["figures.json"]
+    write_text(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_place_that_cannot_be_written_is_named_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot write .*no/figures.json: No such file"):
+        write_text(tmp_path / "no" / "figures.json", "x")

@@ -1,0 +1,148 @@
+"""Judging recordings that are made up, so that what is to be found is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from megatron_wlb.config import parse
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.runtime.planning import memory_model
+from megatron_wlb.simulator.graph import graph_of
+from megatron_wlb.simulator.sharing import replay_shared
+from megatron_wlb.testing.recorder import RecordedStep, core_of
+from megatron_wlb.testing.validation import Recording, calibrate, judge, summarize
+
+BETWEEN_US, P2P_US, BESIDES_US = 40.0, 300.0, 5_000.0
+COEFFICIENTS = {"F": (200.0, 30.0, 5.0, 0.01), "B": (300.0, 50.0, 9.0, 0.03)}
+
+
+def stage_us(kind, stage, lengths):
+    counts = (1, len(lengths), sum(lengths), sum(d * d for d in lengths))
+    return (1 + 0.2 * stage) * sum(c * n for c, n in zip(COEFFICIENTS[kind], counts, strict=True))
+
+
+def step_of(packing, number, lengths, vpp_size, num_cores, slower):
+    """A step as a machine without noise would run it."""
+    pp_size, num = 2, len(lengths)
+    graph = graph_of(pp_size, vpp_size, num)
+    times = np.array(
+        [
+            [
+                [slower * stage_us(kind, stage, segments) for segments in lengths]
+                for stage in range(graph.num_stages)
+            ]
+            for kind in "FB"
+        ]
+    )
+    cores = [core_of(rank, pp_size, pp_size, num_cores) for rank in range(pp_size)]
+    run = replay_shared(graph, times + BETWEEN_US, np.full(num, P2P_US), cores)
+    start = 1e6 * (number + 1)
+    intervals = []
+    for rank, actions in enumerate(graph.order):
+        rows = []
+        begins, ends = graph.of_rank(run.start_us, rank), graph.of_rank(run.stop_us, rank)
+        for action, begin, end in zip(actions, begins, ends, strict=True):
+            stage = action.chunk * pp_size + rank
+            cpu = times["FB".index(action.kind), stage, action.micro_batch]
+            rows.append((action.kind, start + begin + BETWEEN_US, start + end, cpu))
+        intervals.append(rows)
+    last = max(rows[-1][2] for rows in intervals)
+    first = min(rows[0][1] for rows in intervals)
+    tokens = sum(map(sum, lengths))
+    return RecordedStep(
+        packing, number, start, start + last - first + BESIDES_US, tokens, [lengths], intervals
+    )
+
+
+def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0):
+    """``slower``: by how much the second packing's judged steps are, which nobody could foresee."""
+    vpp = f"--num-virtual-stages-per-pipeline-rank {vpp_size}" if vpp_size > 1 else ""
+    config = parse(
+        f"--pipeline-model-parallel-size 2 --num-layers 4 --seq-length 512 {vpp}".split()
+    )
+    random = np.random.default_rng(3)
+    steps = []
+    for number in range(rounds):
+        for packing in ("original", "hold"):
+            lengths = [random.integers(1, 500, random.integers(1, 6)).tolist() for _ in range(4)]
+            factor = slower if packing == "hold" and number >= rounds // 3 else 1.0
+            steps.append(step_of(packing, number, lengths, vpp_size, num_cores, factor))
+    model = memory_model(config, 256, 1)
+    for packing in ("original", "hold"):
+        lengths = [[300], [20, 40], [100, 7], [1, 60]]
+        padded = [sum(segments) for segments in lengths]
+        used = [round(model.activation_peak_bytes(rank, padded) / 0.98) for rank in (0, 1)]
+        step = step_of(packing, rounds, lengths, vpp_size, num_cores, 1.0)
+        steps.append(dataclasses.replace(step, activation_bytes=used))
+    content = {
+        "config": config.flat(),
+        "vocab_size": 256,
+        "world_size": 2,
+        "num_cores": num_cores,
+        "steps": [dataclasses.asdict(step) for step in steps],
+    }
+    path = tmp_path / "recording.json"
+    path.write_text(json.dumps(content))
+    return Recording.read(path)
+
+
+@pytest.mark.parametrize(("vpp_size", "num_cores"), [(1, 2), (2, 2), (1, 1)])
+def test_steps_of_a_machine_without_noise_are_met(tmp_path, vpp_size, num_cores):
+    recording = recording_of(tmp_path, vpp_size=vpp_size, num_cores=num_cores)
+    assert (recording.cores is None) == (num_cores == 2)
+    calibration = calibrate(recording)
+    assert calibration.fit_error < 1e-6
+    if num_cores == 2:
+        assert calibration.p2p_us == pytest.approx(P2P_US)
+        assert calibration.between_us == pytest.approx(BETWEEN_US)
+        assert calibration.besides_us == pytest.approx(BESIDES_US)
+        assert calibration.slowdown == pytest.approx(1, rel=1e-3)
+    rows = judge("pp2", recording, calibration)
+    assert [row.packing for row in rows] == ["original", "hold"]
+    for row in rows:
+        assert row.num_steps == 8
+        assert row.step_time_mape < (0.001 if num_cores == 2 else 0.03)
+        assert row.operation_mape < 1e-6
+        assert row.memory_mape == pytest.approx(0.02, abs=1e-4)
+        assert row.simulated_tokens_per_s == pytest.approx(row.measured_tokens_per_s, rel=0.03)
+    summary = summarize({"pp2": recording})
+    assert summary["ranking_agrees"]
+    assert summary["memory_mape"] == pytest.approx(0.02, abs=1e-4)
+    assert summary["step_time_mape"] == pytest.approx(np.mean([row.step_time_mape for row in rows]))
+    assert json.loads(json.dumps(summary)) == summary
+
+
+def test_what_changes_after_the_calibration_is_seen(tmp_path):
+    recording = recording_of(tmp_path, slower=1.25)
+    original, hold = judge("pp2", recording, calibrate(recording))
+    assert original.step_time_mape < 0.02
+    assert 0.15 < hold.step_time_mape < 0.2 and hold.step_time_bias < -0.15
+    assert hold.operation_mape == pytest.approx(0.2)
+    assert hold.replay_error < 0.02  # the schedule is as before
+
+
+def test_calibration_is_the_first_third_without_the_first_round(tmp_path):
+    recording = recording_of(tmp_path)
+    assert {step.round for step in recording.calibrating} == {1, 2, 3}
+    assert {step.round for step in recording.judged} == set(range(4, 12))
+    assert {step.round for step in recording.counted} == {12}
+
+
+def test_ranks_share_cores_in_turns_and_those_of_a_stage_one():
+    assert [core_of(rank, 4, 4, 2) for rank in range(4)] == [0, 1, 0, 1]
+    assert [core_of(rank, 4, 2, 2) for rank in range(4)] == [0, 0, 1, 1]
+    assert [core_of(rank, 2, 2, 8) for rank in range(2)] == [0, 1]
+
+
+def test_recordings_that_cannot_be_judged_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"is no recording .* record it again"):
+        Recording.read(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text('{"steps": [{"loss": 1}]}')
+    with pytest.raises(ConfigError, match="is no recording"):
+        Recording.read(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="5 rounds are too few"):
+        recording_of(tmp_path, rounds=5)
