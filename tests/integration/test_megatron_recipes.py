@@ -171,3 +171,58 @@ def test_dry_run_asks_megatron() -> None:
     world_size, flags = with_flags("550m-64k", "--no-such-flag")
     with pytest.raises(ConfigError, match=r"Megatron-LM in .* refuses .*: --no-such-flag; correct"):
         check(PATH or "", world_size, flags)
+
+
+TINY = """
+ENV_VARS: {GPUS_PER_NODE: 2, OMP_NUM_THREADS: 1, CUDA_DEVICE_MAX_CONNECTIONS: 1}
+MODEL_ARGS:
+  --num-layers: 4
+  --hidden-size: 16
+  --num-attention-heads: 2
+  --position-embedding-type: rope
+  --max-position-embeddings: 256
+  --seq-length: 256
+  --micro-batch-size: 1
+  --global-batch-size: 4
+  --train-iters: 9
+  --lr: 1.0e-3
+  --pipeline-model-parallel-size: 2
+  --hidden-dropout: 0.0
+  --attention-dropout: 0.0
+  --data-path: ${CORPUS}
+  --tokenizer-type: NullTokenizer
+  --vocab-size: 256
+  --eval-interval: 100
+  --eval-iters: 0
+  --log-interval: 1
+  --distributed-backend: gloo
+  --transformer-impl: local
+  --no-gradient-accumulation-fusion: true
+  --no-persist-layer-norm: true
+  --no-masked-softmax-fusion: true
+  --no-bias-gelu-fusion: true
+  --no-bias-dropout-fusion: true
+  --no-rope-fusion: true
+  --wlb-packing: hold
+  --wlb-hardware: cpu
+  --wlb-device: cpu
+"""
+
+
+def test_recipe_trains(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(TINY)
+    words = ["recipe", "run", "recipe.yaml", "--megatron", PATH or "", "--", "--train-iters", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_wlb.cli.main", *words],
+        env={**os.environ, "CORPUS": str(corpus), "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"iteration +(\d+)/ +3 .* lm loss: (\S+)", done.stdout)
+    assert [int(iteration) for iteration, _ in found] == [1, 2, 3]
+    # At first every byte is about as likely: log 256 = 5.545.
+    assert 5 < float(found[2][1]) < float(found[0][1]) < 6.5
