@@ -5,7 +5,6 @@ Planning code, as :mod:`megatron_wlb.data.documents` is: lengths in, documents o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -145,8 +144,12 @@ class BlendedStream:
         self._arrivals, self._num_arrived = arrivals, num_arrived
 
     def _numbered(self, corpus: int, document: Document) -> Document:
-        """With the corpus's number, and an arrival that is unique over all of them."""
+        """With the corpus's number, and an arrival that is unique over all of them.
+
+        Made anew field by field: ``dataclasses.replace`` takes several times as long.
+        """
         if document.offset == 0:
             self._arrivals[corpus] = self._num_arrived
             self._num_arrived += 1
-        return dataclasses.replace(document, corpus=corpus, arrival=self._arrivals[corpus])
+        d, arrival = document, self._arrivals[corpus]
+        return Document(corpus, d.index, d.offset, d.length, d.ends, d.epoch, arrival, d.step)
