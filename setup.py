@@ -1,4 +1,4 @@
-"""Build script: what pyproject.toml cannot say is that the package carries a copy of configs/."""
+"""Build script: what pyproject.toml cannot say is that the package has configs/ and patches/."""
 
 import shutil
 from pathlib import Path
@@ -7,14 +7,15 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 
-class BuildWithConfigs(build_py):
-    """A checkout has ``configs/`` beside the package; an installed package has it inside."""
+class BuildWithData(build_py):
+    """A checkout has these folders beside the package; an installed package has them inside."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            target = Path(self.build_lib, "megatron_wlb", "configs")
-            shutil.copytree("configs", target, dirs_exist_ok=True)
+            for folder in ("configs", "patches"):
+                target = Path(self.build_lib, "megatron_wlb", folder)
+                shutil.copytree(folder, target, dirs_exist_ok=True)
 
 
-setup(cmdclass={"build_py": BuildWithConfigs})
+setup(cmdclass={"build_py": BuildWithData})

@@ -148,7 +148,9 @@ class TrainingConfig:
 class DataConfig:
     """Documents."""
 
-    data_path: tuple[str, ...] = setting((), "prefixes of Megatron .bin/.idx corpora")
+    data_path: tuple[str, ...] = setting(
+        (), "prefixes of Megatron .bin/.idx corpora: A B …, or with weights: 0.3 A 0.7 B …"
+    )
     split: str = setting("969,30,1", "shares of documents for training, validation and test")
     seq_length: int = setting(8192, "the window, in tokens")
     vocab_size: int | None = setting(None, "vocabulary; read from PREFIX.json if it is there")
@@ -273,6 +275,9 @@ class WlbConfig:
     wlb_verify_plan_interval: int = setting(
         1, "compare the plan's digest over all ranks every so many steps; 0 is never"
     )
+    wlb_allow_untested_megatron: bool = setting(
+        False, "go on with a megatron-core that is not in the table of versions, with a warning"
+    )
     wlb_verify_shapes: bool = setting(
         False, "debug: also exchange shapes as stock Megatron does, and compare"
     )
@@ -313,7 +318,7 @@ def megatron_flags() -> frozenset[str]:
     return frozenset(text.read_text().split())
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises :class:`ConfigError` instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -335,7 +340,7 @@ def _type_options(hint: Any) -> dict[str, Any]:
 
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """The parser of all settings, grouped as the tree is."""
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         usage=f"torchrun --nproc-per-node N -m {prog.split()[-1]} --data-path PREFIX [flags]",
         description=description,
@@ -343,20 +348,29 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for group_name, group_type in _groups().items():
-        group = parser.add_argument_group(group_name, group_type.__doc__)
-        hints = typing.get_type_hints(group_type)
-        for f in dataclasses.fields(group_type):
-            # By identity: 0 is a default worth showing, though it equals False.
-            hidden = f.default is None or f.default is False or f.default == ()
-            shown = "" if hidden else f" (default: {f.default})"
-            group.add_argument(
-                flag_of(f.name),
-                dest=f.name,
-                default=argparse.SUPPRESS,
-                help=f.metadata["help"].replace("%", "%%") + shown,
-                **_type_options(hints[f.name]),
-            )
+        add_flags(parser, group_name, group_type)
     return parser
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, title: str, group_type: type, *, defaults: bool = False
+) -> None:
+    """Adds the settings of one group of the tree; without ``defaults`` those not given are absent
+    from what is parsed.
+    """
+    group = parser.add_argument_group(title, group_type.__doc__)
+    hints = typing.get_type_hints(group_type)
+    for f in dataclasses.fields(group_type):
+        # By identity: 0 is a default worth showing, though it equals False.
+        hidden = f.default is None or f.default is False or f.default == ()
+        shown = "" if hidden else f" (default: {f.default})"
+        group.add_argument(
+            flag_of(f.name),
+            dest=f.name,
+            default=f.default if defaults else argparse.SUPPRESS,
+            help=f.metadata["help"].replace("%", "%%") + shown,
+            **_type_options(hints[f.name]),
+        )
 
 
 def _reject_unknown(flags: Sequence[str]) -> None:
@@ -401,6 +415,26 @@ def parse(
     return from_flat(values)
 
 
+def parse_known(argv: Sequence[str]) -> tuple[Config, list[str]]:
+    """What a command line of Megatron's ``pretrain_gpt.py`` says of these settings, and the rest:
+    Megatron's other flags with their values.
+
+    Raises:
+        ConfigError: a bad value, or a flag that neither Megatron nor this project has.
+    """
+    parser = build_parser("megatron_wlb.launch", "")
+    values, others = parser.parse_known_args(argv)
+    for flag in others:
+        name = flag.split("=")[0]
+        if name.startswith("--") and name not in megatron_flags():
+            known = sorted({*parser._option_string_actions, *megatron_flags()})
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help")
+            )
+    return from_flat(vars(values)), others
+
+
 def _switches() -> set[str]:
     """Flags that are given as on or off."""
     return {
@@ -413,6 +447,17 @@ def _switches() -> set[str]:
 
 def _yaml_arguments(path: str) -> list[str]:
     """The YAML file as if it had been written on the command line: one set of rules for both."""
+    arguments = yaml_arguments(path)
+    _reject_unknown(arguments)
+    return arguments
+
+
+def yaml_arguments(path: str) -> list[str]:
+    """The words of a command line that say what the settings of a YAML file say.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -431,7 +476,6 @@ def _yaml_arguments(path: str) -> list[str]:
         elif value is not None and value is not False:  # 0 is neither
             values = value if isinstance(value, list) else [value]
             arguments += [flag, *map(str, values)]
-    _reject_unknown(arguments)
     return arguments
 
 

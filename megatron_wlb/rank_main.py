@@ -20,20 +20,15 @@ LOST_PEER_S = 30.0
 torchrun needs some seconds to notice."""
 
 
-def rank_main(program: Callable[[], object]) -> int:
+def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int:
     """Runs ``program`` on this rank; returns the exit code.
 
-    Errors are one line on stderr unless ``WLB_TRACEBACK=1``; rank 0 logs to stdout.
+    Errors are one line on stderr unless ``WLB_TRACEBACK=1``; rank 0 logs to stdout, unless logs are
+    the program's own to set up.
     """
     rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.ERROR,
-        format="%(asctime)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stdout,
-    )
-    # Megatron tells of its buckets and indices at length; its warnings stay.
-    logging.getLogger("megatron").setLevel(logging.WARNING)
+    if set_up_logs:
+        _set_up_logs(rank)
     where = f" (rank {rank})" if rank else ""
     try:
         program()
@@ -54,6 +49,17 @@ def rank_main(program: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _set_up_logs(rank: int) -> None:
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.ERROR,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stdout,
+    )
+    # Megatron tells of its buckets and indices at length; its warnings stay.
+    logging.getLogger("megatron").setLevel(logging.WARNING)
 
 
 def check_writable(flag: str, path: Path) -> None:

@@ -16,11 +16,14 @@ COMMANDS = {
         "megatron_wlb.cli.corpus",
         "turn text files into a corpus that Megatron reads, or say what is in one",
     ),
+    "doctor": ("megatron_wlb.cli.doctor", "say what is installed, what fits, and what is wrong"),
     "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
+    "patch": ("megatron_wlb.cli.patch", "check, apply or revert the optional Megatron patches"),
     "profile": (
         "megatron_wlb.cli.profile",
         "measure this machine's attention and linear rates, for the costs that plans are made with",
     ),
+    "recipe": ("megatron_wlb.cli.recipe", "show or run a Megatron recipe (model_config.yaml)"),
     "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
     "simulate": (
         "megatron_wlb.cli.simulate",
@@ -32,7 +35,8 @@ COMMANDS = {
     ),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
-a function from the parsed arguments to the exit status."""
+a function from the parsed arguments to the exit status. With ``PASSES_ON`` these have what stands
+after ``--`` as ``extra``."""
 
 _EPILOG = """\
 examples:
@@ -43,6 +47,8 @@ examples:
   wlb simulate corpora/books --model 7b --tp-size 8 --pp-size 4 --report step.html
   wlb plan corpora/books --model 7b --num-devices 64 --out 7b.yaml
   wlb profile --out machine.yaml
+  wlb doctor --megatron ~/Megatron-LM
+  wlb recipe run configs/experiment/7b-128k.yaml --dry-run
 
 'wlb COMMAND --help' says more. Errors are one line and an exit status of their own;
 WLB_TRACEBACK=1 shows where they come from.
@@ -81,6 +87,7 @@ def _run(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"megatron-wlb {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
+    extra: list[str] | None = None
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(
             name,
@@ -89,8 +96,15 @@ def _run(argv: list[str]) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name in argv[:1]:
-            importlib.import_module(module).configure(command)
+            loaded = importlib.import_module(module)
+            loaded.configure(command)
+            if getattr(loaded, "PASSES_ON", False):
+                # Split here: argparse cannot tell them from positionals between options.
+                end = argv.index("--") if "--" in argv else len(argv)
+                argv, extra = argv[:end], argv[end + 1 :]
     args = parser.parse_args(argv)
+    if extra is not None:
+        args.extra = extra
     if not hasattr(args, "run"):  # no command
         parser.print_help(sys.stderr)
         return 2

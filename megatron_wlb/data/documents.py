@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -48,7 +49,7 @@ class DocumentStream:
         *,
         ranges: Sequence[tuple[int, int]] | None = None,
         window: int,
-        step_tokens: int,
+        step_tokens: int | Fraction,
         seed: int,
         long_documents: LongDocuments = "split",
         num_epochs: int | None = None,
@@ -56,7 +57,8 @@ class DocumentStream:
     ) -> None:
         """``lengths`` and ``ranges`` (half-open, of document numbers; default all): by corpus.
 
-        ``num_epochs`` None never ends. Raises ConfigError for a setting out of its limits, and
+        ``num_epochs`` None never ends; ``step_tokens`` may be a fraction, for a share of a step.
+        Raises ConfigError for a setting out of its limits, and
         CorpusError for lengths that cannot be streamed under them.
         """
         if ranges is None:
@@ -70,7 +72,7 @@ class DocumentStream:
                 f"range {start}:{stop} is outside corpus {corpus}, {len(lengths[corpus])} long",
             )
         _check(window >= 2, f"window {window} is below 2 tokens, which leaves nothing to predict")
-        _check(step_tokens >= 1, f"step_tokens {step_tokens} is below 1")
+        _check(step_tokens > 0, f"step_tokens {step_tokens} is not above 0")
         _check(num_epochs is None or num_epochs >= 1, f"num_epochs {num_epochs} is below 1")
         _check(0 <= seed < 2**32, f"seed {seed} is not in 0 to 2**32 - 1")
         policies = get_args(LongDocuments)
@@ -185,7 +187,7 @@ class DocumentStream:
         self.step, self.position_tokens, self.epoch = step, position_tokens, epoch
         self._document, self._offset = document, offset
 
-    def _draw(self, end: int, documents: list[Document]) -> None:
+    def _draw(self, end: int | Fraction, documents: list[Document]) -> None:
         """Append what begins before stream position ``end`` of some documents of this epoch.
 
         At least one is drawn, at most about as many as are expected to be needed.
@@ -241,7 +243,7 @@ class DocumentStream:
         return {
             "corpora": corpora,
             "window": self.window,
-            "step_tokens": self.step_tokens,
+            "step_tokens": _json_able(self.step_tokens),
             "seed": self.seed,
             "long_documents": self.long_documents,
             "shuffle": self.shuffle,
@@ -256,6 +258,10 @@ class DocumentStream:
             f"window of {self.window} ({self.num_long} documents are); enlarge the window, or let "
             "long documents be 'split' or 'truncate'd"
         )
+
+
+def _json_able(number: int | Fraction) -> int | str:
+    return int(number) if number == int(number) else str(number)
 
 
 def _check(holds: bool, complaint: str) -> None:

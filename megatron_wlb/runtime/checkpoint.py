@@ -109,11 +109,7 @@ def _sharded_state(model: Model, optimizer: Any, *, is_loading: bool) -> dict[st
         is_loading=is_loading,
         metadata=_metadata(),
     )
-    rng = {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
+    rng = rng_state()
     # Of data-parallel ranks too, unlike Megatron: theirs draw in step only while all micro-batches
     # are of one length.
     groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
@@ -121,6 +117,22 @@ def _sharded_state(model: Model, optimizer: Any, *, is_loading: bool) -> dict[st
         "rng_state", [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)
     )
     return state
+
+
+def rng_state() -> dict[str, Any]:
+    """The random-number streams of this rank."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continues the streams that :func:`rng_state` noted."""
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
 def _settings(config: Config, model: Model) -> dict[str, Any]:
@@ -326,9 +338,7 @@ def load(
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(common["opt_param_scheduler"])
     (rng,) = state["rng_state"]
-    torch.set_rng_state(rng["torch"])
-    torch.cuda.set_rng_state(rng["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
+    set_rng_state(rng)
     return iteration, planner_state
 
 

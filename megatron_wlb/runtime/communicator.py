@@ -11,6 +11,7 @@ rank, ``T`` a micro-batch's local tokens, ``H`` hidden size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from megatron_wlb.simulator.order import receive_order
 
 Shape = list[int]
 NO_SHAPE: Shape = [0, 0, 0]
+
+TAKES_SHAPE_PROVIDER = "shape_provider" in inspect.signature(P2PCommunicator.__init__).parameters
+"""Whether megatron-core has our patch (``patches/``): then shapes go in by a public door."""
 
 
 class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
@@ -40,6 +44,8 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
         self, pp_group: torch.distributed.ProcessGroup, config: ModelParallelConfig, verify: bool
     ) -> None:
         super().__init__(pp_group, config)
+        if TAKES_SHAPE_PROVIDER and not verify:
+            self.shape_provider = self._planned_shapes
         self.verify = verify
         self._forward: list[Shape] = []
         self._backward: list[Shape] = []
@@ -91,8 +97,7 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        prev_shape = self._next_shape(self._forward, "activation") if recv_prev else NO_SHAPE
-        next_shape = self._next_shape(self._backward, "gradient") if recv_next else NO_SHAPE
+        prev_shape, next_shape = self._planned_shapes(recv_prev, recv_next)
         if self.verify:
             real = super()._communicate_shapes(
                 tensor_send_next, tensor_send_prev, recv_prev, recv_next
@@ -104,6 +109,12 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
                     f"{real[0]} and {real[1]}; the ranks do not run the same plan"
                 )
         return prev_shape, next_shape
+
+    def _planned_shapes(self, recv_prev: bool, recv_next: bool) -> tuple[Shape, Shape]:
+        return (
+            self._next_shape(self._forward, "activation") if recv_prev else NO_SHAPE,
+            self._next_shape(self._backward, "gradient") if recv_next else NO_SHAPE,
+        )
 
     def _next_shape(self, shapes: list[Shape], what: str) -> Shape:
         if not shapes:

@@ -52,6 +52,10 @@ class PatchSet:
         self._saved.append((owner, name, old))
         setattr(owner, name, value)
 
+    def __bool__(self) -> bool:
+        """Whether anything is replaced."""
+        return bool(self._saved)
+
     def restore(self) -> None:
         """Puts everything back; afterwards the set is empty and can be used again."""
         while self._saved:

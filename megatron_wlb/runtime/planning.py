@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from megatron_wlb.cost import (
 )
 from megatron_wlb.cost.attention import AnalyticAttention, AttentionLatency, nearest_profile
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.blend import Blend, BlendedStream
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import ConfigError, CorpusError
@@ -50,6 +52,8 @@ class Corpora:
     vocab_size: int
     ranges: dict[str, list[tuple[int, int]]]
     """Per split, a half-open range of documents of each corpus."""
+    weights: dict[str, tuple[float, ...] | None] = field(default_factory=dict)
+    """Per split, each corpus's share of the tokens; None, or no entry, is by size."""
 
     @classmethod
     def open(cls, config: Config) -> Corpora:
@@ -59,29 +63,62 @@ class Corpora:
             ConfigError: no corpus, or no vocabulary size known.
             CorpusError: missing or corrupt files, or corpora of different vocabularies.
         """
-        paths = config.data.data_path
-        if not paths:
+        if not config.data.data_path:
             raise ConfigError(
                 "--data-path is missing; give the prefix of a .bin/.idx corpus (make one with "
                 "`wlb corpus build PATH --out PREFIX`)"
             )
-        corpora = [Corpus.open(path) for path in paths]
-        sizes = {corpus.vocab_size for corpus in corpora if corpus.vocab_size is not None}
-        if config.data.vocab_size is not None:
-            sizes = {config.data.vocab_size}
-        if not sizes:
-            raise ConfigError(
-                f"the vocabulary of {paths[0]} is not known (no {paths[0]}.json); give the "
-                "tokenizer's --vocab-size"
-            )
-        if len(sizes) > 1:
-            raise CorpusError(
-                f"the corpora have vocabularies of {', '.join(map(str, sorted(sizes)))}; they must "
-                "be made with one tokenizer"
-            )
-        splits = [parse_split(config.data.split, len(corpus.lengths)) for corpus in corpora]
+        blend = Blend.parse(config.data.data_path)
+        return cls.of_blend(blend, config.data.split, config.data.vocab_size)
+
+    @classmethod
+    def of_blend(cls, blend: Blend, split: str, vocab_size: int | None) -> Corpora:
+        """One blend, whose corpora are each divided by ``split``; see :meth:`open`."""
+        corpora = [Corpus.open(prefix) for prefix in blend.prefixes]
+        splits = [parse_split(split, len(corpus.lengths)) for corpus in corpora]
         ranges = {name: [s[number] for s in splits] for number, name in enumerate(SPLITS)}
-        return cls(corpora, sizes.pop(), ranges)
+        weights = {name: blend.weights for name in SPLITS}
+        return cls(corpora, _vocab_size(corpora, vocab_size), ranges, weights)
+
+    @classmethod
+    def of_blends(cls, blends: Mapping[str, Blend | None], vocab_size: int | None) -> Corpora:
+        """A blend of whole corpora for each split; None where a split has no documents."""
+        corpora: list[Corpus] = []
+        ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in SPLITS}
+        weights: dict[str, tuple[float, ...] | None] = {}
+        for name in SPLITS:
+            blend = blends.get(name)
+            opened = [] if blend is None else [Corpus.open(prefix) for prefix in blend.prefixes]
+            if blend is not None and blend.weights is not None:
+                weights[name] = (0.0,) * len(corpora) + blend.weights
+            corpora += opened
+            for other in SPLITS:
+                ranges[other] += [(0, len(c.lengths) if other == name else 0) for c in opened]
+        for name, known in weights.items():
+            weights[name] = known and known + (0.0,) * (len(corpora) - len(known))
+        return cls(corpora, _vocab_size(corpora, vocab_size), ranges, weights)
+
+    def num_documents(self, split: str) -> int:
+        """Stored documents of a split."""
+        return sum(stop - start for start, stop in self.ranges[split])
+
+
+def _vocab_size(corpora: Sequence[Corpus], given: int | None) -> int:
+    sizes = {corpus.vocab_size for corpus in corpora if corpus.vocab_size is not None}
+    if given is not None:
+        sizes = {given}
+    if not sizes:
+        prefix = corpora[0].prefix
+        raise ConfigError(
+            f"the vocabulary of {prefix} is not known (no {prefix}.json); give the "
+            "tokenizer's --vocab-size"
+        )
+    if len(sizes) > 1:
+        raise CorpusError(
+            f"the corpora have vocabularies of {', '.join(map(str, sorted(sizes)))}; they must "
+            "be made with one tokenizer"
+        )
+    return sizes.pop()
 
 
 def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
@@ -321,13 +358,15 @@ def make_shaper(
     )
 
 
-def make_evaluation_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
-    """Plans the validation documents, the same ones at each evaluation.
+def make_evaluation_planner(
+    config: Config, corpora: Corpora, cost: Cost, dp_size: int, split: str = "valid"
+) -> Planner:
+    """Plans the validation documents (or those of ``split``), the same ones at each evaluation.
 
     Balanced and whole, but nothing is held back for balance, so that each evaluation is of the
     documents that arrive in its steps.
     """
-    return _planner(config, corpora, cost, dp_size, "valid", "hold", math.inf)
+    return _planner(config, corpora, cost, dp_size, split, "hold", math.inf)
 
 
 def _planner(
@@ -350,14 +389,25 @@ def _planner(
     longest = data.seq_length
     if packing in CUTS_AT_WINDOWS and wlb.wlb_long_documents == "split":
         longest = max(longest, *(int(corpus.max()) for corpus in lengths))
-    stream = DocumentStream(
+    num_epochs = wlb.wlb_epochs if split == "train" else 1
+    weights = corpora.weights.get(split)
+    make_stream: Callable[..., DocumentStream | BlendedStream]
+    if weights is None:
+        make_stream = partial(DocumentStream, num_epochs=num_epochs)
+    elif split == "train" and num_epochs is not None:
+        raise ConfigError(
+            f"--wlb-epochs is {num_epochs}, but corpora with weights end their epochs at different "
+            "times; leave out the weights of --data-path, or end by --train-iters"
+        )
+    else:
+        make_stream = partial(BlendedStream, weights=weights)
+    stream = make_stream(
         lengths,
         ranges=corpora.ranges[split],
         window=longest,
         step_tokens=training.global_batch_size * data.seq_length,
         seed=training.seed,
         long_documents=wlb.wlb_long_documents,
-        num_epochs=wlb.wlb_epochs if split == "train" else 1,
     )
     return Planner(
         stream,

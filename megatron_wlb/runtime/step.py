@@ -7,10 +7,10 @@ Context-parallel ranks are summed over likewise: each has the losses of its own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -20,6 +20,9 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.batch import Batch, BatchBuilder
 from megatron_wlb.runtime.communicator import PlanCommunicator
 from megatron_wlb.runtime.model import Model
+
+ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
+"""Megatron's ``forward_step_func``: the next micro-batch through a chunk, and its loss function."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,26 @@ class StepRunner:
             PlanError: ranks disagree, or the plan does not fit the layout.
         """
         model = self.model
+        reports = self.run_schedule(plan, forward_step, forward_only=forward_only)
+        # Last stage: Σ over its micro-batches; then over DP and CP ranks, then to other stages.
+        total = torch.zeros(1, dtype=torch.float64, device=self.batches.device)
+        for report in reports:
+            total += report
+        torch.distributed.all_reduce(total, group=model.groups.dp_cp)
+        last = torch.distributed.get_process_group_ranks(model.groups.pp)[-1]
+        torch.distributed.broadcast(total, src=last, group=model.groups.pp)
+        return StepLoss(float(total), plan.num_targets)
+
+    def run_schedule(
+        self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
+    ) -> list[Any]:
+        """Megatron's schedule on this rank's micro-batches; what their losses report, on the last
+        stage. ``options`` go to the schedule.
+
+        Raises:
+            PlanError: as of :meth:`run`.
+        """
+        model = self.model
         shards = model.config.context_parallel_size
         if model.config.sequence_parallel:
             shards *= model.config.tensor_model_parallel_size
@@ -109,7 +132,7 @@ class StepRunner:
             self.batches.iterate(micro_batches, first=gpt.pre_process, last=gpt.post_process)
             for gpt in model.gpts
         ]
-        reports: list[torch.Tensor] = self._schedule(
+        reports: list[Any] = self._schedule(
             forward_step_func=forward_step,
             data_iterator=iterators,
             model=model.chunks,
@@ -119,16 +142,10 @@ class StepRunner:
             forward_only=forward_only,
             p2p_communicator=self.communicator,
             pg_collection=model.groups,
+            **options,
         )
         self.communicator.end()
-        # Last stage: Σ over its micro-batches; then over DP and CP ranks, then to other stages.
-        total = torch.zeros(1, dtype=torch.float64, device=self.batches.device)
-        for report in reports:
-            total += report
-        torch.distributed.all_reduce(total, group=model.groups.dp_cp)
-        last = torch.distributed.get_process_group_ranks(model.groups.pp)[-1]
-        torch.distributed.broadcast(total, src=last, group=model.groups.pp)
-        return StepLoss(float(total), plan.num_targets)
+        return reports
 
     def _check(self, plan: StepPlan, shards: int) -> None:
         # First, so that a plan that is wrong on one rank raises on all, and no rank waits for it.

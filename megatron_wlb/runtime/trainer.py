@@ -67,7 +67,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, device: str, *, cost: Cost | None = None) -> None:
-        targets.check()
+        targets.check(allow_untested=config.wlb.wlb_allow_untested_megatron)
         checkpoint.check_folder(config)
         self.config = config
         self.corpora = Corpora.open(config)

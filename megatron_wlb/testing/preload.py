@@ -6,6 +6,9 @@ Whatever starts threads must stay out of it: a forked process has none of them.
 
 from __future__ import annotations
 
+import os
+import sys
+
 from megatron_wlb.runtime import cpu
 
 cpu.install()
@@ -15,4 +18,14 @@ import megatron.core.distributed  # noqa: E402
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
 import megatron.core.parallel_state  # noqa: E402
-import megatron.core.pipeline_parallel.schedules  # noqa: E402, F401
+import megatron.core.pipeline_parallel.schedules  # noqa: E402
+
+from megatron_wlb.runtime.megatron_lm.cpu import make_importable  # noqa: E402
+
+if _checkout := os.environ.get("MEGATRON_LM_PATH"):
+    # Its training loop too; only there: which Megatron a rank finds is for the rank to say.
+    make_importable()
+    sys.path.insert(0, _checkout)
+    import megatron.training.training  # noqa: F401
+
+    sys.path.remove(_checkout)

@@ -162,9 +162,16 @@ def spawn(folder: Path, command: Sequence[str]) -> Run:
 
 
 def start(
-    folder: Path, num_processes: int, flags: Flags, *, fault: Callable[[], None] | None = None
+    folder: Path,
+    num_processes: int,
+    flags: Flags,
+    *,
+    fault: Callable[[], None] | None = None,
+    program: Callable[[list[str]], int] | None = None,
 ) -> Run:
-    """Starts the trainer's ranks, forked; ``fault`` runs in each of them first."""
+    """Starts ranks of the trainer, or of another ``program``, forked; ``fault`` runs in each of
+    them first.
+    """
     gloo._start_fork_server()
     log = _new_log(folder)
     log.touch()
@@ -184,7 +191,8 @@ def start(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         process = gloo._CONTEXT.Process(
-            target=_rank, args=(environment, str(log), str(folder), command_line(flags), fault)
+            target=_rank,
+            args=(environment, str(log), str(folder), command_line(flags), fault, program),
         )
         process.start()
         processes.append(process)
@@ -210,6 +218,7 @@ def _rank(
     folder: str,
     argv: list[str],
     fault: Callable[[], None] | None,
+    program: Callable[[list[str]], int] | None,
 ) -> None:
     # Megatron's first save spawns a process, which would import the main module, pytest, again.
     vars(sys.modules["__main__"]).update(__spec__=None, __file__=None)
@@ -222,12 +231,13 @@ def _rank(
     faulthandler.enable()
     import torch
 
-    from megatron_wlb.pretrain_gpt import main
+    if program is None:
+        from megatron_wlb.pretrain_gpt import main as program
 
     torch.set_num_threads(1)
     if fault is not None:
         fault()
-    code = main(argv)
+    code = program(argv)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)

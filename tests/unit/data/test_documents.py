@@ -192,7 +192,7 @@ def test_ranges_bound_each_corpus_and_empty_documents_are_counted() -> None:
     ("options", "complaint"),
     [
         ({"window": 1}, "window 1 is below 2"),
-        ({"step_tokens": 0}, "step_tokens 0 is below 1"),
+        ({"step_tokens": 0}, "step_tokens 0 is not above 0"),
         ({"num_epochs": 0}, "num_epochs 0 is below 1"),
         ({"seed": -1}, "seed -1 is not in"),
         ({"long_documents": "cut"}, "'cut' for long documents is none of split, truncate, error"),

@@ -1,0 +1,221 @@
+"""``wlb recipe show|run``: Megatron's recipe files (``model_config.yaml``) as launch commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.forecast import Forecast, forecast, settings_of
+from megatron_wlb.recipe import Recipe, launch_command, read_recipe
+from megatron_wlb.runtime.megatron_lm import check_arguments
+
+_EPILOG = """\
+FILE is a recipe of Megatron-LM (tests/functional_tests/test_cases/**/model_config.yaml) or one of
+configs/experiment, which are the rows of WLB-LLM's Table 1. Variables in it come from the
+environment. What stands after -- is appended to its flags, and so overrides them.
+
+examples:
+  wlb recipe show configs/experiment/7b-128k.yaml
+  wlb recipe run configs/experiment/7b-128k.yaml --dry-run
+  wlb recipe run configs/experiment/7b-128k.yaml --dry-run -- --wlb-packing wlb
+  wlb recipe run my_recipe.yaml --megatron ~/Megatron-LM -- --train-iters 50
+  sbatch --nodes 8 scripts/slurm/pretrain_gpt.sbatch configs/experiment/7b-128k.yaml
+"""
+PASSES_ON = True
+_SCRIPT = "pretrain_gpt.py"
+_HELP = {
+    "show": "print the launch command that a recipe stands for",
+    "run": "start training on this machine, or predict it (--dry-run)",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
+    for name, summary in _HELP.items():
+        action = actions.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            usage=f"wlb recipe {name} [options] FILE [-- flags that are appended to its own]",
+            epilog=_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _add_arguments(action)
+        if name == "run":
+            action.add_argument(
+                "--dry-run",
+                action="store_true",
+                help="start nothing: predict layout, S_max, memory and step time, and refuse what "
+                "cannot fit; with a checkout, Megatron's own parser and checks are asked too",
+            )
+        action.set_defaults(run=_run if name == "run" else _show)
+
+
+def _add_arguments(action: argparse.ArgumentParser) -> None:
+    action.add_argument("file", metavar="FILE", help="the recipe")
+    action.add_argument(
+        "--megatron", metavar="PATH", help="Megatron-LM checkout (default: $MEGATRON_LM_PATH)"
+    )
+    action.add_argument(
+        "--script", default=_SCRIPT, metavar="NAME", help=f"in the checkout (default: {_SCRIPT})"
+    )
+    action.add_argument("--nnodes", type=int, metavar="N", help="default: NUM_NODES of the recipe")
+    action.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="default: GPUS_PER_NODE of the recipe, or 8"
+    )
+    action.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of several nodes: the first")
+    action.add_argument("--rdzv-id", default="wlb", metavar="ID", help="of several nodes: the job")
+    action.add_argument("--log-dir", metavar="PATH", help="each rank's output is written there too")
+    action.add_argument(
+        "--run-number", type=int, default=1, metavar="N", help="take MODEL_ARGS_N where it is there"
+    )
+    action.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def _show(args: argparse.Namespace) -> int:
+    recipe = read_recipe(args.file, os.environ, run_number=args.run_number)
+    command = _command(args, recipe, _checkout(args) or Path("/path/to/Megatron-LM"))
+    if args.json:
+        values = asdict(recipe) | {"path": str(recipe.path), "command": command}
+        print(json.dumps(values))
+        return 0
+    for name, value in recipe.environment.items():
+        print(f"export {name}={shlex.quote(value)}")
+    print(_as_shell(command))
+    _notes(recipe)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    recipe = read_recipe(args.file, os.environ, run_number=args.run_number)
+    checkout = _checkout(args)
+    if args.dry_run:
+        return _dry_run(args, recipe, checkout)
+    recipe.require_resolved()
+    if checkout is None:
+        raise ConfigError(
+            "--megatron is missing; give the Megatron-LM checkout whose pretrain_gpt.py is to run "
+            "(git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM), or set "
+            "MEGATRON_LM_PATH"
+        )
+    command = _command(args, recipe, checkout)
+    script = checkout / args.script
+    if not script.is_file():
+        raise ConfigError(f"{script} is no file; give --megatron a checkout that has {args.script}")
+    if _num_nodes(args, recipe) > 1 and not args.rdzv_endpoint:
+        raise ConfigError(
+            f"{args.file} runs on {_num_nodes(args, recipe)} nodes; give --rdzv-endpoint HOST:PORT "
+            "on each of them, or use scripts/slurm/pretrain_gpt.sbatch"
+        )
+    _notes(recipe)
+    sys.stdout.flush()
+    environment = {**os.environ, **recipe.environment}
+    os.execve(sys.executable, [sys.executable, *command[1:]], environment)
+
+
+def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) -> int:
+    arguments = [*recipe.arguments, *args.extra]
+    if not any(argument.startswith("--wlb-") for argument in arguments):
+        raise ConfigError(
+            f"{args.file} has no --wlb-… flag: it runs as stock Megatron does, which is not "
+            "modelled; append one, as in -- --wlb-packing hold"
+        )
+    num_devices = _num_nodes(args, recipe) * _num_devices(args, recipe)
+    found = forecast(settings_of(arguments), num_devices)
+    if checkout is not None:
+        check_arguments.check(checkout, num_devices, arguments)
+    if args.json:
+        parsed = None if checkout is None else str(checkout)
+        print(json.dumps(asdict(found) | {"parsed_by": parsed, "unresolved": recipe.unresolved}))
+    else:
+        Console().print(_table(recipe, found, checkout))
+        _notes(recipe)
+    return 0
+
+
+def _command(args: argparse.Namespace, recipe: Recipe, checkout: Path) -> list[str]:
+    num_nodes = _num_nodes(args, recipe)
+    torchrun = ["--nproc-per-node", str(_num_devices(args, recipe))]
+    if num_nodes > 1:
+        endpoint = args.rdzv_endpoint or "$MASTER_ADDR:29500"
+        torchrun = ["--nnodes", str(num_nodes), *torchrun, "--rdzv-backend", "c10d"]
+        torchrun += ["--rdzv-endpoint", endpoint, "--rdzv-id", args.rdzv_id]
+    if args.log_dir:
+        torchrun += ["--log-dir", args.log_dir, "--tee", "3"]
+    return launch_command(recipe, checkout / args.script, torchrun, args.extra)
+
+
+def _checkout(args: argparse.Namespace) -> Path | None:
+    given = args.megatron or os.environ.get("MEGATRON_LM_PATH")
+    return Path(given).expanduser() if given else None
+
+
+def _num_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
+    return _at_least_one("--nnodes", args.nnodes) or recipe.num_nodes
+
+
+def _num_devices(args: argparse.Namespace, recipe: Recipe) -> int:
+    return _at_least_one("--nproc-per-node", args.nproc_per_node) or recipe.devices_per_node
+
+
+def _at_least_one(flag: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{flag} is {value}; give at least 1")
+    return value
+
+
+def _as_shell(command: list[str]) -> str:
+    """The command for a shell, a flag with its values a line."""
+    lines = [command[:3]]  # python -m torch.distributed.run
+    for word in command[3:]:
+        if word.startswith("--") or word == "-m":
+            lines.append([])
+        lines[-1].append(word)
+    quoted = [[w if w.startswith("$MASTER_ADDR") else shlex.quote(w) for w in ws] for ws in lines]
+    return " \\\n  ".join(" ".join(line) for line in quoted)
+
+
+def _notes(recipe: Recipe) -> None:
+    """On stderr: what the command does not say."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if recipe.unresolved:
+        console.print(f"note: not set in the environment: {', '.join(recipe.unresolved)}")
+    for script in recipe.scripts:
+        console.print(f"note: {script} of the recipe is not run; see {recipe.path}")
+
+
+def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
+    table = Table(
+        title=f"{recipe.path}, modelled", title_justify="left", show_header=False, highlight=False
+    )
+    table.add_column()
+    table.add_column()
+    windows, fitting = found.max_tokens / found.window, found.fitting_tokens / found.window
+    rows = {
+        "parameters": f"{found.parameters / 1e9:.2f} billion",
+        "layout": f"{found.num_devices} devices: TP {found.tp_size} × CP {found.cp_size} × "
+        f"PP {found.pp_size} × DP {found.dp_size}, VPP {found.vpp_size}",
+        "micro-batches a rank": str(found.num_micro_batches),
+        "window": f"{found.window:,} tokens",
+        "S_max": f"{found.max_tokens:,} tokens, {windows:.3g} windows (up to {fitting:.3g} fit)",
+        "memory, largest stage": f"{found.peak_gib:.1f} GiB of {found.limit_gib:.1f} for tensors, "
+        f"{found.state_gib:.1f} of it weights, gradients and optimizer",
+        "step": f"{found.step_ms:,.0f} ms, without gradient reduction and update",
+        "tokens a second": f"{found.tokens_per_s:,.0f}",
+        "documents": f"lengths of {found.distribution!r}",
+        f"{found.packing} against original": f"{found.speedup:.2f}×",
+        "Megatron's parser": "not asked: no --megatron" if checkout is None else "takes the flags",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

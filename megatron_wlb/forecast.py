@@ -1,0 +1,288 @@
+"""What a training command line will do, before a device is taken: layout, S_max, memory, time.
+
+Everything here is *modelled*: memory by :class:`~megatron_wlb.cost.MemoryModel`, times by
+:class:`~megatron_wlb.cost.AnalyticModel` replayed through the pipeline schedule, on documents drawn
+from a named distribution. The gradients' reduction over data-parallel ranks and the optimizer
+update are not in a step's time, so it is a lower bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_wlb.config import Config, parse_known
+from megatron_wlb.cost import AnalyticModel, DocumentCost, Hardware, MemoryModel, load_hardware
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.documents import DocumentStream
+from megatron_wlb.data.lengths import sample_lengths
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import packer
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.planner import Planner
+from megatron_wlb.runtime import guards, planning
+from megatron_wlb.simulator.engine import replay
+from megatron_wlb.simulator.order import schedule
+
+USABLE_SHARE = 0.9
+"""Of a device's memory, for tensors: the rest is for what the allocator cannot join, the CUDA
+context, NCCL and the libraries' workspaces. Assumed; ``--wlb-memory-gib`` says it better."""
+
+WARM_UP_STEPS, NUM_STEPS, SPARE_STEPS = 10, 40, 10
+"""Steps in which delay queues fill, over which times are averaged, and that are never reached."""
+
+_NOT_MODELLED = {
+    "--yaml-cfg", "--num-experts", "--multi-latent-attention", "--mtp-num-layers",
+    "--pipeline-model-parallel-layout", "--use-torch-fsdp2", "--use-megatron-fsdp",
+    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--hybrid-override-pattern", "--cpu-offloading-num-layers",
+}  # fmt: skip
+_PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one training command line on one kind of device. Times and bytes are modelled."""
+
+    parameters: int
+    num_devices: int
+    tp_size: int
+    cp_size: int
+    pp_size: int
+    vpp_size: int
+    dp_size: int
+    num_micro_batches: int
+    """Of each data-parallel rank."""
+    window: int
+    max_tokens: int
+    """S_max."""
+    fitting_tokens: int
+    """The largest S_max that would fit, but at most the tokens of a step."""
+    limit_gib: float
+    state_gib: float
+    """Weights, gradients and optimizer, on the pipeline rank that needs most."""
+    peak_gib: float
+    """With them and all micro-batches in flight S_max long."""
+    step_ms: float
+    """Mean over steps of documents of ``distribution``."""
+    tokens_per_s: float
+    speedup: float
+    """Tokens a second against ``original`` on the same documents."""
+    distribution: str
+    packing: str
+
+
+def settings_of(arguments: Sequence[str]) -> Config:
+    """The settings that a Megatron command line gives, as far as they matter here.
+
+    Raises:
+        ConfigError: a flag that neither side knows, or one of a model that is not modelled.
+    """
+    config, others = parse_known(arguments)
+    given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
+    if found := sorted(given & _NOT_MODELLED):
+        raise ConfigError(f"{found[0]} is not modelled; leave out --dry-run, or the flag")
+    if _PER_VIRTUAL_STAGE in given:
+        layers = int(_value_of(_PER_VIRTUAL_STAGE, others))
+        stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+        if layers < 1 or stage % layers:
+            raise ConfigError(
+                f"{_PER_VIRTUAL_STAGE} is {layers}, which does not divide the {stage} layers of a "
+                "pipeline rank; use a divisor"
+            )
+        vpp = stage // layers if stage > layers else None
+        parallel = dataclasses.replace(config.parallel, num_virtual_stages_per_pipeline_rank=vpp)
+        config = dataclasses.replace(config, parallel=parallel)
+    return config
+
+
+def forecast(
+    config: Config, num_devices: int, *, distribution: str = "reference", vocab_size: int = 32000
+) -> Forecast:
+    """What ``config`` will do on so many devices of its ``--wlb-hardware``.
+
+    ``vocab_size`` is used where ``--vocab-size`` is not given.
+
+    Raises:
+        ConfigError: settings that the run itself would refuse, or memory that does not suffice for
+            S_max, or not even for a window.
+    """
+    hardware = load_hardware(config.wlb.wlb_hardware)
+    p, window = config.parallel, config.data.seq_length
+    guards.check(config, num_devices)
+    dp_size = guards.data_parallel_size(config, num_devices)
+    num_micro_batches = guards.check_micro_batches(config, num_devices)
+    vocabulary = planning.padded_vocab_size(config, config.data.vocab_size or vocab_size)
+    memory = _memory_model(config, vocabulary, dp_size)
+    limit_gib = config.wlb.wlb_memory_gib or hardware.memory_gib * USABLE_SHARE
+    fitting = min(
+        memory.max_tokens(
+            limit_gib * GIB, num_micro_batches, multiple=planning.length_multiple(config)
+        ),
+        config.training.global_batch_size * window,
+    )
+    max_tokens = config.wlb.wlb_max_tokens
+    if max_tokens is None:
+        max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * window
+    stages = range(p.pipeline_model_parallel_size)
+    peak_gib = max(memory.peak_bytes(r, [max_tokens] * num_micro_batches) for r in stages) / GIB
+    if fitting < max(max_tokens, window):
+        name = "S_max (--wlb-max-tokens)" if fitting >= window else "--seq-length"
+        raise ConfigError(
+            f"micro-batches of {max_tokens} tokens need {peak_gib:.1f} GiB (modelled), above the "
+            f"{limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fitting} tokens "
+            f"fit: lower {name}, recompute activations, or use more TP, CP or PP"
+        )
+    planned = config.wlb.wlb_packing
+    runs = {
+        packing: _run(config, packing, max_tokens, vocabulary, dp_size, hardware, distribution)
+        for packing in (planned, "original")
+    }
+    return Forecast(
+        parameters=sum(memory.num_parameters(r) for r in stages) * p.tensor_model_parallel_size,
+        num_devices=num_devices,
+        tp_size=p.tensor_model_parallel_size,
+        cp_size=p.context_parallel_size,
+        pp_size=p.pipeline_model_parallel_size,
+        vpp_size=p.num_virtual_stages_per_pipeline_rank or 1,
+        dp_size=dp_size,
+        num_micro_batches=num_micro_batches,
+        window=window,
+        max_tokens=max_tokens,
+        fitting_tokens=fitting,
+        limit_gib=limit_gib,
+        state_gib=max(memory.state_bytes(r).total for r in stages) / GIB,
+        peak_gib=peak_gib,
+        step_ms=runs[planned].step_ms,
+        tokens_per_s=runs[planned].tokens_per_s,
+        speedup=runs[planned].tokens_per_s / runs["original"].tokens_per_s,
+        distribution=distribution,
+        packing=planned,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive simulated steps."""
+
+    num_steps: int
+    num_tokens: int
+    total_us: float
+
+    @property
+    def step_ms(self) -> float:
+        return self.total_us / self.num_steps / 1e3
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.total_us * 1e6
+
+
+def _memory_model(config: Config, vocabulary: int, dp_size: int) -> MemoryModel:
+    """Of a GPU run, whose kernels are fused."""
+    model = planning.memory_model(config, vocabulary, dp_size)
+    return dataclasses.replace(model, kernels="fused")
+
+
+def _run(
+    config: Config,
+    packing: str,
+    max_tokens: int,
+    vocabulary: int,
+    dp_size: int,
+    hardware: Hardware,
+    distribution: str,
+) -> _Run:
+    """Steps of a packing, each replayed through the schedule of its slowest data-parallel rank."""
+    model = AnalyticModel(
+        planning.model_shape(config, vocabulary),
+        hardware,
+        planning.parallelism(config, dp_size),
+        planning.recompute(config),
+        element_bytes=2 if config.training.bf16 else 4,
+    )
+    plans = list(_plans(config, packing, max_tokens, model.cost(), dp_size, distribution))
+    total_us = sum(_step_us(plan, model) for plan in plans)
+    return _Run(len(plans), sum(plan.num_tokens for plan in plans), total_us)
+
+
+def _plans(
+    config: Config,
+    packing: str,
+    max_tokens: int,
+    cost: DocumentCost,
+    dp_size: int,
+    distribution: str,
+) -> Iterator[StepPlan]:
+    """The steps after the warm-up."""
+    wlb, window, size = config.wlb, config.data.seq_length, config.training.global_batch_size
+    num_windows = (WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS) * size
+    lengths = sample_lengths(distribution, num_windows, seed=config.training.seed, window=window)
+    stream = DocumentStream(
+        [lengths], window=window, step_tokens=size * window, seed=0, shuffle=False, num_epochs=1
+    )
+    chosen = packer(
+        packing,
+        num_micro_batches=size,
+        window=window,
+        cost=cost,
+        max_tokens=max_tokens,
+        max_step_tokens=wlb.wlb_max_step_tokens,
+        max_age=wlb.wlb_max_age,
+        queue_thresholds=wlb.wlb_queue_thresholds,
+        tau=wlb.wlb_hold_tau,
+        delay_price=wlb.wlb_delay_price,
+        look_ahead=wlb.wlb_look_ahead,
+        fixed_batches=wlb.wlb_fixed_batches,
+        fixed_grouping=wlb.wlb_fixed_grouping,
+        solver_limit=wlb.wlb_solver_limit,
+    )
+    planner = Planner(
+        stream, chosen, cost, dp_size=dp_size, length_multiple=planning.length_multiple(config)
+    )
+    for number in range(WARM_UP_STEPS + NUM_STEPS):
+        plan = planner.next_plan()
+        assert plan is not None  # the documents are for more steps
+        if number >= WARM_UP_STEPS:
+            yield plan
+
+
+def _step_us(plan: StepPlan, model: AnalyticModel) -> float:
+    """One step: that of its slowest data-parallel rank."""
+    p, stages = model.parallelism, model.stage_costs()
+    slowest_us = 0.0
+    for micro_batches in plan.micro_batches:
+        work = [[stage.work(m.lengths) for m in micro_batches] for stage in stages]
+        ranks = [
+            [work[chunk * p.pp_size + r] for chunk in range(p.vpp_size)] for r in range(p.pp_size)
+        ]
+        mean_tokens = sum(m.padded_length for m in micro_batches) / len(micro_batches)
+        p2p_us = model.hardware.transfer_us(
+            mean_tokens
+            / p.cp_size
+            / p.sequence_shards
+            * model.shape.hidden_size
+            * model.element_bytes,
+            p.tp_size * p.cp_size * p.dp_size * p.pp_size,
+        )
+        timeline = replay(
+            schedule(p.pp_size, p.vpp_size, len(micro_batches), p.group_size),
+            [[[w.forward_us for w in chunk] for chunk in rank] for rank in ranks],
+            [[[w.backward_us for w in chunk] for chunk in rank] for rank in ranks],
+            p2p_us,
+        )
+        slowest_us = max(slowest_us, timeline.step_us)
+    return slowest_us
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str:
+    """What follows a flag, after a space or ``=``; the last one counts."""
+    value = ""
+    for position, argument in enumerate(arguments):
+        name, equals, inline = argument.partition("=")
+        if name == flag:
+            value = inline if equals else "".join(arguments[position + 1 : position + 2])
+    if not value.isdecimal():
+        raise ConfigError(f"{flag} is {value!r}; give a number")
+    return value

@@ -1,0 +1,165 @@
+"""Runs your own ``pretrain_gpt.py`` with workload-balanced micro-batches.
+
+``torchrun … -m megatron_wlb.launch /path/to/Megatron-LM/pretrain_gpt.py <its flags> --wlb-packing
+hold``. Without any ``--wlb-*`` flag the script runs as if it had been started itself: neither torch
+nor Megatron is imported before, and nothing is replaced. ``--wlb-device cpu`` alone runs it,
+unchanged, under the CPU emulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_wlb.config import Parser, WlbConfig, add_flags, flag_of, yaml_arguments
+from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.rank_main import rank_main
+from megatron_wlb.runtime.megatron_lm import arguments, guards
+
+EXAMPLES = """examples:
+  torchrun --nproc-per-node 8 -m megatron_wlb.launch ~/Megatron-LM/pretrain_gpt.py \\
+      --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 … --wlb-packing hold
+  # Megatron's own packing, on the same path, to compare with:
+  torchrun … -m megatron_wlb.launch ~/Megatron-LM/pretrain_gpt.py … --wlb-packing original
+  # all flags, Megatron's and these:
+  python -m megatron_wlb.launch ~/Megatron-LM/pretrain_gpt.py --help
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script; returns the exit code. Our errors are one line, as of :func:`rank_main`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        _parser().print_help()
+        return 0 if words else ConfigError.exit_code
+    script, *flags = words
+    if not any(flag.startswith("--wlb-") for flag in flags) and not _asks_for_help(flags):
+        run_script(script, flags)
+        return 0
+    return rank_main(lambda: launch(script, flags), set_up_logs=False)
+
+
+def launch(script: str, flags: Sequence[str]) -> None:
+    """Installs what the flags ask for, then runs the script.
+
+    Raises:
+        WLBError: before any process group exists, for all that can be known by then.
+    """
+    if not Path(script).is_file():
+        raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
+    flags = _with_settings_file(flags)
+    wlb, others = _parser().parse_known_args([script, *flags])
+    _reject_unknown(others)
+    plans = arguments.asks_for_plans(flags)
+    if plans:
+        guards.check_words(flags)
+        if os.environ.get("RANK", "0") != "0":  # what planning says, all ranks would say
+            logging.getLogger("megatron_wlb").setLevel(logging.ERROR)
+    sys.path[0] = str(Path(script).resolve().parent)  # as Python does; Megatron is found there
+    try:
+        # These import torch, and then Megatron under the device's conditions.
+        if _choose_device(wlb.wlb_device) == "cpu":
+            from megatron_wlb.runtime.megatron_lm import cpu
+
+            cpu.install()
+        _install(wlb.wlb_allow_untested_megatron, plans=plans, flags=flags)
+    except ImportError as error:
+        raise CompatibilityError(
+            f"megatron.training cannot be imported ({error}); {script} must lie in a checkout of "
+            "Megatron-LM"
+        ) from error
+    run_script(script, flags if plans or _asks_for_help(flags) else _without_device(flags))
+
+
+def _install(allow_untested: bool, *, plans: bool, flags: Sequence[str]) -> None:
+    """What the flags ask for; nothing, if that is the emulation alone."""
+    if not (plans or _asks_for_help(flags)):
+        return
+    from megatron_wlb.runtime.megatron_lm import install
+
+    if plans:
+        install.install(allow_untested=allow_untested)
+    else:
+        install.install_flags()
+
+
+def _asks_for_help(flags: Sequence[str]) -> bool:
+    return any(flag in ("-h", "--help") for flag in flags)
+
+
+def _reject_unknown(words: Sequence[str]) -> None:
+    """Raises for a flag that begins as ours do and is none, naming the nearest one."""
+    known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]
+    for word in words:
+        name = word.split("=")[0]
+        if name.startswith("--wlb-"):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see --help"
+            raise ConfigError(f"unknown flag {name}{hint}")
+
+
+def run_script(script: str, flags: Sequence[str]) -> None:
+    """As ``python script flags…``."""
+    sys.argv = [script, *flags]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _choose_device(requested: str) -> str:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if requested == "cuda" and not has_gpu:
+        raise ConfigError(
+            "--wlb-device is cuda, but torch sees no GPU; use --wlb-device cpu to run under the "
+            "CPU emulation"
+        )
+    if requested == "auto":
+        return "cuda" if has_gpu else "cpu"
+    return requested
+
+
+def _with_settings_file(flags: Sequence[str]) -> list[str]:
+    """The settings of ``--wlb-config`` go before the command line, which therefore wins."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--wlb-config")
+    known, rest = parser.parse_known_args(flags)
+    if known.wlb_config is None:
+        return list(flags)
+    try:
+        return [*yaml_arguments(known.wlb_config), *rest]
+    except ConfigError as error:
+        raise ConfigError(f"--wlb-config {known.wlb_config}: {error}") from None
+
+
+def _without_device(flags: Sequence[str]) -> list[str]:
+    """Without ``--wlb-device``, which Megatron's own parser does not know."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--wlb-device")
+    return parser.parse_known_args(flags)[1]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m megatron_wlb.launch",
+        usage="torchrun … -m megatron_wlb.launch PRETRAIN_GPT.PY [its flags] [--wlb-… flags]",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("script", help="pretrain_gpt.py of a Megatron-LM checkout")
+    add_flags(parser, "workload balance", WlbConfig, defaults=True)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Megatron's own recipe files (``model_config.yaml``) as command lines.
+
+They are what Megatron-LM's functional tests run, and its shell scripts are the only definition:
+environment variables are put into the text; then ``ENV_VARS`` are exported, and each entry of
+``MODEL_ARGS`` becomes arguments: ``--flag: true`` is the bare flag, ``[a b]`` are several values,
+``(…)`` and anything with spaces is one, and an empty value drops the flag. Numbers keep the form
+that they have in the file.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_wlb.errors import ConfigError
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_LIST = re.compile(r"\[([^]]+)\]")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run of a recipe file."""
+
+    path: Path
+    environment: Mapping[str, str]
+    arguments: tuple[str, ...]
+    test_type: str
+    """Megatron's ``TEST_TYPE``: what its tests do with the run."""
+    mode: str
+    """``pretraining`` or ``inference``."""
+    scripts: tuple[str, ...]
+    """Shell code that the file has besides: ``BEFORE_SCRIPT``, ``AFTER_SCRIPT``. Never run here."""
+    unresolved: tuple[str, ...]
+    """Variables of the file that nobody has set."""
+
+    @property
+    def num_nodes(self) -> int:
+        return self._count("NUM_NODES", 1)
+
+    @property
+    def devices_per_node(self) -> int:
+        return self._count("GPUS_PER_NODE", 8)
+
+    def require_resolved(self) -> None:
+        """Raises :class:`ConfigError` if a variable has no value."""
+        if self.unresolved:
+            raise ConfigError(
+                f"{self.path} has variables that are not set: {', '.join(self.unresolved)}; set "
+                f"them in the environment, as in {self.unresolved[0]}=… wlb recipe run"
+            )
+
+    def _count(self, name: str, default: int) -> int:
+        value = self.environment.get(name, str(default))
+        if not (value.isdecimal() and int(value) >= 1):
+            raise ConfigError(f"{self.path}: {name} is {value}; give a number, at least 1")
+        return int(value)
+
+
+def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: int = 1) -> Recipe:
+    """The recipe in a file, with ``variables`` put in.
+
+    A file whose runs differ, to test resuming, has ``MODEL_ARGS_2``, …: ``run_number`` chooses
+    them where they are there.
+
+    Raises:
+        ConfigError: no such file, no YAML, or not a recipe of Megatron's own scripts.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+        # Not expanded: what an unset variable is to become is for the run to say.
+        used = {a or b for a, b in _VARIABLE.findall(text)}
+        content = yaml.load(_substituted(text, variables), Loader=_TextLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"recipe {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping) or not isinstance(content.get("MODEL_ARGS"), Mapping):
+        raise ConfigError(
+            f"recipe {path}: there is no MODEL_ARGS; give a model_config.yaml as in Megatron-LM's "
+            "tests/functional_tests/test_cases"
+        )
+    key = f"MODEL_ARGS_{run_number}"
+    chosen = content[key] if run_number > 1 and key in content else content["MODEL_ARGS"]
+    environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
+    arguments = tuple(
+        argument for flag, value in chosen.items() for argument in _arguments(path, flag, value)
+    )
+    own = {name for name in used if name in environment}  # an ENV_VAR that others refer to
+    shown = " ".join([*arguments, *environment.values()])
+    unresolved = {a or b for a, b in _VARIABLE.findall(shown)} & used - own
+    return Recipe(
+        path,
+        environment,
+        arguments,
+        str(content.get("TEST_TYPE", "")),
+        str(content.get("MODE", "pretraining")),
+        tuple(name for name in ("BEFORE_SCRIPT", "AFTER_SCRIPT") if name in content),
+        tuple(sorted(unresolved)),
+    )
+
+
+def launch_command(
+    recipe: Recipe, script: str | Path, torchrun: Sequence[str], extra: Sequence[str] = ()
+) -> list[str]:
+    """``torchrun … -m megatron_wlb.launch SCRIPT`` with the recipe's arguments and then ``extra``,
+    which so override them. ``torchrun`` are torchrun's own arguments.
+    """
+    return [
+        *("python", "-m", "torch.distributed.run", *torchrun),
+        *("-m", "megatron_wlb.launch", str(script)),
+        *recipe.arguments,
+        *extra,
+    ]
+
+
+class _TextLoader(yaml.SafeLoader):
+    """YAML whose scalars stay the text that they are: ``1.0e-5`` is passed on as ``1.0e-5``."""
+
+
+_TextLoader.yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}
+
+
+def _substituted(text: str, variables: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        return variables.get(match[1] or match[2], match[0])
+
+    return _VARIABLE.sub(value, text)
+
+
+def _arguments(path: Path, flag: str, value: Any) -> list[str]:
+    """The arguments that one entry stands for."""
+    if not flag.startswith("--"):
+        raise ConfigError(
+            f"recipe {path}: {flag} is not a flag; a recipe of another framework (NeMo) does not "
+            "run Megatron's scripts: give one whose MODEL_ARGS begin with --"
+        )
+    if isinstance(value, list):
+        return [flag, *(word for item in value for word in _words(str(item)))]
+    if not isinstance(value, str):
+        raise ConfigError(f"recipe {path}: {flag} is {value}; give a plain value")
+    if value == "":
+        return []
+    value = " ".join(_words(value))
+    if value == "true":
+        return [flag]
+    if items := _LIST.fullmatch(value):
+        return [flag, *_words(items[1])]
+    if " " in value:
+        return [flag, value]
+    return [flag, *_words(value)]
+
+
+def _words(text: str) -> list[str]:
+    """The words of a shell; the text itself where its quotes do not pair up."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return [text]

@@ -1,0 +1,70 @@
+"""Megatron-LM's arguments -> the settings that planning is told."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_wlb.config import Config, WlbConfig, add_flags, from_flat
+
+ALONE = ("--wlb-device",)
+"""Flags of ours that do not ask for plans."""
+
+_OURS = {
+    # Ours: Megatron's, where the name is another.
+    "norm_epsilon": "layernorm_epsilon",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+}
+
+_SAME = (
+    # Of the model.
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+    "group_query_attention", "num_query_groups", "kv_channels", "position_embedding_type",
+    "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_interleaved",
+    "normalization", "qk_layernorm", "swiglu", "add_qkv_bias",
+    "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "hidden_dropout",
+    "attention_dropout", "transformer_impl",
+    # Of the layout.
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
+    "distributed_backend",
+    # Of the batch, and what its memory depends on.
+    "micro_batch_size", "global_batch_size", "seed", "bf16", "recompute_granularity",
+    "recompute_method", "recompute_num_layers", "deterministic_mode",
+    # Of the data.
+    "split", "seq_length",
+)  # fmt: skip
+
+
+def asks_for_plans(words: Sequence[str]) -> bool:
+    """Whether a command line turns the plugin on: it has a flag of ours, other than the device."""
+    flags = {word.split("=")[0] for word in words}
+    return any(flag.startswith("--wlb-") and flag not in ALONE for flag in flags)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds our flags to Megatron's parser, in a group of their own, with their defaults."""
+    add_flags(parser, "workload balance (megatron-wlb)", WlbConfig, defaults=True)
+    return parser
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The settings that planning, batches and guards read, of arguments that Megatron has checked.
+
+    Schedule, logs and checkpoints stay Megatron's: their settings keep their defaults here, and
+    nothing reads them.
+    """
+    values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
+    values |= {ours: getattr(args, theirs) for ours, theirs in _OURS.items()}
+    values |= {name: value for name, value in vars(args).items() if name.startswith("wlb_")}
+    values["optimizer"] = "sgd" if args.optimizer == "sgd" else "adam"  # for its memory
+    values["disable_bias_linear"] = not args.add_bias_linear
+    values["no_overlap_p2p_communication"] = (
+        args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm
+    )
+    values["data_path"] = tuple(args.data_path or ())
+    if values["split"] is None:  # each split has its own corpora
+        del values["split"]
+    return from_flat(values)

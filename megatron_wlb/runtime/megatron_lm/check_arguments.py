@@ -1,0 +1,85 @@
+"""Whether a checkout's own parser and checks take a command line, without a process group or a GPU.
+
+A program of its own (``python -m``), because it imports Megatron, and on a machine without GPUs the
+CPU emulation: ``check_arguments.py CHECKOUT WORLD_SIZE flags…``. Exit code 0, or why not
+on the last line of stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_wlb.errors import ConfigError, WLBError
+
+_MODULE = "megatron_wlb.runtime.megatron_lm.check_arguments"
+_OURS = 64
+"""Exit code when Megatron takes the arguments, but a guard of ours does not."""
+
+
+def check(checkout: str | Path, world_size: int, flags: Sequence[str]) -> None:
+    """Runs this program.
+
+    Raises:
+        ConfigError: what Megatron, or a guard of ours on what Megatron parsed, says against it.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", _MODULE, str(checkout), str(world_size), *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["(no message)"]
+        if done.returncode == _OURS:
+            raise ConfigError(said[-1])
+        raise ConfigError(
+            f"Megatron-LM in {checkout} refuses the arguments: {said[-1].strip()}; correct them, "
+            "or leave out --megatron to check without it"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses and checks as ``pretrain_gpt.py`` under the launcher would."""
+    checkout, world_size, *flags = sys.argv[1:] if argv is None else argv
+    sys.path.insert(0, checkout)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_RANK": "0"}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            _check(flags)
+    except WLBError as error:
+        sys.stderr.write(f"\n{error}\n")
+        return _OURS
+    return 0
+
+
+def _check(flags: list[str]) -> None:
+    import torch
+
+    from megatron_wlb.runtime.megatron_lm import arguments, cpu, guards
+
+    planned = arguments.asks_for_plans(flags)
+    if planned:
+        guards.check_words(flags)
+    if not torch.cuda.is_available():
+        cpu.install()
+    from megatron.training.arguments import parse_args, validate_args
+
+    sys.argv = ["pretrain_gpt.py", *flags]
+    args = parse_args(arguments.add_arguments if planned else None)
+    given = copy.copy(args)
+    if planned:
+        args.calculate_per_token_loss, args.dataloader_type = True, "external"
+    validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+    if planned:
+        guards.check(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

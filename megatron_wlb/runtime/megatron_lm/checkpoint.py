@@ -1,0 +1,143 @@
+"""The packer's state and every rank's random numbers in the checkpoints that Megatron saves.
+
+Two entries beside Megatron's own, in its ``torch_dist`` and ``torch`` formats: ``megatron_wlb``,
+text that is equal on all ranks (planner with pool, queues and stream position, cost, sums, digest
+of the last plan), and ``megatron_wlb_rng``, the random-number streams of each rank. Megatron saves
+those of the first data-parallel rank alone, as all draw in step; ranks whose micro-batches differ
+in length do not.
+
+A run may go on at another DP, TP or PP: the same documents in the same order. Random numbers of
+another layout mean nothing and start anew, as in Megatron.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_wlb.errors import CheckpointError
+from megatron_wlb.runtime.checkpoint import rng_state, set_rng_state
+from megatron_wlb.runtime.megatron_lm.session import Session
+from megatron_wlb.runtime.patching import PatchSet
+
+STATE = "megatron_wlb"
+RNG = "megatron_wlb_rng"
+
+logger = logging.getLogger(__name__)
+
+
+class Hooks:
+    """Around Megatron's save and load."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._saving: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
+        """The newest state dict that Megatron read, if it has an entry of ours."""
+
+    def install(self, patches: PatchSet) -> None:
+        from megatron.training import checkpointing, training
+
+        for module, name in (
+            (training, "save_checkpoint"),
+            (training, "load_checkpoint"),
+            (checkpointing, "generate_state_dict"),
+            (checkpointing, "_load_base_checkpoint"),
+        ):
+            original = getattr(module, name)
+            hook = functools.partial(getattr(self, name.lstrip("_")), original)
+            patches.replace(module, name, functools.update_wrapper(hook, original))
+
+    def save_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Collects what is ours on all ranks, of which Megatron may ask only some for a state."""
+        groups = self.session.model.groups
+        rng: Any = rng_state()
+        if self.session.args.ckpt_format == "torch_dist":
+            rng = self._sharded(rng)
+        else:
+            states: list[Any] = [None] * groups.dp_cp.size()
+            torch.distributed.all_gather_object(states, rng, group=groups.dp_cp)
+            rng = states
+        # As text: Megatron compares what all ranks share value by value.
+        self._saving = {STATE: json.dumps(self.session.state()), RNG: rng}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._saving = None
+
+    def generate_state_dict(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Adds what is ours to what is saved, and to the form into which is loaded."""
+        state: dict[str, Any] = original(*args, **kwargs)
+        if self._saving is not None:
+            state |= self._saving
+        elif self._rng_fits():
+            state[RNG] = self._sharded(None)
+        return state
+
+    def load_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Notes what is ours in what Megatron reads."""
+        found = original(*args, **kwargs)
+        state = found[0]
+        if state is not None:
+            self._loaded = state if STATE in state else None
+        return found
+
+    def load_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """After Megatron's own load: the packer's state for when the data are opened, and the
+        random numbers.
+
+        Raises:
+            CheckpointError: a checkpoint in the middle of a run that has no packer's state.
+        """
+        found = original(*args, **kwargs)
+        iteration, settings = found[0], self.session.args
+        if not iteration or settings.finetune:
+            return found
+        loaded = self._loaded
+        if loaded is None:
+            raise CheckpointError(
+                f"the checkpoint in --load {settings.load} has no packing state: which documents "
+                "were trained is not known; go on without the --wlb flags, or start a run from "
+                "its weights with --finetune"
+            )
+        self.session.restored = json.loads(loaded[STATE])
+        if not settings.no_load_rng:
+            self._restore_rng()
+        self._loaded = None
+        return found
+
+    def _restore_rng(self) -> None:
+        if not self._rng_fits():
+            logger.warning(
+                "the checkpoint is of PP, TP, DP × CP %s, this run has %s: documents go on in the "
+                "same order, random numbers (dropout) start anew",
+                *(" ".join(map(str, sizes)) for sizes in (self._saved_layout(), self._layout())),
+            )
+            return
+        assert self._loaded is not None
+        states = self._loaded[RNG]
+        groups = self.session.model.groups
+        set_rng_state(states[groups.dp_cp.rank() if len(states) > 1 else 0])
+
+    def _rng_fits(self) -> bool:
+        return self._loaded is not None and self._saved_layout() == self._layout()
+
+    def _saved_layout(self) -> list[int]:
+        assert self._loaded is not None
+        return list(json.loads(self._loaded[STATE])["layout"])
+
+    def _layout(self) -> list[int]:
+        return self.session.layout()
+
+    def _sharded(self, rng: Any) -> ShardedObject:
+        """What is this rank's own, as Megatron's distributed format holds it."""
+        groups = self.session.model.groups
+        order = (groups.pp, groups.tp, groups.dp_cp)
+        return ShardedObject(
+            RNG, [rng], tuple(g.size() for g in order), tuple(g.rank() for g in order)
+        )

@@ -1,0 +1,100 @@
+"""Megatron-LM's training loop under the CPU emulation: what it needs beyond megatron-core.
+
+The emulation of :mod:`megatron_wlb.runtime.cpu` comes first. Each name replaced here has its reason
+beside it. Nothing about packing: an unmodified ``pretrain_gpt.py`` trains on CPUs with this alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import types
+from multiprocessing import spawn
+from typing import Any
+
+from megatron_wlb.runtime import cpu
+from megatron_wlb.runtime.patching import PatchSet
+
+_BATCH_INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+
+FLAGS = (
+    "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm"
+)
+"""What a command line must say for a machine without GPUs."""
+
+
+_patches = PatchSet()
+_get_preparation_data = spawn.get_preparation_data
+
+
+def install() -> None:
+    """Turns the emulation on and prepares ``megatron.training`` for it; a second call does nothing.
+
+    Raises:
+        CompatibilityError: ``megatron.core`` is imported already, or a name is missing.
+    """
+    if cpu.installed() and _patches:
+        return
+    cpu.install()
+    make_importable()
+    from megatron.training import initialize, training
+
+    # "Megatron requires CUDA."
+    _patches.replace(
+        training,
+        "initialize_megatron",
+        functools.partial(initialize.initialize_megatron, allow_no_cuda=True),
+    )
+    # Builds CUDA kernels, and an index builder that megatron-core's wheel has built already.
+    _patches.replace(initialize, "_compile_dependencies", lambda: None)
+    # Compiles; and draws from the generator that, on the CPU, the model's weights come from too.
+    _patches.replace(initialize, "_warmup_jit_function", lambda: None)
+    # Decides whether CUDA_DEVICE_MAX_CONNECTIONS matters. On this device it does not.
+    _patches.replace("megatron.training.arguments", "get_device_arch_version", lambda: 10)
+    # A worker that writes checkpoints would import the script again, outside the emulation.
+    _patches.replace("multiprocessing.spawn", "get_preparation_data", _without_main)
+    _keep_what_is_being_sent()
+
+
+def make_importable() -> None:
+    """Stands in for GPU kernels that ``megatron.training`` imports for an option of theirs, where
+    there is no triton.
+    """
+    if importlib.util.find_spec("triton") is None and _BATCH_INVARIANT not in sys.modules:
+        kernels = types.ModuleType(_BATCH_INVARIANT)
+        kernels.enable_batch_invariant_mode = _no_batch_invariant_mode  # type: ignore[attr-defined]
+        sys.modules[_BATCH_INVARIANT] = kernels
+
+
+def uninstall() -> None:
+    """Restores what :func:`install` replaced in ``megatron.training``; the emulation stays."""
+    _patches.restore()
+
+
+def _without_main(name: str) -> dict[str, Any]:
+    data = _get_preparation_data(name)
+    for key in ("init_main_from_name", "init_main_from_path"):
+        data.pop(key, None)
+    return data
+
+
+def _no_batch_invariant_mode() -> None:
+    raise RuntimeError("--batch-invariant-mode needs triton, which is not installed")
+
+
+def _keep_what_is_being_sent() -> None:
+    """The schedules free an output once its send was issued; gloo may still be reading it."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    original = P2PCommunicator._communicate
+
+    @functools.wraps(original)
+    def communicate(self: Any, **kwargs: Any) -> Any:
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name].detach()  # an alias keeps the storage
+        return original(self, **kwargs)
+
+    _patches.replace(P2PCommunicator, "_communicate", communicate)

@@ -1,0 +1,151 @@
+"""Puts plans into Megatron-LM's training loop: one explicit call, undone by another.
+
+Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.targets` with
+the parameters counted on; a missing or changed one is an error that names the Megatron version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.rank_main import check_writable
+from megatron_wlb.runtime import guards as layout_guards
+from megatron_wlb.runtime import targets
+from megatron_wlb.runtime.megatron_lm import arguments, checkpoint, guards, log, model, schedule
+from megatron_wlb.runtime.megatron_lm.session import Session
+from megatron_wlb.runtime.patching import PatchSet
+
+_patches = PatchSet()
+_installed = False
+_session: Session | None = None
+
+
+def installed() -> bool:
+    """Whether Megatron's loop runs plans in this process."""
+    return _installed
+
+
+def install_flags() -> None:
+    """Adds our flags to Megatron's parser, and nothing else: for ``--help``."""
+    _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+
+
+def install(*, allow_untested: bool = False) -> None:
+    """Makes Megatron's training loop run plans; a second call does nothing.
+
+    Raises:
+        CompatibilityError: this Megatron lacks a name, or has it with other parameters; or it is
+            of another version than the tested ones, unless ``allow_untested``.
+    """
+    global _installed
+    if _installed:
+        return
+    targets.check(allow_untested=allow_untested)
+    try:
+        from megatron.training import training
+
+        _require_entry_point(training.pretrain)
+        _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+        _wrap("megatron.training.initialize", "validate_args", _validate_args)
+        _wrap("megatron.training.training", "get_model", _get_model)
+        _wrap("megatron.training.training", "pretrain", _pretrain)
+        _patches.replace("megatron.training", "pretrain", training.pretrain)  # scripts import it
+    except BaseException:
+        _patches.restore()
+        raise
+    _installed = True
+
+
+def _require_entry_point(pretrain: Any) -> None:
+    first = next(iter(inspect.signature(pretrain).parameters))
+    if first != "train_valid_test_dataset_provider":
+        raise CompatibilityError(
+            f"pretrain() of this megatron.training begins with {first}; the launcher runs that of "
+            "core_v0.16.1, whose arguments are parsed inside it: check that out"
+        )
+
+
+def uninstall() -> None:
+    """Restores every name; a second call does nothing."""
+    global _installed, _session
+    if _session is not None:
+        _session.close()
+    _patches.restore()
+    _session, _installed = None, False
+
+
+def _wrap(module: str, name: str, hook: Any) -> None:
+    """Replaces a function by ``hook(original, …)``."""
+    original = getattr(importlib.import_module(module), name)
+    wrapped = functools.update_wrapper(functools.partial(hook, original), original)
+    _patches.replace(module, name, wrapped)
+
+
+def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    return arguments.add_arguments(original(parser))
+
+
+def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Our refusals, Megatron's own checks, then ours of what it made of the arguments.
+
+    All before a process group exists.
+    """
+    guards.check(args)
+    # Tokens of ragged micro-batches weigh the same only if the step is divided by them once.
+    args.calculate_per_token_loss = True
+    args.dataloader_type = "external"
+    checked = original(args, *rest, **kwargs)
+    config = arguments.config_of(args)
+    layout_guards.check(config, args.world_size)
+    layout_guards.check_micro_batches(config, args.world_size)
+    _begin(args, config)
+    return checked
+
+
+def _begin(args: argparse.Namespace, config: Any) -> None:
+    """Makes the session and the hooks that need it."""
+    from megatron.training import training
+
+    global _session
+    if config.wlb.wlb_metrics is not None:
+        check_writable("--wlb-metrics", Path(config.wlb.wlb_metrics))
+    _session = Session(config, args, training.num_floating_point_operations)
+    run = schedule.forward_backward(_session)
+    _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
+    model.install(_patches, config)
+    _patches.replace(training, "dummy_train_step", schedule.skip_step)
+    checkpoint.Hooks(_session).install(_patches)
+    log.Log(_session).install(_patches)
+
+
+def _get_model(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notes the model, before a checkpoint is loaded into it."""
+    chunks = original(*args, **kwargs)
+    assert _session is not None, "arguments are checked before a model is built"
+    _session.model = model.of_chunks(chunks)
+    return chunks
+
+
+def _pretrain(original: Any, provider: Any, model_provider: Any, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's ``pretrain`` with our data in place of the script's."""
+
+    @functools.cache
+    def plans() -> Any:
+        assert _session is not None
+        return _session.open_data()
+
+    def our_provider(_num_samples: Any, vp_stage: int | None = None) -> Any:
+        return plans()  # once, for all chunks
+
+    our_provider.is_distributed = True  # type: ignore[attr-defined]
+    try:
+        return original(our_provider, model_provider, *args, **kwargs)
+    finally:
+        if _session is not None:
+            _session.close()

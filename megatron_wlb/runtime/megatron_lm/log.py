@@ -1,0 +1,207 @@
+"""What a step was, in Megatron's own logs: TensorBoard, W&B, its log lines and progress.txt."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from megatron_wlb.cost import load_hardware
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.runtime.megatron_lm.session import Session
+from megatron_wlb.runtime.patching import PatchSet
+from megatron_wlb.simulator.costs import StageCosts
+from megatron_wlb.simulator.graph import Graph, graph_of
+
+
+class Log:
+    """Around Megatron's ``training_log``, and what it counts floating-point operations with."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._is_logging = False
+        self._metrics: TextIO | None = None
+
+    def install(self, patches: PatchSet) -> None:
+        from megatron.training import training
+
+        for name in (
+            "training_log",
+            "num_floating_point_operations",
+            "compute_throughputs_and_append_to_progress_log",
+        ):
+            original = getattr(training, name)
+            hook = functools.partial(getattr(self, name), original)
+            patches.replace(training, name, functools.update_wrapper(hook, original))
+
+    def num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
+        """Of the step that just ran; inside a log line the mean of the steps that it covers."""
+        session = self.session
+        if session.step is None:  # nothing has run
+            return float(original(args, batch_size))
+        if self._is_logging:
+            return statistics.fmean(session.flops_since_log)
+        flops = session.flops.plan(session.step.plan)
+        session.flops_since_log.append(flops)
+        return flops
+
+    def training_log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Megatron's line and figures, and after them ours."""
+        stop_s = time.monotonic()
+        self._is_logging = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._is_logging = False
+        values = inspect.signature(original).bind(*args, **kwargs).arguments
+        session, iteration = self.session, int(values["iteration"])
+        assert session.step is not None
+        plan = session.step.plan
+        session.totals.add(plan)
+        settings = session.args
+        is_first = bool(values.get("is_first_iteration"))
+        if iteration % settings.log_interval == 0 and not is_first:
+            session.flops_since_log.clear()
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            figures = self.figures(plan, stop_s)
+            self._plot(figures, iteration)
+            loss = values["loss_dict"].get("lm loss")
+            self._write(
+                {
+                    "iteration": iteration,
+                    "loss": math.nan if loss is None else float(loss),
+                    "grad_norm": values["grad_norm"],
+                    "lr": values["learning_rate"],
+                    **figures,
+                }
+            )
+            if iteration % settings.log_interval == 0 or is_first:
+                self._say(plan, figures)
+        return result
+
+    def compute_throughputs_and_append_to_progress_log(
+        self, original: Callable[..., Any], iteration: int, num_floating_point_operations: float
+    ) -> None:
+        """Megatron's line in ``progress.txt`` after a save, and one of ours."""
+        original(iteration, num_floating_point_operations)
+        if self.session.args.save is None:
+            return
+        from megatron.training.utils import append_to_progress_log
+
+        totals = self.session.totals
+        steps = max(totals.steps, 1)
+        append_to_progress_log(
+            f"Workload balance\tIteration: {iteration}\t"
+            f"Packing: {self.session.config.wlb.wlb_packing}\t"
+            f"Tokens trained: {totals.tokens}\tPadding: {totals.padding}\t"
+            f"Mean imbalance (predicted): {totals.imbalance / steps:.4f}\t"
+            f"Mean delay: {totals.delay_steps / steps:.3f} steps"
+        )
+
+    def figures(self, plan: StepPlan, stop_s: float) -> dict[str, float]:
+        """The numbers of a step, by name."""
+        session = self.session
+        assert session.step is not None
+        step_s = stop_s - session.step.asked_s
+        flops = session.flops.plan(plan)
+        world = torch.distributed.get_world_size()
+        figures: dict[str, float] = {
+            "tokens": plan.num_tokens,
+            "targets": plan.num_targets,
+            "padding": plan.padding_tokens,
+            "imbalance": plan.imbalance,
+            "delay_steps": plan.delay_steps,
+            "waiting_documents": plan.num_waiting,
+            "waiting_tokens": plan.waiting_tokens,
+            "plan_wait_ms": (session.step.planned_s - session.step.asked_s) * 1e3,
+            "step_ms": step_s * 1e3,
+            "predicted_ms": self.predicted_us(plan) / 1e3,
+            "tflops_per_device": flops / step_s / world / 1e12,
+            "mfu": flops / step_s / world / 1e12 / self._peak_tflops,
+        }
+        if session.model.groups.cp.size() > 1:
+            num_micro_batches = sum(plan.shardings.values())
+            for kind, number in sorted(plan.shardings.items()):
+                figures[f"sharding_{kind}"] = number / num_micro_batches
+        return figures
+
+    def predicted_us(self, plan: StepPlan) -> float:
+        """Forward and backward of the slowest data-parallel rank, replayed: a prediction.
+
+        Micro-batches take what the cost model says, in equal shares on all chunks; collectives of
+        data parallelism and the update are not in it.
+        """
+        stages = StageCosts.even(self.session.cost, self._graph.num_stages)
+        no_transfer = np.zeros(self._graph.num_micro_batches)
+        slowest_us = 0.0
+        for micro_batches in plan.micro_batches:
+            times_us = stages.times_us([[s.length for s in m.spans] for m in micro_batches])
+            slowest_us = max(slowest_us, float(self._graph.step_us(times_us, no_transfer)))
+        return slowest_us
+
+    @cached_property
+    def _graph(self) -> Graph:
+        p = self.session.config.parallel
+        batch_size = self.session.config.training.global_batch_size
+        return graph_of(
+            p.pipeline_model_parallel_size,
+            p.num_virtual_stages_per_pipeline_rank or 1,
+            batch_size // self.session.model.groups.dp.size(),
+            p.microbatch_group_size_per_virtual_pipeline_stage,
+        )
+
+    @cached_property
+    def _peak_tflops(self) -> float:
+        return load_hardware(self.session.config.wlb.wlb_hardware).peak_tflops
+
+    def _plot(self, figures: dict[str, float], iteration: int) -> None:
+        from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if iteration % self.session.args.tensorboard_log_interval:
+            return
+        for name, value in figures.items():
+            if writer:
+                writer.add_scalar(f"wlb/{name}", value, iteration)
+        if wandb:
+            wandb.log({f"wlb/{name}": value for name, value in figures.items()}, iteration)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        path = self.session.config.wlb.wlb_metrics
+        if path is None:
+            return
+        if self._metrics is None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._metrics = Path(path).open("a")  # noqa: SIM115 - open as long as the run
+        self._metrics.write(json.dumps(values) + "\n")
+        self._metrics.flush()
+
+    def _shardings(self, plan: StepPlan) -> str:
+        """How many micro-batches are divided how over context-parallel ranks, if there are any."""
+        if self.session.model.groups.cp.size() == 1:
+            return ""
+        counts = ", ".join(f"{number} {kind}" for kind, number in sorted(plan.shardings.items()))
+        return f"sharding: {counts} | "
+
+    def _say(self, plan: StepPlan, figures: dict[str, float]) -> None:
+        from megatron.training import print_rank_last
+
+        print_rank_last(
+            f" wlb {plan.packing} | {self._shardings(plan)}tokens: {plan.num_tokens} | "
+            f"padding: {plan.padding_tokens} | "
+            f"imbalance (predicted): {plan.imbalance:.4f} | delay (steps): {plan.delay_steps:.3f} "
+            f"| waiting: {plan.num_waiting} documents, {plan.waiting_tokens} tokens | step (ms): "
+            f"{figures['step_ms']:.1f}, predicted {figures['predicted_ms']:.3g} | plan wait (ms): "
+            f"{figures['plan_wait_ms']:.2f} | MFU (of {self.session.config.wlb.wlb_hardware}): "
+            f"{100 * figures['mfu']:.1f} % |"
+        )

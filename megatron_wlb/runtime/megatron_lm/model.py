@@ -1,0 +1,91 @@
+"""The user's own GPT, built by their own file, with attention and positions by document.
+
+Every ``GPTModel`` that is built passes through here, whatever made its layer spec: the local one,
+TransformerEngine's, or that of ``--spec``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_wlb.config import Config
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.attention import AttentionOptions, DocumentAttention
+from megatron_wlb.runtime.model import Model, attention_options, with_document_attention
+from megatron_wlb.runtime.norm import TorchNorm
+from megatron_wlb.runtime.patching import PatchSet
+from megatron_wlb.runtime.rope import use_document_positions
+
+
+def install(patches: PatchSet, settings: Config) -> None:
+    """Makes models that are built from now on attend inside documents."""
+    build = GPTModel.__init__
+    make_norm = WrappedTorchNorm.__new__
+
+    @functools.wraps(build)
+    def __init__(
+        self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        # There is no flag: Megatron's arguments say False, and its configuration refuses True with
+        # a dispatcher of experts that a dense model never has.
+        config.variable_seq_lengths = True
+        spec = packed(transformer_layer_spec, attention_options(settings, config))
+        build(self, config, spec, *args, **kwargs)
+        use_document_positions(self)
+
+    @functools.wraps(make_norm)
+    def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+        # torch's norm is that of the local spec where there is neither Apex nor TransformerEngine.
+        if config.sequence_parallel:
+            return TorchNorm(config, hidden_size, eps)
+        return make_norm(cls, config, hidden_size, eps, **kwargs)
+
+    patches.replace(GPTModel, "__init__", __init__)
+    patches.replace(WrappedTorchNorm, "__new__", staticmethod(__new__))
+
+
+def packed(spec: Any, options: AttentionOptions) -> Any:
+    """A copy of a layer's or block's spec with our attention in every layer.
+
+    Raises:
+        CompatibilityError: a layer whose attention is not plain self-attention.
+    """
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = [packed(layer, options) for layer in spec.layer_specs or []]
+        return dataclasses.replace(spec, layer_specs=layers)
+    return with_document_attention(copy.deepcopy(spec), options)
+
+
+def of_chunks(chunks: Sequence[torch.nn.Module]) -> Model:
+    """What Megatron's set-up built, as the step runner takes it.
+
+    Raises:
+        CompatibilityError: a chunk is no GPT, or its attention is not over documents.
+    """
+    gpts = unwrap_model(list(chunks))
+    for gpt in gpts:
+        if not isinstance(gpt, GPTModel):
+            raise CompatibilityError(
+                f"the model is a {type(gpt).__name__}, but plans run on a GPTModel; run "
+                "pretrain_gpt.py, or leave out the --wlb flags"
+            )
+        for layer in gpt.decoder.layers:
+            installed = type(layer.self_attention.core_attention)
+            if installed is not DocumentAttention:
+                raise CompatibilityError(
+                    f"Megatron built {installed.__name__} where DocumentAttention was specified; "
+                    "this Megatron is not one that megatron-wlb knows"
+                )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Model(get_model_config(chunks[0]), groups, list(chunks), gpts)

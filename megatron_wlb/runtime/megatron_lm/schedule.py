@@ -1,0 +1,115 @@
+"""Megatron's schedules on plans: what ``get_forward_backward_func`` gives Megatron's loop.
+
+One call runs one step: one plan from the data iterator, which for Megatron's rerun machinery is one
+"micro-batch" that it can replay, fanned out into the plan's micro-batches on every stage.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import StragglerDetector
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime import step
+from megatron_wlb.runtime.batch import Batch
+from megatron_wlb.runtime.megatron_lm.session import Session, data_iterator_of
+
+SPIKY_LOSS_FACTOR = 10
+"""A loss so many times the largest seen is reported, as in Megatron's pretrain_gpt.py."""
+
+_straggler = StragglerDetector()
+
+
+def forward_backward(session: Session) -> Callable[..., list[Any]]:
+    """A function with the parameters of Megatron's schedules that runs the next plan."""
+
+    def run(
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        adjust_tensor_shapes_fn: Any = None,
+        **options: Any,
+    ) -> list[Any]:
+        if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
+            raise CompatibilityError(
+                "this script collects other data than the loss, or changes the shapes between "
+                "stages, which plans do not; leave out the --wlb flags"
+            )
+        plan = next(data_iterator_of(data_iterator))
+        return session.runner.run_schedule(
+            plan,
+            functools.partial(forward_step, session),
+            forward_only=forward_only,
+            **options,
+        )
+
+    return run
+
+
+def skip_step(data_iterator: Any) -> None:
+    """Megatron's ``dummy_train_step`` for ``--iterations-to-skip``: the plan is taken, not run."""
+    rerun = get_rerun_state_machine()
+    while rerun.should_run_forward_backward(data_iterator):
+        next(data_iterator_of(data_iterator))
+
+
+def forward_step(
+    session: Session, batches: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Any]:
+    """In place of the script's own: the next micro-batch of the plan through one chunk."""
+    from megatron.training import get_timers
+
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    with _straggler(bdata=True):
+        batch = next(batches)
+    timers("batch-generator").stop()
+    with _straggler:
+        output, _ = step.forward_step(iter([batch]), model)
+    return output, functools.partial(loss_function, session, batch)
+
+
+def loss_function(
+    session: Session, batch: Batch, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """As of Megatron's pretrain_gpt.py: (Σ losses, number of tokens, what to report).
+
+    Megatron's loop adds the report up over micro-batches and data-parallel ranks and divides once.
+    """
+    loss, num_targets, _ = step.loss_function(batch, losses)
+    _validate(session, loss)
+    report = torch.cat([loss.detach().view(1), num_targets.view(1).to(loss.dtype)])
+    return loss, num_targets, {"lm loss": report}
+
+
+def _validate(session: Session, loss: torch.Tensor) -> None:
+    """What Megatron checks of each micro-batch's loss."""
+    args, rerun = session.args, get_rerun_state_machine()
+    validate = functools.partial(rerun.validate_result, result=loss, tolerance=0.0)
+    if args.check_for_nan_in_loss_and_grad:
+        for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            validate(
+                rejection_func=rejection,
+                message=f"found {name} in local forward loss calculation",
+                fatal=True,
+            )
+    if args.check_for_spiky_loss:
+        validate(
+            rejection_func=functools.partial(
+                rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
+            ),
+            message="Spiky loss",
+            fatal=False,
+        )

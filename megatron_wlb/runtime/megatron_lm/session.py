@@ -1,0 +1,291 @@
+"""One run of Megatron's loop on plans: what the hooks of this package share.
+
+``Session`` is made when the arguments are known, gets the model once it is built, and then opens
+the data: planner, evaluation plans, step runner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from megatron_wlb.config import Config, flag_of
+from megatron_wlb.cost import Cost, cost_from_dict
+from megatron_wlb.data.blend import Blend
+from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan_ahead import PlanAhead
+from megatron_wlb.runtime import cpu
+from megatron_wlb.runtime.batch import BatchBuilder
+from megatron_wlb.runtime.measure import measure_cost
+from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
+from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.planning import (
+    SPLITS,
+    Corpora,
+    known_cost,
+    make_evaluation_planner,
+    make_planner,
+)
+from megatron_wlb.runtime.step import StepRunner
+
+logger = logging.getLogger(__name__)
+
+_NOT_OF_PLANS = {
+    "wlb_device",
+    "wlb_metrics",
+    "wlb_config",
+    "wlb_verify_shapes",
+    "wlb_verify_plan_interval",
+    "wlb_allow_untested_megatron",
+    "wlb_attention_kernel",
+    "wlb_cp_overlap_groups",
+    "wlb_cp_keep_gathered",
+    "wlb_cost",  # restored, whatever is said now
+}
+
+
+@dataclass
+class Totals:
+    """Sums over the steps of a run, through all its restarts; equal on all ranks."""
+
+    steps: int = 0
+    tokens: int = 0
+    padding: int = 0
+    imbalance: float = 0.0
+    delay_steps: float = 0.0
+
+    def add(self, plan: StepPlan) -> None:
+        self.steps += 1
+        self.tokens += plan.num_tokens
+        self.padding += plan.padding_tokens
+        self.imbalance += plan.imbalance
+        self.delay_steps += plan.delay_steps
+
+
+@dataclass(frozen=True)
+class RunningStep:
+    """The training step under way, or the last one."""
+
+    plan: StepPlan
+    asked_s: float
+    """Monotonic time at which the loop asked for the plan."""
+    planned_s: float
+    """When it had it."""
+
+
+@dataclass
+class Session:
+    """What a run holds beside Megatron's own model, optimizer and loop."""
+
+    config: Config
+    args: argparse.Namespace
+    formula: Formula
+    """Megatron's own of floating-point operations."""
+    totals: Totals = field(default_factory=Totals)
+    restored: dict[str, Any] | None = None
+    """What the loaded checkpoint holds of ours, until the data are opened."""
+    step: RunningStep | None = None
+    flops_since_log: list[float] = field(default_factory=list)
+    """Of each step since the last line of the log."""
+
+    def __post_init__(self) -> None:
+        self._model: Model | None = None
+        self._runner: StepRunner | None = None
+        self._plans: PlanAhead | None = None
+        self._cost: Cost | None = None
+
+    @property
+    def model(self) -> Model:
+        assert self._model is not None, "Megatron sets the model up before all else"
+        return self._model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self._model = model
+
+    @cached_property
+    def flops(self) -> DocumentFlops:
+        """Of documents; not before the tokenizer has said how large the vocabulary is."""
+        return DocumentFlops.of(self.formula, self.args)
+
+    @property
+    def runner(self) -> StepRunner:
+        assert self._runner is not None, "Megatron opens the data before it trains"
+        return self._runner
+
+    @property
+    def cost(self) -> Cost:
+        assert self._cost is not None, "the cost is known once the data are open"
+        return self._cost
+
+    def open_data(self) -> tuple[Iterator[StepPlan] | None, ...]:
+        """Plans for training, validation and test, as Megatron's external data loaders.
+
+        Each ``next()`` gives the plan of a whole step. None where Megatron asks for no such steps,
+        or where the split has no documents.
+
+        Raises:
+            CorpusError: corpora that are missing or damaged, or a validation split without
+                documents.
+            ConfigError: settings that planning refuses.
+            CheckpointError: the loaded state is of other data, packing or number of micro-batches.
+        """
+        args = self.args
+        corpora = self._corpora()
+        dp_size = self.model.groups.dp.size()
+        self._cost = self._make_cost()
+        self._runner = StepRunner(
+            self.model,
+            BatchBuilder(
+                corpora.corpora,
+                corpora.vocab_size,
+                _device(),
+                cp_rank=self.model.groups.cp.rank(),
+                cp_size=self.model.groups.cp.size(),
+            ),
+            verify_shapes=self.config.wlb.wlb_verify_shapes,
+            verify_plan_interval=self.config.wlb.wlb_verify_plan_interval,
+        )
+        training = None
+        if not args.skip_train:
+            planner = make_planner(self.config, corpora, self._cost, dp_size)
+            if self.restored is not None:
+                planner.load_state_dict(self.restored["planner"])
+                self._tell_changed_settings(self.restored["settings"])
+                self.totals = Totals(**self.restored["totals"])
+                logger.info(
+                    "documents go on after step %d: %d wait",
+                    planner.step,
+                    len(planner.packer.waiting),
+                )
+            self._plans = PlanAhead(planner)
+            training = self._training_plans(self._plans)
+        evaluations = []
+        for split in SPLITS[1:]:
+            plans = None
+            if args.eval_iters and corpora.num_documents(split):
+                evaluation = make_evaluation_planner(
+                    self.config, corpora, self._cost, dp_size, split
+                )
+                plans = _evaluation_plans(evaluation, args.eval_iters)
+            elif args.eval_iters and split == "valid":
+                raise ConfigError(
+                    f"--eval-iters is {args.eval_iters}, but no documents are for validation; "
+                    "give a --split or --valid-data-path that has some, or --eval-iters 0"
+                )
+            evaluations.append(plans)
+        return (training, *evaluations)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of ours, JSON-able and equal on all ranks."""
+        assert self._plans is not None
+        return {
+            "version": 1,
+            "planner": self._plans.state_dict(),
+            "cost": self.cost.as_dict(),
+            "totals": asdict(self.totals),
+            "plan_digest": None if self.step is None else self.step.plan.digest,
+            "settings": self._settings(),
+            "layout": self.layout(),
+        }
+
+    def layout(self) -> list[int]:
+        """PP, TP and DP × CP: where random-number streams mean the same."""
+        groups = self.model.groups
+        return [groups.pp.size(), groups.tp.size(), groups.dp_cp.size()]
+
+    def close(self) -> None:
+        """Ends the thread that plans; a second call does nothing."""
+        if self._plans is not None:
+            self._plans.close()
+
+    def _training_plans(self, plans: PlanAhead) -> Iterator[StepPlan]:
+        while True:
+            asked = time.monotonic()
+            plan = plans.next_plan()
+            if plan is None:
+                raise PlanError("the stream of documents ended, though it has no last epoch")
+            self.step = RunningStep(plan, asked, time.monotonic())
+            yield plan
+
+    def _tell_changed_settings(self, saved: dict[str, Any]) -> None:
+        now = self._settings()
+        changed = [
+            f"{flag_of(name)} {saved.get(name)} there, {value} here"
+            for name, value in now.items()
+            if saved.get(name) != value
+        ]
+        if changed:
+            logger.warning(
+                "other settings than the checkpoint's, so plans differ from here on: %s",
+                "; ".join(changed),
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        """Our settings by which plans are made, JSON-able."""
+        settings: dict[str, Any] = json.loads(json.dumps(asdict(self.config.wlb)))
+        return {name: value for name, value in settings.items() if name not in _NOT_OF_PLANS}
+
+    def _corpora(self) -> Corpora:
+        """The blends that Megatron's arguments name, with the vocabulary of its tokenizer."""
+        from megatron.training.global_vars import get_tokenizer
+        from megatron.training.utils import get_blend_and_blend_per_split
+
+        blend, per_split = get_blend_and_blend_per_split(self.args)
+        vocab_size = int(get_tokenizer().vocab_size)
+        if blend is not None:
+            return Corpora.of_blend(_blend(blend), self.config.data.split, vocab_size)
+        blends = {
+            name: None if given is None else _blend(given)
+            for name, given in zip(SPLITS, per_split, strict=True)
+        }
+        return Corpora.of_blends(blends, vocab_size)
+
+    def _make_cost(self) -> Cost:
+        if self.restored is not None:
+            # Not made anew: another cost would make other plans.
+            return cost_from_dict(self.restored["cost"])
+        cost = known_cost(self.config, self.args.padded_vocab_size)
+        if cost is not None:
+            return cost
+        if self.args.skip_train:
+            raise ConfigError(
+                "--wlb-cost is measured, which times training; give analytic with --skip-train"
+            )
+        fit = measure_cost(self.model, self.args.seq_length, self.args.padded_vocab_size)
+        logger.info(
+            "measured cost: %s", {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()}
+        )
+        return fit.cost
+
+
+def _blend(given: tuple[list[str], list[float] | None]) -> Blend:
+    prefixes, weights = given
+    return Blend(tuple(prefixes), None if weights is None else tuple(weights))
+
+
+def _device() -> str:
+    return "cpu" if cpu.installed() else "cuda"
+
+
+def _evaluation_plans(planner: Any, num_steps: int) -> Iterator[StepPlan]:
+    """The same steps at each evaluation, so that only the weights differ between two.
+
+    Megatron goes on through the split from one evaluation to the next. A split with fewer steps is
+    passed over again, as there.
+    """
+    plans = list(itertools.takewhile(bool, (planner.next_plan() for _ in range(num_steps))))
+    return itertools.cycle([plans[number % len(plans)] for number in range(num_steps)])
+
+
+def data_iterator_of(iterators: Any) -> Any:
+    """The one that gives plans: with virtual stages Megatron has an iterator for each chunk."""
+    return iterators[0] if isinstance(iterators, list) else iterators

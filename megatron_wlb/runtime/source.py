@@ -1,0 +1,186 @@
+"""Megatron's source, read without importing it: where it is, its version, its signatures.
+
+So a checkout or an unpacked wheel of any version can be checked, on any Python, without torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_wlb.errors import CompatibilityError
+
+_PACKAGE_INFO = Path("megatron", "core", "package_info.py")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a function, as it is called."""
+
+    parameters: tuple[str, ...]
+    """Names in order; ``*args`` and ``**kwargs`` with their stars."""
+    required: frozenset[str]
+    """Those without a default."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes names that it does not list."""
+        return any(name.startswith("**") for name in self.parameters)
+
+
+@dataclass(frozen=True)
+class MegatronSource:
+    """A folder that holds ``megatron/core``, and in a checkout ``megatron/training``.
+
+    ``core_root`` is where ``megatron.core`` is read from: another place where a checkout's
+    ``megatron/training`` runs beside an installed core.
+    """
+
+    root: Path
+    core_root: Path
+    version: str
+    _trees: dict[Path, ast.Module | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @classmethod
+    def at(cls, path: str | Path) -> MegatronSource:
+        """The source in a checkout, a ``site-packages``, or an unpacked wheel.
+
+        Raises:
+            CompatibilityError: there is none, or it does not say its version.
+        """
+        root = Path(path).expanduser().resolve()
+        if not (root / _PACKAGE_INFO).is_file():
+            raise CompatibilityError(
+                f"{path} has no {_PACKAGE_INFO}; give the folder that has megatron/core in it: a "
+                "Megatron-LM checkout, or a site-packages"
+            )
+        return cls(root, root, _version(root / _PACKAGE_INFO))
+
+    @classmethod
+    def installed(cls) -> MegatronSource:
+        """The source that ``import megatron.core`` would take.
+
+        Raises:
+            CompatibilityError: megatron-core is not installed.
+        """
+        try:
+            spec = importlib.util.find_spec("megatron.core")
+        except ModuleNotFoundError:  # no package megatron either
+            spec = None
+        locations = list(spec.submodule_search_locations or ()) if spec else []
+        if not locations:
+            raise CompatibilityError(
+                "megatron-core is not installed; pip install 'megatron-core==0.16.1', or put a "
+                "Megatron-LM checkout on PYTHONPATH"
+            )
+        root = Path(locations[0]).resolve().parents[1]
+        return cls(root, root, _version(root / _PACKAGE_INFO))
+
+    @property
+    def has_training(self) -> bool:
+        """Whether ``megatron.training`` is there: in a checkout, not in the wheel."""
+        return (self.root / "megatron" / "training" / "training.py").is_file()
+
+    def file(self, module: str) -> Path | None:
+        """The file of a module of Megatron, or None where there is none."""
+        root = self.core_root if module.startswith("megatron.core") else self.root
+        path = root.joinpath(*module.split("."))
+        for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+        return None
+
+    def signature(self, target: str) -> Signature | None:
+        """What ``module:Class.name`` takes; None if the module has no such name.
+
+        Names that are imported into the module or assigned in it count as there; what those take
+        is not known here, so their signature is ``(*args, **kwargs)``, as is that of a class
+        without an ``__init__`` of its own.
+        """
+        module, _, path = target.partition(":")
+        found: ast.AST | None = self._tree(module)
+        for name in path.split("."):
+            if found is None:
+                return None
+            found = _member(found, name)
+        if isinstance(found, ast.ClassDef):
+            found = _member(found, "__init__") or found
+        if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+            return _signature(found.args)
+        return None if found is None else Signature(("*args", "**kwargs"), frozenset())
+
+    def _tree(self, module: str) -> ast.Module | None:
+        path = self.file(module)
+        if path is None:
+            return None
+        if path not in self._trees:
+            self._trees[path] = ast.parse(path.read_text(encoding="utf-8"))
+        return self._trees[path]
+
+
+def _member(scope: ast.AST, name: str) -> ast.AST | None:
+    """The last statement that binds ``name`` in a module or class, ``if`` and ``try`` included."""
+    found: ast.AST | None = None
+    for node in _statements(getattr(scope, "body", [])):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                bound = [node.name]
+            case ast.Import() | ast.ImportFrom():
+                bound = [(a.asname or a.name).partition(".")[0] for a in node.names]
+            case ast.Assign():
+                bound = [t.id for t in node.targets if isinstance(t, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=identifier)):
+                bound = [identifier]
+            case _:
+                bound = []
+        if name in bound:
+            found = node
+    return found
+
+
+def _statements(body: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """The statements of a body and of its branches, not of its functions and classes."""
+    flat: list[ast.stmt] = []
+    for node in body:
+        flat.append(node)
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            inner = [*node.body, *getattr(node, "orelse", []), *getattr(node, "finalbody", [])]
+            for handler in getattr(node, "handlers", []):
+                inner += handler.body
+            flat += _statements(inner)
+    return flat
+
+
+def _signature(args: ast.arguments) -> Signature:
+    positional = [a.arg for a in (*args.posonlyargs, *args.args)]
+    required = set(positional[: len(positional) - len(args.defaults)])
+    required |= {
+        a.arg for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if not default
+    }
+    names = [
+        *positional,
+        *([f"*{args.vararg.arg}"] if args.vararg else []),
+        *(a.arg for a in args.kwonlyargs),
+        *([f"**{args.kwarg.arg}"] if args.kwarg else []),
+    ]
+    return Signature(tuple(names), frozenset(required))
+
+
+def _version(package_info: Path) -> str:
+    """``__version__`` of megatron-core, put together as its file does."""
+    values: dict[str, object] = {}
+    for node in ast.parse(package_info.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            values |= {t.id: node.value.value for t in node.targets if isinstance(t, ast.Name)}
+    try:
+        numbers = ".".join(str(values[name]) for name in ("MAJOR", "MINOR", "PATCH"))
+    except KeyError as error:
+        raise CompatibilityError(
+            f"{package_info} does not say {error.args[0]}; it is not megatron-core's: reinstall it"
+        ) from None
+    return f"{numbers}{values.get('PRE_RELEASE', '')}"

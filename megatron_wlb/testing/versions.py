@@ -1,0 +1,146 @@
+"""Ragged pipelines on whichever megatron-core this interpreter imports, against the oracle.
+
+For other versions than the installed one, and for patched copies: started in a process of its own
+whose PYTHONPATH has that source first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron_wlb.testing.layouts import (
+    FULL,
+    GROUP,
+    NO_P2P_OVERLAP,
+    OVERLAP,
+    SELECTIVE,
+    WORKLOAD,
+    Layout,
+)
+
+CASES = (
+    Layout("llama", 5, pp=2),
+    Layout("mixed", 6, pp=2, vpp=2, extra=FULL),
+    Layout("mixed", 5, pp=2, tp="2sp", extra=SELECTIVE),
+    Layout("gpt2", 5, pp=2, dp=2, extra=OVERLAP),
+    Layout("llama", 4, pp=2, cp=2),
+    Layout("llama", 9, pp=4, vpp=2, extra=f"{NO_P2P_OVERLAP} {GROUP} 5"),
+)
+
+
+@dataclass(frozen=True)
+class CoreRun:
+    """What the ranks of a process imported, and how its runs differ from the oracle's."""
+
+    version: str
+    folder: str
+    """Of ``megatron.core``, on every rank."""
+    takes_shape_provider: bool
+    differences: dict[str, list[str]]
+    """By case; nothing where every loss and gradient is right."""
+
+
+def run_with_core(root: Path, *, stock_communicator: bool = False) -> CoreRun:
+    """Runs :data:`CASES` in a new process on the ``megatron.core`` below ``root``.
+
+    With ``stock_communicator`` Megatron's own communicator runs, and the schedules are told each
+    micro-batch's length: what the patched core offers to those who have no plugin.
+    """
+    code = "from megatron_wlb.testing import versions; versions.main()"
+    project = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([str(root), project, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *(["stock"] if stock_communicator else [])],
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    if done.returncode:
+        raise AssertionError(f"the runs on {root} failed:\n{done.stdout}\n{done.stderr}")
+    return CoreRun(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """The program of that process; prints a :class:`CoreRun`."""
+    from megatron_wlb.testing.gloo import GlooPool
+    from megatron_wlb.testing.oracle import OracleRun, run_oracle
+    from megatron_wlb.testing.ranks import train
+    from megatron_wlb.testing.shards import differences
+
+    fault = _stock_communicator if "stock" in sys.argv else _public_shapes
+    oracles: dict[tuple[str, int], OracleRun] = {}
+    found = {}
+    with GlooPool(4) as pool:
+        (core,) = pool.run(1, describe_core)
+        for case in CASES:
+            config = case.config
+            key = (case.model, config.model.num_layers)
+            if key not in oracles:
+                (oracles[key],) = pool.run(1, run_oracle, config, WORKLOAD)
+            initial = oracles[key].initial
+            runs = pool.run(case.world_size, train, config, WORKLOAD, initial, fault)
+            found[str(case)] = differences(oracles[key], runs)
+    sys.stdout.write(json.dumps({**core, "differences": found}) + "\n")
+
+
+def describe_core() -> dict[str, Any]:
+    """What a rank has imported."""
+    core = importlib.import_module("megatron.core")
+    communicator = importlib.import_module("megatron_wlb.runtime.communicator")
+    return {
+        "version": str(core.__version__),
+        "folder": str(Path(core.__path__[0])),
+        "takes_shape_provider": communicator.TAKES_SHAPE_PROVIDER,
+    }
+
+
+@contextlib.contextmanager
+def _public_shapes(runner: Any) -> Iterator[None]:
+    """Where the core takes a shape provider, nothing private may be asked for shapes."""
+    from megatron_wlb.runtime.communicator import TAKES_SHAPE_PROVIDER
+
+    if not TAKES_SHAPE_PROVIDER:
+        yield
+        return
+    private = mock.Mock(side_effect=AssertionError("a private exchange of shapes"))
+    with mock.patch.object(runner.communicator, "_communicate_shapes", private):
+        yield
+
+
+@contextlib.contextmanager
+def _stock_communicator(runner: Any) -> Iterator[None]:
+    """Takes the plan away from a ``StepRunner``'s communication: the schedule gets the lengths."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    config = runner.model.config
+    shards = config.context_parallel_size
+    if config.sequence_parallel:
+        shards *= config.tensor_model_parallel_size
+    # Stock Megatron frees an output right after its send was issued, which gloo is still reading.
+    config.deallocate_pipeline_outputs = False
+    stock = P2PCommunicator(runner.model.groups.pp, config)
+    schedule, lengths = runner._schedule, list[int]()
+
+    class Lengths:
+        def begin(self, local_lengths: list[int], **_: Any) -> None:
+            lengths[:] = [shards * length for length in local_lengths]
+
+        def end(self) -> None: ...
+
+    def run(**kwargs: Any) -> Any:
+        return schedule(**{**kwargs, "seq_length": list(lengths), "p2p_communicator": stock})
+
+    runner.communicator, runner._schedule = Lengths(), run
+    yield

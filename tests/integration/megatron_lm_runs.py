@@ -1,0 +1,154 @@
+"""Runs of Megatron-LM's own ``pretrain_gpt.py``: with the launcher, and without it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from trainer_runs import Finished, Flags, Run, start
+
+PATH = os.environ.get("MEGATRON_LM_PATH")
+needs_megatron_lm = pytest.mark.skipif(
+    PATH is None or not Path(PATH, "pretrain_gpt.py").is_file(),
+    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM core_v0.16.1",
+)
+
+WINDOW = 128
+BOTH: Flags = {
+    # What the embedded trainer is told too.
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": WINDOW,
+    "max_position_embeddings": WINDOW,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "position_embedding_type": "rope",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "lr": 1e-3,
+    "lr_decay_style": "constant",
+    "adam_beta2": 0.95,
+    "split": "80,15,5",
+    "log_interval": 1,
+}
+MEGATRON_LM: Flags = {
+    # What only Megatron-LM asks for, to be on the CPU what the embedded trainer is.
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 255,  # and one for the end of documents
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "no_gradient_accumulation_fusion": True,
+    "no_persist_layer_norm": True,
+    "no_masked_softmax_fusion": True,
+    "no_bias_gelu_fusion": True,
+    "no_bias_dropout_fusion": True,
+    "no_rope_fusion": True,
+    "eval_interval": 1000,
+    "eval_iters": 0,
+}
+
+PP2: Flags = {"pipeline_model_parallel_size": 2}
+PP2_VPP2: Flags = PP2 | {"num_virtual_stages_per_pipeline_rank": 2}
+TP2_SP: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+DP2: Flags = {"use_distributed_optimizer": True}
+CP2: Flags = {"context_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, Flags]] = {
+    "pp2": (2, PP2),
+    "pp2-vpp2": (2, PP2_VPP2),
+    "tp2-sp": (2, TP2_SP),
+    "dp2": (2, DP2),
+    "cp2": (2, CP2),
+    "pp2-cp2-dp2": (8, PP2 | CP2),
+}
+
+
+def launch(
+    folder: Path, num_processes: int, flags: Flags, *, fault: Callable[[], None] | None = None
+) -> Run:
+    """``torchrun -m megatron_wlb.launch pretrain_gpt.py``, with ranks forked."""
+    return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=_launch)
+
+
+def run_without_launcher(folder: Path, num_processes: int, flags: Flags) -> Run:
+    """``torchrun pretrain_gpt.py`` on a machine that passes for one with a GPU."""
+    return start(folder, num_processes, MEGATRON_LM | flags, program=_run_alone)
+
+
+def finish(run: Run) -> Finished:
+    finished = run.wait()
+    assert finished.code == 0, finished.output
+    return finished
+
+
+def logged(finished: Finished, name: str) -> list[str]:
+    """A figure of each of Megatron's log lines, as it is written there."""
+    return re.findall(rf"\| {name}: (\S+)", finished.output)
+
+
+def validations(finished: Finished) -> list[str]:
+    """The loss of each evaluation, as Megatron writes it."""
+    return re.findall(r"validation loss at .*? \| lm loss value: (\S+)", finished.output)
+
+
+def install_and_uninstall(_argv: list[str]) -> int:
+    """Installs twice and uninstalls, and looks at every name of `megatron.training`."""
+    from megatron_wlb.runtime.megatron_lm import cpu
+
+    sys.path[0] = str(PATH)
+    cpu.install()
+    import megatron.training
+    from megatron.core.models.gpt import GPTModel
+    from megatron.training import arguments, checkpointing, initialize, training, utils
+
+    from megatron_wlb.runtime.megatron_lm import install
+
+    owners = (megatron.training, training, initialize, arguments, checkpointing, utils, GPTModel)
+
+    def names() -> dict[str, int]:
+        """What each name is; not of modules, which an import may add."""
+        return {
+            f"{owner.__name__}.{name}": id(value)
+            for owner in owners
+            for name, value in vars(owner).items()
+            if not isinstance(value, ModuleType | dict)
+        }
+
+    before = names()
+    install.install()
+    once = names()
+    assert install.installed()
+    assert once != before
+    install.install()
+    assert names() == once
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    assert parser.parse_args(["--wlb-packing", "wlb"]).wlb_packing == "wlb"
+    install.uninstall()
+    assert not install.installed()
+    assert names() == before
+    install.uninstall()
+    return 0
+
+
+def _launch(argv: list[str]) -> int:
+    from megatron_wlb.launch import main
+
+    return main([f"{PATH}/pretrain_gpt.py", *argv])
+
+
+def _run_alone(argv: list[str]) -> int:
+    import runpy
+
+    from megatron_wlb.runtime.megatron_lm import cpu
+
+    sys.argv = ["pretrain_gpt.py", *argv]
+    sys.path[0] = str(PATH)
+    cpu.install()
+    runpy.run_path(f"{PATH}/pretrain_gpt.py", run_name="__main__")
+    return 0

@@ -1,0 +1,376 @@
+"""Megatron-LM's own ``pretrain_gpt.py`` on plans: what it computes, in every layout, and that it is
+left alone without our flags. Each configuration runs once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_lm_runs import (
+    BOTH,
+    DP2,
+    LAYOUTS,
+    MEGATRON_LM,
+    PATH,
+    PP2,
+    PP2_VPP2,
+    TP2_SP,
+    WINDOW,
+    finish,
+    install_and_uninstall,
+    launch,
+    logged,
+    needs_megatron_lm,
+    run_without_launcher,
+    validations,
+)
+from trainer_runs import (
+    Finished,
+    Flags,
+    assert_refused,
+    command_line,
+    losses,
+    read_metrics,
+    spawn,
+    start,
+)
+
+from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.errors import CheckpointError, ConfigError
+
+pytestmark = needs_megatron_lm
+
+ROUNDING = 1e-6
+"""Relative, of losses: fp32 sums of a thousand token losses, summed in another order. Up to 1e-7 is
+seen; two documents exchanged between steps make 1e-3."""
+NUM_STEPS = 12
+SAVED = 2
+"""All layouts go on from the checkpoint of one process after so many steps: with its weights, its
+documents and its pool."""
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two corpora of short and long documents, 41,000 and 13,000 bytes."""
+    folder = tmp_path_factory.mktemp("texts")
+    generator = np.random.RandomState(11)
+    for name, number in (("a", 300), ("b", 100)):
+        with (folder / f"{name}.jsonl").open("w") as stream:
+            for length in np.clip(generator.lognormal(4.3, 1.2, number), 5, 1500).astype(int):
+                words = generator.choice(["ab", "cde", "fgh ", "the ", "sun ", "x. "], length)
+                stream.write(json.dumps({"text": "".join(words)[:length]}) + "\n")
+        build_corpus([folder / f"{name}.jsonl"], folder / name)
+    return [folder / "a", folder / "b"]
+
+
+@pytest.fixture(scope="session")
+def one_process(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[Path]
+) -> tuple[Path, Finished]:
+    """A run of one process with `hold` that saves, evaluates and logs; its folder and output."""
+    folder = tmp_path_factory.mktemp("one")
+    (folder / "ck").mkdir()  # progress.txt is written there before the first save
+    flags = holding(texts) | {"save": "ck", "save_interval": SAVED, "log_progress": True}
+    flags |= {"eval_interval": 4, "eval_iters": 2, "tensorboard_dir": "board", "seed": 7}
+    flags |= {"wlb_metrics": "metrics", "log_throughput": True, "log_timers_to_tensorboard": True}
+    return folder, finish(launch(folder, 1, flags | {"tensorboard_log_interval": 1}))
+
+
+def holding(texts: list[Path]) -> Flags:
+    return BOTH | {"data_path": texts[0], "train_iters": NUM_STEPS, "wlb_packing": "hold"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_equals_one_process(
+    name: str, one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
+) -> None:
+    """Losses of 10 steps, with documents held back, from a checkpoint of another layout."""
+    num_processes, layout = LAYOUTS[name]
+    if "use_distributed_optimizer" in layout:  # its state of one process is of another form
+        layout = {k: v for k, v in layout.items() if k != "use_distributed_optimizer"}
+    folder = one_process[0]
+    flags = holding(texts) | layout | {"load": folder / "ck", "ckpt_step": SAVED, "seed": 7}
+    finished = finish(launch(tmp_path, num_processes, flags | {"wlb_metrics": "metrics"}))
+    expected = [line for line in read_metrics(folder / "metrics") if line["iteration"] > SAVED]
+    found = list(read_metrics(tmp_path / "metrics"))
+    assert len(found) == len(expected) == NUM_STEPS - SAVED
+    assert any(line["waiting_documents"] for line in expected), "nothing is held back"
+    for ours, theirs in zip(found, expected, strict=True):
+        for key in ("iteration", "tokens", "targets", "delay_steps", "waiting_tokens"):
+            assert ours[key] == theirs[key]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=ROUNDING)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert "random numbers (dropout) start anew" in finished.output
+
+
+ORIGINAL: dict[str, tuple[int, Flags]] = LAYOUTS | {
+    "pp2-evaluated": (2, PP2 | {"eval_interval": 2, "eval_iters": 2}),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_original_equals_the_embedded_trainer(name: str, texts: list[Path], tmp_path: Path) -> None:
+    """From the first weights on, with the same seed; with a blend of two corpora."""
+    num_processes, layout = ORIGINAL[name]
+    blend = [0.8, texts[0], 0.2, texts[1]] if name == "dp2" else texts
+    flags = BOTH | layout | {"data_path": blend, "wlb_packing": "original", "train_iters": 4}
+    launched = finish(launch(tmp_path, num_processes, flags | {"wlb_metrics": "launched"}))
+    finish(start(tmp_path, num_processes, flags | {"wlb_metrics": "embedded"}))
+    expected = losses(tmp_path / "embedded")
+    assert len(expected) == 4
+    assert losses(tmp_path / "launched") == pytest.approx(expected, rel=ROUNDING)
+    evaluated = [
+        line["valid_loss"] for line in read_metrics(tmp_path / "embedded") if "valid_loss" in line
+    ]
+    assert len(evaluated) == (2 if "eval_interval" in layout else 0)
+    # Megatron-LM evaluates once more at the end: the same documents, by the same weights.
+    found = [float(loss) for loss in validations(launched)]
+    assert found[:2] == pytest.approx(evaluated, rel=ROUNDING)
+
+
+def test_packings_train_other_batches(
+    one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
+) -> None:
+    """Negative control of the equalities above."""
+    flags = holding(texts) | {"wlb_packing": "original", "train_iters": 3, "seed": 7}
+    finish(launch(tmp_path, 1, flags | {"wlb_metrics": "original"}))
+    original, held = losses(tmp_path / "original"), losses(one_process[0] / "metrics")
+    for step, loss in original.items():
+        assert abs(loss - held[step]) > 100 * ROUNDING * loss
+
+
+def test_evaluations_are_of_the_same_documents(
+    one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
+) -> None:
+    found = [float(loss) for loss in validations(one_process[1])]
+    assert len(found) == 5  # after 4, 8 and 12 steps, and of both splits at the end
+    assert found[2] == found[3] < found[1] < found[0]
+    assert "on test set" in one_process[1].output
+    flags = holding(texts) | {"eval_iters": 2, "skip_train": True, "seed": 7}
+    flags |= {"load": one_process[0] / "ck", "ckpt_step": 8}
+    alone = finish(launch(tmp_path, 1, flags))
+    assert float(validations(alone)[0]) == pytest.approx(found[1], rel=ROUNDING)
+
+
+def test_tensorboard_and_progress_log_show_the_packing(
+    one_process: tuple[Path, Finished],
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its dependencies
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, finished = one_process
+    board = EventAccumulator(str(folder / "board"))
+    board.Reload()
+    metrics: list[dict[str, Any]] = list(read_metrics(folder / "metrics"))
+    for name in (
+        "tokens", "padding", "imbalance", "delay_steps", "waiting_documents", "waiting_tokens",
+        "plan_wait_ms", "step_ms", "predicted_ms", "mfu",
+    ):  # fmt: skip
+        shown = [event.value for event in board.Scalars(f"wlb/{name}")]
+        assert shown == pytest.approx([line[name] for line in metrics], rel=1e-6), name
+    assert [event.step for event in board.Scalars("lm loss")] == list(range(1, NUM_STEPS + 1))
+    assert finished.output.count(" wlb hold | tokens: ") == NUM_STEPS
+
+    lines = (folder / "ck" / "progress.txt").read_text().splitlines()
+    ours = [line for line in lines if "Workload balance" in line]
+    assert len(ours) == NUM_STEPS // SAVED
+    assert f"Tokens trained: {sum(line['tokens'] for line in metrics)}\t" in ours[-1]
+
+
+def stand_in_for_wandb() -> None:
+    """Megatron's W&B writer, which is the module itself, prints what it is told."""
+    from megatron.training import global_vars
+
+    class Wandb:
+        config = SimpleNamespace(update=lambda values: None)
+
+        def log(self, values: dict[str, Any], step: int) -> None:
+            numbers = {name: float(value) for name, value in values.items()}
+            sys.stdout.write(f"\nwandb {json.dumps([step, numbers])}\n")
+
+        def finish(self) -> None: ...
+
+    def set_writer(_args: Any) -> None:
+        global_vars._GLOBAL_WANDB_WRITER = Wandb()
+
+    global_vars._set_wandb_writer = set_writer
+
+
+def test_wandb_gets_the_figures_of_each_step(texts: list[Path], tmp_path: Path) -> None:
+    flags = holding(texts) | {"train_iters": 3, "wlb_metrics": "metrics"}
+    flags |= {"tensorboard_log_interval": 1}
+    finished = finish(launch(tmp_path, 1, flags, fault=stand_in_for_wandb))
+    said = re.findall(r"^wandb (.*)$", finished.output, re.MULTILINE)
+    shown = {step: values for step, values in map(json.loads, said) if "wlb/imbalance" in values}
+    assert list(shown) == [1, 2, 3]
+    for line in read_metrics(tmp_path / "metrics"):
+        values = shown[line["iteration"]]
+        for name in ("imbalance", "tokens", "delay_steps", "predicted_ms", "waiting_tokens"):
+            assert values[f"wlb/{name}"] == line[name]
+
+
+def test_floating_point_operations_are_those_of_documents(
+    one_process: tuple[Path, Finished],
+) -> None:
+    """By hand, of this model: 6 a weight and token, and attention over half of each square."""
+    layers, hidden, vocabulary, window = 4, 32, 256, WINDOW
+    per_token = 6 * (layers * 12 * hidden**2 + hidden * vocabulary)
+    for line in read_metrics(one_process[0] / "metrics"):
+        total = line["tflops_per_device"] * 1e12 * line["step_ms"] / 1e3
+        linear = per_token * line["tokens"]
+        of_full_windows = linear + 6 * layers * hidden * line["tokens"] * window
+        assert linear < total < 0.99 * of_full_windows
+
+
+def test_install_happens_once_and_uninstall_restores_every_name(tmp_path: Path) -> None:
+    finish(start(tmp_path, 1, {}, program=install_and_uninstall))
+
+
+def repair_the_mode_that_runs_steps_twice() -> None:
+    """0.16.1 has two names for it, one in the flag; and its report raises."""
+    from megatron.core import rerun_state_machine as rerun
+
+    mode, iterator = rerun.RerunMode.REPORT_DETERMINISM_STATS, rerun.RerunDataIterator
+    rerun.RerunMode._value2member_map_["report_stats"] = mode
+    rerun.RerunStateMachine._maybe_report_stats = lambda self: None
+    rewind = iterator.rewind
+
+    def rewind_and_say(self: Any) -> None:
+        sys.stdout.write("rewound\n")
+        rewind(self)
+
+    iterator.rewind = rewind_and_say
+
+
+def test_a_step_that_runs_again_gets_the_same_plan(texts: list[Path], tmp_path: Path) -> None:
+    """Megatron's rerun machinery, told to run every step twice, leaves queues and losses alone."""
+    flags = holding(texts) | PP2_VPP2 | {"train_iters": 4}
+    finish(launch(tmp_path, 2, flags | {"wlb_metrics": "once"}))
+    again = flags | {"rerun_mode": "report_stats", "wlb_metrics": "twice"}
+    fault = repair_the_mode_that_runs_steps_twice
+    finished = finish(launch(tmp_path, 2, again, fault=fault))
+    assert finished.output.count("rewound") >= 4
+    assert losses(tmp_path / "twice") == losses(tmp_path / "once")
+
+
+def test_the_command_under_torchrun_trains_as_forked_ranks_do(
+    one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
+) -> None:
+    """The whole command line, in processes of its own; it saves in a worker process."""
+    flags = MEGATRON_LM | holding(texts) | {"seed": 7, "exit_interval": 2, "wlb_metrics": "metrics"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m"]
+    command += ["megatron_wlb.launch", f"{PATH}/pretrain_gpt.py"]
+    command += command_line(flags | {"save": "ck", "save_interval": 2})
+    finish(spawn(tmp_path, command))
+    expected = losses(one_process[0] / "metrics")
+    assert losses(tmp_path / "metrics") == {step: expected[step] for step in (1, 2)}
+    assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_help_shows_megatrons_flags_and_ours(tmp_path: Path) -> None:
+    shown = finish(launch(tmp_path, 1, {"help": True})).output
+    assert "--wlb-packing {original,fixed-greedy,fixed-solver,wlb,hold}" in " ".join(shown.split())
+    assert "--num-layers" in shown
+
+
+STOCK: Flags = (
+    BOTH
+    | PP2
+    | {
+        "train_iters": 3,
+        "eval_interval": 2,
+        "eval_iters": 1,
+        "num_workers": 0,
+    }
+)
+
+
+def test_without_our_flags_the_script_trains_as_alone(texts: list[Path], tmp_path: Path) -> None:
+    """Megatron's own packing, to every digit that it writes; `--wlb-device` asks for no plans."""
+    flags = STOCK | {"data_path": texts[0], "data_cache_path": "cache"}
+    alone = finish(run_without_launcher(tmp_path, 2, flags))
+    launched = finish(launch(tmp_path, 2, flags | {"wlb_device": "cpu"}))
+    for figure in ("lm loss", "grad norm", "learning rate"):
+        assert len(logged(alone, figure)) == 3
+        assert logged(launched, figure) == logged(alone, figure)
+    assert len(validations(alone)) >= 3
+    assert validations(launched) == validations(alone)
+    assert "wlb" not in launched.output
+
+
+PER_SPLIT: Flags = BOTH | {"train_iters": 2, "split": None, "eval_interval": 2, "eval_iters": 1}
+
+
+def test_paths_per_split_train_and_evaluate_those(texts: list[Path], tmp_path: Path) -> None:
+    """Training on one corpus alone is training on its whole split of 100 %."""
+    flags = PER_SPLIT | {"wlb_packing": "hold", "valid_data_path": texts[1]}
+    flags |= {"test_data_path": texts[1], "wlb_metrics": "split", "train_data_path": texts[0]}
+    split = finish(launch(tmp_path, 1, flags))
+    flags = BOTH | {"train_iters": 2, "data_path": texts[0], "split": "1", "wlb_packing": "hold"}
+    finish(launch(tmp_path, 1, flags | {"wlb_metrics": "whole"}))
+    assert losses(tmp_path / "split") == losses(tmp_path / "whole")
+    assert len(validations(split)) == 3
+
+
+REFUSED: dict[str, tuple[Flags, list[str]]] = {
+    "ours": ({"tp_comm_overlap": True}, ["--tp-comm-overlap", "lengths", "leave it out"]),
+    "yaml": ({"yaml_cfg": "run.yaml"}, ["--yaml-cfg", "use flags"]),
+    "no-validation": (
+        {"split": "1", "eval_iters": 1, "eval_interval": 1},
+        ["--eval-iters is 1", "no documents", "--split"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_one_line(name: str, texts: list[Path], tmp_path: Path) -> None:
+    flags, fragments = REFUSED[name]
+    finished = launch(tmp_path, 2, holding(texts) | PP2 | flags).wait()
+    if name != "no-validation":  # which takes the corpora to know
+        assert "initializ" not in finished.output, "a process group was made before"
+    assert_refused(finished, ConfigError.exit_code, *fragments)
+
+
+OTHER_RUNS: dict[str, tuple[Flags, list[str]]] = {
+    "n": ({"global_batch_size": 4}, ["8", "4", "resume with"]),
+    "packing": ({"wlb_packing": "wlb"}, ["hold", "wlb"]),
+    "corpus": ({"split": "70,25,5"}, ["corpora", "resume with the same"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_resume_of_another_run_is_one_line(
+    name: str, one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
+) -> None:
+    changed, fragments = OTHER_RUNS[name]
+    flags = holding(texts) | {"load": one_process[0] / "ck", "seed": 7}
+    flags |= {"override_opt_param_scheduler": True}
+    finished = launch(tmp_path, 1, flags | changed).wait()
+    assert_refused(finished, CheckpointError.exit_code, *fragments)
+
+
+def test_resume_of_a_stock_checkpoint_is_one_line_and_its_weights_can_be_used(
+    texts: list[Path], tmp_path: Path
+) -> None:
+    flags = BOTH | {"data_path": texts[0], "train_iters": 2, "data_cache_path": "cache"}
+    finish(run_without_launcher(tmp_path, 1, flags | {"save": "ck", "save_interval": 2}))
+    flags |= {"load": "ck", "wlb_packing": "hold"}
+    finished = launch(tmp_path, 1, flags).wait()
+    assert_refused(finished, CheckpointError.exit_code, "no packing state", "--finetune")
+    finish(launch(tmp_path, 1, flags | {"finetune": True, "wlb_metrics": "metrics"}))
+    assert list(losses(tmp_path / "metrics")) == [1, 2]
+
+
+@pytest.mark.parametrize("layout", [DP2, TP2_SP], ids=["dp2", "tp2-sp"])
+def test_shapes_and_plans_can_be_verified(layout: Flags, texts: list[Path], tmp_path: Path) -> None:
+    flags = BOTH | layout | {"data_path": texts[0], "train_iters": 2, "wlb_packing": "wlb"}
+    finish(launch(tmp_path, 2, flags | {"wlb_verify_shapes": True}))

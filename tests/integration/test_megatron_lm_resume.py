@@ -1,0 +1,55 @@
+"""A run of Megatron-LM that is killed goes on as if nothing had happened, to the last bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from megatron_lm_runs import BOTH, LAYOUTS, finish, launch, needs_megatron_lm
+from trainer_runs import Flags, losses
+
+pytestmark = needs_megatron_lm
+
+NUM_STEPS = 8
+RUNS: dict[str, tuple[int, Flags]] = {
+    "pp2-vpp2-hold-torch_dist": (
+        2, LAYOUTS["pp2-vpp2"][1] | {"wlb_packing": "hold", "wlb_look_ahead": 2},
+    ),
+    # Ranks of unequal lengths draw unequally many random numbers, which Megatron does not save.
+    "dp2-wlb-torch": (2, {"wlb_packing": "wlb", "ckpt_format": "torch"}),
+    "dp2-sharded-bf16-hold-torch_dist": (
+        2, LAYOUTS["dp2"][1] | {"wlb_packing": "hold", "bf16": True},
+    ),
+    "cp2-hold-torch_dist": (2, LAYOUTS["cp2"][1] | {"wlb_packing": "hold"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Path) -> None:
+    num_processes, layout = RUNS[name]
+    flags = BOTH | layout | {"data_path": corpus, "train_iters": NUM_STEPS, "hidden_dropout": 0.1}
+    finish(launch(tmp_path, num_processes, flags | {"wlb_metrics": "plain"}))
+    expected = losses(tmp_path / "plain")
+    assert list(expected) == list(range(1, NUM_STEPS + 1))
+
+    flags |= {"save": "ck", "load": "ck", "save_interval": 2, "wlb_metrics": "killed"}
+    metrics, tracker = tmp_path / "killed", tmp_path / "ck" / "latest_checkpointed_iteration.txt"
+    run = launch(tmp_path, num_processes, flags)
+    steps = random.Random(name).randint(3, 6)
+    run.wait_until(
+        lambda: tracker.exists() and metrics.exists() and len(losses_so_far(metrics)) >= steps
+    )
+    run.kill()
+    assert max(losses_so_far(metrics)) < NUM_STEPS
+    assert 2 <= int(tracker.read_text()) < NUM_STEPS
+    finish(launch(tmp_path, num_processes, flags))
+    assert losses(metrics) == expected
+
+
+def losses_so_far(metrics: Path) -> dict[int, float]:
+    """Without a last line that is being written."""
+    text = metrics.read_text()
+    whole = metrics.with_suffix(".whole")
+    whole.write_text(text[: text.rfind("\n") + 1])
+    return losses(whole)

@@ -1,0 +1,228 @@
+"""Megatron-LM's own recipes, against Megatron-LM's own converter and parser.
+
+``MEGATRON_LM_PATH`` is a checkout of core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.recipe import _TextLoader, read_recipe
+from megatron_wlb.runtime.megatron_lm.check_arguments import check
+
+PATH = os.environ.get("MEGATRON_LM_PATH")
+pytestmark = pytest.mark.skipif(not PATH, reason="MEGATRON_LM_PATH is not set")
+TESTS = Path(PATH or "", "tests", "functional_tests")
+RECIPES = sorted((TESTS / "test_cases").glob("*/*/model_config.yaml"))
+FOLDER = Path(__file__).parents[2] / "configs" / "experiment"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+VARIABLES = {
+    "DATA_PATH": "/data",
+    "DATA_CACHE_PATH": "/cache",
+    "CHECKPOINT_SAVE_PATH": "/save",
+    "CHECKPOINT_LOAD_PATH": "/load",
+    "TENSORBOARD_PATH": "/logs",
+    "INFERENCE_OUTPUT_PATH": "/out",
+    "REPEAT": "1",
+    "WANDB_SAVE_PATH": "/wandb",
+    "WANDB_EXPERIMENT": "one two",
+    "DATA_BLEND": "[30 /data/a 70 /data/b]",
+}
+AWKWARD = re.compile(r"^  --\S+: +(?!true|\"?\$)(?=.*[\[(|\\ ])", re.MULTILINE)
+"""A value with brackets, backslashes or spaces: where the rules differ."""
+
+
+def converted_by_megatron(recipe: Path) -> list[str]:
+    """What the shell loop of Megatron's script makes of the recipe; ``yq`` is played by PyYAML."""
+    script = (TESTS / "shell_test_utils" / "_run_training.sh").read_text()
+    start = script.index('TRAINING_PARAMS_FROM_CONFIG=""', script.index('export KEY="MODEL_ARGS"'))
+    stop = script.index("\n", script.index("eval ", start))
+    text = string.Template(recipe.read_text()).safe_substitute(VARIABLES)
+    values = yaml.load(text, Loader=_TextLoader)["MODEL_ARGS"]
+    for flag, value in values.items():
+        if isinstance(value, list):  # unquoted brackets are a YAML list
+            values[flag] = f"[{' '.join(value)}]"
+    lines = "".join(f"{flag}: {value}\n" for flag, value in values.items() if value != "")
+    done = subprocess.run(
+        ["bash", "-fc", f"{script[start:stop]}\nprintf '%s\\0' \"${{TRAINING_PARAMS_ARRAY[@]}}\""],
+        env={**os.environ, "TRAINING_PARAMS_STR": lines.rstrip("\n")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split("\0")[:-1]
+
+
+def is_megatrons(recipe: Path) -> bool:
+    text = recipe.read_text()
+    """Not NeMo's, and not an empty one."""
+    return "\nMODEL_ARGS:\n  " in f"\n{text}" and "trainer.num_nodes" not in text
+
+
+def awkward_recipes() -> list[Path]:
+    """One recipe for each awkward value, and a plain one."""
+    found: dict[str, Path] = {}
+    for path in RECIPES:
+        # The prompts of inference recipes have quotes that xargs refuses.
+        if is_megatrons(path) and "--prompts" not in (text := path.read_text()):
+            for line in text.splitlines() if AWKWARD.search(text) else ():
+                if AWKWARD.match(line):
+                    found.setdefault(line, path)
+    plain = next(path for path in RECIPES if path.parent.name == "gpt3_mcore_te_tp2_pp2")
+    return sorted({*found.values(), plain})
+
+
+needs_tests = pytest.mark.skipif(
+    not RECIPES, reason="MEGATRON_LM_PATH has no tests/functional_tests"
+)
+
+
+@needs_tests
+def test_every_recipe_is_read() -> None:
+    read = [path for path in RECIPES if is_megatrons(path)]
+    assert len(read) > 200
+    for path in read:
+        recipe = read_recipe(path, VARIABLES)
+        assert recipe.arguments and recipe.arguments[0].startswith("--"), path
+        assert recipe.test_type
+        assert recipe.unresolved == (), path
+
+
+@needs_tests
+def test_recipes_become_the_arguments_that_megatrons_script_makes_of_them() -> None:
+    chosen = awkward_recipes()
+    assert len(chosen) > 8
+    for path in chosen:
+        assert list(read_recipe(path, VARIABLES).arguments) == converted_by_megatron(path), path
+
+
+def with_flags(name: str, *extra: str) -> tuple[int, list[str]]:
+    """World size and flags of a recipe of Table 1."""
+    recipe = read_recipe(FOLDER / f"{name}.yaml", {})
+    return recipe.num_nodes * recipe.devices_per_node, [*recipe.arguments, *extra]
+
+
+NO_CP = ("--context-parallel-size", "1", "--global-batch-size", "16")
+REFUSED = {
+    # Extra flags: what is said of them; the first ones by Megatron, the last one by us.
+    ("--context-parallel-size", "3"): r"world size \(32\) is not divisible",
+    ("--no-such-flag",): "unrecognized arguments: --no-such-flag",
+    ("--kv-channels", "many"): "argument --kv-channels: invalid int value",
+    (*NO_CP, "--tp-comm-overlap"): "^--tp-comm-overlap does not work with --wlb-packing",
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """By recipe or extra flags what Megatron's parser and checks, then our guards, say against it.
+
+    All in one process, as importing Megatron takes seconds.
+    """
+    lines = {name: with_flags(name) for name in NAMES}
+    lines |= {" ".join(extra): with_flags("550m-64k", *extra) for extra in REFUSED}
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from megatron_wlb.runtime.megatron_lm.check_arguments import main\n"
+        "said = {}\n"
+        "for name, (world_size, flags) in json.loads(sys.argv[2]).items():\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as stream:\n"
+        "        try:\n"
+        "            failed = main([sys.argv[1], str(world_size), *flags])\n"
+        "        except (AssertionError, SystemExit) as error:\n"
+        "            failed = True\n"
+        "            if isinstance(error, AssertionError):\n"
+        "                print(error, file=sys.stderr)\n"
+        "    lines = stream.getvalue().strip().splitlines()\n"
+        "    said[name] = lines[-1] if failed else ''\n"
+        "print(json.dumps(said))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, PATH or "", json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_megatrons_own_parser_and_checks_take_table_1(said: dict[str, str], name: str) -> None:
+    assert said[name] == ""
+
+
+@pytest.mark.parametrize("extra", REFUSED)
+def test_what_megatron_or_we_refuse_is_said(said: dict[str, str], extra: tuple[str, ...]) -> None:
+    assert re.search(REFUSED[extra], said[" ".join(extra)])
+
+
+def test_dry_run_asks_megatron() -> None:
+    world_size, flags = with_flags("550m-64k", "--no-such-flag")
+    with pytest.raises(ConfigError, match=r"Megatron-LM in .* refuses .*: --no-such-flag; correct"):
+        check(PATH or "", world_size, flags)
+
+
+TINY = """
+ENV_VARS: {GPUS_PER_NODE: 2, OMP_NUM_THREADS: 1, CUDA_DEVICE_MAX_CONNECTIONS: 1}
+MODEL_ARGS:
+  --num-layers: 4
+  --hidden-size: 16
+  --num-attention-heads: 2
+  --position-embedding-type: rope
+  --max-position-embeddings: 256
+  --seq-length: 256
+  --micro-batch-size: 1
+  --global-batch-size: 4
+  --train-iters: 9
+  --lr: 1.0e-3
+  --pipeline-model-parallel-size: 2
+  --hidden-dropout: 0.0
+  --attention-dropout: 0.0
+  --data-path: ${CORPUS}
+  --tokenizer-type: NullTokenizer
+  --vocab-size: 256
+  --eval-interval: 100
+  --eval-iters: 0
+  --log-interval: 1
+  --distributed-backend: gloo
+  --transformer-impl: local
+  --no-gradient-accumulation-fusion: true
+  --no-persist-layer-norm: true
+  --no-masked-softmax-fusion: true
+  --no-bias-gelu-fusion: true
+  --no-bias-dropout-fusion: true
+  --no-rope-fusion: true
+  --wlb-packing: hold
+  --wlb-hardware: cpu
+  --wlb-device: cpu
+"""
+
+
+def test_recipe_trains(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(TINY)
+    words = ["recipe", "run", "recipe.yaml", "--megatron", PATH or "", "--", "--train-iters", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_wlb.cli.main", *words],
+        env={**os.environ, "CORPUS": str(corpus), "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"iteration +(\d+)/ +3 .* lm loss: (\S+)", done.stdout)
+    assert [int(iteration) for iteration, _ in found] == [1, 2, 3]
+    # At first every byte is about as likely: log 256 = 5.545.
+    assert 5 < float(found[2][1]) < float(found[0][1]) < 6.5

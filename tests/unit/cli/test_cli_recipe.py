@@ -1,0 +1,125 @@
+"""``wlb recipe show|run``: what is printed, and what is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wlb.cli.main import main
+
+RECIPE = """
+ENV_VARS:
+  GPUS_PER_NODE: 2
+  GREETING: "hello world"
+MODEL_ARGS:
+  --num-layers: 4
+  --bf16: true
+  --prompts: "it's two"
+  --save: ${OUT}
+TEST_TYPE: regular
+BEFORE_SCRIPT: rm -rf /
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    monkeypatch.setenv("OUT", "/out")
+    path = tmp_path / "model_config.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "Megatron-LM").mkdir()
+    (tmp_path / "Megatron-LM" / "pretrain_gpt.py").touch()
+    return tmp_path / "Megatron-LM"
+
+
+def test_show_prints_a_command_for_the_shell(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipe", "show", recipe, "--megatron", "/m", "--", "--lr", "1e-4"]) == 0
+    captured = capsys.readouterr()
+    exports, command = captured.out.split("python", 1)
+    assert exports == "export GPUS_PER_NODE=2\nexport GREETING='hello world'\n"
+    assert shlex.split(command.replace("\\\n", "")) == [
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("-m", "megatron_wlb.launch", "/m/pretrain_gpt.py"),
+        *("--num-layers", "4", "--bf16", "--prompts", "it's two", "--save", "/out"),
+        *("--lr", "1e-4"),
+    ]
+    assert captured.err == f"note: BEFORE_SCRIPT of the recipe is not run; see {recipe}\n"
+
+
+def test_show_prints_json(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["recipe", "show", recipe, "--json", "--nnodes", "4", "--rdzv-endpoint", "a:1"]
+    assert main(argv) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["arguments"][:3] == ["--num-layers", "4", "--bf16"]
+    command = " ".join(shown["command"])
+    assert "--nnodes 4 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a:1" in command
+
+
+def test_run_becomes_torchrun(recipe: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def execve(*call: Any) -> None:
+        started.append(call)
+        raise SystemExit  # this process is another one now
+
+    monkeypatch.setattr(os, "execve", execve)
+    argv = ["recipe", "run", recipe, "--megatron", str(checkout), "--log-dir", "logs"]
+    with pytest.raises(SystemExit):
+        main([*argv, "--", "--train-iters", "3"])
+    ((program, command, environment),) = started
+    assert program == command[0] == sys.executable
+    assert command[1:8] == [
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "logs", "--tee")
+    ]
+    assert command[-4:] == ["--save", "/out", "--train-iters", "3"]
+    assert environment["GREETING"] == "hello world"
+    assert environment["OUT"] == "/out"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--megatron is missing; give the Megatron-LM checkout"),
+        (["--megatron", "/nowhere"], "/nowhere/pretrain_gpt.py is no file"),
+        (["--megatron", "CHECKOUT", "--script", "train_rl.py"], "train_rl.py is no file"),
+        (["--megatron", "CHECKOUT", "--nnodes", "2"], "runs on 2 nodes; give --rdzv-endpoint"),
+        (["--megatron", "CHECKOUT", "--nproc-per-node", "0"], "--nproc-per-node is 0; give at"),
+        (["--dry-run"], "has no --wlb-… flag: it runs as stock Megatron does"),
+    ],
+)
+def test_run_refuses_what_cannot_start(
+    recipe: str,
+    checkout: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("started"))
+    options = [str(checkout) if option == "CHECKOUT" else option for option in options]
+    assert main(["recipe", "run", recipe, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_run_refuses_unset_variables(
+    recipe: str,
+    checkout: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OUT")
+    assert main(["recipe", "run", recipe, "--megatron", str(checkout)]) == 2
+    assert "has variables that are not set: OUT" in capsys.readouterr().err

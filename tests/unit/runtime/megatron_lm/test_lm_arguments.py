@@ -1,0 +1,94 @@
+"""What of Megatron-LM's arguments reaches planning, and which flags ask for plans."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from megatron_wlb.config import Config, WlbConfig
+from megatron_wlb.runtime.megatron_lm import arguments
+
+CHECKED: dict[str, Any] = {
+    # After Megatron's validate_args.
+    "num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4,
+    "group_query_attention": True, "num_query_groups": 2, "kv_channels": 16,
+    "position_embedding_type": "rope", "max_position_embeddings": 512, "rotary_base": 10000,
+    "rotary_percent": 0.5, "rotary_interleaved": False, "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-6, "qk_layernorm": True, "swiglu": True, "add_qkv_bias": True,
+    "add_bias_linear": False, "untie_embeddings_and_output_weights": True,
+    "make_vocab_size_divisible_by": 64, "hidden_dropout": 0.1, "attention_dropout": 0.0,
+    "transformer_impl": "local", "deterministic_mode": False,
+    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4,
+    "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": False,
+    "microbatch_group_size_per_vp_stage": 4, "context_parallel_size": 1,
+    "sequence_parallel": True, "use_distributed_optimizer": True, "overlap_grad_reduce": False,
+    "distributed_backend": "nccl", "micro_batch_size": 1, "global_batch_size": 32, "seed": 5,
+    "bf16": True, "recompute_granularity": "selective", "recompute_method": None,
+    "recompute_num_layers": None, "split": "99,1,0", "seq_length": 512,
+    "data_path": ["0.5", "a", "0.5", "b"], "lr": 3e-4, "optimizer": "adam",
+}  # fmt: skip
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = arguments.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return parser.parse_args(words)
+
+
+def config(*words: str, **changes: Any) -> Config:
+    return arguments.config_of(argparse.Namespace(**CHECKED | vars(parse(*words)) | changes))
+
+
+def test_settings_of_model_and_layout_are_megatrons() -> None:
+    found = config("--wlb-packing", "wlb", "--wlb-queue-thresholds", "100", "200")
+    assert found.model.norm_epsilon == 1e-6
+    assert found.model.disable_bias_linear
+    assert found.model.num_query_groups == 2
+    assert found.parallel.num_virtual_stages_per_pipeline_rank == 2
+    assert found.parallel.no_overlap_p2p_communication
+    assert found.parallel.microbatch_group_size_per_virtual_pipeline_stage == 4
+    assert found.training.global_batch_size == 32
+    assert found.training.recompute_granularity == "selective"
+    assert found.data.data_path == ("0.5", "a", "0.5", "b")
+    assert found.wlb.wlb_packing == "wlb"
+    assert found.wlb.wlb_queue_thresholds == (100, 200)
+
+
+def test_no_overlap_is_told_only_where_there_are_virtual_stages() -> None:
+    """Without them Megatron turns the overlap off by itself."""
+    found = config(virtual_pipeline_model_parallel_size=None)
+    assert not found.parallel.no_overlap_p2p_communication
+    assert found.parallel.num_virtual_stages_per_pipeline_rank is None
+
+
+def test_splits_with_their_own_paths_need_no_shares() -> None:
+    found = config(split=None, data_path=None)
+    assert found.data.data_path == ()
+    assert found.data.split == Config().data.split
+
+
+def test_flags_have_the_defaults_of_the_settings_and_a_group_of_their_own() -> None:
+    default = WlbConfig()
+    for name, value in vars(parse()).items():
+        assert value == getattr(default, name)
+    parser = arguments.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    text = parser.format_help()
+    assert "workload balance" in text
+    assert "--wlb-packing {original,fixed-greedy,fixed-solver,wlb,hold}" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [
+        ([], False),
+        (["--num-layers", "4"], False),
+        (["--wlb-device", "cpu"], False),
+        (["--wlb-device=cpu", "--bf16"], False),
+        (["--wlb-packing", "original"], True),
+        (["--wlb-packing=hold"], True),
+        (["--wlb-device", "cpu", "--wlb-max-tokens", "4096"], True),
+    ],
+)
+def test_any_flag_of_ours_but_the_device_asks_for_plans(words: list[str], asks: bool) -> None:
+    assert arguments.asks_for_plans(words) is asks

@@ -1,0 +1,141 @@
+"""Every flag of Megatron-LM that cannot run with plans is refused with its name and a remedy."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.runtime.megatron_lm import guards
+
+FINE: dict[str, Any] = {
+    # What matters of a command line that runs; as Megatron's parser leaves it.
+    "data_path": ["corpus"], "data_args_path": None, "train_data_path": None,
+    "per_split_data_args_path": None, "attention_dropout": 0.0, "micro_batch_size": 1,
+    "position_embedding_type": "rope", "softmax_type": "vanilla", "cuda_graph_impl": "none",
+    "context_parallel_size": 2, "pipeline_model_parallel_size": 2, "overlap_p2p_comm": True,
+    "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": 2,
+    "transformer_impl": "transformer_engine", "dataloader_type": None, "ckpt_format": "torch_dist",
+    "non_persistent_ckpt_type": None, "use_distributed_optimizer": True, "save": "ck",
+    "bf16": True, "fp16": False, "dist_ckpt_optim_fully_reshardable": False, "num_experts": None,
+    "hybrid_attention_ratio": 0.0, "cpu_offloading_num_layers": 0, "tp_comm_overlap": False,
+}  # fmt: skip
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "--yaml-cfg": {"yaml_cfg": "run.yaml"},
+    "--use-legacy-models": {"use_legacy_models": True},
+    "--perform-rl-step": {"perform_rl_step": True},
+    "--vision-pretraining": {"vision_pretraining": True},
+    "--export-kd-teacher-load": {"export_kd_teacher_load": "teacher"},
+    "--ckpt-convert-format": {"ckpt_convert_format": "torch"},
+    "--fake-process-group": {"fake_process_group": True},
+    "--lazy-mpu-init": {"lazy_mpu_init": True},
+    "--num-experts": {"num_experts": 8},
+    "--multi-latent-attention": {"multi_latent_attention": True},
+    "--is-hybrid-model": {"is_hybrid_model": True},
+    "--hybrid-override-pattern": {"hybrid_override_pattern": "M*-"},
+    "--hybrid-attention-ratio": {"hybrid_attention_ratio": 0.5},
+    "--heterogeneous-layers-config-path": {"heterogeneous_layers_config_path": "layers.json"},
+    "--experimental-attention-variant": {"experimental_attention_variant": "dsa"},
+    "--mtp-num-layers": {"mtp_num_layers": 1},
+    "--mtp-standalone": {"mtp_standalone": True},
+    "--window-size": {"window_size": (128, 0)},
+    "--attention-dropout": {"attention_dropout": 0.1},
+    "--position-embedding-type": {"position_embedding_type": "mrope"},
+    "--softmax-type": {"softmax_type": "learnable"},
+    "--qk-clip": {"qk_clip": True},
+    "--log-max-attention-logit": {"log_max_attention_logit": True},
+    "--attention-output-gate": {"attention_output_gate": True},
+    "--transformer-impl": {"transformer_impl": "inference_optimized"},
+    "--use-kitchen-attention": {"use_kitchen_attention": True},
+    "--enable-cuda-graph": {"enable_cuda_graph": True},
+    "--external-cuda-graph": {"external_cuda_graph": True},
+    "--cuda-graph-impl": {"cuda_graph_impl": "local"},
+    "--tp-comm-overlap": {"tp_comm_overlap": True},
+    "--fp8-format": {"fp8": "hybrid"},
+    "--fp4-format": {"fp4": "e2m1"},
+    "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
+    "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
+    "--hybrid-context-parallel": {"hybrid_context_parallel": True},
+    "--hierarchical-context-parallel-sizes": {"hierarchical_context_parallel_sizes": [2, 2]},
+    "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
+    "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
+    "--overlap-p2p-communication-warmup-flush": {"overlap_p2p_comm_warmup_flush": True},
+    "--pipeline-model-parallel-layout": {"pipeline_model_parallel_layout": "Et|tL"},
+    "--decoder-first-pipeline-num-layers": {"decoder_first_pipeline_num_layers": 3},
+    "--decoder-last-pipeline-num-layers": {"decoder_last_pipeline_num_layers": 3},
+    "--account-for-embedding-in-pipeline-split": {"account_for_embedding_in_pipeline_split": True},
+    "--account-for-loss-in-pipeline-split": {"account_for_loss_in_pipeline_split": True},
+    "--use-torch-fsdp2": {"use_torch_fsdp2": True},
+    "--use-megatron-fsdp": {"use_megatron_fsdp": True},
+    "--micro-batch-size": {"micro_batch_size": 2},
+    "--rampup-batch-size": {"rampup_batch_size": ["8", "8", "1000"]},
+    "--decrease-batch-size-if-needed": {"decrease_batch_size_if_needed": True},
+    "--ddp-average-in-collective": {"ddp_average_in_collective": True},
+    "--data-path": {"data_path": None},
+    "--mock-data": {"mock_data": True},
+    "--sft": {"sft": True},
+    "--fim-data": {"fim_data": True},
+    "--reset-position-ids": {"reset_position_ids": True},
+    "--reset-attention-mask": {"reset_attention_mask": True},
+    "--dataloader-type": {"dataloader_type": "cyclic"},
+    "--dataloader-save": {"dataloader_save": "state"},
+    "--object-storage-cache-path": {"object_storage_cache_path": "/cache"},
+    "--full-validation": {"full_validation": True},
+    "--multiple-validation-sets": {"multiple_validation_sets": True},
+    "--phase-transition-iterations": {"phase_transition_iterations": "100,200"},
+    "--wlb-epochs": {"wlb_epochs": 1},
+    "--use-distributed-optimizer": {"bf16": False},
+    "--ckpt-format": {"ckpt_format": "torch_dcp"},
+    "--non-persistent-ckpt-type": {"non_persistent_ckpt_type": "local"},
+}
+
+
+def test_every_refusal_has_a_case() -> None:
+    assert [refusal.flag for refusal in guards.REFUSALS] == list(REFUSED)
+
+
+def test_a_command_line_that_runs_passes() -> None:
+    guards.check(argparse.Namespace(**FINE))
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
+    refusal = next(r for r in guards.REFUSALS if r.flag == flag)
+    with pytest.raises(ConfigError) as raised:
+        guards.check(argparse.Namespace(**FINE | REFUSED[flag]))
+    message = str(raised.value)
+    assert message.startswith(flag)
+    assert message.endswith(f"{refusal.reason}; {refusal.remedy}")
+    assert "\n" not in message
+    ((name, value),) = REFUSED[flag].items()
+    if isinstance(value, str | int | float) and not isinstance(value, bool) and value != "ck":
+        assert f"{flag} {value} " in message, name
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        {"pipeline_model_parallel_size": 4, "overlap_p2p_comm": False},
+        {"num_virtual_stages_per_pipeline_rank": None, "overlap_p2p_comm": False},
+        {"dataloader_type": "single"},
+        {"ckpt_format": "torch", "bf16": False},
+        {"bf16": False, "dist_ckpt_optim_fully_reshardable": True},
+        {"bf16": False, "save": None},
+        {"data_path": None, "train_data_path": ["corpus"]},
+        {"data_path": None, "data_args_path": "paths.txt"},
+        {"non_persistent_ckpt_type": "global"},
+        {"position_embedding_type": "learned_absolute"},
+    ],
+)
+def test_what_only_looks_alike_passes(fine: dict[str, Any]) -> None:
+    guards.check(argparse.Namespace(**FINE | fine))
+
+
+@pytest.mark.parametrize("words", [["--yaml-cfg", "x.yaml"], ["--yaml-cfg=x.yaml"]])
+def test_yaml_settings_are_refused_before_parsing(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"--yaml-cfg .* use flags"):
+        guards.check_words(["--num-layers", "4", *words])
+    guards.check_words(["--num-layers", "4"])

@@ -1,0 +1,68 @@
+"""The image's pins agree with the rest of the project, and hadolint has nothing to say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_wlb.runtime import targets
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+CONSTRAINTS = dict(
+    line.split("==")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if "==" in line and not line.startswith("#")
+)
+COMMITS = {"0.16.1": "55ac7082517c3878ae653c07c09c534b8aed49f6"}
+"""Of NVIDIA/Megatron-LM's tags core_v…"""
+
+
+def test_megatron_is_the_tested_version_everywhere() -> None:
+    (version,) = (v for v, known in targets.VERSIONS.items() if known.tested)
+    assert CONSTRAINTS["megatron-core"] == version
+    assert f"# NVIDIA/Megatron-LM at tag core_v{version}.\n" in DOCKERFILE
+    assert re.findall(r"^ARG MEGATRON_LM_COMMIT=(\S+)$", DOCKERFILE, re.M) == [COMMITS[version]]
+    assert f'"megatron-core=={version}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_base_image_is_pinned() -> None:
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", DOCKERFILE, re.M)
+    assert re.fullmatch(r"nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3", base)
+    assert re.findall(r"^FROM (\S+)", DOCKERFILE, re.M) == ["${BASE}"]
+
+
+def test_added_packages_are_pinned_and_leave_torch_alone() -> None:
+    (names,) = re.findall(r"grep -E '\^\((.*)\)=='", DOCKERFILE)
+    assert set(names.split("|")) < set(CONSTRAINTS)
+    assert not {"torch", "numpy", "megatron-core"} & set(names.split("|"))
+    installs = re.findall(r"pip install (.*)$", DOCKERFILE, re.M)
+    assert len(installs) == 3
+    assert all("--no-deps" in words or "-r requirements.txt" in words for words in installs)
+
+
+def test_patches_are_checked_and_it_ends_in_a_smoke_test() -> None:
+    runs = re.findall(r"^RUN ((?:.*\\\n)*.*)", DOCKERFILE, re.M)
+    assert "wlb patch apply" in runs[-2] and "wlb patch check" in runs[-2]
+    words = shlex.split(runs[-1].replace("\\\n", ""))
+    assert {"wlb", "doctor", "pytest"} <= set(words)
+    for module in ("apex", "flash_attn", "transformer_engine"):
+        assert module in runs[-1]
+    paths = [word for word in words if word.startswith(("tests/", "configs/"))]
+    assert len(paths) > 4
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run(
+        [hadolint, str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout

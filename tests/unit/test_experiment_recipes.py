@@ -1,0 +1,155 @@
+"""``configs/experiment``: the rows of WLB-LLM's Table 1, each dry-run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.config import megatron_flags
+from megatron_wlb.cost import load_hardware
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.forecast import USABLE_SHARE, Forecast, forecast, settings_of
+from megatron_wlb.recipe import read_recipe
+
+FOLDER = Path(__file__).parents[2] / "configs" / "experiment"
+TABLE_1 = {
+    # Model-window: devices, (TP, CP, PP, DP).
+    "550m-64k": (32, (2, 2, 4, 2)),
+    "550m-128k": (32, (2, 4, 4, 1)),
+    "7b-64k": (32, (4, 2, 4, 1)),
+    "7b-128k": (64, (8, 2, 4, 1)),
+    "30b-64k": (64, (8, 2, 4, 1)),
+    "30b-128k": (128, (8, 4, 4, 1)),
+    "70b-64k": (256, (16, 4, 4, 1)),
+    "70b-128k": (256, (16, 4, 4, 1)),
+}
+BILLIONS = {"550m": 0.55, "7b": 6.74, "30b": 30, "70b": 70}
+H100_GIB = load_hardware("h100-sxm").memory_gib
+
+
+def forecast_of(name: str, *extra: str) -> Forecast:
+    recipe = read_recipe(FOLDER / f"{name}.yaml", {})
+    arguments = [*recipe.arguments, *extra]
+    return forecast(settings_of(arguments), recipe.num_nodes * recipe.devices_per_node)
+
+
+def test_folder_has_the_rows_of_the_table() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == set(TABLE_1)
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_recipe_is_its_row_and_fits(name: str) -> None:
+    devices, layout = TABLE_1[name]
+    model, _, kilotokens = name.partition("-")
+    found = forecast_of(name)
+    assert found.num_devices == devices
+    assert (found.tp_size, found.cp_size, found.pp_size, found.dp_size) == layout
+    assert found.vpp_size == 2  # "the interleaved 1F1B pipeline schedule"
+    assert found.window == int(kilotokens[:-1]) * 1024
+    # "The global batch size is set to PP_size × DP_size."
+    assert found.num_micro_batches == found.pp_size
+    assert found.parameters / 1e9 == pytest.approx(BILLIONS[model], rel=0.02)
+    assert found.limit_gib == pytest.approx(H100_GIB * USABLE_SHARE)
+    assert found.state_gib < found.peak_gib <= found.limit_gib
+    assert found.window < found.max_tokens <= found.fitting_tokens
+    # Balanced steps are faster, and no device goes beyond its peak.
+    assert 1.01 < found.speedup < 1.6
+    flops = 6 * found.parameters * found.tokens_per_s  # attention left out
+    assert flops < devices * load_hardware("h100-sxm").peak_tflops * 1e12
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_recipe_has_flags_of_megatron_and_ours_only(name: str) -> None:
+    arguments = read_recipe(FOLDER / f"{name}.yaml", {}).arguments
+    flags = [argument for argument in arguments if argument.startswith("--")]
+    assert len(flags) == len(set(flags)) > 30
+    unknown = [f for f in flags if f not in megatron_flags() and not f.startswith("--wlb-")]
+    assert unknown == []
+    # What is saved is what a restart loads.
+    values = dict(itertools.pairwise(arguments))
+    assert values["--save"] == values["--load"] == "${CHECKPOINT_PATH}"
+
+
+def test_longer_windows_gain_more() -> None:
+    # As in the paper's Figure 12; at one model and layout.
+    assert forecast_of("7b-128k").speedup > forecast_of("7b-128k", "--seq-length", "65536").speedup
+
+
+def test_forecast_of_original_gains_nothing() -> None:
+    assert forecast_of("7b-64k", "--wlb-packing", "original").speedup == 1.0
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--wlb-max-tokens", "262144"], r"262144 tokens need 7\d\.\d GiB \(modelled\), above the"),
+        (["--wlb-memory-gib", "30"], r"need \d\d\.\d GiB .* above the 30\.0 GiB"),
+        (["--wlb-memory-gib", "2"], "weights, gradients and optimizer of pipeline rank 0 take"),
+        (
+            [
+                "--seq-length",
+                "524288",
+                "--max-position-embeddings",
+                "524288",
+                "--wlb-max-tokens",
+                "600000",
+            ],
+            "lower --seq-length, recompute",
+        ),
+        (["--tensor-model-parallel-size", "16"], "64 processes were started, but TP 16"),
+        (["--attention-dropout", "0.1"], "packed attention has none"),
+        (
+            ["--pipeline-model-parallel-size", "8", "--tensor-model-parallel-size", "4"],
+            "between PP",
+        ),
+        (["--num-layers", "33"], "--num-layers is 33, which PP 4 × VPP 2 = 8 model chunks"),
+        (["--micro-batch-size", "2"], "--micro-batch-size is 2; use 1"),
+        (["--global-batch-size", "3"], "must lie between PP 4 and the 3"),
+        (["--num-experts", "8"], "--num-experts is not modelled"),
+        (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers"),
+        (["--wlb-hardware", "h1000"], "unknown hardware h1000"),
+    ],
+)
+def test_what_cannot_run_is_refused(extra: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        forecast_of("7b-128k", *extra)
+
+
+def test_memory_flag_makes_s_max_what_fits() -> None:
+    recipe = list(read_recipe(FOLDER / "7b-128k.yaml", {}).arguments)
+    at = recipe.index("--wlb-max-tokens")
+    arguments = [*recipe[:at], *recipe[at + 2 :], "--wlb-memory-gib", "60"]
+    found = forecast(settings_of(arguments), 64)
+    assert found.max_tokens == found.fitting_tokens
+    assert 59.5 < found.peak_gib <= found.limit_gib == 60
+
+
+def test_layers_per_virtual_stage_are_understood() -> None:
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    recipe = list(read_recipe(FOLDER / "7b-128k.yaml", {}).arguments)
+    at = recipe.index(flag)
+    other = [*recipe[:at], "--num-layers-per-virtual-pipeline-stage", "4", *recipe[at + 2 :]]
+    assert forecast(settings_of(other), 64) == forecast(settings_of(recipe), 64)
+    with pytest.raises(ConfigError, match="is 3, which does not divide the 8 layers"):
+        settings_of([*other, "--num-layers-per-virtual-pipeline-stage=3"])
+
+
+def test_dry_run_command_prints_the_forecast(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    path = str(FOLDER / "550m-64k.yaml")
+    assert main(["recipe", "run", path, "--dry-run", "--json", "--", "--wlb-packing", "wlb"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["packing"], found["dp_size"], found["parsed_by"]) == ("wlb", 2, None)
+    assert "CHECKPOINT_PATH" in found["unresolved"]
+    assert main(["recipe", "run", path, "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert "modelled" in captured.out and "TP 2 × CP 2 × PP 4 × DP 2" in captured.out
+    assert "not set in the environment" in captured.err
+    assert main(["recipe", "run", "--dry-run", path, "--nnodes", "3"]) == 2
+    assert "24 processes were started, but TP 2" in capsys.readouterr().err
