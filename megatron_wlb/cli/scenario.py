@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_wlb.cli.inputs import DEFAULT_VOCAB_SIZE, cost_of_file
-from megatron_wlb.config import Config, parse
+from megatron_wlb.cli.inputs import DEFAULT_VOCAB_SIZE, cost_of_file, model_settings
+from megatron_wlb.config import Config
 from megatron_wlb.cost import (
     Cost,
     ModelShape,
@@ -30,7 +30,8 @@ RECOMPUTE = {
 MODELS = """\
 model and machine:
   --model NAME         550m, 7b, 30b or 70b: shapes of WLB-LLM's Table 1 (configs/model)
-  --model FILE         a YAML file of such sizes, or of training settings, as for --wlb-config
+  --model FILE         a YAML file of such sizes, of training settings (as for --wlb-config), or a
+                       Megatron recipe (model_config.yaml)
   --hardware NAME|FILE h100-sxm, h200, a100, cpu, or a YAML file like those in configs/hardware
   --cost FILE          measured instead of modelled: what megatron_wlb.measure_cost wrote
 """
@@ -129,11 +130,7 @@ def _settings(args: argparse.Namespace) -> Config | None:
     path = Path(args.model)
     if path.suffix not in (".yaml", ".yml") or not path.is_file() or is_shape(path):
         return None
-    try:
-        return parse(["--wlb-config", args.model])
-    except ConfigError as error:
-        reason = str(error).removeprefix(f"--wlb-config {args.model}: ")
-        raise ConfigError(f"--model {args.model}: {reason}") from None
+    return model_settings(argparse.Namespace(**vars(args) | {"model": path}))
 
 
 def measured_cost(args: argparse.Namespace, shape: ModelShape, layout: Parallelism) -> Cost | None:

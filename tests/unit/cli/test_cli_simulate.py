@@ -117,6 +117,13 @@ def test_training_settings_give_model_window_batch_and_layout(capsys) -> None:
     assert {row["sharding"] for row in other} == {"per-sequence"}
 
 
+def test_recipe_of_the_paper_is_simulated_as_it_stands(capsys) -> None:
+    recipe = str(_configs() / "experiment" / "7b-128k.yaml")
+    assert main(["simulate", *REFERENCE, "--model", recipe, *QUICK, "--packing", "hold"]) == 0
+    out = capsys.readouterr().out
+    assert "7b-128k on 64 × h100-sxm, TP 8 × CP 2 × PP 4 × VPP 2, window 131,072, N 4" in out
+
+
 def test_files_are_written_whole(capsys, folder: Path) -> None:
     status = main(
         ["simulate", *REFERENCE, *SMALL, "--pp-size", "2", "--packing", "hold", "--report",
