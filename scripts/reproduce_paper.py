@@ -476,7 +476,8 @@ def _plot(section: Section, path: Path) -> None:
         if printed:
             axes.plot(
                 [value for value, _ in printed], [y for _, y in printed], ls="", marker="D", ms=7,
-                mfc="white", mec=INK, mew=1.5, label="printed in the paper", zorder=4,
+                mfc="white", mec=INK, mew=1.5, zorder=4,
+                label="" if number else "printed in the paper",
             )  # fmt: skip
             highest = max(highest, *(value for value, _ in printed))
     axes.set_yticks(range(len(names)), names)
