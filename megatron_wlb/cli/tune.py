@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -99,11 +100,9 @@ def _run(args: argparse.Namespace) -> int:
             f"{documents.num_documents} documents are too few to part: settings are judged on the "
             "ones they were chosen on, in another order"
         )
-    # One setting that lets documents pile up is no reason to warn: it will not be chosen.
-    logging.getLogger("megatron_wlb.planner").setLevel(logging.ERROR)
     sampled = documents.sampled(tokens, window=args.window, seed=args.seed)
     halves = [dataclasses.replace(base, source=half) for half in sampled.halves(args.seed)]
-    with progress_bar("trying settings") as progress:
+    with _no_warnings_of_backlogs(), progress_bar("trying settings") as progress:
         tuning = tune(
             *halves,
             packings=[name for name in args.packing.split(",") if name],
@@ -194,6 +193,18 @@ def _cells(evaluation: Evaluation, original: Evaluation, role: str = "") -> Sequ
         str(metrics.delay_p99_steps),
         str(metrics.delay_max_steps),
     )
+
+
+@contextlib.contextmanager
+def _no_warnings_of_backlogs() -> Iterator[None]:
+    """One setting that lets documents pile up is no reason to warn: it will not be chosen."""
+    logger = logging.getLogger("megatron_wlb.planner")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _advice(tuning: Tuning) -> str:

@@ -166,7 +166,11 @@ class _World:
 
     def kill(self) -> None:
         for process in self._processes:
+            assert process.pid is not None
             process.kill()
+            # With the processes it has started, which nobody would end any more.
+            with contextlib.suppress(ProcessLookupError):  # it had no time to make its group
+                os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.join()
             process.close()
@@ -249,6 +253,7 @@ def _stacks_file(directory: str, rank: int) -> Path:
 def _serve(pipe: Connection, rank: int, size: int, directory: str) -> None:
     """Answers requests until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.setpgid(0, 0)
     with _stacks_file(directory, rank).open("a") as stacks, contextlib.suppress(EOFError):
         faulthandler.enable(stacks)
         pipe.send_bytes(_answer(rank, size, _warm_up))

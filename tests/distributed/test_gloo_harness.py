@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,10 @@ def process_id() -> int:
 
 def weighted_rank(weight: int, offset: int) -> tuple[int, int]:
     return dist.get_rank() * weight + offset, dist.get_world_size()
+
+
+def start_a_process() -> int:
+    return subprocess.Popen(["sleep", str(HANG_S)]).pid
 
 
 def raise_on_rank(failing_rank: int) -> None:
@@ -284,3 +289,11 @@ def test_close_leaves_no_process(pool: GlooPool) -> None:
     assert alive(processes) == processes
     pool.close()
     assert alive(processes) == []
+
+
+def test_close_ends_what_ranks_have_started(pool: GlooPool) -> None:
+    processes = [psutil.Process(process_id) for process_id in pool.run(2, start_a_process)]
+    assert all(process.is_running() for process in processes)
+    pool.close()
+    ended, _ = psutil.wait_procs(processes, timeout=HANG_S / 2)
+    assert len(ended) == 2
