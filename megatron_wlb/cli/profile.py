@@ -114,6 +114,9 @@ def _profile(args: argparse.Namespace) -> int:
     base_path, content = read_hardware(base)
     load_hardware(base)  # its errors now, not after measuring
     machine = machine_name(device)
+    for flag, value, least in (("--longest", args.longest, 2), ("--repeats", args.repeats, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{flag} is {value}; give at least {least}")
     longest = args.longest or (SMALL_LONGEST[device] if args.small else defaults["longest"])
     profiles = []
     for num_heads, num_groups, head_dim in shapes:
