@@ -64,7 +64,7 @@ def fill_defaults(args: argparse.Namespace) -> None:
     said: Mapping[str, Any] = {}
     if getattr(args, "model", None) is not None:
         written = {flag[2:].replace("-", "_") for flag in _model_flags(args.model)}
-        said = {name: v for name, v in _settings(args).flat().items() if name in written}
+        said = {name: v for name, v in model_settings(args).flat().items() if name in written}
     if args.window is None:
         args.window = said.get("seq_length", REFERENCE_WINDOW)
     if getattr(args, "num_micro_batches", 0) is None:
@@ -203,8 +203,8 @@ def cost(args: argparse.Namespace) -> Cost:
     if args.model is None:
         if args.hardware is not None:
             raise ConfigError("--hardware is the machine of --model FILE; give that as well")
-        return REFERENCE_COST if args.cost is None else _cost_of_file(args)
-    config = _settings(args)
+        return REFERENCE_COST if args.cost is None else cost_of_file(args)
+    config = model_settings(args)
     vocab_size = config.data.vocab_size
     if vocab_size is None:
         known = [Corpus.open(prefix).vocab_size for prefix in args.prefixes]
@@ -238,7 +238,8 @@ def _model_flags(path: Path) -> dict[str, Any]:
     return flags
 
 
-def _settings(args: argparse.Namespace) -> Config:
+def model_settings(args: argparse.Namespace) -> Config:
+    """Of ``--model`` FILE. Raises :class:`ConfigError` for a file that is none."""
     words: list[str] = []
     for flag, value in _model_flags(args.model).items():
         if value is True:
@@ -259,7 +260,8 @@ def _settings(args: argparse.Namespace) -> Config:
     return from_flat(settings)
 
 
-def _cost_of_file(args: argparse.Namespace) -> Cost:
+def cost_of_file(args: argparse.Namespace) -> Cost:
+    """What ``--cost`` names. Raises :class:`ConfigError` for a file that holds none."""
     try:
         values = read_cost_file(args.cost)
         inner = values.get("cost", values)

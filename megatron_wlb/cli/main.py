@@ -25,6 +25,14 @@ COMMANDS = {
     ),
     "recipe": ("megatron_wlb.cli.recipe", "show or run a Megatron recipe (model_config.yaml)"),
     "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
+    "simulate": (
+        "megatron_wlb.cli.simulate",
+        "predict time and memory of training steps: packings and shardings side by side",
+    ),
+    "plan": (
+        "megatron_wlb.cli.plan",
+        "find the layout, batch and packing that train a model fastest on so many GPUs",
+    ),
 }
 """Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
 a function from the parsed arguments to the exit status. With ``PASSES_ON`` these have what stands
@@ -36,6 +44,8 @@ examples:
   wlb corpus stats corpora/books --window 32768 --plot lengths.png
   wlb pack corpora/books --window 32768 --num-micro-batches 8
   wlb tune corpora/books --window 32768 --num-micro-batches 8 --max-delay 0.3
+  wlb simulate corpora/books --model 7b --tp-size 8 --pp-size 4 --report step.html
+  wlb plan corpora/books --model 7b --num-devices 64 --out 7b.yaml
   wlb profile --out machine.yaml
   wlb doctor --megatron ~/Megatron-LM
   wlb recipe run configs/experiment/7b-128k.yaml --dry-run

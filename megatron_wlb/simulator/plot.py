@@ -247,6 +247,7 @@ def _figure(title: str, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
+    """As SVG where the name ends so, otherwise as PNG."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(PALE_INK)

@@ -1,0 +1,348 @@
+"""``wlb plan``: the layout, batch and packing that train a model fastest on so many devices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from rich.table import Table
+
+from megatron_wlb.cli.inputs import SOURCES, add_source, source
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
+from megatron_wlb.cli.scenario import (
+    MODELS,
+    RECOMPUTE,
+    add_model,
+    fill_from_model,
+    machine_title,
+    model_shape,
+)
+from megatron_wlb.cost import Recompute, load_hardware
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.sharding.select import MODES, Mode
+from megatron_wlb.simulator import recipe
+from megatron_wlb.simulator.compare import WARM_UP_STEPS
+from megatron_wlb.simulator.scenario import title
+from megatron_wlb.simulator.search import Choice, Search, Space, search
+
+STEP_TOKENS = 1 << 22
+"""That a step has if N is not given."""
+SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size")
+
+_EPILOG = f"""\
+{SOURCES}
+{MODELS}
+how it searches:
+  Every way to divide the devices over TP, CP, PP, VPP and DP, with each N and as little
+  recomputation as fits, is checked against the model, Megatron's schedule and the memory limit.
+  What can run gets one simulated step of even micro-batches; the best --refine layouts many steps
+  of your documents; and the best three of those every packing and S_max. Ranked by work (model
+  FLOPs) a second. The same command gives the same ranking.
+
+columns:
+  coarse     MFU by the coarse pass, of even micro-batches of an average mix: it ranks layouts
+  MFU        simulated over steps of your documents
+  others as for wlb simulate
+
+All of it is simulated (docs/simulator.md): measure the first few before a long run.
+
+examples:
+  wlb plan corpora/books --model 7b --num-devices 64 --num-micro-batches 16 32
+  wlb plan --distribution reference --model 30b --num-devices 128 --tp-size 8 --out 30b.yaml
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    add_source(parser)
+    add_model(parser)
+    group = parser.add_argument_group("what is searched")
+    group.add_argument("--num-devices", type=int, required=True, metavar="N", help="GPUs")
+    group.add_argument(
+        "--num-micro-batches",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="of a step over all replicas: --global-batch-size; several are compared "
+        f"(default: what has {STEP_TOKENS:,} tokens)",
+    )
+    for name in SIZES:
+        flag = name.replace("_", "-")
+        group.add_argument(f"--{flag}", type=int, metavar="N", help="only this one")
+    group.add_argument(
+        "--max-tp", type=int, metavar="N", help="most tensor-parallel ranks (default: a node)"
+    )
+    group.add_argument(
+        "--recompute", choices=RECOMPUTE, help="only this (default: as little as fits)"
+    )
+    group.add_argument(
+        "--packing",
+        default="original,wlb,hold,hold+shape",
+        metavar="a,b,…",
+        help="as for wlb simulate (default: original,wlb,hold,hold+shape)",
+    )
+    group.add_argument(
+        "--sharding", choices=MODES, default="adaptive", help="where CP > 1 (default: adaptive)"
+    )
+    group.add_argument(
+        "--long-documents",
+        choices=("split", "truncate", "error"),
+        default="split",
+        help="documents over the window, as --wlb-long-documents (default: split)",
+    )
+    group.add_argument(
+        "--refine", type=int, default=8, metavar="N", help="layouts to simulate (default: 8)"
+    )
+    group.add_argument(
+        "--steps",
+        type=int,
+        default=40,
+        metavar="N",
+        help=f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: 40)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", type=Path, metavar="FILE.yaml", help="recipe of the best")
+    output.add_argument("--rows", type=int, default=12, metavar="N", help="of the table: 12")
+    output.add_argument("--json", action="store_true", help="print everything, also the rejected")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_file("--out", args.out)
+    for flag, value in (("--refine", args.refine), ("--steps", args.steps), ("--rows", args.rows)):
+        if value < 1:
+            raise ConfigError(f"{flag} is {value}; give at least 1")
+    if args.cost is not None:
+        raise ConfigError(
+            "--cost holds for the layout it was measured with, but layouts are searched here; "
+            "leave it out, and check the best with wlb simulate --cost"
+        )
+    fill_from_model(args)
+    documents, space = source(args), _space(args)
+    documents.check(window=space.window, long_documents=args.long_documents)
+    for text in documents.remarks(
+        (WARM_UP_STEPS + args.steps) * max(space.num_micro_batches) * space.window,
+        window=space.window,
+        long_documents=args.long_documents,
+    ):
+        remark(text)
+    with progress_bar("searching") as progress:
+        passes = {"memory": 0, "coarse": 1, "refined": 2, "tuned": 3}
+        found = search(
+            space,
+            documents,
+            num_refined=args.refine,
+            steps=args.steps,
+            seeds=[args.seed],
+            long_documents=args.long_documents,
+            # Each pass takes about as long as the others.
+            progress=lambda what, done, total: progress(
+                passes[what] * 100 + 100 * done // total, 100 * len(passes)
+            ),
+        )
+    best = found.best
+    if not best.fits:
+        remark(f"nothing refined fits memory; nearest: {best.outcome.out_of_memory}")
+    sections = _sections(args, best)
+    flags = {flag: value for section in sections.values() for flag, value in section.items()}
+    command = recipe.command(flags, space.num_devices, space.hardware.devices_per_node)
+    if args.out:
+        text = recipe.recipe(
+            sections, space.num_devices, space.hardware.devices_per_node, _remarks(args, found)
+        )
+        save_file("--out", args.out, lambda path: path.write_text(text, encoding="utf-8"))
+    if args.json:
+        print(json.dumps(_json(found, flags, command), indent=1))
+        return 0
+    out = console()
+    out.print(_table(args, space, found))
+    out.print(_rejected(found))
+    out.print(_verdict(found))
+    out.print("\ntrain it with your data, duration and optimizer added:")
+    out.print(command, soft_wrap=True)
+    if args.out:
+        out.print(f"recipe: {args.out}")
+    return 0
+
+
+def _space(args: argparse.Namespace) -> Space:
+    numbers = args.num_micro_batches or [max(1, STEP_TOKENS // args.window)]
+    names = tuple(dict.fromkeys(name for name in args.packing.split(",") if name))
+    if not names:
+        raise ConfigError("--packing names none; give some, like wlb,hold")
+    for flag, value in (("--num-micro-batches", min(numbers)), ("--max-tp", args.max_tp)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} is {value}; give at least 1")
+    fixed = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    recompute = tuple(RECOMPUTE.values())
+    if args.recompute is not None:
+        recompute = (RECOMPUTE[args.recompute],)
+    return Space(
+        model_shape(args),
+        load_hardware(args.hardware),
+        args.num_devices,
+        args.window,
+        tuple(dict.fromkeys(numbers)),
+        names,
+        cast(Mode, args.sharding),
+        recompute,
+        max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
+        args.memory_gib,
+        args.cost_extrapolate,
+        fixed,
+    )
+
+
+def _sections(args: argparse.Namespace, best: Choice) -> dict[str, recipe.Flags]:
+    scenario, outcome = best.candidate.scenario, best.outcome
+    shape = model_shape(args)
+    return {
+        "Model": recipe.model_flags(shape),
+        "Layout": recipe.layout_flags(scenario),
+        "Batch": recipe.batch_flags(scenario),
+        "Workload balance": recipe.balance_flags(
+            scenario, outcome.variant, outcome.sharding, args.hardware
+        ),
+    }
+
+
+def _remarks(args: argparse.Namespace, found: Search) -> str:
+    best = found.best
+    scenario, outcome = best.candidate.scenario, best.outcome
+    return (
+        f"{machine_title(args, scenario.num_devices)}: {title(scenario.parallelism)}, "
+        f"{outcome.title}.\n"
+        f"Simulated, not measured: MFU {outcome.mfu:.1%}, {outcome.tokens_per_s:,.0f} tokens/s, "
+        f"{outcome.step_us / 1e3:,.0f} ms a step, peak {outcome.peak_bytes / GIB:.1f} GiB.\n"
+        f"Made by: {shlex.join(['wlb', *sys.argv[1:]])}\n"
+        "To be added: data, tokenizer, duration, optimizer, checkpoints."
+    )
+
+
+def _json(found: Search, flags: recipe.Flags, command: str) -> dict[str, Any]:
+    base = (found.original or found.best).outcome
+    return {
+        "simulated": True,
+        "ranked": [
+            _layout(choice)
+            | {
+                "coarse_mfu": choice.candidate.mfu,
+                "most_tokens_that_fit": choice.candidate.max_tokens,
+                "fits": choice.fits,
+            }
+            | choice.outcome.row(base)
+            for choice in found.ranked
+        ],
+        "coarse": [
+            _layout(candidate) | {"coarse_mfu": candidate.mfu, "max_tokens": candidate.max_tokens}
+            for candidate in found.candidates
+        ],
+        "rejected": [
+            {name: getattr(one.layout, name) for name in SIZES}
+            | {
+                "num_micro_batches": one.num_micro_batches,
+                "recompute": _recompute(one.recompute),
+                "why": one.why,
+                "reason": one.reason,
+            }
+            for one in found.rejected
+        ],
+        "flags": dict(flags),
+        "command": command,
+    }
+
+
+def _layout(of: Any) -> dict[str, Any]:
+    scenario = of.scenario if hasattr(of, "scenario") else of.candidate.scenario
+    sizes = {name: getattr(scenario.parallelism, name) for name in SIZES}
+    return sizes | {
+        "num_micro_batches": scenario.num_micro_batches,
+        "recompute": _recompute(scenario.recompute),
+    }
+
+
+def _recompute(recompute: Recompute) -> str:
+    return recompute.granularity or "none"
+
+
+def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
+    table = Table(
+        title=(
+            f"{machine_title(args, space.num_devices)}, window {space.window:,}: "
+            f"{len(found.ranked)} simulated of {len(found.candidates)} that can run"
+        ),
+        title_justify="left",
+        caption=(
+            f"simulated: {args.steps} steps of each, seed {args.seed}; memory limit "
+            f"{found.best.candidate.scenario.limit_gib:.1f} GiB"
+        ),
+        caption_justify="left",
+    )
+    table.add_column("")
+    table.add_column("layout")
+    for header in ("N", "recompute"):
+        table.add_column(header, justify="right")
+    table.add_column("packing")
+    for header in ("S_max", "coarse", "MFU", "step ms", "tokens/s", "bubble", "peak GiB", "delay"):
+        table.add_column(header, justify="right")
+    for number, choice in enumerate(found.ranked[: args.rows], start=1):
+        scenario, outcome = choice.candidate.scenario, choice.outcome
+        peak = f"{outcome.peak_bytes / GIB:.1f}"
+        table.add_row(
+            str(number),
+            title(scenario.parallelism),
+            str(scenario.num_micro_batches),
+            _recompute(scenario.recompute),
+            outcome.title,
+            f"{outcome.setting.max_tokens / space.window:.2f}",
+            f"{choice.candidate.mfu:.1%}",
+            f"{outcome.mfu:.1%}",
+            f"{outcome.step_us / 1e3:,.0f}",
+            f"{outcome.tokens_per_s:,.0f}",
+            f"{outcome.bubble_share:.1%}",
+            peak if choice.fits else f"[red]{peak}[/red]",
+            f"{outcome.delay_steps:.2f}",
+        )
+    return table
+
+
+def _rejected(found: Search) -> Table:
+    """How many layouts each reason rules out, and the reason of one of them."""
+    table = Table(title="What cannot run", title_justify="left")
+    table.add_column("because of")
+    table.add_column("layouts", justify="right")
+    table.add_column("such as")
+    for why, count in found.num_rejected.items():
+        # The last is the most divided one, so the nearest to fitting.
+        one = [r for r in found.rejected if r.why == why][-1]
+        recompute = one.recompute.granularity
+        even_with = (
+            f", even with {recompute} recomputation" if why == "memory" and recompute else ""
+        )
+        table.add_row(why, str(count), f"{title(one.layout)}: {one.reason}{even_with}")
+    slower = len(found.candidates) - len({c.candidate.scenario for c in found.ranked})
+    if slower:
+        last = found.candidates[-1]
+        table.add_row(
+            "slower by the coarse pass",
+            str(slower),
+            f"down to {title(last.scenario.parallelism)}: MFU {last.mfu:.1%}, against "
+            f"{found.candidates[0].mfu:.1%}",
+        )
+    return table
+
+
+def _verdict(found: Search) -> str:
+    best, original = found.best, found.original
+    said = f"Fastest: {title(best.candidate.scenario.parallelism)}, {best.outcome.title}"
+    if original is None or original is best:
+        return f"{said}."
+    return (
+        f"{said}: {best.outcome.speedup(original.outcome):.2f} × the work a second of original on "
+        f"{title(original.candidate.scenario.parallelism)}, simulated."
+    )

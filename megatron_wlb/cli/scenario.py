@@ -1,0 +1,203 @@
+"""What commands that simulate have in common: model, machine, layout and batch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_wlb.cli.inputs import DEFAULT_VOCAB_SIZE, cost_of_file, model_settings
+from megatron_wlb.config import Config
+from megatron_wlb.cost import (
+    Cost,
+    ModelShape,
+    Parallelism,
+    ProfiledCost,
+    Recompute,
+    load_hardware,
+)
+from megatron_wlb.cost.model_file import is_shape, load_model, padded_vocabulary
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.reference import REFERENCE_WINDOW
+from megatron_wlb.simulator.scenario import MEMORY_SHARE, Scenario
+
+RECOMPUTE = {
+    "none": Recompute(),
+    "selective": Recompute("selective"),
+    "full": Recompute("full", "uniform", 1),
+}
+"""Core attention, or every layer for itself."""
+
+MODELS = """\
+model and machine:
+  --model NAME         550m, 7b, 30b or 70b: shapes of WLB-LLM's Table 1 (configs/model)
+  --model FILE         a YAML file of such sizes, of training settings (as for --wlb-config), or a
+                       Megatron recipe (model_config.yaml)
+  --hardware NAME|FILE h100-sxm, h200, a100, cpu, or a YAML file like those in configs/hardware
+  --cost FILE          measured instead of modelled: what megatron_wlb.measure_cost wrote
+"""
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The flags of model, machine and memory."""
+    group = parser.add_argument_group("model and machine")
+    group.add_argument("--model", required=True, metavar="NAME|FILE", help="7b, …, or sizes")
+    group.add_argument(
+        "--hardware", default="h100-sxm", metavar="NAME|FILE", help="default: h100-sxm"
+    )
+    group.add_argument(
+        "--memory-gib",
+        type=float,
+        metavar="GIB",
+        help=f"what tensors may take on a device (default: {MEMORY_SHARE:.0%}% of its memory)",
+    )
+    group.add_argument("--cost", type=Path, metavar="FILE", help="measured tables, coefficients")
+    group.add_argument(
+        "--cost-extrapolate",
+        "--wlb-cost-extrapolate",  # as errors about tables call it
+        action="store_true",
+        help="go beyond the end of measured tables, also of the hardware's attention",
+    )
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """The flags of one layout."""
+    group = parser.add_argument_group("layout and batch")
+    for flag, text in (
+        ("tp", "tensor-parallel ranks, with sequence parallelism"),
+        ("cp", "context-parallel ranks"),
+        ("pp", "pipeline stages"),
+        ("vpp", "model chunks a pipeline rank (interleaved schedule)"),
+        ("dp", "data-parallel replicas"),
+    ):
+        group.add_argument(
+            f"--{flag}-size", type=int, metavar="N", help=f"{text} (default: --model's, or 1)"
+        )
+    group.add_argument(
+        "--num-micro-batches",
+        type=int,
+        metavar="N",
+        help="of a step over all replicas: --global-batch-size (default: --model's, or PP × DP)",
+    )
+    group.add_argument(
+        "--recompute", choices=RECOMPUTE, help="activations (default: --model's, or none)"
+    )
+    group.add_argument(
+        "--no-overlap-grad-reduce",
+        action="store_true",
+        help="reduce gradients after the last backward instead of beside it",
+    )
+
+
+def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
+    """What the command line leaves open: from ``--model`` where that has training settings.
+
+    The window, and with ``layout`` also N, the sizes and what is recomputed.
+    """
+    config = _settings(args)
+    if args.window is None:
+        args.window = REFERENCE_WINDOW if config is None else config.data.seq_length
+    if not layout:
+        return
+    p = (config or Config()).parallel
+    for name, size in (
+        ("tp_size", p.tensor_model_parallel_size),
+        ("cp_size", p.context_parallel_size),
+        ("pp_size", p.pipeline_model_parallel_size),
+        ("vpp_size", p.num_virtual_stages_per_pipeline_rank or 1),
+        ("dp_size", 1),
+    ):
+        if getattr(args, name) is None:
+            setattr(args, name, size)
+    if config is not None:
+        args.num_micro_batches = args.num_micro_batches or config.training.global_batch_size
+        args.recompute = args.recompute or config.training.recompute_granularity
+    args.recompute = args.recompute or "none"
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """The model that the flags name, its vocabulary not padded."""
+    config = _settings(args)
+    if config is None:
+        return load_model(args.model)
+    # Not at the top: only this needs the runtime's reading of settings.
+    from megatron_wlb.runtime.planning import model_shape as shape_of
+
+    return shape_of(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
+
+
+def _settings(args: argparse.Namespace) -> Config | None:
+    """Of ``--model``, if it is a file of training settings."""
+    path = Path(args.model)
+    if path.suffix not in (".yaml", ".yml") or not path.is_file() or is_shape(path):
+        return None
+    return model_settings(argparse.Namespace(**vars(args) | {"model": path}))
+
+
+def measured_cost(args: argparse.Namespace, shape: ModelShape, layout: Parallelism) -> Cost | None:
+    """What ``--cost`` names; None without it."""
+    if args.cost is None:
+        return None
+    cost = cost_of_file(args)
+    if isinstance(cost, ProfiledCost):
+        cost.check(shape, layout.tp_size, layout.cp_size)
+    return cost
+
+
+def scenario(args: argparse.Namespace) -> Scenario:
+    """What the flags describe. Raises :class:`ConfigError` for what cannot be."""
+    shape, hardware = model_shape(args), load_hardware(args.hardware)
+    layout = Parallelism(
+        tp_size=args.tp_size,
+        cp_size=args.cp_size,
+        pp_size=args.pp_size,
+        vpp_size=args.vpp_size,
+        dp_size=args.dp_size,
+        sequence_parallel=args.tp_size > 1,
+    )
+    number = args.num_micro_batches
+    if number is None:
+        number = args.pp_size * args.dp_size
+    return Scenario(
+        padded_vocabulary(shape, layout.tp_size),
+        hardware,
+        layout,
+        args.window,
+        number,
+        RECOMPUTE[args.recompute],
+        args.memory_gib,
+        not args.no_overlap_grad_reduce,
+        measured_cost(args, shape, layout),
+        args.cost_extrapolate,
+    )
+
+
+def machine_title(args: argparse.Namespace, num_devices: int) -> str:
+    """Model and machine in a few words."""
+    return f"{Path(args.model).stem} on {num_devices} × {Path(args.hardware).stem}"
+
+
+def most_tokens(args: argparse.Namespace, base: Scenario) -> tuple[int, str]:
+    """S_max in tokens, and what there is to say about it.
+
+    As asked for; otherwise two windows, or what fits memory, but at least a window.
+    """
+    window = base.window
+    if args.max_windows is not None:
+        if not 0 < args.max_windows < 2**31:
+            raise ConfigError(f"--max-windows is {args.max_windows:g}; give a number of at least 1")
+        return int(args.max_windows * window), ""
+    try:
+        fitting = base.max_tokens()
+    except ConfigError as error:
+        return window, f"S_max is one window: {error}"
+    if fitting >= 2 * window:
+        return 2 * window, ""
+    if fitting < window:
+        return window, (
+            f"S_max is one window, though only {fitting:,} tokens fit "
+            f"{base.limit_gib:.1f} GiB if all micro-batches in flight are so long"
+        )
+    return fitting, (
+        f"S_max is {fitting:,} tokens ({fitting / window:.2f} windows), which fit "
+        f"{base.limit_gib:.1f} GiB"
+    )

@@ -1,0 +1,295 @@
+"""``wlb simulate``: what steps would take, for several packings and shardings side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from rich.table import Table
+
+from megatron_wlb.cli.inputs import SOURCES, add_source, source
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
+from megatron_wlb.cli.scenario import (
+    MODELS,
+    add_layout,
+    add_model,
+    fill_from_model,
+    machine_title,
+    most_tokens,
+    scenario,
+)
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.sharding.select import MODES, Mode
+from megatron_wlb.simulator.compare import WARM_UP_STEPS, Outcome, Variant, compare
+from megatron_wlb.simulator.scenario import Scenario, title
+
+DEFAULT_PACKINGS = "original,fixed-greedy,wlb,hold"
+SAMPLE_TOKENS = 1 << 25
+"""Of documents whose lengths the report shows."""
+
+_EPILOG = f"""\
+{SOURCES}
+{MODELS}
+columns:
+  speed-up   work (model FLOPs) a second over original with per-sequence sharding; in brackets
+             the lowest and highest seed
+  MFU        model FLOPs over the devices' peak: linear and causal attention, nothing twice
+  bubble     share of the ranks' time in the pipeline that they wait
+  peak       the most that a device held in any step; red where it is above the limit
+  PP, CP, DP imbalance, 1 is perfect: the slowest micro-batch of a pipeline, the slowest attention
+             of the ranks that share a sequence, the slowest replica, each over the mean
+  delay      steps between a token's arrival and its run, in the mean
+
+All of it is simulated: Megatron's schedule replayed with modelled times (docs/simulator.md).
+
+examples:
+  wlb simulate --distribution reference --model 7b --tp-size 8 --cp-size 2 --pp-size 4
+  wlb simulate corpora/books --model 7b.yaml --hardware h200 --pp-size 4 --vpp-size 2 \\
+      --num-micro-batches 32 --window 32768 --report step.html --trace step.json
+  wlb simulate --lengths lengths.txt --model 30b --tp-size 8 --cp-size 4 --pp-size 4 \\
+      --packing original,wlb:3,hold --sharding per-sequence,adaptive,hybrid --json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    add_source(parser)
+    add_model(parser)
+    add_layout(parser)
+    group = parser.add_argument_group("what is compared")
+    group.add_argument(
+        "--packing",
+        metavar="a,b,…",
+        help="as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
+        f"{DEFAULT_PACKINGS}; with stages hold+shape too)",
+    )
+    group.add_argument(
+        "--sharding",
+        metavar="a,b,…",
+        help=f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)",
+    )
+    group.add_argument(
+        "--max-windows",
+        type=float,
+        metavar="X",
+        help="S_max in windows (default: 2, or what fits memory)",
+    )
+    group.add_argument(
+        "--max-age", type=int, default=12, metavar="N", help="as --wlb-max-age (default: 12)"
+    )
+    group.add_argument(
+        "--long-documents",
+        choices=("split", "truncate", "error"),
+        default="split",
+        help="documents over the window, as --wlb-long-documents (default: split)",
+    )
+    group.add_argument(
+        "--steps",
+        type=int,
+        default=50,
+        metavar="N",
+        help=f"of each seed, after {WARM_UP_STEPS} that fill queues (default: 50)",
+    )
+    group.add_argument(
+        "--num-seeds", type=int, default=3, metavar="N", help="--seed and those after (default: 3)"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="one page to look at, without a network"
+    )
+    output.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="a step of each packing, for Perfetto"
+    )
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE", help="a step of each packing, PNG or SVG"
+    )
+    output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    for flag in ("report", "trace", "plot"):
+        check_file(f"--{flag}", getattr(args, flag))
+    _check_plot(args.plot)
+    fill_from_model(args, layout=True)
+    documents, base = source(args), scenario(args)
+    documents.check(window=base.window, long_documents=args.long_documents)
+    if args.steps < 1 or args.num_seeds < 1:
+        raise ConfigError(
+            f"--steps {args.steps} of --num-seeds {args.num_seeds}; give at least 1 of each"
+        )
+    max_tokens, said = most_tokens(args, base)
+    if said:
+        remark(said)
+    for text in documents.remarks(
+        (WARM_UP_STEPS + args.steps) * base.num_micro_batches * base.window,
+        window=base.window,
+        long_documents=args.long_documents,
+    ):
+        remark(text)
+    variants, shardings = _variants(args, max_tokens), _shardings(args)
+    total = len(variants) * args.num_seeds * (WARM_UP_STEPS + args.steps)
+    with progress_bar("simulating") as progress:
+        done = 0
+
+        def on_step() -> None:
+            nonlocal done
+            done += 1
+            progress(done, total)
+
+        outcomes = compare(
+            base,
+            documents,
+            variants,
+            shardings,
+            steps=args.steps,
+            seeds=[args.seed + number for number in range(args.num_seeds)],
+            long_documents=args.long_documents,
+            max_age=args.max_age,
+            on_step=on_step,
+        )
+    written = _write(args, base, documents, outcomes)
+    original = outcomes[0]
+    if args.json:
+        rows = [outcome.row(original) for outcome in outcomes]
+        print(json.dumps({"simulated": True, "rows": rows}, indent=1))
+        return 0
+    out = console()
+    out.print(_table(args, base, outcomes))
+    for outcome in outcomes:
+        if outcome.out_of_memory:
+            out.print(f"{outcome.title}, {outcome.out_of_memory}")
+            break
+    for line in written:
+        out.print(line)
+    return 0
+
+
+def _check_plot(path: Path | None) -> None:
+    if path is not None and path.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--plot {path} is neither .png nor .svg; name it so")
+
+
+def _variants(args: argparse.Namespace, max_tokens: int) -> list[Variant]:
+    """What is asked for, after `original`, which all are compared with."""
+    named = args.packing
+    if named is None:
+        named = DEFAULT_PACKINGS + (",hold+shape" if args.pp_size > 1 else "")
+    names = ["original", *(name for name in named.split(",") if name)]
+    return [Variant.parse(name, args.window, max_tokens) for name in dict.fromkeys(names)]
+
+
+def _shardings(args: argparse.Namespace) -> list[Mode]:
+    """What is asked for, after per-sequence, which all are compared with."""
+    named = [name for name in (args.sharding or "").split(",") if name]
+    for name in named:
+        if name not in MODES:
+            raise ConfigError(f"unknown sharding {name}; use some of {', '.join(MODES)}")
+    if args.cp_size == 1:
+        if set(named) - {"per-sequence"}:
+            raise ConfigError(
+                f"--sharding {args.sharding} needs context parallelism; give --cp-size 2 or more"
+            )
+        return ["per-sequence"]
+    modes = dict.fromkeys(["per-sequence", *(named or ["adaptive"])])
+    return [cast(Mode, name) for name in modes]
+
+
+def _write(
+    args: argparse.Namespace, base: Scenario, documents: LengthSource, outcomes: Sequence[Outcome]
+) -> list[str]:
+    """The files that are asked for; what to say of them."""
+    # Not at the top: matplotlib takes a second.
+    from megatron_wlb.simulator.page import Page, examples, name
+    from megatron_wlb.simulator.plot import plot_timelines
+    from megatron_wlb.simulator.trace import trace
+
+    heading = machine_title(args, base.num_devices)
+    drawn = {name(outcome): outcome.example.timeline for outcome in examples(outcomes)}
+    written = []
+    if args.trace:
+        text = json.dumps(trace(drawn))
+        save_file("--trace", args.trace, lambda path: path.write_text(text, encoding="utf-8"))
+        written.append(f"trace: {args.trace} (open it in https://ui.perfetto.dev)")
+    if args.plot:
+        lines = {key: max(line.replicas, key=lambda r: r.step_us) for key, line in drawn.items()}
+        save_file(
+            "--plot", args.plot, lambda path: plot_timelines(lines, path, heading, measured=False)
+        )
+        written.append(f"picture: {args.plot}")
+    if args.report:
+        page = Page(
+            base,
+            outcomes,
+            outcomes[0],
+            documents.sampled(SAMPLE_TOKENS, window=base.window, seed=args.seed).lengths(
+                max(1, SAMPLE_TOKENS // base.window), window=base.window, seed=args.seed
+            ),
+            heading,
+            title(base.parallelism),
+            (
+                ("window", f"{base.window:,} tokens"),
+                ("N", f"{base.num_micro_batches:,}"),
+                ("S_max", f"{outcomes[0].setting.max_tokens:,} tokens"),
+                ("recompute", args.recompute),
+                ("documents", documents.title),
+                ("seeds", " ".join(str(args.seed + n) for n in range(args.num_seeds))),
+            ),
+            shlex.join(["wlb", *sys.argv[1:]]),
+        )
+        html = page.html()
+        save_file("--report", args.report, lambda path: path.write_text(html, encoding="utf-8"))
+        written.append(f"report: {args.report}")
+    return written
+
+
+def _table(args: argparse.Namespace, base: Scenario, outcomes: Sequence[Outcome]) -> Table:
+    original = outcomes[0]
+    table = Table(
+        title=(
+            f"{machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
+            f"window {base.window:,}, N {base.num_micro_batches}, "
+            f"S_max {original.setting.max_tokens / base.window:.3g} windows"
+        ),
+        title_justify="left",
+        caption=(
+            f"simulated: {original.num_steps} steps of each, {args.num_seeds} seeds; memory limit "
+            f"{base.limit_gib:.1f} GiB"
+        ),
+        caption_justify="left",
+    )
+    table.add_column("packing")
+    with_sharding = base.parallelism.cp_size > 1
+    if with_sharding:
+        table.add_column("sharding")
+    for header in ("speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP",
+                   "DP", "delay"):  # fmt: skip
+        table.add_column(header, justify="right")
+    for number, outcome in enumerate(outcomes):
+        if number and outcome.variant != outcomes[number - 1].variant and with_sharding:
+            table.add_section()
+        lowest, highest = outcome.speedup_by_seed(original)
+        spread = f" ({lowest:.2f}-{highest:.2f})" if args.num_seeds > 1 and number else ""
+        peak = f"{outcome.peak_bytes / GIB:.1f}"
+        table.add_row(
+            outcome.title,
+            *([outcome.sharding] if with_sharding else []),
+            f"{outcome.speedup(original):.3f}×{spread}",
+            f"{outcome.step_us / 1e3:,.1f}",
+            f"{outcome.tokens_per_s:,.0f}",
+            f"{outcome.mfu:.1%}",
+            f"{outcome.bubble_share:.1%}",
+            f"[red]{peak}[/red]" if outcome.out_of_memory else peak,
+            f"{outcome.pp_imbalance:.3f}",
+            f"{outcome.cp_imbalance:.3f}",
+            f"{outcome.dp_imbalance:.3f}",
+            f"{outcome.delay_steps:.2f}",
+        )
+    return table

@@ -1,0 +1,145 @@
+"""A simulated layout as what trains it: Megatron's flags, a command line, a recipe file.
+
+A recipe is a YAML file in the form of Megatron-LM's ``model_config.yaml``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import yaml
+
+from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.simulator.compare import Variant
+from megatron_wlb.simulator.scenario import Scenario
+
+Flags: TypeAlias = Mapping[str, bool | int | float | str]
+
+
+def model_flags(shape: ModelShape) -> Flags:
+    """The model's architecture."""
+    flags: dict[str, bool | int | float | str] = {
+        "--num-layers": shape.num_layers,
+        "--hidden-size": shape.hidden_size,
+        "--ffn-hidden-size": shape.ffn_hidden_size,
+        "--num-attention-heads": shape.num_attention_heads,
+    }
+    if shape.num_query_groups != shape.num_attention_heads:
+        flags["--group-query-attention"] = True
+        flags["--num-query-groups"] = shape.num_query_groups
+    if shape.kv_channels * shape.num_attention_heads != shape.hidden_size:
+        flags["--kv-channels"] = shape.kv_channels
+    if shape.rms_norm:
+        flags["--normalization"] = "RMSNorm"
+    for flag, given in (
+        ("--swiglu", shape.gated),
+        ("--disable-bias-linear", not shape.linear_bias),
+        ("--add-qkv-bias", shape.qkv_bias),
+        ("--qk-layernorm", shape.qk_norm),
+        ("--untie-embeddings-and-output-weights", not shape.tied_embeddings),
+    ):
+        if given:
+            flags[flag] = True
+    if shape.learned_positions:
+        flags["--position-embedding-type"] = "learned_absolute"
+        flags["--max-position-embeddings"] = shape.learned_positions
+    else:
+        flags["--position-embedding-type"] = "rope" if shape.rotary_percent else "none"
+        if 0 < shape.rotary_percent < 1:
+            flags["--rotary-percent"] = shape.rotary_percent
+    if not shape.dropout:
+        flags["--hidden-dropout"] = flags["--attention-dropout"] = 0.0
+    return flags
+
+
+def layout_flags(scenario: Scenario) -> Flags:
+    """How the model is divided, and what is recomputed."""
+    p, recompute = scenario.parallelism, scenario.recompute
+    flags: dict[str, bool | int | float | str] = {
+        "--tensor-model-parallel-size": p.tp_size,
+        "--context-parallel-size": p.cp_size,
+        "--pipeline-model-parallel-size": p.pp_size,
+    }
+    if p.sequence_parallel:
+        flags["--sequence-parallel"] = True
+    if p.vpp_size > 1:
+        flags["--num-virtual-stages-per-pipeline-rank"] = p.vpp_size
+    flags["--use-distributed-optimizer"] = True
+    if scenario.overlap_grad_reduce:
+        flags["--overlap-grad-reduce"] = True
+    if recompute.granularity is not None:
+        flags["--recompute-granularity"] = recompute.granularity
+    if recompute.method is not None and recompute.num_layers is not None:
+        flags["--recompute-method"] = recompute.method
+        flags["--recompute-num-layers"] = recompute.num_layers
+    return flags
+
+
+def batch_flags(scenario: Scenario) -> Flags:
+    """Window and micro-batches of a step."""
+    return {
+        "--seq-length": scenario.window,
+        "--micro-batch-size": 1,
+        "--global-batch-size": scenario.num_micro_batches,
+        "--bf16": True,
+    }
+
+
+def balance_flags(scenario: Scenario, variant: Variant, sharding: str, hardware: str) -> Flags:
+    """Packing, sharding and the machine that costs are modelled for."""
+    flags: dict[str, bool | int | float | str] = {}
+    words = variant.flags()
+    for at, word in enumerate(words):
+        if word.startswith("--"):
+            until = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), None)
+            value = " ".join(words[at + 1 : until])
+            flags[word] = int(value) if value.isdecimal() else value
+    if scenario.parallelism.cp_size > 1:
+        flags["--wlb-cp-sharding"] = sharding
+    flags["--wlb-hardware"] = hardware
+    return flags
+
+
+def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
+    """The command line that trains so, once data and duration are added."""
+    nodes = -(-num_devices // devices_per_node)
+    words = ["torchrun", "--nproc-per-node", str(min(num_devices, devices_per_node))]
+    if nodes > 1:
+        words += [
+            "--nnodes",
+            str(nodes),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "$HOST:29500",
+        ]
+    words += ["-m", "megatron_wlb.pretrain_gpt"]
+    for flag, value in flags.items():
+        words += [flag] if value is True else [flag, *str(value).split()]
+    return shlex.join(words).replace("'$HOST:29500'", "$HOST:29500")
+
+
+def recipe(
+    sections: Mapping[str, Flags], num_devices: int, devices_per_node: int, remarks: str
+) -> str:
+    """A YAML file of flags under headings; ``remarks`` stand at its top."""
+    head = {
+        "NUM_NODES": -(-num_devices // devices_per_node),
+        "GPUS_PER_NODE": min(num_devices, devices_per_node),
+        "CUDA_DEVICE_MAX_CONNECTIONS": 1,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    lines = [f"# {line}".rstrip() for line in remarks.splitlines()]
+    lines += ["TEST_TYPE: release", "ENV_VARS:"]
+    lines += [f"  {name}: {value}" for name, value in head.items()]
+    lines.append("MODEL_ARGS:")
+    for heading, flags in sections.items():
+        lines.append(f"  # {heading}")
+        lines += [f"  {flag}: {_scalar(value)}" for flag, value in flags.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: bool | int | float | str) -> str:
+    return yaml.safe_dump(value).splitlines()[0]

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.config import parse
+
+SIZES = {
+    "hidden_size": 1024, "ffn_hidden_size": 2560, "num_layers": 6, "num_attention_heads": 8,
+    "num_query_groups": 8, "kv_channels": 128, "vocab_size": 1000, "gated": True,
+}  # fmt: skip
+QUICK = ["--steps", "2", "--refine", "2"]
+BASE = ["plan", "--distribution", "reference", "--window", "4096", "--num-micro-batches", "4"]
+SMALL = [*BASE, "--model", "small.yaml", "--num-devices", "4", "--memory-gib", "1.2", *QUICK]
+KEYS = {
+    "tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "num_micro_batches", "recompute",
+    "coarse_mfu", "mfu", "fits", "packing", "max_tokens", "peak_gib", "step_ms", "tokens_per_s",
+    "speedup", "sharding",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(yaml.safe_dump(SIZES))
+    return tmp_path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main([*SMALL, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_ranking_the_rejected_and_the_command(capsys) -> None:
+    found = plan(capsys)
+    assert found["simulated"] is True
+    ranked = found["ranked"]
+    assert all(row.keys() >= KEYS for row in ranked)
+    mfu = [row["mfu"] for row in ranked if row["fits"]]
+    assert mfu == sorted(mfu, reverse=True) and len(mfu) > 3
+    for row in ranked:
+        sizes = [row[f"{name}_size"] for name in ("tp", "cp", "pp", "dp")]
+        assert sizes[0] * sizes[1] * sizes[2] * sizes[3] == 4
+        assert row["peak_gib"] <= 1.2
+    whys = {one["why"] for one in found["rejected"]}
+    assert {"divisibility", "memory"} <= whys
+    assert all(one["reason"] for one in found["rejected"])
+
+
+def test_command_and_recipe_are_those_of_the_best(capsys) -> None:
+    found = plan(capsys, "--out", "best.yaml", "--num-micro-batches", "4", "8")
+    best = found["ranked"][0]
+    words = shlex.split(found["command"])
+    config = parse(words[words.index("megatron_wlb.pretrain_gpt") + 1 :])
+    p = config.parallel
+    assert (
+        p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size,
+        p.num_virtual_stages_per_pipeline_rank or 1,
+    ) == tuple(best[f"{name}_size"] for name in ("tp", "cp", "pp", "vpp"))  # fmt: skip
+    assert config.training.global_batch_size == best["num_micro_batches"]
+    assert config.wlb.wlb_packing == best["packing"]
+    assert config.model.num_layers == 6
+    recipe = yaml.safe_load(Path("best.yaml").read_text())
+    assert recipe["MODEL_ARGS"] == found["flags"]
+    assert "Simulated, not measured" in Path("best.yaml").read_text()
+
+
+def test_table_ranks_and_says_what_cannot_run(capsys) -> None:
+    assert main([*SMALL, "--rows", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "What cannot run" in out and "do not divide" in out and "Fastest: " in out
+    assert "simulated: 2 steps of each, seed 1; memory limit 1.2 GiB" in out
+    assert "torchrun --nproc-per-node 4 -m megatron_wlb.pretrain_gpt" in out
+
+
+def test_the_same_command_gives_the_same_ranking(capsys) -> None:
+    assert plan(capsys) == plan(capsys)
+    assert plan(capsys) != plan(capsys, "--seed", "2")
+
+
+def test_n_without_a_number_is_what_has_four_million_tokens(capsys) -> None:
+    arguments = ["plan", "--distribution", "reference", "--model", "small.yaml", "--num-devices",
+                 "2", "--tp-size", "2", "--steps", "1", "--refine", "1", "--json"]  # fmt: skip
+    assert main([*arguments, "--packing", "original"]) == 0
+    row = json.loads(capsys.readouterr().out)["ranked"][0]
+    assert row["num_micro_batches"] * 131072 == 1 << 22
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--memory-gib", "0.05"], "no layout of 4 devices can run"),
+        (["--memory-gib", "-1"], "memory limit is -1.0 GiB"),
+        (["--num-devices", "0"], "0 devices"),
+        (["--tp-size", "3"], "no layout of 4 devices has tp_size 3"),
+        (["--num-micro-batches", "0"], "--num-micro-batches is 0"),
+        (["--packing", "hodl"], "did you mean hold"),
+        (["--packing", ","], "--packing names none"),
+        (["--hardware", "h1000"], "unknown hardware h1000"),
+        (["--refine", "0"], "--refine is 0"),
+        (["--cost", "cost.json"], "holds for the layout it was measured with"),
+        (["--window", "0"], "--window is 0"),
+        (["--out", "."], "is a folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_no_file(
+    arguments: list[str], says: str, capsys, folder: Path
+) -> None:
+    before = sorted(folder.rglob("*"))
+    assert main([*SMALL, "--out", "r.yaml", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    error = captured.err.splitlines()[-1]
+    assert error.startswith("error: ") and says in error, error
+    assert sorted(folder.rglob("*")) == before

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.testing.index import write_index
+
+SIZES = {
+    "hidden_size": 256, "ffn_hidden_size": 640, "num_layers": 8, "num_attention_heads": 8,
+    "num_query_groups": 8, "kv_channels": 32, "vocab_size": 1000, "gated": True,
+}  # fmt: skip
+SETTINGS = {
+    "num-layers": 8, "hidden-size": 256, "ffn-hidden-size": 640, "num-attention-heads": 8,
+    "swiglu": True, "seq-length": 2048, "global-batch-size": 6,
+    "pipeline-model-parallel-size": 2, "context-parallel-size": 2,
+}  # fmt: skip
+QUICK = ["--steps", "3", "--num-seeds", "1"]
+SMALL = ["--model", "small.yaml", "--window", "4096", *QUICK]
+REFERENCE = ["--distribution", "reference"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(yaml.safe_dump(SIZES))
+    Path("settings.yaml").write_text(yaml.safe_dump(SETTINGS))
+    lengths = np.random.default_rng(1).lognormal(6, 1.4, 900).astype(int).clip(1, 9000)
+    write_index("corpus", lengths.tolist())
+    Path("lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
+    return tmp_path
+
+
+def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
+    assert main(["simulate", *arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["simulated"] is True
+    return result["rows"]
+
+
+def test_json_has_a_row_for_each_packing_and_sharding(capsys) -> None:
+    found = rows(
+        capsys, *REFERENCE, *SMALL, "--cp-size", "2", "--pp-size", "2", "--dp-size", "2",
+        "--num-micro-batches", "8", "--packing", "wlb:3,hold+shape", "--sharding", "hybrid",
+    )  # fmt: skip
+    assert [(row["packing"], row["shaped"], row["sharding"]) for row in found] == [
+        (packing, shaped, sharding)
+        for packing, shaped in (("original", False), ("wlb", False), ("hold", True))
+        for sharding in ("per-sequence", "hybrid")
+    ]
+    assert found[0]["speedup"] == 1 < found[-1]["speedup"]
+    for row in found:
+        assert row["step_ms"] > 0 and row["tokens_per_s"] > 0 and row["peak_gib"] > 0
+        assert 0 < row["mfu"] < 1 and 0 < row["bubble_share"] < 1
+        assert min(row[f"{level}_imbalance"] for level in ("pp", "cp", "dp")) >= 1
+        assert row["speedup_lowest"] <= row["speedup"] <= row["speedup_highest"]
+
+
+def test_default_compares_shaped_steps_where_there_are_stages(capsys) -> None:
+    one = rows(capsys, *REFERENCE, *SMALL, "--num-micro-batches", "4")
+    assert [row["title"] for row in one] == ["original", "fixed-greedy, 1 batch", "wlb", "hold"]
+    two = rows(capsys, *REFERENCE, *SMALL, "--pp-size", "2")
+    assert [row["title"] for row in two] == [*(row["title"] for row in one), "hold, shaped"]
+    assert {row["sharding"] for row in two} == {"per-sequence"}
+
+
+def test_all_sources_of_the_same_lengths_give_the_same_figures(capsys) -> None:
+    found = [
+        [row["mfu"] for row in rows(capsys, *source, *SMALL, "--packing", "hold")]
+        for source in (["corpus"], ["--lengths", "lengths.txt"])
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_help_teaches_with_examples(command: str, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0
+    assert f"wlb {command} --distribution reference --model" in out
+    assert "90% of its memory" in out and "All of it is simulated" in out
+
+
+def test_seed_decides_the_figures(capsys) -> None:
+    first, again, other = (
+        [row["mfu"] for row in rows(capsys, *REFERENCE, *SMALL, "--seed", seed)]
+        for seed in ("1", "1", "2")
+    )
+    assert first == again != other
+
+
+def test_training_settings_give_model_window_batch_and_layout(capsys) -> None:
+    ours = rows(capsys, *REFERENCE, "--model", "settings.yaml", *QUICK, "--packing", "hold")
+    given = rows(
+        capsys, *REFERENCE, "--model", "settings.yaml", "--window", "2048", "--cp-size", "2",
+        "--pp-size", "2", "--num-micro-batches", "6", *QUICK, "--packing", "hold",
+    )  # fmt: skip
+    assert ours == given
+    assert {row["sharding"] for row in ours} == {"per-sequence", "adaptive"}
+    other = rows(
+        capsys,
+        *REFERENCE,
+        "--model",
+        "settings.yaml",
+        "--cp-size",
+        "1",
+        *QUICK,
+        "--packing",
+        "hold",
+    )
+    assert {row["sharding"] for row in other} == {"per-sequence"}
+
+
+def test_recipe_of_the_paper_is_simulated_as_it_stands(capsys) -> None:
+    recipe = str(_configs() / "experiment" / "7b-128k.yaml")
+    assert main(["simulate", *REFERENCE, "--model", recipe, *QUICK, "--packing", "hold"]) == 0
+    out = capsys.readouterr().out
+    assert "7b-128k on 64 × h100-sxm, TP 8 × CP 2 × PP 4 × VPP 2, window 131,072, N 4" in out
+
+
+def test_files_are_written_whole(capsys, folder: Path) -> None:
+    status = main(
+        ["simulate", *REFERENCE, *SMALL, "--pp-size", "2", "--packing", "hold", "--report",
+         "new/r.html", "--trace", "t.json", "--plot", "p.png"]
+    )  # fmt: skip
+    assert status == 0
+    out = capsys.readouterr().out
+    assert "simulated: 3 steps of each" in out and "report: new/r.html" in out
+    assert Path("new/r.html").read_text().endswith("</html>\n")
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"original, per-sequence", "hold, per-sequence"}
+    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["simulate", *REFERENCE, *SMALL, "--pp-size", "2", "--plot", "p.svg"]) == 0
+    assert "</svg>" in Path("p.svg").read_text()
+    assert not [path.name for path in folder.rglob(".*")]
+
+
+def test_memory_that_is_too_small_is_said_not_refused(capsys) -> None:
+    assert main(["simulate", *REFERENCE, *SMALL, "--memory-gib", "0.2"]) == 0
+    captured = capsys.readouterr()
+    assert "note: S_max is one window" in captured.err
+    assert re.search(r"out of memory: pipeline rank 0 at .*above the limit of 0.20 GiB",
+                     " ".join(captured.out.split()))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--pp-size", "3"], 2, "8 layers do not divide over 3"),
+        (["--tp-size", "3"], 2, "does not divide over TP 3"),
+        (["--dp-size", "2", "--num-micro-batches", "3"], 2, "3 micro-batches a step do not divide"),
+        (["--pp-size", "4", "--vpp-size", "2", "--num-micro-batches", "3"], 2, "group_size"),
+        (["--dp-size", "0"], 2, "dp_size is 0; give at least 1"),
+        (["--num-micro-batches", "-1"], 2, "num_micro_batches is -1"),
+        (["--memory-gib", "-3"], 2, "memory limit is -3.0 GiB"),
+        (["--hardware", "h1000"], 2, "unknown hardware h1000"),
+        (["--hardware", "slow.yaml"], 2, "peak_tflops is missing; add it with its source"),
+        (["--hardware", "negative.yaml"], 2, "latency_us is -5"),
+        (["--cost", "cost.yaml"], 2, "forward_linear_us is -1"),
+        (["--model", "9b"], 2, "unknown model 9b; use"),
+        (["--model", "typo.yaml"], 2, "typo.yaml"),
+        (["--packing", "hodl"], 2, "did you mean hold"),
+        (["--packing", "original+shape"], 2, "cannot be shaped"),
+        (["--sharding", "adaptive"], 2, "needs context parallelism"),
+        (["--cp-size", "2", "--sharding", "zigzag"], 2, "unknown sharding zigzag"),
+        (["--max-windows", "0.5"], 2, "max_tokens"),
+        (["--steps", "0"], 2, "--steps 0"),
+        (["--plot", "p.jpg"], 2, "neither .png nor .svg"),
+        (["--report", "."], 2, "is a folder"),
+        (["--trace", "small.yaml/t.json"], 2, "cannot write --trace"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_no_file(
+    arguments: list[str], status: int, says: str, capsys, folder: Path
+) -> None:
+    Path("slow.yaml").write_text("memory_gb_s: {value: 3, source: guess}\n")
+    figures = yaml.safe_load((_configs() / "hardware" / "cpu.yaml").read_text())
+    figures["latency_us"]["value"] = -5
+    Path("negative.yaml").write_text(yaml.safe_dump(figures))
+    Path("cost.yaml").write_text(
+        "{forward_linear_us: -1, forward_quadratic_us: 1, backward_linear_us: 1, "
+        "backward_quadratic_us: 1}"
+    )
+    Path("typo.yaml").write_text(yaml.safe_dump(SIZES | {"gate": True}))
+    before = sorted(folder.rglob("*"))
+    output = ["--report", "r.html", "--trace", "t.json", "--plot", "p.png"]
+    assert main(["simulate", *REFERENCE, *SMALL, *output, *arguments]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    error = captured.err.splitlines()[-1]
+    assert error.startswith("error: ") and says in error, error
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        ([], 2, "no documents"),
+        (["nowhere"], 3, "nowhere"),
+        (["--lengths", "empty.txt"], 3, "no lengths"),
+        (["corpus", "--long-documents", "error"], 3, "above the window"),
+    ],
+)
+def test_bad_documents_are_one_line(arguments: list[str], status: int, says: str, capsys) -> None:
+    Path("empty.txt").write_text("")
+    assert main(["simulate", *SMALL, *arguments]) == status
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_corpus_is_not_read_whole(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten million documents only those of the simulated steps are drawn."""
+    from megatron_wlb.data import length_source
+
+    drawn = []
+    real = length_source.DocumentStream
+    monkeypatch.setattr(
+        length_source, "DocumentStream",
+        lambda lengths, **options: drawn.append(len(lengths[0])) or real(lengths, **options),
+    )  # fmt: skip
+    np.save("many.npy", np.full(10_000_000, 700, dtype=np.int32))
+    rows(capsys, "--lengths", "many.npy", *SMALL, "--packing", "hold")
+    assert drawn and max(drawn) < 50_000
+
+
+def _configs() -> Path:
+    return Path(__file__).parents[3] / "configs"
