@@ -331,7 +331,7 @@ def main() -> int:
         if options.device == "cpu" and not options.small:
             raise ConfigError("a CPU would take days at full size; add --small")
         output.check_file("--json", options.json)
-        output.check_file("--plot", options.plot)
+        output.check_picture("--plot", options.plot)
         figures = run(options)
         show(figures)
         if options.json:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_wlb.cli.inputs import SOURCES, add_source, fill_defaults, source
-from megatron_wlb.cli.output import check_file, console, save_file, say
+from megatron_wlb.cli.output import check_picture, console, save_file, say
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.errors import ConfigError
 
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    check_file("--plot", args.plot)
+    check_picture("--plot", args.plot)
     fill_defaults(args)
     documents = source(args)
     if args.windows < 1:

@@ -67,6 +67,13 @@ def check_file(flag: str, path: Path | None) -> None:
         ) from None
 
 
+def check_picture(flag: str, path: Path | None) -> None:
+    """As :func:`check_file`, and raises :class:`ConfigError` for an ending that is no picture's."""
+    if path is not None and path.suffix.lower() not in ("", ".png", ".svg"):
+        raise ConfigError(f"{flag} {path} is no picture; call it .png or .svg")
+    check_file(flag, path)
+
+
 def save_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
     """``write`` writes to a temporary name, of the same ending, that then becomes ``path``.
 

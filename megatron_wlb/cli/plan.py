@@ -179,12 +179,20 @@ def _space(args: argparse.Namespace) -> Space:
         if value is not None and value < 1:
             raise ConfigError(f"{flag} is {value}; give at least 1")
     fixed = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    hardware = load_hardware(args.hardware)
+    node = hardware.devices_per_node
+    if args.num_devices > node and args.num_devices % node:
+        whole = args.num_devices // node * node
+        raise ConfigError(
+            f"--num-devices {args.num_devices} are no whole nodes of {node}, and torchrun starts "
+            f"equally many on each; give {whole} or {whole + node}"
+        )
     recompute = tuple(RECOMPUTE.values())
     if args.recompute is not None:
         recompute = (RECOMPUTE[args.recompute],)
     return Space(
         model_shape(args),
-        load_hardware(args.hardware),
+        hardware,
         args.num_devices,
         args.window,
         tuple(dict.fromkeys(numbers)),

@@ -7,12 +7,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 from rich.table import Table
 
 from megatron_wlb.cli import output
+from megatron_wlb.config import WlbConfig
 from megatron_wlb.cost.attention import BACKWARD_FLOPS, AttentionProfile, forward_flops
 from megatron_wlb.cost.hardware import FIGURES, hardware_names, load_hardware, read_hardware
 from megatron_wlb.errors import ConfigError
@@ -64,7 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="default: bfloat16 on a GPU, float32 on a CPU",
     )  # fmt: skip
     parser.add_argument(
-        "--kernel", default="auto", metavar="NAME",
+        "--kernel", default="auto",
+        choices=get_args(get_type_hints(WlbConfig)["wlb_attention_kernel"]),
         help="attention kernel, as --wlb-attention-kernel (default: auto)",
     )  # fmt: skip
     parser.add_argument(
@@ -114,6 +116,9 @@ def _profile(args: argparse.Namespace) -> int:
     base_path, content = read_hardware(base)
     load_hardware(base)  # its errors now, not after measuring
     machine = machine_name(device)
+    for flag, value, least in (("--longest", args.longest, 2), ("--repeats", args.repeats, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{flag} is {value}; give at least {least}")
     longest = args.longest or (SMALL_LONGEST[device] if args.small else defaults["longest"])
     profiles = []
     for num_heads, num_groups, head_dim in shapes:

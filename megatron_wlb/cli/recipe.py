@@ -130,6 +130,11 @@ def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) ->
             f"{args.file} has no --wlb-… flag: it runs as stock Megatron does, which is not "
             "modelled; append one, as in -- --wlb-packing hold"
         )
+    if checkout is not None and not (checkout / "megatron" / "training").is_dir():
+        raise ConfigError(
+            f"--megatron {checkout} has no megatron/training; give the path of a checkout of "
+            "Megatron-LM"
+        )
     num_devices = _num_nodes(args, recipe) * _num_devices(args, recipe)
     found = forecast(settings_of(arguments), num_devices)
     if checkout is not None:

@@ -23,7 +23,7 @@ from megatron_wlb.cli.inputs import (
     source,
     workload,
 )
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
+from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.evaluate import Evaluation
@@ -80,7 +80,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    check_file("--plot", args.plot)
+    check_picture("--plot", args.plot)
     fill_defaults(args)
     documents = source(args)
     number, *others = numbers_of_micro_batches(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -279,23 +280,50 @@ def attention_latency(config: Config, shape: ModelShape) -> AttentionLatency:
     hardware = load_hardware(config.wlb.wlb_hardware)
     tp_size = config.parallel.tensor_model_parallel_size
     num_heads = shape.num_attention_heads // tp_size
+    dtype = "bfloat16" if config.training.bf16 else "float32"
     profile = nearest_profile(
         hardware.attention,
         num_heads=num_heads,
         num_groups=max(1, shape.num_query_groups // tp_size),
         head_dim=shape.kv_channels,
-        dtype="bfloat16" if config.training.bf16 else "float32",
+        dtype=dtype,
     )
     if profile is None:
         logger.info(
-            "CP shardings are chosen by whole tiles at the rate of %s; `wlb profile` measures",
+            "CP shardings are chosen by whole tiles at the rate of %s, which has no table of %s "
+            "attention with heads of %d; `wlb profile` measures one",
             config.wlb.wlb_hardware,
+            dtype,
+            shape.kv_channels,
         )
         return AnalyticAttention(num_heads, shape.kv_channels, hardware.attention_tflops)
     logger.info(
         "CP shardings are chosen by measured %s attention (%s)", profile.kernel, profile.machine
     )
     return dataclasses.replace(profile, extrapolate=config.wlb.wlb_cost_extrapolate)
+
+
+def machine_digest(config: Config) -> str | None:
+    """Which figures of ``--wlb-hardware`` plans depend on, as 16 hex digits; None if on none.
+
+    A checkpoint holds it, as the file of the same name may have been measured anew meanwhile. The
+    cost is not in it: that is restored itself.
+    """
+    if config.parallel.context_parallel_size == 1 and config.wlb.wlb_shape == "off":
+        return None
+    hardware = repr(load_hardware(config.wlb.wlb_hardware))
+    return hashlib.sha256(hardware.encode()).hexdigest()[:16]
+
+
+def tell_changed_machine(config: Config, saved: str | None) -> None:
+    """Warns where plans are made from other figures than those of the checkpoint."""
+    now = machine_digest(config)
+    if saved is not None and now is not None and saved != now:
+        logger.warning(
+            "--wlb-hardware %s says other figures than when the checkpoint was saved: the same "
+            "documents run, but CP shardings and shapes may differ from here on",
+            config.wlb.wlb_hardware,
+        )
 
 
 def make_selector(config: Config, padded_vocab_size: int) -> Selector | None:

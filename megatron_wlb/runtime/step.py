@@ -181,5 +181,6 @@ def verify_digest(plan: StepPlan, device: str) -> None:
     if int(pair[0]) != -int(pair[1]):
         raise PlanError(
             f"step {plan.step}: ranks hold different plans (this one {plan.digest[:12]}); they "
-            "must see the same corpus, flags, seed and packing state"
+            "must see the same corpus, flags, seed, packing state, and files of --wlb-hardware and "
+            "--wlb-cost"
         )

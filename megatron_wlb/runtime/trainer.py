@@ -28,9 +28,11 @@ from megatron_wlb.runtime.optimizer import build_optimizer
 from megatron_wlb.runtime.planning import (
     Corpora,
     known_cost,
+    machine_digest,
     make_evaluation_planner,
     make_planner,
     padded_vocab_size,
+    tell_changed_machine,
 )
 from megatron_wlb.runtime.step import StepRunner
 
@@ -98,6 +100,7 @@ class Trainer:
             self.cost = cost_from_dict(state["cost"])
             self.planner = self._make_planner()
             self.planner.load_state_dict(state["planner"])
+            tell_changed_machine(config, state.get("machine"))
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
             )
@@ -160,7 +163,11 @@ class Trainer:
             self.model,
             self.optimizer,
             self.scheduler,
-            {"planner": self.plans.state_dict(), "cost": self.cost.as_dict()},
+            {
+                "planner": self.plans.state_dict(),
+                "cost": self.cost.as_dict(),
+                "machine": machine_digest(self.config),
+            },
         )
         logger.info("saved %s", folder)
 

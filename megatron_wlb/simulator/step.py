@@ -98,7 +98,8 @@ class StepTimeline:
         slowest data-parallel rank: ``1 - Σ busy ÷ (ranks · pipeline_us)``.
         """
         available_us = self.dp_size * self.graph.pp_size * self.pipeline_us
-        return 1.0 - sum(map(sum, self.busy_us)) / available_us if available_us else 0.0
+        busy_us = sum(map(sum, self.busy_us))  # by rounding, it may be more than there is
+        return max(0.0, 1.0 - busy_us / available_us) if available_us else 0.0
 
     @property
     def tail_us(self) -> float:

@@ -279,6 +279,16 @@ def check(args: argparse.Namespace) -> None:
     for refusal in REFUSALS:
         if refusal.applies(args):
             raise ConfigError(refusal.message(args))
+    shards = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    if args.world_size % shards:
+        raise ConfigError(
+            f"{args.world_size} processes do not divide by TP × PP × CP = {shards}; start a "
+            "multiple of that"
+        )
 
 
 def check_words(words: Sequence[str]) -> None:

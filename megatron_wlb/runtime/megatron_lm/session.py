@@ -31,8 +31,10 @@ from megatron_wlb.runtime.planning import (
     SPLITS,
     Corpora,
     known_cost,
+    machine_digest,
     make_evaluation_planner,
     make_planner,
+    tell_changed_machine,
 )
 from megatron_wlb.runtime.step import StepRunner
 
@@ -160,6 +162,7 @@ class Session:
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
                 self._tell_changed_settings(self.restored["settings"])
+                tell_changed_machine(self.config, self.restored.get("machine"))
                 self.totals = Totals(**self.restored["totals"])
                 logger.info(
                     "documents go on after step %d: %d wait",
@@ -191,6 +194,7 @@ class Session:
             "version": 1,
             "planner": self._plans.state_dict(),
             "cost": self.cost.as_dict(),
+            "machine": machine_digest(self.config),
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,
             "settings": self._settings(),

@@ -73,6 +73,8 @@ def test_profile_shows_a_table(tmp_path, capsys, quick):
         (["--out", "a.yaml", "--heads", "3/2x64"], "--heads 3/2x64"),
         (["--out", "a.yaml", "--base", "tpu"], "unknown hardware tpu"),
         (["--out", "a.yaml", "--kernel", "flash-attn-3"], "flash-attn-3 cannot run"),
+        (["--out", "a.yaml", "--longest", "0"], "--longest is 0; give at least 2"),
+        (["--out", "a.yaml", "--repeats", "0"], "--repeats is 0; give at least 1"),
         (["--out", "a.yaml", "--device", "cuda"], "torch sees no GPU"),
     ],
 )

@@ -97,6 +97,10 @@ def test_run_becomes_torchrun(recipe: str, checkout: Path, monkeypatch: pytest.M
         (["--megatron", "CHECKOUT", "--script", "train_rl.py"], "train_rl.py is no file"),
         (["--megatron", "CHECKOUT", "--nnodes", "2"], "runs on 2 nodes; give --rdzv-endpoint"),
         (["--megatron", "CHECKOUT", "--nproc-per-node", "0"], "--nproc-per-node is 0; give at"),
+        (
+            ["--dry-run", "--megatron", "/nowhere", "--", "--wlb-packing", "hold"],
+            "--megatron /nowhere has no megatron/training",
+        ),
         (["--dry-run"], "has no --wlb-… flag: it runs as stock Megatron does"),
     ],
 )

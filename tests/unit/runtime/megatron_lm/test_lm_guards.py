@@ -16,6 +16,7 @@ FINE: dict[str, Any] = {
     "per_split_data_args_path": None, "attention_dropout": 0.0, "micro_batch_size": 1,
     "position_embedding_type": "rope", "softmax_type": "vanilla", "cuda_graph_impl": "none",
     "context_parallel_size": 2, "pipeline_model_parallel_size": 2, "overlap_p2p_comm": True,
+    "tensor_model_parallel_size": 3, "world_size": 24,
     "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": 2,
     "transformer_impl": "transformer_engine", "dataloader_type": None, "ckpt_format": "torch_dist",
     "non_persistent_ckpt_type": None, "use_distributed_optimizer": True, "save": "ck",
@@ -139,3 +140,8 @@ def test_yaml_settings_are_refused_before_parsing(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--yaml-cfg .* use flags"):
         guards.check_words(["--num-layers", "4", *words])
     guards.check_words(["--num-layers", "4"])
+
+
+def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^20 processes do not divide by TP × PP × CP = 12;"):
+        guards.check(argparse.Namespace(**FINE | {"world_size": 20}))
