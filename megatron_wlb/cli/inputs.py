@@ -108,6 +108,19 @@ def source(args: argparse.Namespace) -> LengthSource:
     return LengthSource.of_corpora(args.prefixes)
 
 
+def add_packing_rules(group: argparse._ArgumentGroup) -> None:
+    """``--max-age`` and ``--long-documents``, as in training."""
+    group.add_argument(
+        "--max-age", type=int, default=12, metavar="N", help="as --wlb-max-age (default: 12)"
+    )
+    group.add_argument(
+        "--long-documents",
+        choices=("split", "truncate", "error"),
+        default="split",
+        help="documents over the window, as --wlb-long-documents (default: split)",
+    )
+
+
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """The flags that :func:`workload` reads, besides the source's."""
     group = parser.add_argument_group("batch and cost")
@@ -125,16 +138,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="S_max in windows: longest micro-batch that memory allows (default: 2)",
     )
-    group.add_argument(
-        "--max-age", type=int, default=12, metavar="N", help="as --wlb-max-age (default: 12)"
-    )
+    add_packing_rules(group)
     group.add_argument("--max-step-tokens", type=int, metavar="N", help="as --wlb-max-step-tokens")
-    group.add_argument(
-        "--long-documents",
-        choices=("split", "truncate", "error"),
-        default="split",
-        help="documents over the window, as --wlb-long-documents (default: split)",
-    )
     group.add_argument(
         "--length-multiple",
         type=int,

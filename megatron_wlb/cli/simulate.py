@@ -12,7 +12,7 @@ from typing import cast
 
 from rich.table import Table
 
-from megatron_wlb.cli.inputs import SOURCES, add_source, source
+from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
 from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
 from megatron_wlb.cli.scenario import (
     MODELS,
@@ -81,15 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="S_max in windows (default: 2, or what fits memory)",
     )
-    group.add_argument(
-        "--max-age", type=int, default=12, metavar="N", help="as --wlb-max-age (default: 12)"
-    )
-    group.add_argument(
-        "--long-documents",
-        choices=("split", "truncate", "error"),
-        default="split",
-        help="documents over the window, as --wlb-long-documents (default: split)",
-    )
+    add_packing_rules(group)
     group.add_argument(
         "--steps",
         type=int,
