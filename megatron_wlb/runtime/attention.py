@@ -99,10 +99,9 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 f"layer {layer_number} asks for {attn_mask_type.name} {attention_type}-attention; "
                 "attention to packed documents is causal self-attention only"
             )
-        self.layer_number = max(1, layer_number)
+        # apply_query_key_layer_scaling changes no result: Megatron divides scores by the layer's
+        # number to keep them in fp16's range, and multiplies them again. Here they are fp32.
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        if config.apply_query_key_layer_scaling:
-            self.softmax_scale /= self.layer_number
         self.kernel = options.kernel
         self.parallel: ContextParallel | None = None
         if config.context_parallel_size > 1:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 
+from megatron_wlb.config import parse
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.testing.gloo import GlooPool
 
@@ -102,6 +103,31 @@ def check_micro_batches() -> None:
     refused(lambda: attention(*qkv, None, packed_seq_params=shard), "that is divided over ranks")
 
 
+def check_scale() -> None:
+    """Megatron divides scores by the layer's number in half precision, and multiplies again."""
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_wlb.runtime import distributed
+    from megatron_wlb.runtime.attention import DocumentAttention, PlanSeqParams
+    from megatron_wlb.runtime.kernels import Segments
+
+    distributed.initialize_groups(parse([]))
+    qkv = [torch.randn(6, 1, 2, 4) for _ in range(3)]
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).triu(1)
+    whole = PlanSeqParams.of(Segments.of([6]), np.arange(6))
+    for settings in ({}, {"apply_query_key_layer_scaling": True}, {"softmax_scale": 0.8}):
+        core = config(masked_softmax_fusion=False, **settings)
+        common = (core, 3, AttnMaskType.causal, "self")
+        scale = {"softmax_scale": core.softmax_scale}
+        expected = DotProductAttention(*common, **scale)(*qkv, mask)
+        found = DocumentAttention(*common, **scale, options=options())(
+            *qkv, None, packed_seq_params=whole
+        )
+        torch.testing.assert_close(found, expected)
+
+
 def check_specs() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
@@ -154,3 +180,7 @@ def test_attention_refuses_what_is_not_its_micro_batch(gloo: GlooPool) -> None:
 def test_attention_goes_into_self_attention_of_any_spec_and_no_other(gloo: GlooPool) -> None:
     """TransformerEngine is not here: its spec is stood in for by one of its shape."""
     gloo.run(1, check_specs)
+
+
+def test_scores_are_scaled_as_megatron_scales_them(gloo: GlooPool) -> None:
+    gloo.run(1, check_scale)
