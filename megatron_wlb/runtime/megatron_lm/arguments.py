@@ -31,7 +31,7 @@ _SAME = (
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
     "distributed_backend",
     # Of the batch, and what its memory depends on.
-    "micro_batch_size", "global_batch_size", "seed", "bf16", "recompute_granularity",
+    "micro_batch_size", "global_batch_size", "seed", "recompute_granularity",
     "recompute_method", "recompute_num_layers", "deterministic_mode",
     # Of the data.
     "split", "seq_length",
@@ -59,6 +59,8 @@ def config_of(args: argparse.Namespace) -> Config:
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
     values |= {ours: getattr(args, theirs) for ours, theirs in _OURS.items()}
     values |= {name: value for name, value in vars(args).items() if name.startswith("wlb_")}
+    # Sizes and rates of fp16 are those of bf16; nothing else here depends on which it is.
+    values["bf16"] = args.bf16 or args.fp16
     values["optimizer"] = "sgd" if args.optimizer == "sgd" else "adam"  # for its memory
     values["disable_bias_linear"] = not args.add_bias_linear
     values["no_overlap_p2p_communication"] = (
