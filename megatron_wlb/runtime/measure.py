@@ -19,6 +19,7 @@ from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.runtime.batch import local_params
+from megatron_wlb.runtime.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.sharding import Sharding, length_multiple
 
@@ -128,15 +129,14 @@ def _pieces(num_tokens: int, piece: int) -> list[int]:
 @contextlib.contextmanager
 def _undisturbed(model: Model) -> Iterator[None]:
     """Leaves gradients zero and random-number streams as they were; no gradient is reduced."""
-    cpu_state, cuda_state = torch.get_rng_state(), torch.cuda.get_rng_state()
+    streams = rng_state()
     with contextlib.ExitStack() as stack:
         for chunk in model.chunks:
             stack.enter_context(chunk.no_sync())  # type: ignore[operator]
         yield
     for chunk in model.chunks:
         chunk.zero_grad_buffer()  # type: ignore[operator]
-    torch.set_rng_state(cpu_state)
-    torch.cuda.set_rng_state(cuda_state)
+    set_rng_state(streams)
 
 
 def _least_us(

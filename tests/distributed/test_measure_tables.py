@@ -25,13 +25,14 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
     """The tables, and what measuring changed: gradients that are not zero, random numbers."""
     import torch
 
+    from megatron_wlb.runtime.checkpoint import rng_state
     from megatron_wlb.runtime.measure import measure_tables
     from megatron_wlb.testing.ranks import build_runner
     from megatron_wlb.testing.workload import make_workload
 
     config = parse(flags.split())
     model = build_runner(config, make_workload([[8]], vocab_size=59)).model
-    before = torch.get_rng_state()
+    before = rng_state()
     tables = measure_tables(model, model_shape(config, 64), LONGEST, 59, "here")
     changed = [
         name
@@ -39,8 +40,10 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
         for name, parameter in chunk.named_parameters()
         if parameter.main_grad.any()
     ]
-    if not torch.equal(before, torch.get_rng_state()):
-        changed.append("random numbers")
+    for name, state in rng_state().items():
+        same = torch.utils._pytree.tree_map(torch.equal, before[name], state)
+        if not all(torch.utils._pytree.tree_leaves(same)):
+            changed.append(f"random numbers of {name}")
     return tables, changed
 
 
@@ -49,7 +52,7 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
     [
         (1, ""),
         (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --hidden-dropout 0.1"),
         (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
     ],
 )
