@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
 from megatron_wlb.runtime.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.transfer import to_device
 
 
 @dataclass
@@ -52,9 +53,7 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_q=num_positions,
             max_seqlen_kv=num_positions,
             segments=segments,
-            positions=torch.from_numpy(positions).to(
-                segments.cu_seqlens_q.device, non_blocking=True
-            ),
+            positions=to_device(positions, segments.cu_seqlens_q.device),
             gather=gather,
         )
 

@@ -21,6 +21,7 @@ from megatron_wlb.plan import MicroBatchPlan, Span
 from megatron_wlb.runtime.attention import PlanSeqParams
 from megatron_wlb.runtime.context import KeyGather
 from megatron_wlb.runtime.kernels import Segments
+from megatron_wlb.runtime.transfer import to_device
 from megatron_wlb.sharding import Sharding, rank_layout
 
 
@@ -131,10 +132,10 @@ class BatchBuilder:
                 mask[at : at + span.num_targets] = 1.0
                 at += span.length
             if first:
-                tokens = self._tensor(ids[local])[None]
+                tokens = to_device(ids[local], self.device)[None]
             if last:
-                labels = self._tensor(targets[local])[None]
-                loss_mask = self._tensor(mask[local])[None]
+                labels = to_device(targets[local], self.device)[None]
+                loss_mask = to_device(mask[local], self.device)[None]
                 num_targets = int(mask[local].sum())
         return Batch(
             plan, position_ids[None], shared.params, tokens, labels, loss_mask, num_targets
@@ -173,9 +174,6 @@ class BatchBuilder:
                 "--vocab-size"
             )
         return stored
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def iterate(
         self, micro_batches: Sequence[MicroBatchPlan], *, first: bool, last: bool

@@ -25,6 +25,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.transfer import to_device
 from megatron_wlb.sharding import RankLayout
 
 # Their names from torch 2.13 on; the old ones warn there.
@@ -50,16 +51,12 @@ class KeyGather:
 
     @classmethod
     def of(cls, layout: RankLayout, device: torch.device | str) -> KeyGather:
-        def tensor(array: Any) -> torch.Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
-        rows = tensor(layout.key_rows)
+        rows = to_device(layout.key_rows, device)
         rounds = layout.rounds
         if len(rounds) == 1:
             return cls(layout.num_tokens, rows, ((None, rows),))
-        return cls(
-            layout.num_tokens, rows, tuple((tensor(places), tensor(to)) for places, to in rounds)
-        )
+        pairs = [(to_device(places, device), to_device(to, device)) for places, to in rounds]
+        return cls(layout.num_tokens, rows, tuple(pairs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ def loss_function(
     """
     assert batch.loss_mask is not None
     loss_sum = (losses.float() * batch.loss_mask).sum()
-    num_targets = torch.tensor(batch.num_targets, dtype=torch.int, device=losses.device)
+    # Filled on the device: a copy of one number from the host would wait for all kernels before.
+    num_targets = losses.new_full((), batch.num_targets, dtype=torch.int)
     return loss_sum, num_targets, loss_sum.detach()
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.runtime.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -63,8 +64,7 @@ class Segments:
 
 
 def _starts(lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return starts.to(device, non_blocking=True)
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 class VarlenKernel(Protocol):
