@@ -141,6 +141,10 @@ class BatchBuilder:
             plan, position_ids[None], shared.params, tokens, labels, loss_mask, num_targets
         )
 
+    def forget(self) -> None:
+        """Drops what the chunks of the last step had in common; to be called between steps."""
+        self._latest.clear()
+
     def _shared(self, plan: MicroBatchPlan) -> _Shared:
         """Made once a micro-batch, not once a chunk."""
         known = self._latest.get(plan.index)

@@ -129,6 +129,7 @@ class StepRunner:
             forward_only=forward_only,
             label=f"step {plan.step}",
         )
+        self.batches.forget()
         iterators = [
             self.batches.iterate(micro_batches, first=gpt.pre_process, last=gpt.post_process)
             for gpt in model.gpts
