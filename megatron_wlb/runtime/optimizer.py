@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_wlb.config import Config
+from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.model import Model
 
 
@@ -17,7 +22,11 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
 
     A sample is a window, of which ``global_batch_size`` arrive a step; so a schedule keeps its
     meaning whatever the number of tokens that a balanced step runs.
+
+    Raises:
+        CompatibilityError: checkpoints of this optimizer could be saved but not loaded.
     """
+    _check_checkpoints(config)
     training = config.training
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -56,6 +65,18 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def _check_checkpoints(config: Config) -> None:
+    saves = config.checkpoint.save is not None or config.checkpoint.load is not None
+    has_fused_adam = distrib_optimizer.HAVE_APEX_OR_TE  # or ours, under the CPU emulation
+    if config.parallel.use_distributed_optimizer and saves and not has_fused_adam:
+        raise CompatibilityError(
+            "--use-distributed-optimizer with --save or --load, but neither TransformerEngine nor "
+            "Apex can be imported: with torch's Adam, Megatron cannot load what it saves; install "
+            "one of them (pip install 'megatron-wlb[gpu]'), or leave --use-distributed-optimizer "
+            "out"
+        )
 
 
 def _init_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:
