@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import CheckpointError, ConfigError, WLBError
 
 OTHER_RANK_S = 5.0
 """How long a rank keeps an error to itself. Most are the same on all ranks: torchrun ends the
@@ -62,13 +63,14 @@ def _set_up_logs(rank: int) -> None:
     logging.getLogger("megatron").setLevel(logging.WARNING)
 
 
-def check_writable(flag: str, path: Path) -> None:
-    """Makes the empty file ``path`` on rank 0, so that no work is lost for want of a place.
+def check_writable(flag: str, path: Path, writer: int = 0) -> None:
+    """Makes the empty file ``path`` on the rank that writes it, so that no work is lost for want of
+    a place.
 
     Raises:
         ConfigError: it cannot be written; names ``flag``.
     """
-    if os.environ.get("RANK") == "0":
+    if os.environ.get("RANK") == str(writer):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -76,6 +78,21 @@ def check_writable(flag: str, path: Path) -> None:
             raise ConfigError(
                 f"cannot write {flag} {path}: {error.strerror}; choose another place"
             ) from None
+
+
+@contextlib.contextmanager
+def writing(flag: str, place: str) -> Iterator[None]:
+    """Makes one line of what a full disk or an unwritable place raises.
+
+    Raises:
+        CheckpointError: for an ``OSError``; names ``flag``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {flag} {place}: {error.strerror}; make room or choose another place"
+        ) from None
 
 
 def _lost_peer(error: RuntimeError) -> bool:

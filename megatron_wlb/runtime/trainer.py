@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,10 +15,11 @@ import torch
 
 from megatron_wlb.config import Config
 from megatron_wlb.cost import Cost, DocumentCost, cost_from_dict
-from megatron_wlb.errors import CheckpointError, TrainingError
+from megatron_wlb.errors import TrainingError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan_ahead import PlanAhead
 from megatron_wlb.planner import Planner
+from megatron_wlb.rank_main import writing
 from megatron_wlb.runtime import checkpoint, targets
 from megatron_wlb.runtime.batch import BatchBuilder
 from megatron_wlb.runtime.measure import measure_cost
@@ -246,10 +246,10 @@ class RunLog:
         if config.logging.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            with _writing("--tensorboard-dir", config.logging.tensorboard_dir):
+            with writing("--tensorboard-dir", config.logging.tensorboard_dir):
                 self._writer = SummaryWriter(config.logging.tensorboard_dir)
         if config.wlb.wlb_metrics is not None:
-            with _writing("--wlb-metrics", config.wlb.wlb_metrics):
+            with writing("--wlb-metrics", config.wlb.wlb_metrics):
                 path = Path(config.wlb.wlb_metrics)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._metrics = path.open("a")
@@ -292,23 +292,12 @@ class RunLog:
 
     def _write(self, values: dict[str, float]) -> None:
         if self._metrics is not None:
-            with _writing("--wlb-metrics", self._metrics.name):
+            with writing("--wlb-metrics", self._metrics.name):
                 self._metrics.write(json.dumps(values) + "\n")
                 self._metrics.flush()
 
     def _plot(self, group: str, values: dict[str, float], iteration: int) -> None:
         if self._writer is not None:
-            with _writing("--tensorboard-dir", self._writer.log_dir):
+            with writing("--tensorboard-dir", self._writer.log_dir):
                 for name, value in values.items():
                     self._writer.add_scalar(f"{group}/{name}", value, iteration)
-
-
-@contextlib.contextmanager
-def _writing(flag: str, place: str) -> Iterator[None]:
-    """Makes one line of what a full disk or an unwritable place raises."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {flag} {place}: {error.strerror}; make room or choose another place"
-        ) from None

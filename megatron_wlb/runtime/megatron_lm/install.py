@@ -114,7 +114,8 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
 
     global _session
     if config.wlb.wlb_metrics is not None:
-        check_writable("--wlb-metrics", Path(config.wlb.wlb_metrics))
+        last = args.world_size - 1  # it knows the loss, and may be on another machine than rank 0
+        check_writable("--wlb-metrics", Path(config.wlb.wlb_metrics), last)
     _session = Session(config, args, training.num_floating_point_operations)
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)

@@ -18,6 +18,7 @@ import torch
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.rank_main import writing
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.patching import PatchSet
 from megatron_wlb.simulator.costs import StageCosts
@@ -180,11 +181,12 @@ class Log:
         path = self.session.config.wlb.wlb_metrics
         if path is None:
             return
-        if self._metrics is None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._metrics = Path(path).open("a")  # noqa: SIM115 - open as long as the run
-        self._metrics.write(json.dumps(values) + "\n")
-        self._metrics.flush()
+        with writing("--wlb-metrics", path):
+            if self._metrics is None:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                self._metrics = Path(path).open("a")  # noqa: SIM115 - open as long as the run
+            self._metrics.write(json.dumps(values) + "\n")
+            self._metrics.flush()
 
     def _shardings(self, plan: StepPlan) -> str:
         """How many micro-batches are divided how over context-parallel ranks, if there are any."""
