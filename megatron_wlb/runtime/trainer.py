@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -106,15 +107,23 @@ class Trainer:
             )
         self.plans: Planner | PlanAhead = self.planner
         if config.data.eval_interval:
-            self._make_evaluation_planner()  # An empty split is an error now, not in an hour.
+            _ = self.evaluation_plans  # An empty split is an error now, not in an hour.
 
     def _make_planner(self) -> Planner:
         return make_planner(self.config, self.corpora, self.cost, self.model.groups.dp.size())
 
-    def _make_evaluation_planner(self) -> Planner:
-        return make_evaluation_planner(
+    @cached_property
+    def evaluation_plans(self) -> tuple[StepPlan, ...]:
+        """The first ``--eval-iters`` steps of the validation documents, or all if there are fewer.
+
+        Raises:
+            CorpusError: there are none.
+        """
+        planner = make_evaluation_planner(
             self.config, self.corpora, self.cost, self.model.groups.dp.size()
         )
+        plans = (planner.next_plan() for _ in range(self.config.data.eval_iters))
+        return tuple(plan for plan in plans if plan is not None)
 
     def _measure(self) -> DocumentCost:
         fit = measure_cost(self.model, self.config.data.seq_length, self.corpora.vocab_size)
@@ -141,16 +150,12 @@ class Trainer:
         return loss.mean, math.nan if grad_norm is None else float(grad_norm), lr
 
     def evaluate(self) -> float:
-        """Mean loss over the first ``--eval-iters`` steps of the validation documents."""
-        planner = self._make_evaluation_planner()
+        """Mean loss over :attr:`evaluation_plans`."""
         for chunk in self.model.chunks:
             chunk.eval()
         loss_sum, num_targets = 0.0, 0
         with torch.no_grad():
-            for _ in range(self.config.data.eval_iters):
-                plan = planner.next_plan()
-                if plan is None:
-                    break
+            for plan in self.evaluation_plans:
                 loss = self.runner.run(plan, forward_only=True)
                 loss_sum, num_targets = loss_sum + loss.loss_sum, num_targets + loss.num_targets
         return loss_sum / max(num_targets, 1)

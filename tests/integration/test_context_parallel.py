@@ -55,6 +55,8 @@ def test_context_parallel_run_measures_its_cost_and_evaluates(tmp_path: Path, co
     found, _, output = train(tmp_path, 4, flags)
     assert len(found) == 4 and all(0 < loss < 10 for loss in found)
     assert "measured cost" in output and "validation after iteration 4" in output
+    # Documents for validation are planned once, not at each evaluation.
+    assert output.count("CP shardings are chosen") == 2
 
 
 @pytest.mark.parametrize(
