@@ -26,10 +26,11 @@ class PlanAhead:
     The order, the plans and the state are the planner's own: :meth:`state_dict` is that after the
     last plan handed out, not that of the planner, which is ahead. An error of the planner is raised
     by the :meth:`next_plan` whose plan it belongs to, and by every later one. The planner belongs
-    to the thread until :meth:`close`; use it as a context manager.
+    to the thread until :meth:`close`, after which it goes on from the last plan handed out; use
+    this as a context manager.
 
     Args:
-        planner: at the step to begin with; not to be touched any more.
+        planner: at the step to begin with; not to be touched until the end.
         depth: plans that wait at most, at least 1.
     """
 
@@ -64,15 +65,18 @@ class PlanAhead:
         return self._state
 
     def close(self) -> None:
-        """Ends the thread; a second call does nothing. Plans not handed out are dropped: the state
-        does not contain them.
+        """Ends the thread; a second call does nothing. Plans not handed out are dropped, and the
+        planner is put back to before them.
         """
+        if self._closing.is_set():
+            return
         self._closing.set()
         while self._thread.is_alive():
             try:
                 self._made.get_nowait()  # makes room for a thread that waits for it
             except queue.Empty:
                 self._thread.join(0.01)
+        self._planner.load_state_dict(self._state)
 
     def _run(self) -> None:
         while not self._closing.is_set():

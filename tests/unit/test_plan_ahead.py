@@ -58,6 +58,20 @@ def test_plan_ahead_state_resumes_at_the_last_plan_handed_out() -> None:
     assert digests_and_states(planner) == expected[5:]
 
 
+@pytest.mark.parametrize("num_taken", [0, 5])
+def test_plan_ahead_gives_the_planner_back_where_its_plans_were_taken(num_taken: int) -> None:
+    """Plans that were made and not handed out would be lost otherwise, with their documents."""
+    expected = digests_and_states(make_planner())
+    planner = make_planner()
+    with PlanAhead(planner, depth=4) as ahead:
+        for _ in range(num_taken):
+            ahead.next_plan()
+        time.sleep(0.05)
+    assert digests_and_states(planner) == expected[num_taken:]
+    ahead.close()  # does nothing any more
+    assert planner.next_plan() is None
+
+
 def test_plan_ahead_stays_within_its_depth() -> None:
     planner = make_planner()
     with PlanAhead(planner, depth=2) as ahead:
