@@ -21,7 +21,7 @@ def choose_device(requested: str) -> str:
     Must run before Megatron is imported. ``auto`` is ``cuda`` wherever there is a GPU.
 
     Raises:
-        ConfigError: a GPU was asked for where there is none.
+        ConfigError: a GPU was asked for where there is none, or there is none for this process.
     """
     has_gpu = torch.cuda.is_available()
     device = ("cuda" if has_gpu else "cpu") if requested == "auto" else requested
@@ -33,7 +33,14 @@ def choose_device(requested: str) -> str:
     if device == "cpu":
         cpu.install()
     else:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise ConfigError(
+                f"process {local_rank} of this machine, counted from 0, has no GPU: there are "
+                f"{num_gpus}, one for each; start {num_gpus} processes here (torchrun "
+                "--nproc-per-node), or use --wlb-device cpu"
+            )
+        torch.cuda.set_device(local_rank)
     return device
 
 

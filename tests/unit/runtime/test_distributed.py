@@ -1,4 +1,4 @@
-"""Determinism that has to be asked for."""
+"""Devices of processes, and determinism that has to be asked for."""
 
 from __future__ import annotations
 
@@ -25,3 +25,22 @@ def test_deterministic_mode_asks_for_a_fixed_algorithm_of_nccl(
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     distributed._be_deterministic("nccl")
     assert found == [True, True]
+
+
+def test_a_process_too_many_for_the_gpus_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatron_wlb.errors import ConfigError
+    from megatron_wlb.runtime import distributed
+
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert distributed.choose_device("auto") == "cuda"
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="process 2 of this machine.* there are 2, .* or use"):
+        distributed.choose_device("auto")
+    assert chosen == [0, 1]
