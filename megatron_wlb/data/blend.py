@@ -89,6 +89,7 @@ class BlendedStream:
                 step_tokens=Fraction(weight) / total * step_tokens,
                 seed=seed,
                 long_documents=long_documents,
+                first_corpus=corpus,
             )
             for corpus, weight in enumerate(weights)
             if weight

@@ -54,10 +54,12 @@ class DocumentStream:
         long_documents: LongDocuments = "split",
         num_epochs: int | None = None,
         shuffle: bool = True,
+        first_corpus: int = 0,
     ) -> None:
         """``lengths`` and ``ranges`` (half-open, of document numbers; default all): by corpus.
 
-        ``num_epochs`` None never ends; ``step_tokens`` may be a fraction, for a share of a step.
+        ``num_epochs`` None never ends; ``step_tokens`` may be a fraction, for a share of a step;
+        ``first_corpus`` is how errors number the first one.
         Raises ConfigError for a setting out of its limits, and
         CorpusError for lengths that cannot be streamed under them.
         """
@@ -69,7 +71,8 @@ class DocumentStream:
             inside = 0 <= start <= stop <= len(lengths[corpus])
             _check(
                 inside,
-                f"range {start}:{stop} is outside corpus {corpus}, {len(lengths[corpus])} long",
+                f"range {start}:{stop} is outside corpus {first_corpus + corpus}, "
+                f"{len(lengths[corpus])} long",
             )
         _check(window >= 2, f"window {window} is below 2 tokens, which leaves nothing to predict")
         _check(step_tokens > 0, f"step_tokens {step_tokens} is not above 0")
@@ -99,15 +102,16 @@ class DocumentStream:
         self.num_documents = len(self._present)
         """Stored documents in an epoch."""
         if self.num_documents == 0:
+            where = (f"{a}:{b} of corpus {n}" for n, (a, b) in enumerate(ranges, first_corpus))
             raise CorpusError(
-                f"no documents in the ranges {self._ranges} ({self.num_empty} empty); "
+                f"no documents in {', '.join(where)} ({self.num_empty} empty); "
                 "use a larger corpus or another split"
             )
         excess = np.maximum(self._lengths - window, 0)
         self.num_long = int(np.count_nonzero(excess))
         """Stored documents longer than the window."""
         if long_documents == "error" and self.num_long:
-            self._refuse_long()
+            self._refuse_long(first_corpus)
         truncates = long_documents == "truncate"
         self.dropped_tokens_per_epoch = int(excess.sum()) if truncates else 0
         self.tokens_per_epoch = int(self._lengths.sum()) - self.dropped_tokens_per_epoch
@@ -249,14 +253,14 @@ class DocumentStream:
             "shuffle": self.shuffle,
         }
 
-    def _refuse_long(self) -> None:
+    def _refuse_long(self, first_corpus: int) -> None:
         number = int(np.argmax(self._lengths))
         corpus = int(np.searchsorted(self._first_number, number, side="right")) - 1
         index = number - int(self._first_number[corpus]) + self._ranges[corpus][0]
         raise CorpusError(
-            f"document {index} of corpus {corpus} has {self._lengths[number]} tokens, above the "
-            f"window of {self.window} ({self.num_long} documents are); enlarge the window, or let "
-            "long documents be 'split' or 'truncate'd"
+            f"document {index} of corpus {first_corpus + corpus} has {self._lengths[number]} "
+            f"tokens, above the window of {self.window} ({self.num_long} documents are); enlarge "
+            "the window, or let long documents be 'split' or 'truncate'd"
         )
 
 

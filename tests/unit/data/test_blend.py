@@ -158,3 +158,10 @@ def test_corpus_of_weight_0_is_left_out_and_may_be_empty() -> None:
     assert {d.corpus for _ in range(5) for d in stream.next_step()} == {0, 2}
     with pytest.raises(CorpusError, match="no documents"):
         blend([[5, 6], [], [7]], [1, 1, 1])
+
+
+def test_errors_name_the_corpus_of_the_blend() -> None:
+    with pytest.raises(CorpusError, match=r"document 1 of corpus 1 has 17 tokens"):
+        blend([[3], [5, 17]], [1.0, 2.0], long_documents="error")
+    with pytest.raises(CorpusError, match=r"no documents in 2:2 of corpus 1 \(0 empty\)"):
+        blend([[3, 4], [5, 17]], [1.0, 2.0], ranges=[(0, 2), (2, 2)])
