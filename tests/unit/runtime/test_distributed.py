@@ -41,6 +41,6 @@ def test_a_process_too_many_for_the_gpus_is_told_so(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert distributed.choose_device("auto") == "cuda"
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match="process 2 of this machine.* there are 2, .* or use"):
+    with pytest.raises(ConfigError, match=r"process 2 of this machine.* there are 2, .* or use"):
         distributed.choose_device("auto")
     assert chosen == [0, 1]
