@@ -9,7 +9,7 @@ attention; all else is the same for every sharding, as each rank has equally man
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_wlb.cost.attention import AttentionLatency
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.sharding.shard import Sharding, shard_arrays
+from megatron_wlb.sharding.shard import Sharding, checked_lengths, chunks_by_threshold, shard_arrays
 
 Mode: TypeAlias = Literal["per-sequence", "per-document", "adaptive", "hybrid"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -72,6 +72,35 @@ def predict(
     return Prediction(sharding, tuple(forward.tolist()), tuple(backward.tolist()))
 
 
+def predict_each(
+    lengths: Sequence[int], cp_size: int, shardings: Sequence[Sharding], latency: AttentionLatency
+) -> list[Prediction]:
+    """What :func:`predict` says of each, but for rounding, in little more than the time of one.
+
+    The shardings have to differ in which documents are long, and to ascend by that threshold.
+    """
+    thresholds = [sharding.long_tokens for sharding in shardings]
+    groups = chunks_by_threshold(checked_lengths(lengths, cp_size), cp_size, thresholds)
+    sums_us = []
+    for _, start, stop, group in groups:
+        sums_us.append(
+            [
+                np.bincount(group, us, len(shardings) * cp_size).reshape(-1, cp_size)
+                for us in latency.chunk_us(stop - start, stop)
+            ]
+        )
+    forward, backward = (
+        long_us[::-1].cumsum(axis=0)[::-1] + short_us + call_us
+        for long_us, short_us, call_us in zip(*sums_us, latency.call_us, strict=True)
+    )
+    return [
+        Prediction(*each)
+        for each in zip(
+            shardings, map(tuple, forward.tolist()), map(tuple, backward.tolist()), strict=True
+        )
+    ]
+
+
 @dataclass(frozen=True)
 class Selector:
     """Chooses the sharding of each micro-batch, on every rank the same.
@@ -94,27 +123,24 @@ class Selector:
         """The sharding for segments of such lengths (``MicroBatchPlan.lengths``)."""
         return min(self.predictions(lengths), key=lambda prediction: prediction.latency_us)
 
-    def predictions(self, lengths: Sequence[int]) -> Iterable[Prediction]:
+    def predictions(self, lengths: Sequence[int]) -> list[Prediction]:
         """Of every candidate."""
-        for sharding in self._candidates(lengths):
-            yield predict(lengths, self.cp_size, sharding, self.latency)
+        found = predict_each(lengths, self.cp_size, self._candidates(lengths), self.latency)
+        return found[-1:] + found[:-1]  # per-sequence comes first
 
     def _candidates(self, lengths: Sequence[int]) -> list[Sharding]:
+        """By ascending threshold."""
         match self.mode:
             case "per-sequence":
                 return [PER_SEQUENCE]
             case "per-document":
                 return [PER_DOCUMENT]
             case "adaptive":
-                return [PER_SEQUENCE, PER_DOCUMENT]
+                return [PER_DOCUMENT, PER_SEQUENCE]
             case "hybrid":
                 # Above the shortest length, or all were long; up to the longest, or none was.
                 distinct = np.unique(np.asarray(lengths))[1:]
                 number = min(len(distinct), MAX_THRESHOLDS)
                 at = np.linspace(0, len(distinct) - 1, number).round().astype(int)
-                thresholds = distinct[at].tolist()
-                return [
-                    PER_SEQUENCE,
-                    PER_DOCUMENT,
-                    *(Sharding("hybrid", threshold) for threshold in thresholds),
-                ]
+                hybrids = [Sharding("hybrid", threshold) for threshold in distinct[at].tolist()]
+                return [PER_DOCUMENT, *hybrids, PER_SEQUENCE]

@@ -15,6 +15,7 @@ Legend: ``n`` = 2·CP slots, ``D`` documents (attention segments), ``T`` tokens 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -28,6 +29,9 @@ Kind: TypeAlias = Literal["per-sequence", "per-document", "per-document-remainde
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+NEVER_LONG = sys.maxsize
+"""Tokens that no document has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,11 @@ class Sharding:
                 f"sharding {self.kind} with a threshold of {self.threshold} tokens; only hybrid "
                 "has one, of at least 0"
             )
+
+    @property
+    def long_tokens(self) -> int:
+        """Documents of at least so many tokens are sharded per document, the rest per sequence."""
+        return {"hybrid": self.threshold, "per-sequence": NEVER_LONG}.get(self.kind, 0)
 
     def __str__(self) -> str:
         return f"{self.kind}({self.threshold})" if self.kind == "hybrid" else self.kind
@@ -99,96 +108,152 @@ def shard_arrays(lengths: Sequence[int], cp_size: int, sharding: Sharding) -> tu
     Raises :class:`PlanError` if a length is below 1, or the total not divisible by ``2 · cp_size``
     (one rank takes any total).
     """
+    document_tokens = checked_lengths(lengths, cp_size)
+    if sharding.kind == "per-document-remainder":
+        pieces = _in_order(_with_round_robin(document_tokens, cp_size), document_tokens)
+        chunks = _joined(pieces)
+    else:
+        groups = chunks_by_threshold(document_tokens, cp_size, [sharding.long_tokens])
+        chunks = _in_order(np.concatenate(groups, axis=1), document_tokens)
+    limits = np.searchsorted(chunks[3], np.arange(1, cp_size))
+    return tuple(np.split(chunks[:3].T.copy(), limits))
+
+
+def checked_lengths(lengths: Sequence[int], cp_size: int) -> IntArray:
+    """The lengths as an array.
+
+    Raises :class:`PlanError` as :func:`shard_arrays` does.
+    """
     if cp_size < 1:
         raise PlanError(f"context parallelism over {cp_size} ranks; give at least 1")
-    if min(lengths, default=1) < 1:
-        raise PlanError(f"a segment of {min(lengths)} tokens; each needs at least 1")
     document_tokens = np.asarray(lengths, dtype=np.int64)
-    if cp_size == 1:
-        segments = np.arange(len(document_tokens))
-        return (np.stack([segments, np.zeros_like(segments), document_tokens], axis=1),)
-    num_slots = 2 * cp_size
+    if np.min(document_tokens, initial=1) < 1:
+        raise PlanError(f"a segment of {document_tokens.min()} tokens; each needs at least 1")
     num_tokens = int(document_tokens.sum())
-    if num_tokens % num_slots:
+    if cp_size > 1 and num_tokens % (2 * cp_size):
         raise PlanError(
-            f"{num_tokens} tokens do not divide into {num_slots} slots of {cp_size} "
+            f"{num_tokens} tokens do not divide into {2 * cp_size} slots of {cp_size} "
             "context-parallel ranks; pad the micro-batch at its tail to a multiple"
         )
-    if sharding.kind == "per-document-remainder":
-        pieces = _with_round_robin(document_tokens, num_slots)
-    else:
-        threshold = {"per-document": 0, "per-sequence": num_tokens + 1}.get(
-            sharding.kind, sharding.threshold
-        )
-        is_long = document_tokens >= threshold
-        pieces = _per_document(document_tokens, np.flatnonzero(is_long), num_slots)
-        filled = np.bincount(pieces[3], weights=pieces[2] - pieces[1], minlength=num_slots)
-        free = num_tokens // num_slots - filled.astype(np.int64)
-        rest = _per_sequence(document_tokens, np.flatnonzero(~is_long), free)
-        pieces = np.concatenate([pieces, rest], axis=1)
-    return _by_rank(pieces, document_tokens, cp_size)
+    return document_tokens
 
 
-# Pieces are [4, number] rows: segment, start, stop, slot.
+# Chunks and pieces below are [4, number] rows: segment, start, stop, and what holds them.
+
+
+def chunks_by_threshold(
+    document_tokens: IntArray, cp_size: int, thresholds: Sequence[int]
+) -> tuple[IntArray, IntArray]:
+    """The chunks of hybrids with each of these ascending thresholds: of long and short documents.
+
+    What holds them is ``i · CP + rank`` for the i-th threshold, from 0. A long document has the
+    same chunks whatever the threshold, so they are there once, for the last one that finds it long.
+    They are not in local order.
+    """
+    num_slots = 2 * cp_size
+    numbers, slots = np.arange(len(thresholds)), np.arange(num_slots)
+    rank = np.minimum(slots, slots[::-1])
+    last = np.searchsorted(thresholds, document_tokens, side="right") - 1  # -1: long for none
+
+    which = np.flatnonzero(last >= 0)
+    stop = _per_document(document_tokens, which, num_slots)
+    # [i, n]: of the documents that are long for i, the tokens in a slot and those before it.
+    holder = last[which] * num_slots + slots[:, None]
+    filled = np.bincount(holder.reshape(-1), stop.reshape(-1), len(numbers) * num_slots)
+    filled = filled.reshape(-1, num_slots)[::-1].cumsum(axis=0)[::-1]
+    long = _chunks(stop, which, rank)
+    long[3] += last[long[0]] * cp_size
+
+    # The short documents of one threshold after those of another, each filling slots of its own.
+    of, which = np.nonzero(last < numbers[:, None])
+    slot_stops = _dealt(document_tokens.sum(keepdims=True), num_slots).T - filled.astype(np.int64)
+    slot_stops[1:] += slot_stops[:-1, -1:].cumsum(axis=0)
+    short = _per_sequence(document_tokens, which, slot_stops.reshape(-1))
+    short[3] = (numbers[:, None] * cp_size + rank).reshape(-1)[short[3]]
+    return long, _joined(short)
+
+
+def _dealt(tokens: IntArray, num_slots: int) -> IntArray:
+    """``[n, …]``: of so many tokens, dealt to the slots in turn, those in a slot or before it."""
+    up_to = np.arange(1, num_slots + 1)
+    rounds, others = np.divmod(tokens, num_slots)
+    return np.multiply.outer(up_to, rounds) + np.minimum.outer(up_to, others)
 
 
 def _per_document(document_tokens: IntArray, which: IntArray, num_slots: int) -> IntArray:
-    """Each document in ``n`` pieces of ⌊d/n⌋ or ⌈d/n⌉ tokens, one a slot."""
-    tokens = document_tokens[which][:, None]  # [D, 1]
-    slots = np.arange(num_slots)
-    remainder = tokens % num_slots
-    # The longer pieces are the next `remainder` slots, going round from where the last document
-    # ended: slots then never differ by more than one token, and not at all once Σd divides by n.
-    first = np.cumsum(remainder, axis=0) - remainder
-    longer = (slots - first) % num_slots < remainder
-    tokens_of_slot = tokens // num_slots + longer  # [D, n]
-    stop = np.cumsum(tokens_of_slot, axis=1)
-    # [D, n] -> [CP, D, 2]: already in the order of ranks, which sorting finds out fast.
-    by_rank = np.stack([slots, slots[::-1]], axis=1)[: num_slots // 2]
-    pieces = np.empty((4, len(by_rank), len(which), 2), dtype=np.int64)
-    pieces[0] = which[:, None]
-    pieces[1] = (stop - tokens_of_slot)[:, by_rank].swapaxes(0, 1)
-    pieces[2] = stop[:, by_rank].swapaxes(0, 1)
-    pieces[3] = by_rank[:, None]
-    return pieces.reshape(4, -1)
+    """``[n, D]``: where each document's piece in a slot ends; the first starts at 0.
+
+    Pieces have ⌊d/n⌋ or ⌈d/n⌉ tokens, as if all of the micro-batch were dealt to the slots in
+    turn: so those of all documents fill the slots equally, and those of some never more than that.
+    """
+    stops = np.cumsum(document_tokens)
+    before = stops - document_tokens
+    return _dealt(stops[which], num_slots) - _dealt(before[which], num_slots)
 
 
-def _per_sequence(document_tokens: IntArray, which: IntArray, free: IntArray) -> IntArray:
-    """The documents one after another, cut into slots of ``free`` tokens at any token."""
-    document_stops = np.cumsum(document_tokens[which])
-    slot_stops = np.cumsum(free)
-    stops = np.union1d(document_stops, slot_stops[free > 0])
-    starts = np.concatenate([[0], stops])[:-1]
-    number = np.searchsorted(document_stops, starts, side="right")
-    slot = np.searchsorted(slot_stops, starts, side="right")
-    before = (document_stops - document_tokens[which])[number]
-    return np.stack([which[number], starts - before, stops - before, slot])
+def _chunks(stop: IntArray, which: IntArray, rank: IntArray) -> IntArray:
+    """Of pieces by slot and document: those of one rank joined where nothing is between them."""
+    start = np.zeros_like(stop)
+    start[1:] = stop[:-1]
+    half = len(stop) // 2
+    early_start, early_stop, late_start = start[:half], stop[:half].copy(), start[: half - 1 : -1]
+    touch = early_stop == late_start
+    np.copyto(late_start, early_start, where=touch)
+    np.copyto(stop[:half], early_start, where=touch)
+    at = np.flatnonzero(start < stop)
+    slot, number = np.divmod(at, max(len(which), 1))
+    return np.stack([which[number], start.take(at), stop.take(at), rank[slot]])
 
 
-def _with_round_robin(document_tokens: IntArray, num_slots: int) -> IntArray:
+def _per_sequence(document_tokens: IntArray, which: IntArray, slot_stops: IntArray) -> IntArray:
+    """The documents one after another, cut into slots at any token."""
+    tokens = document_tokens[which]
+    document_stops = np.cumsum(tokens)
+    stops = np.concatenate([document_stops, slot_stops])
+    order = np.argsort(stops, kind="stable")
+    # Whatever ends before a piece ends is what it is not in.
+    ends_slot = order >= len(which)
+    slot = np.cumsum(ends_slot) - ends_slot
+    number = np.arange(len(order)) - slot
+    stop = stops[order]
+    start = np.concatenate([[0], stop[:-1]])
+    keep = np.flatnonzero(start < stop)
+    slot, number, start, stop = (row[keep] for row in (slot, number, start, stop))
+    before = (document_stops - tokens)[number]
+    return np.stack([which[number], start - before, stop - before, slot])
+
+
+def _with_round_robin(document_tokens: IntArray, cp_size: int) -> IntArray:
     """§5.1: ``n`` pieces of ⌊d/n⌋ tokens, and the rest of all documents dealt to ranks singly."""
-    every = np.arange(len(document_tokens))
+    num_slots = 2 * cp_size
+    every, slots = np.arange(len(document_tokens)), np.arange(num_slots)
     remainder = document_tokens % num_slots
-    even = _per_document(document_tokens - remainder, every, num_slots)
+    stop = _per_document(document_tokens - remainder, every, num_slots)
+    even = _chunks(stop, every, np.minimum(slots, slots[::-1]))
     segment = np.repeat(every, remainder)
     number = np.arange(remainder.sum())
     before = np.cumsum(remainder) - remainder
     start = (document_tokens - remainder - before)[segment] + number
-    single = np.stack([segment, start, start + 1, number % (num_slots // 2)])
+    single = np.stack([segment, start, start + 1, number % cp_size])
     return np.concatenate([even, single], axis=1)
 
 
-def _by_rank(pieces: IntArray, document_tokens: IntArray, cp_size: int) -> tuple[IntArray, ...]:
-    """The pieces of each rank's slots in token order, neighbours joined."""
-    segment, start, stop, slot = np.take(pieces, np.flatnonzero(pieces[1] < pieces[2]), axis=1)
-    rank = np.minimum(slot, 2 * cp_size - 1 - slot)
+def _in_order(pieces: IntArray, document_tokens: IntArray) -> IntArray:
+    """By rank, then as the tokens are in the micro-batch."""
     first_token = np.cumsum(document_tokens) - document_tokens
+    segment, start, _, rank = pieces
     order = np.argsort(rank * document_tokens.sum() + first_token[segment] + start, kind="stable")
-    segment, start, stop, rank = (row[order] for row in (segment, start, stop, rank))
-    begins = np.ones(len(order), dtype=bool)
-    begins[1:] = (rank[1:] != rank[:-1]) | (segment[1:] != segment[:-1]) | (start[1:] != stop[:-1])
-    ends = np.ones_like(begins)
-    ends[:-1] = begins[1:]
-    chunks = np.stack([segment[begins], start[begins], stop[ends]], axis=1)
-    limits = np.searchsorted(rank[begins], np.arange(1, cp_size))
-    return tuple(np.split(chunks, limits))
+    return pieces.take(order, axis=1)
+
+
+def _joined(pieces: IntArray) -> IntArray:
+    """Each piece joined to the one before it, if it continues that and the same holds both."""
+    segment, start, stop, holder = pieces
+    begins = np.ones(len(holder) + 1, dtype=bool)  # and one past the end
+    begins[1:-1] = start[1:] != stop[:-1]
+    begins[1:-1] |= holder[1:] != holder[:-1]
+    begins[1:-1] |= segment[1:] != segment[:-1]
+    limits = np.flatnonzero(begins)
+    chunks = pieces.take(limits[:-1], axis=1)
+    chunks[2] = stop[limits[1:] - 1]
+    return chunks
