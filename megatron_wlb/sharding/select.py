@@ -15,17 +15,24 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from megatron_wlb.cost.attention import AttentionLatency
+from megatron_wlb.cost.attention import AttentionLatency, Floats
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.sharding.shard import Sharding, checked_lengths, chunks_by_threshold, shard_arrays
+from megatron_wlb.sharding.shard import (
+    IntArray,
+    Sharding,
+    checked_lengths,
+    chunks_by_threshold,
+    shard_arrays,
+)
 
 Mode: TypeAlias = Literal["per-sequence", "per-document", "adaptive", "hybrid"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 PER_SEQUENCE, PER_DOCUMENT = Sharding("per-sequence"), Sharding("per-document")
 
-MAX_THRESHOLDS = 12
-"""Of `hybrid`: so many lengths are tried, evenly over the documents in order of length."""
+MIN_THRESHOLDS, MAX_CHUNKS = 12, 16_384
+"""Of `hybrid`: all lengths are tried, but no more than 12, evenly over those that there are, where
+more would cut more chunks of short documents than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +63,26 @@ def _imbalance(times_us: Sequence[float]) -> float:
     return max(times_us) * len(times_us) / total if total else 1.0
 
 
+def _shares_us(latency: AttentionLatency, queries: IntArray, keys: IntArray) -> list[Floats]:
+    """Forward and backward of each chunk in multiples of 2⁻²⁴ µs.
+
+    So sums of them are exact, and the same in any order, up to minutes.
+    """
+    return [np.rint(us * 2.0**24) / 2.0**24 for us in latency.chunk_us(queries, keys)]
+
+
 def predict(
     lengths: Sequence[int], cp_size: int, sharding: Sharding, latency: AttentionLatency
 ) -> Prediction:
     """Attention of a micro-batch with such segments, one varlen call a rank and pass."""
     ranks = shard_arrays(lengths, cp_size, sharding)
-    chunks = np.concatenate(ranks)
-    stops = np.cumsum([len(rows) for rows in ranks])
-    times = latency.chunk_us(chunks[:, 2] - chunks[:, 1], chunks[:, 2])
+    rank = np.repeat(np.arange(cp_size), [len(rows) for rows in ranks])
+    _, start, stop = np.concatenate(ranks).T
     forward, backward = (
-        # Differences of sums: a rank may have no chunk, which `reduceat` does not understand.
-        np.diff(np.concatenate([[0.0], us]).cumsum()[stops], prepend=0.0) + call_us
-        for us, call_us in zip(times, latency.call_us, strict=True)
+        np.bincount(rank, us, cp_size) + call_us
+        for us, call_us in zip(
+            _shares_us(latency, stop - start, stop), latency.call_us, strict=True
+        )
     )
     return Prediction(sharding, tuple(forward.tolist()), tuple(backward.tolist()))
 
@@ -75,30 +90,25 @@ def predict(
 def predict_each(
     lengths: Sequence[int], cp_size: int, shardings: Sequence[Sharding], latency: AttentionLatency
 ) -> list[Prediction]:
-    """What :func:`predict` says of each, but for rounding, in little more than the time of one.
+    """What :func:`predict` says of each, in about the time of one.
 
-    The shardings have to differ in which documents are long, and to ascend by that threshold.
+    The shardings differ in which documents are long, and are in ascending order of that threshold.
     """
+    document_tokens = checked_lengths(lengths, cp_size)
     thresholds = [sharding.long_tokens for sharding in shardings]
-    groups = chunks_by_threshold(checked_lengths(lengths, cp_size), cp_size, thresholds)
-    sums_us = []
-    for _, start, stop, group in groups:
-        sums_us.append(
-            [
-                np.bincount(group, us, len(shardings) * cp_size).reshape(-1, cp_size)
-                for us in latency.chunk_us(stop - start, stop)
-            ]
-        )
-    forward, backward = (
-        long_us[::-1].cumsum(axis=0)[::-1] + short_us + call_us
-        for long_us, short_us, call_us in zip(*sums_us, latency.call_us, strict=True)
+    long_us, short_us = (
+        [
+            np.bincount(chunks.holder, us, len(shardings) * cp_size).reshape(-1, cp_size)
+            for us in _shares_us(latency, chunks.stop - chunks.start, chunks.stop)
+        ]
+        for chunks in chunks_by_threshold(document_tokens, cp_size, thresholds)
     )
-    return [
-        Prediction(*each)
-        for each in zip(
-            shardings, map(tuple, forward.tolist()), map(tuple, backward.tolist()), strict=True
-        )
-    ]
+    forward, backward = (
+        # What is long for one threshold is so for those before it.
+        (long[::-1].cumsum(axis=0)[::-1] + short + call_us).tolist()
+        for long, short, call_us in zip(long_us, short_us, latency.call_us, strict=True)
+    )
+    return list(map(Prediction, shardings, map(tuple, forward), map(tuple, backward)))
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,8 @@ class Selector:
             case "hybrid":
                 # Above the shortest length, or all were long; up to the longest, or none was.
                 distinct = np.unique(np.asarray(lengths))[1:]
-                number = min(len(distinct), MAX_THRESHOLDS)
+                most = MAX_CHUNKS // (len(lengths) + 2 * self.cp_size)
+                number = min(len(distinct), max(most, MIN_THRESHOLDS))
                 at = np.linspace(0, len(distinct) - 1, number).round().astype(int)
                 hybrids = [Sharding("hybrid", threshold) for threshold in distinct[at].tolist()]
                 return [PER_DOCUMENT, *hybrids, PER_SEQUENCE]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -110,13 +110,12 @@ def shard_arrays(lengths: Sequence[int], cp_size: int, sharding: Sharding) -> tu
     """
     document_tokens = checked_lengths(lengths, cp_size)
     if sharding.kind == "per-document-remainder":
-        pieces = _in_order(_with_round_robin(document_tokens, cp_size), document_tokens)
-        chunks = _joined(pieces)
+        chunks = _with_round_robin(document_tokens, cp_size)
     else:
         groups = chunks_by_threshold(document_tokens, cp_size, [sharding.long_tokens])
-        chunks = _in_order(np.concatenate(groups, axis=1), document_tokens)
-    limits = np.searchsorted(chunks[3], np.arange(1, cp_size))
-    return tuple(np.split(chunks[:3].T.copy(), limits))
+        chunks = _in_order(_together(*groups), document_tokens)
+    limits = np.searchsorted(chunks.holder, np.arange(1, cp_size))
+    return tuple(np.split(np.stack([chunks.segment, chunks.start, chunks.stop], axis=1), limits))
 
 
 def checked_lengths(lengths: Sequence[int], cp_size: int) -> IntArray:
@@ -138,17 +137,23 @@ def checked_lengths(lengths: Sequence[int], cp_size: int) -> IntArray:
     return document_tokens
 
 
-# Chunks and pieces below are [4, number] rows: segment, start, stop, and what holds them.
+class Chunks(NamedTuple):
+    """Arrays of as many numbers: tokens ``[start, stop)`` of a segment, and what holds them."""
+
+    segment: IntArray
+    start: IntArray
+    stop: IntArray
+    holder: IntArray
 
 
 def chunks_by_threshold(
     document_tokens: IntArray, cp_size: int, thresholds: Sequence[int]
-) -> tuple[IntArray, IntArray]:
-    """The chunks of hybrids with each of these ascending thresholds: of long and short documents.
+) -> tuple[Chunks, Chunks]:
+    """Of the hybrids with these ascending thresholds: chunks of long and of short documents.
 
     What holds them is ``i · CP + rank`` for the i-th threshold, from 0. A long document has the
     same chunks whatever the threshold, so they are there once, for the last one that finds it long.
-    They are not in local order.
+    They are not in local order. Per document is a threshold of 0, per sequence one out of reach.
     """
     num_slots = 2 * cp_size
     numbers, slots = np.arange(len(thresholds)), np.arange(num_slots)
@@ -157,103 +162,106 @@ def chunks_by_threshold(
 
     which = np.flatnonzero(last >= 0)
     stop = _per_document(document_tokens, which, num_slots)
-    # [i, n]: of the documents that are long for i, the tokens in a slot and those before it.
-    holder = last[which] * num_slots + slots[:, None]
-    filled = np.bincount(holder.reshape(-1), stop.reshape(-1), len(numbers) * num_slots)
+    # [thresholds, n]: of the documents long for one, the tokens in a slot or before it.
+    place = last[which] * num_slots + slots[:, None]
+    filled = np.bincount(place.reshape(-1), stop.reshape(-1), len(numbers) * num_slots)
     filled = filled.reshape(-1, num_slots)[::-1].cumsum(axis=0)[::-1]
-    long = _chunks(stop, which, rank)
-    long[3] += last[long[0]] * cp_size
+    long = _two_a_rank(which, stop)
+    long = long._replace(holder=last[long.segment] * cp_size + long.holder)
 
-    # The short documents of one threshold after those of another, each filling slots of its own.
-    of, which = np.nonzero(last < numbers[:, None])
+    # One threshold's short documents after another's, each in the free part of its slots.
     slot_stops = _dealt(document_tokens.sum(keepdims=True), num_slots).T - filled.astype(np.int64)
     slot_stops[1:] += slot_stops[:-1, -1:].cumsum(axis=0)
+    _, which = np.nonzero(last < numbers[:, None])
     short = _per_sequence(document_tokens, which, slot_stops.reshape(-1))
-    short[3] = (numbers[:, None] * cp_size + rank).reshape(-1)[short[3]]
-    return long, _joined(short)
+    holders = (numbers[:, None] * cp_size + rank).reshape(-1)
+    return long, _joined(short._replace(holder=holders[short.holder]))
 
 
 def _dealt(tokens: IntArray, num_slots: int) -> IntArray:
-    """``[n, …]``: of so many tokens, dealt to the slots in turn, those in a slot or before it."""
+    """``[n, …]``: of so many tokens dealt to the slots in turn, those in a slot or before it."""
     up_to = np.arange(1, num_slots + 1)
     rounds, others = np.divmod(tokens, num_slots)
-    return np.multiply.outer(up_to, rounds) + np.minimum.outer(up_to, others)
+    dealt: IntArray = np.multiply.outer(up_to, rounds) + np.minimum.outer(up_to, others)
+    return dealt
 
 
 def _per_document(document_tokens: IntArray, which: IntArray, num_slots: int) -> IntArray:
-    """``[n, D]``: where each document's piece in a slot ends; the first starts at 0.
+    """``[n, D]``: where each document's piece in a slot ends, which is where the next one starts.
 
-    Pieces have ⌊d/n⌋ or ⌈d/n⌉ tokens, as if all of the micro-batch were dealt to the slots in
-    turn: so those of all documents fill the slots equally, and those of some never more than that.
+    Pieces have ⌊d/n⌋ or ⌈d/n⌉ tokens: as if all tokens of the micro-batch were dealt to the slots
+    in turn. So all documents fill the slots equally, and some of them no slot by more than that.
     """
     stops = np.cumsum(document_tokens)
     before = stops - document_tokens
     return _dealt(stops[which], num_slots) - _dealt(before[which], num_slots)
 
 
-def _chunks(stop: IntArray, which: IntArray, rank: IntArray) -> IntArray:
-    """Of pieces by slot and document: those of one rank joined where nothing is between them."""
+def _two_a_rank(which: IntArray, stop: IntArray) -> Chunks:
+    """Of such pieces: by rank, its two of a document joined where nothing is between them."""
     start = np.zeros_like(stop)
     start[1:] = stop[:-1]
+    stop = stop.copy()
     half = len(stop) // 2
-    early_start, early_stop, late_start = start[:half], stop[:half].copy(), start[: half - 1 : -1]
-    touch = early_stop == late_start
-    np.copyto(late_start, early_start, where=touch)
-    np.copyto(stop[:half], early_start, where=touch)
+    early, late = slice(half), slice(None, half - 1, -1)  # slots of the ranks, in their order
+    touch = stop[early] == start[late]
+    np.copyto(start[late], start[early], where=touch)
+    np.copyto(stop[early], start[early], where=touch)
     at = np.flatnonzero(start < stop)
     slot, number = np.divmod(at, max(len(which), 1))
-    return np.stack([which[number], start.take(at), stop.take(at), rank[slot]])
+    rank = np.minimum(slot, 2 * half - 1 - slot)
+    return Chunks(which[number], start.take(at), stop.take(at), rank)
 
 
-def _per_sequence(document_tokens: IntArray, which: IntArray, slot_stops: IntArray) -> IntArray:
-    """The documents one after another, cut into slots at any token."""
+def _per_sequence(document_tokens: IntArray, which: IntArray, slot_stops: IntArray) -> Chunks:
+    """The documents one after another, cut into slots at any token; slots hold them."""
     tokens = document_tokens[which]
     document_stops = np.cumsum(tokens)
     stops = np.concatenate([document_stops, slot_stops])
     order = np.argsort(stops, kind="stable")
-    # Whatever ends before a piece ends is what it is not in.
+    stops = stops[order]
+    starts = np.concatenate([[0], stops[:-1]])
+    some = np.flatnonzero(starts < stops)
+    # A piece is in the slot and the document after those that ended before it.
     ends_slot = order >= len(which)
-    slot = np.cumsum(ends_slot) - ends_slot
-    number = np.arange(len(order)) - slot
-    stop = stops[order]
-    start = np.concatenate([[0], stop[:-1]])
-    keep = np.flatnonzero(start < stop)
-    slot, number, start, stop = (row[keep] for row in (slot, number, start, stop))
+    slot: IntArray = (np.cumsum(ends_slot) - ends_slot)[some]
+    number = some - slot
     before = (document_stops - tokens)[number]
-    return np.stack([which[number], start - before, stop - before, slot])
+    return Chunks(which[number], starts[some] - before, stops[some] - before, slot)
 
 
-def _with_round_robin(document_tokens: IntArray, cp_size: int) -> IntArray:
+def _with_round_robin(document_tokens: IntArray, cp_size: int) -> Chunks:
     """§5.1: ``n`` pieces of ⌊d/n⌋ tokens, and the rest of all documents dealt to ranks singly."""
-    num_slots = 2 * cp_size
-    every, slots = np.arange(len(document_tokens)), np.arange(num_slots)
-    remainder = document_tokens % num_slots
-    stop = _per_document(document_tokens - remainder, every, num_slots)
-    even = _chunks(stop, every, np.minimum(slots, slots[::-1]))
+    every = np.arange(len(document_tokens))
+    remainder = document_tokens % (2 * cp_size)
+    even = document_tokens - remainder
+    pieces = _two_a_rank(every, _per_document(even, every, 2 * cp_size))
     segment = np.repeat(every, remainder)
     number = np.arange(remainder.sum())
-    before = np.cumsum(remainder) - remainder
-    start = (document_tokens - remainder - before)[segment] + number
-    single = np.stack([segment, start, start + 1, number % cp_size])
-    return np.concatenate([even, single], axis=1)
+    start = (even - np.cumsum(remainder) + remainder)[segment] + number
+    singles = Chunks(segment, start, start + 1, number % cp_size)
+    return _joined(_in_order(_together(pieces, singles), document_tokens))
 
 
-def _in_order(pieces: IntArray, document_tokens: IntArray) -> IntArray:
+def _together(*groups: Chunks) -> Chunks:
+    return Chunks(*(np.concatenate(rows) for rows in zip(*groups, strict=True)))
+
+
+def _in_order(chunks: Chunks, document_tokens: IntArray) -> Chunks:
     """By rank, then as the tokens are in the micro-batch."""
     first_token = np.cumsum(document_tokens) - document_tokens
-    segment, start, _, rank = pieces
-    order = np.argsort(rank * document_tokens.sum() + first_token[segment] + start, kind="stable")
-    return pieces.take(order, axis=1)
+    token = chunks.holder * document_tokens.sum() + first_token[chunks.segment] + chunks.start
+    order = np.argsort(token, kind="stable")
+    return Chunks(*(row[order] for row in chunks))
 
 
-def _joined(pieces: IntArray) -> IntArray:
+def _joined(pieces: Chunks) -> Chunks:
     """Each piece joined to the one before it, if it continues that and the same holds both."""
     segment, start, stop, holder = pieces
-    begins = np.ones(len(holder) + 1, dtype=bool)  # and one past the end
+    begins = np.ones(len(start) + 1, dtype=bool)  # and one past the end
     begins[1:-1] = start[1:] != stop[:-1]
     begins[1:-1] |= holder[1:] != holder[:-1]
     begins[1:-1] |= segment[1:] != segment[:-1]
     limits = np.flatnonzero(begins)
-    chunks = pieces.take(limits[:-1], axis=1)
-    chunks[2] = stop[limits[1:] - 1]
-    return chunks
+    first, last = limits[:-1], limits[1:] - 1
+    return Chunks(segment[first], start[first], stop[last], holder[first])
