@@ -31,8 +31,12 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 PER_SEQUENCE, PER_DOCUMENT = Sharding("per-sequence"), Sharding("per-document")
 
 MIN_THRESHOLDS, MAX_CHUNKS = 12, 16_384
-"""Of `hybrid`: all lengths are tried, but no more than 12, evenly over those that there are, where
-more would cut more chunks of short documents than that."""
+"""Of `hybrid`: every length is tried that makes no more chunks of short documents than this in all;
+where there are too many, as many as that allows but at least 12, evenly spread."""
+
+BLOCK = 8192
+"""Chunks predicted together. Memory for more at once goes back to the system each time, and to get
+it again takes longer than to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,16 @@ def _imbalance(times_us: Sequence[float]) -> float:
     return max(times_us) * len(times_us) / total if total else 1.0
 
 
-def _shares_us(latency: AttentionLatency, queries: IntArray, keys: IntArray) -> list[Floats]:
-    """Forward and backward of each chunk in multiples of 2⁻²⁴ µs.
+def _shares_us(latency: AttentionLatency, queries: IntArray, keys: IntArray) -> Floats:
+    """``[2, chunks]``: forward and backward of each, in multiples of 2⁻²⁴ µs.
 
     So sums of them are exact, and the same in any order, up to minutes.
     """
-    return [np.rint(us * 2.0**24) / 2.0**24 for us in latency.chunk_us(queries, keys)]
+    shares_us = np.empty((2, len(queries)))
+    for at in range(0, len(queries), BLOCK):
+        block = slice(at, at + BLOCK)
+        shares_us[:, block] = latency.chunk_us(queries[block], keys[block])
+    return np.rint(shares_us * 2.0**24) / 2.0**24
 
 
 def predict(

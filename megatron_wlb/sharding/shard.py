@@ -103,7 +103,9 @@ def shard_arrays(lengths: Sequence[int], cp_size: int, sharding: Sharding) -> tu
     Departures from §5.1 in `per-document`: the r tokens of a document that do not divide by 2·CP
     (the paper's e_i lacks its ``× 2·CP``) are not handed out as r single rows, each of which
     would cost a kernel a whole tile. They lengthen r of its pieces by one token; which ones goes
-    round from document to document, so that the slots come out equal without padding.
+    round from document to document, so that the slots come out equal without padding. In `hybrid`
+    it goes round over short documents too: so the chunks of a long one do not depend on the others'
+    being long, and many thresholds can be predicted at once.
 
     Raises :class:`PlanError` if a length is below 1, or the total not divisible by ``2 · cp_size``
     (one rank takes any total).
