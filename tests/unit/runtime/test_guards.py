@@ -28,6 +28,10 @@ REFUSED = [
         ["--wlb-cp-keep-gathered", "--context-parallel-size of at least 2", "leave it out"],
     ),
     (
+        "--wlb-hardware none.yaml", 1,
+        ["--wlb-hardware", "none.yaml", "No such file", "give a100 or cpu or h100", "wlb profile"],
+    ),
+    (
         "--rotary-seq-len-interpolation-factor 2 --position-embedding-type none", 1,
         ["--rotary-seq-len-interpolation-factor counts only with", "that is none", "leave one"],
     ),
