@@ -345,6 +345,15 @@ OTHER_RUNS: dict[str, tuple[Flags, list[str]]] = {
     "n": ({"global_batch_size": 4}, ["8", "4", "resume with"]),
     "packing": ({"wlb_packing": "wlb"}, ["hold", "wlb"]),
     "corpus": ({"split": "70,25,5"}, ["corpora", "resume with the same"]),
+    # Megatron would end in an assertion that counts samples.
+    "longer": (
+        {"train_iters": NUM_STEPS + 2, "override_opt_param_scheduler": False},
+        [": --train-iters 12 there, 14 here; give --override-opt-param-scheduler"],
+    ),
+    "n-scheduled": (
+        {"global_batch_size": 4, "override_opt_param_scheduler": False},
+        [": --global-batch-size 8 there, 4 here; resume with the same"],
+    ),
 }
 
 

@@ -24,9 +24,25 @@ from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.patching import PatchSet
+from megatron_wlb.runtime.resume import differences
 
 STATE = "megatron_wlb"
 RNG = "megatron_wlb_rng"
+
+_SCHEDULE = (
+    "global_batch_size", "train_iters", "train_samples", "lr", "min_lr", "lr_decay_style",
+    "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
+    "lr_warmup_fraction", "weight_decay", "start_weight_decay", "end_weight_decay",
+    "weight_decay_incr_style",
+)  # fmt: skip
+"""Arguments that Megatron makes the schedule of learning rate and weight decay of."""
+_DEFAULTS = {
+    "lr_decay_iters": "train_iters",
+    "lr_decay_samples": "train_samples",
+    "start_weight_decay": "weight_decay",
+    "end_weight_decay": "weight_decay",
+}
+"""Of these, the ones that have another's value if not given."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +55,8 @@ class Hooks:
         self._saving: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
         """The newest state dict that Megatron read, if it has an entry of ours."""
+        self._scheduler: Any = None
+        """Megatron's, while it loads a checkpoint."""
 
     def install(self, patches: PatchSet) -> None:
         from megatron.training import checkpointing, training
@@ -80,36 +98,83 @@ class Hooks:
         return state
 
     def load_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Notes what is ours in what Megatron reads."""
-        found = original(*args, **kwargs)
-        state = found[0]
-        if state is not None:
-            self._loaded = state if STATE in state else None
-        return found
-
-    def load_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """After Megatron's own load: the packer's state for when the data are opened, and the
-        random numbers.
+        """Notes what is ours in what Megatron reads, before it makes use of it.
 
         Raises:
-            CheckpointError: a checkpoint in the middle of a run that has no packer's state.
+            CheckpointError: a checkpoint in the middle of a run that has no packer's state, or
+                another schedule than this run.
         """
         found = original(*args, **kwargs)
+        state, _, is_release = found[:3]
+        if state is None:
+            return found
+        self._loaded = state if STATE in state else None
+        settings = self.session.args
+        if state.get("iteration") and not (is_release or settings.finetune):
+            if self._loaded is None:
+                raise CheckpointError(
+                    f"the checkpoint in --load {settings.load} has no packing state: which "
+                    "documents were trained is not known; go on without the --wlb flags, or start "
+                    "a run from its weights with --finetune"
+                )
+            self._require_same_schedule(state)
+        return found
+
+    def load_checkpoint(
+        self,
+        original: Any,
+        ddp_model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """After Megatron's own load: the packer's state for when the data are opened, and the
+        random numbers.
+        """
+        self._scheduler = opt_param_scheduler
+        try:
+            found = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+        finally:
+            self._scheduler = None
         iteration, settings = found[0], self.session.args
         if not iteration or settings.finetune:
             return found
-        loaded = self._loaded
-        if loaded is None:
-            raise CheckpointError(
-                f"the checkpoint in --load {settings.load} has no packing state: which documents "
-                "were trained is not known; go on without the --wlb flags, or start a run from "
-                "its weights with --finetune"
-            )
-        self.session.restored = json.loads(loaded[STATE])
+        assert self._loaded is not None, "looked for as the checkpoint was read"
+        self.session.restored = json.loads(self._loaded[STATE])
         if not settings.no_load_rng:
             self._restore_rng()
         self._loaded = None
         return found
+
+    def _require_same_schedule(self, state: dict[str, Any]) -> None:
+        """Says in flags what Megatron's own assertion says in numbers of samples."""
+        settings = self.session.args
+        saved = state.get("opt_param_scheduler")
+        if (
+            saved is None
+            or self._scheduler is None
+            or settings.no_load_optim
+            or settings.override_opt_param_scheduler
+            or settings.use_checkpoint_opt_param_scheduler
+        ):
+            return
+        now = self._scheduler.state_dict()
+        del now["num_steps"]  # how far it has come
+        changed = differences(saved, now)
+        if changed:
+            then, here = _given(state.get("args")), _given(settings)
+            if then["global_batch_size"] == here["global_batch_size"]:
+                remedy = (
+                    "give --override-opt-param-scheduler to go on by this run's, or "
+                    "--use-checkpoint-opt-param-scheduler by the checkpoint's"
+                )
+            else:
+                remedy = "resume with the same --global-batch-size, by which documents are packed"
+            raise CheckpointError(
+                f"the checkpoint in --load {settings.load} has another schedule of learning rate "
+                f"and weight decay: {differences(then, here) or changed}; {remedy}"
+            )
 
     def _restore_rng(self) -> None:
         if not self._rng_fits():
@@ -141,3 +206,10 @@ class Hooks:
         return ShardedObject(
             RNG, [rng], tuple(g.size() for g in order), tuple(g.rank() for g in order)
         )
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """What a schedule is made of; None where it only repeats another setting."""
+    values = {name: getattr(args, name, None) for name in _SCHEDULE}
+    repeated = [name for name, other in _DEFAULTS.items() if values[name] == values[other]]
+    return values | dict.fromkeys(repeated)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_wlb.config import Config, flag_of
+from megatron_wlb.config import Config
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.errors import ConfigError, PlanError
@@ -36,6 +36,7 @@ from megatron_wlb.runtime.planning import (
     make_planner,
     tell_changed_machine,
 )
+from megatron_wlb.runtime.resume import differences
 from megatron_wlb.runtime.step import StepRunner
 
 logger = logging.getLogger(__name__)
@@ -221,16 +222,10 @@ class Session:
             yield plan
 
     def _tell_changed_settings(self, saved: dict[str, Any]) -> None:
-        now = self._settings()
-        changed = [
-            f"{flag_of(name)} {saved.get(name)} there, {value} here"
-            for name, value in now.items()
-            if saved.get(name) != value
-        ]
+        changed = differences(saved, self._settings())
         if changed:
             logger.warning(
-                "other settings than the checkpoint's, so plans differ from here on: %s",
-                "; ".join(changed),
+                "other settings than the checkpoint's, so plans differ from here on: %s", changed
             )
 
     def _settings(self) -> dict[str, Any]:
