@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -301,29 +300,6 @@ def attention_latency(config: Config, shape: ModelShape) -> AttentionLatency:
         "CP shardings are chosen by measured %s attention (%s)", profile.kernel, profile.machine
     )
     return dataclasses.replace(profile, extrapolate=config.wlb.wlb_cost_extrapolate)
-
-
-def machine_digest(config: Config) -> str | None:
-    """Which figures of ``--wlb-hardware`` plans depend on, as 16 hex digits; None if on none.
-
-    A checkpoint holds it, as the file of the same name may have been measured anew meanwhile. The
-    cost is not in it: that is restored itself.
-    """
-    if config.parallel.context_parallel_size == 1 and config.wlb.wlb_shape == "off":
-        return None
-    hardware = repr(load_hardware(config.wlb.wlb_hardware))
-    return hashlib.sha256(hardware.encode()).hexdigest()[:16]
-
-
-def tell_changed_machine(config: Config, saved: str | None) -> None:
-    """Warns where plans are made from other figures than those of the checkpoint."""
-    now = machine_digest(config)
-    if saved is not None and now is not None and saved != now:
-        logger.warning(
-            "--wlb-hardware %s says other figures than when the checkpoint was saved: the same "
-            "documents run, but CP shardings and shapes may differ from here on",
-            config.wlb.wlb_hardware,
-        )
 
 
 def make_selector(config: Config, padded_vocab_size: int) -> Selector | None:

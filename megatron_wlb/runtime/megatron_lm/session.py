@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -31,28 +30,18 @@ from megatron_wlb.runtime.planning import (
     SPLITS,
     Corpora,
     known_cost,
-    machine_digest,
     make_evaluation_planner,
     make_planner,
-    tell_changed_machine,
 )
-from megatron_wlb.runtime.resume import differences
+from megatron_wlb.runtime.resume import (
+    machine_digest,
+    plan_settings,
+    tell_changed_machine,
+    tell_changed_settings,
+)
 from megatron_wlb.runtime.step import StepRunner
 
 logger = logging.getLogger(__name__)
-
-_NOT_OF_PLANS = {
-    "wlb_device",
-    "wlb_metrics",
-    "wlb_config",
-    "wlb_verify_shapes",
-    "wlb_verify_plan_interval",
-    "wlb_allow_untested_megatron",
-    "wlb_attention_kernel",
-    "wlb_cp_overlap_groups",
-    "wlb_cp_keep_gathered",
-    "wlb_cost",  # restored, whatever is said now
-}
 
 
 @dataclass
@@ -162,7 +151,7 @@ class Session:
             planner = make_planner(self.config, corpora, self._cost, dp_size)
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
-                self._tell_changed_settings(self.restored["settings"])
+                tell_changed_settings(self.restored["settings"], plan_settings(self.config))
                 tell_changed_machine(self.config, self.restored.get("machine"))
                 self.totals = Totals(**self.restored["totals"])
                 logger.info(
@@ -198,7 +187,7 @@ class Session:
             "machine": machine_digest(self.config),
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,
-            "settings": self._settings(),
+            "settings": plan_settings(self.config),
             "layout": self.layout(),
         }
 
@@ -220,18 +209,6 @@ class Session:
                 raise PlanError("the stream of documents ended, though it has no last epoch")
             self.step = RunningStep(plan, asked, time.monotonic())
             yield plan
-
-    def _tell_changed_settings(self, saved: dict[str, Any]) -> None:
-        changed = differences(saved, self._settings())
-        if changed:
-            logger.warning(
-                "other settings than the checkpoint's, so plans differ from here on: %s", changed
-            )
-
-    def _settings(self) -> dict[str, Any]:
-        """Our settings by which plans are made, JSON-able."""
-        settings: dict[str, Any] = json.loads(json.dumps(asdict(self.config.wlb)))
-        return {name: value for name, value in settings.items() if name not in _NOT_OF_PLANS}
 
     def _corpora(self) -> Corpora:
         """The blends that Megatron's arguments name, with the vocabulary of its tokenizer."""
