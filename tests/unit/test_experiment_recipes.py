@@ -74,6 +74,13 @@ def test_recipe_has_flags_of_megatron_and_ours_only(name: str) -> None:
     assert values["--save"] == values["--load"] == "${CHECKPOINT_PATH}"
 
 
+def test_step_includes_the_reduction_of_gradients() -> None:
+    recipe = read_recipe(FOLDER / "7b-64k.yaml", {})
+    exposed = [argument for argument in recipe.arguments if argument != "--overlap-grad-reduce"]
+    hidden_ms = forecast_of("7b-64k").step_ms
+    assert hidden_ms < forecast(settings_of(exposed), 32).step_ms < 1.5 * hidden_ms
+
+
 def test_longer_windows_gain_more() -> None:
     # As in the paper's Figure 12; at one model and layout.
     assert forecast_of("7b-128k").speedup > forecast_of("7b-128k", "--seq-length", "65536").speedup
