@@ -113,6 +113,11 @@ def add_packing_rules(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-age", type=int, default=12, metavar="N", help="as --wlb-max-age (default: 12)"
     )
+    add_long_documents(group)
+
+
+def add_long_documents(group: argparse._ArgumentGroup) -> None:
+    """``--long-documents``, as in training."""
     group.add_argument(
         "--long-documents",
         choices=("split", "truncate", "error"),
