@@ -81,7 +81,7 @@ def settings_of(arguments: Sequence[str]) -> Config:
     config, others = parse_known(arguments)
     given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
     if found := sorted(given & _NOT_MODELLED):
-        raise ConfigError(f"{found[0]} is not modelled; leave out --dry-run, or the flag")
+        raise ConfigError(f"{found[0]} is not modelled: nothing can be predicted; leave it out")
     if _PER_VIRTUAL_STAGE in given:
         layers = int(_value_of(_PER_VIRTUAL_STAGE, others))
         stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
