@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_wlb.config import Config, parse_known
+from megatron_wlb.command_line import parse_known
+from megatron_wlb.config import Config
 from megatron_wlb.cost import AnalyticModel, DocumentCost, Hardware, MemoryModel, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.documents import DocumentStream

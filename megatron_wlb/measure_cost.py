@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wlb.config import Config, parse
+from megatron_wlb.command_line import parse
+from megatron_wlb.config import Config
 from megatron_wlb.rank_main import check_writable, rank_main
 
 

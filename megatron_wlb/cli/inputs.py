@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_wlb.config import Config, flag_of, from_flat, yaml_arguments
+from megatron_wlb.command_line import yaml_arguments
+from megatron_wlb.config import Config, flag_of, from_flat
 from megatron_wlb.cost import Cost, ProfiledCost, cost_from_dict, read_cost_file
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource

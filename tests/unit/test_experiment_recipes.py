@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.config import megatron_flags
+from megatron_wlb.command_line import megatron_flags
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.forecast import USABLE_SHARE, Forecast, forecast, settings_of

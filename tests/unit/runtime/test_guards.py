@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime import guards
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.config import Config, parse
+from megatron_wlb.command_line import parse
+from megatron_wlb.config import Config
 from megatron_wlb.cost import DocumentCost, ProfiledCost, Row, load_hardware, model_identity
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_wlb.config import Config, parse
+from megatron_wlb.command_line import parse
+from megatron_wlb.config import Config
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.runtime.resume import (
     differences,
