@@ -31,14 +31,10 @@ def run(config: Config, path: Path) -> None:
     distributed.initialize(config, device)
     import torch
 
+    from megatron_wlb.runtime.corpora import Corpora
     from megatron_wlb.runtime.measure import measure_tables
     from megatron_wlb.runtime.model import build_model
-    from megatron_wlb.runtime.planning import (
-        Corpora,
-        max_tokens,
-        model_shape,
-        padded_vocab_size,
-    )
+    from megatron_wlb.runtime.planning import max_tokens, model_shape, padded_vocab_size
 
     vocab_size = config.data.vocab_size or Corpora.open(config).vocab_size
     padded = padded_vocab_size(config, vocab_size)

@@ -22,11 +22,11 @@ from megatron_wlb.plan_ahead import PlanAhead
 from megatron_wlb.planner import Planner
 from megatron_wlb.runtime import checkpoint, targets
 from megatron_wlb.runtime.batch import BatchBuilder
+from megatron_wlb.runtime.corpora import Corpora
 from megatron_wlb.runtime.measure import measure_cost
 from megatron_wlb.runtime.model import Model, build_model
 from megatron_wlb.runtime.optimizer import build_optimizer
 from megatron_wlb.runtime.planning import (
-    Corpora,
     known_cost,
     make_evaluation_planner,
     make_planner,

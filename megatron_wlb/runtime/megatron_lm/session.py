@@ -23,16 +23,11 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan_ahead import PlanAhead
 from megatron_wlb.runtime import cpu
 from megatron_wlb.runtime.batch import BatchBuilder
+from megatron_wlb.runtime.corpora import SPLITS, Corpora
 from megatron_wlb.runtime.measure import measure_cost
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.model import Model
-from megatron_wlb.runtime.planning import (
-    SPLITS,
-    Corpora,
-    known_cost,
-    make_evaluation_planner,
-    make_planner,
-)
+from megatron_wlb.runtime.planning import known_cost, make_evaluation_planner, make_planner
 from megatron_wlb.runtime.resume import (
     machine_digest,
     plan_settings,

@@ -16,8 +16,8 @@ from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planner import Planner
+from megatron_wlb.runtime.corpora import Corpora
 from megatron_wlb.runtime.planning import (
-    Corpora,
     known_cost,
     make_planner,
     max_tokens,
