@@ -105,18 +105,13 @@ class Hooks:
                 another schedule than this run.
         """
         found = original(*args, **kwargs)
-        state, _, is_release = found[:3]
+        state = found[0]
         if state is None:
             return found
         self._loaded = state if STATE in state else None
-        settings = self.session.args
-        if state.get("iteration") and not (is_release or settings.finetune):
-            if self._loaded is None:
-                raise CheckpointError(
-                    f"the checkpoint in --load {settings.load} has no packing state: which "
-                    "documents were trained is not known; go on without the --wlb flags, or start "
-                    "a run from its weights with --finetune"
-                )
+        is_release = found[2]
+        if state.get("iteration") and not (is_release or self.session.args.finetune):
+            self._require_packing_state()
             self._require_same_schedule(state)
         return found
 
@@ -146,6 +141,14 @@ class Hooks:
             self._restore_rng()
         self._loaded = None
         return found
+
+    def _require_packing_state(self) -> None:
+        if self._loaded is None:
+            raise CheckpointError(
+                f"the checkpoint in --load {self.session.args.load} has no packing state: which "
+                "documents were trained is not known; go on without the --wlb flags, or start a "
+                "run from its weights with --finetune"
+            )
 
     def _require_same_schedule(self, state: dict[str, Any]) -> None:
         """Says in flags what Megatron's own assertion says in numbers of samples."""
