@@ -9,13 +9,14 @@ Each layout trains every packing on the interpreter's own standard library, one 
 turns, with each pipeline rank pinned to a core; all steps are run several times over, and the
 middle time of each counts. Costs are calibrated on the first third of the steps; the others are
 simulated from their lengths alone and compared: step time, single operations, work and tokens a
-second, and the ranking of the packings by work a second. Further rounds count the bytes of all
+second, and which of two packings does more work a second; closer ones than two standard errors of
+the measurement are a tie. Further rounds count the bytes of all
 tensors and hold the predicted peak of activations against them. Where a machine has fewer cores
 than pipeline ranks, operations are calibrated by CPU time and the simulation shares the cores too.
 Wants a quiet machine: what others do on it meanwhile cannot be foreseen.
 
-``--json`` prints ``step_time_mape``, ``memory_mape``, ``ranking_agrees`` and ``rows``, one for each
-packing and layout, to stdout.
+``--json`` prints ``step_time_mape``, ``memory_mape``, ``ranking_agrees`` (none is contradicted) and
+``rows``, one for each packing and layout, to stdout.
 """
 
 from __future__ import annotations
@@ -216,13 +217,19 @@ def show(summary: dict[str, Any]) -> None:
     )
     console.print(table)
     for name, layout in summary["layouts"].items():
-        agrees = "as measured" if layout["ranking_agrees"] else "[red]but measured "
-        measured = "" if layout["ranking_agrees"] else " > ".join(layout["ranking_measured"])
         console.print(
-            f"{name}: most work a second by simulation {' > '.join(layout['ranking_simulated'])}, "
-            f"{agrees}{measured}; clock: {layout['clock']}; repeats of a step are "
-            f"{layout['repeat_error']:.1%} off its middle one"
+            f"{name}: clock: {layout['clock']}; repeats of a step are {layout['repeat_error']:.1%} "
+            "off its middle one. Work a second:"
         )
+        for pair in layout["pairs"]:
+            first, second = pair["packings"]
+            measured, error = pair["measured_ratio"], pair["error"]
+            apart = abs(measured - 1) > 2 * error
+            verdict = "a tie" if not apart else "agrees" if measured > 1 else "[red]contradicted[/]"
+            console.print(
+                f"  {first} over {second}: simulated {pair['simulated_ratio']:.3f}, "
+                f"measured {measured:.3f} ± {error:.3f}: {verdict}"
+            )
     verdicts = [("step time", summary["step_time_mape"], WANTED_STEP_MAPE)]
     if summary["memory_mape"] is not None:
         verdicts.append(("memory", summary["memory_mape"], WANTED_MEMORY_MAPE))

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,8 @@ class Row:
     documents are cut."""
     measured_work_per_s: float
     """The same work by the measured time."""
+    measured_work_error: float
+    """Standard error of that over the steps, relative."""
 
 
 def judge(layout: str, recording: Recording, calibration: Calibration) -> list[Row]:
@@ -312,11 +315,13 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
             replayed = _own_replay_us(recording, step, calibration.between_us, calibration.p2p_us)
             replays.append(abs(replayed / (last - first) - 1))
         tokens = sum(step.num_tokens for step in steps)
-        work_us = sum(
-            float(calibration.stages.times_us(lengths).sum())
-            for step in steps
-            for lengths in step.lengths
+        work_us = np.array(
+            [
+                sum(calibration.stages.times_us(lengths).sum() for lengths in step.lengths)
+                for step in steps
+            ]
         )
+        off = work_us / work_us.sum() - measured / measured.sum()
         memory = [
             abs(predicted / found - 1)
             for step in recording.counted
@@ -335,8 +340,9 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
                 float(np.mean(memory)) if memory else None,
                 tokens / float(simulated.sum()) * 1e6,
                 tokens / float(measured.sum()) * 1e6,
-                work_us / float(simulated.sum()),
-                work_us / float(measured.sum()),
+                float(work_us.sum() / simulated.sum()),
+                float(work_us.sum() / measured.sum()),
+                float(np.sqrt(np.square(off).sum() * len(off) / (len(off) - 1))),
             )
         )
     return rows
@@ -357,9 +363,39 @@ def _memory(recording: Recording, step: RecordedStep) -> Iterable[tuple[float, i
                 yield peak, step.activation_bytes[process]
 
 
-def ranking(rows: Sequence[Row], name: str) -> list[str]:
-    """Packings from the fastest on, by ``simulated_work_per_s`` or ``measured_work_per_s``."""
-    return [row.packing for row in sorted(rows, key=lambda row: -getattr(row, name))]
+@dataclass(frozen=True)
+class Pair:
+    """Two packings, the one that does more work a second by simulation first."""
+
+    packings: tuple[str, str]
+    simulated_ratio: float
+    """Of the first's work a second to the second's; 1 or more."""
+    measured_ratio: float
+    error: float
+    """Standard error of the measured ratio."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the measurement tells which of the two is faster: by two standard errors."""
+        return abs(self.measured_ratio - 1) > 2 * self.error
+
+    @property
+    def is_contradicted(self) -> bool:
+        return self.is_apart and self.measured_ratio < 1
+
+
+def pairs(rows: Sequence[Row]) -> list[Pair]:
+    """Every two packings of a layout."""
+    ranked = sorted(rows, key=lambda row: -row.simulated_work_per_s)
+    return [
+        Pair(
+            (a.packing, b.packing),
+            a.simulated_work_per_s / b.simulated_work_per_s,
+            a.measured_work_per_s / b.measured_work_per_s,
+            math.hypot(a.measured_work_error, b.measured_work_error),
+        )
+        for a, b in combinations(ranked, 2)
+    ]
 
 
 def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
@@ -370,9 +406,7 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
         calibration = calibrate(recording)
         own = judge(layout, recording, calibration)
         rows += map(asdict, own)
-        simulated, measured = (
-            ranking(own, f"{what}_work_per_s") for what in ("simulated", "measured")
-        )
+        compared = pairs(own)
         p = parallelism(recording.config)
         layouts[layout] = {
             "pp": p.pp_size,
@@ -386,9 +420,9 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
             "besides_us": calibration.besides_us,
             "slowdown": calibration.slowdown,
             "repeat_error": recording.repeat_error,
-            "ranking_simulated": simulated,
-            "ranking_measured": measured,
-            "ranking_agrees": simulated == measured,
+            "pairs": [{**asdict(pair), "packings": list(pair.packings)} for pair in compared],
+            "pairs_apart": sum(pair.is_apart for pair in compared),
+            "ranking_agrees": not any(pair.is_contradicted for pair in compared),
         }
     num_steps = sum(row["num_steps"] for row in rows)
     memory = [row["memory_mape"] for row in rows if row["memory_mape"] is not None]

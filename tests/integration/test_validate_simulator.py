@@ -62,7 +62,7 @@ def test_validation_compares_simulated_and_measured_steps(kept: Path) -> None:
             assert 1 / 20 < ratio < 20
         assert row["measured_work_per_s"] < 2.5  # ranks, on a machine of two cores or more
     layout = figures["layouts"]["pp2"]
-    assert sorted(layout["ranking_simulated"]) == sorted(layout["ranking_measured"])
+    assert len(layout["pairs"]) == 3 and 0 <= layout["pairs_apart"] <= 3
     assert 0 < layout["repeat_error"] < 20
     assert isinstance(figures["ranking_agrees"], bool)
 

@@ -16,7 +16,7 @@ from megatron_wlb.simulator.graph import graph_of
 from megatron_wlb.simulator.sharing import replay_shared
 from megatron_wlb.testing import validation
 from megatron_wlb.testing.recorder import RecordedStep, core_of
-from megatron_wlb.testing.validation import Recording, calibrate, judge, summarize
+from megatron_wlb.testing.validation import Recording, Row, calibrate, judge, pairs, summarize
 
 BETWEEN_US, P2P_US, BESIDES_US = 40.0, 300.0, 5_000.0
 COEFFICIENTS = {"F": (200.0, 30.0, 5.0, 0.01), "B": (300.0, 50.0, 9.0, 0.03)}
@@ -131,6 +131,36 @@ def test_what_changes_after_the_calibration_is_seen(tmp_path):
     assert 0.15 < hold.step_time_mape < 0.2 and hold.step_time_bias < -0.15
     assert hold.operation_mape == pytest.approx(0.2)
     assert hold.replay_error < 0.02  # the schedule is as before
+
+
+def row_of(packing, simulated, measured, error):
+    return Row("pp2", packing, 8, 0, 0, 0, 0, None, 1, 1, simulated, measured, error)
+
+
+def test_order_is_contradicted_only_beyond_the_noise():
+    rows = [
+        row_of("original", 1.5, 1.45, 0.003),
+        row_of("hold", 1.7, 1.60, 0.003),
+        row_of("wlb", 1.69, 1.61, 0.004),
+    ]
+    found = {pair.packings: pair for pair in pairs(rows)}
+    assert list(found) == [("hold", "wlb"), ("hold", "original"), ("wlb", "original")]
+    tie = found["hold", "wlb"]
+    assert tie.measured_ratio == pytest.approx(1.60 / 1.61)
+    assert tie.error == pytest.approx(0.005)
+    assert not tie.is_apart and not tie.is_contradicted
+    assert found["hold", "original"].is_apart and not found["hold", "original"].is_contradicted
+    wrong = pairs([row_of("original", 1.5, 1.7, 0.003), row_of("hold", 1.7, 1.60, 0.003)])
+    assert [pair.is_contradicted for pair in wrong] == [True]
+
+
+def test_a_packing_that_only_simulation_prefers_is_a_contradiction(tmp_path):
+    assert summarize({"pp2": recording_of(tmp_path, slower=1.0)})["ranking_agrees"]
+    layout = summarize({"pp2": recording_of(tmp_path, slower=2.0)})["layouts"]["pp2"]
+    (pair,) = layout["pairs"]
+    assert pair["measured_ratio"] < 0.7 or pair["measured_ratio"] > 1.5  # hold is the slower one
+    assert layout["pairs_apart"] == 1
+    assert layout["ranking_agrees"] == (pair["packings"][0] == "original")
 
 
 def test_the_middle_of_repeats_counts(tmp_path):
