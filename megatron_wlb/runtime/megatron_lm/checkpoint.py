@@ -22,27 +22,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.checkpoint import rng_state, set_rng_state
+from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.patching import PatchSet
-from megatron_wlb.runtime.resume import differences
 
 STATE = "megatron_wlb"
 RNG = "megatron_wlb_rng"
-
-_SCHEDULE = (
-    "global_batch_size", "train_iters", "train_samples", "lr", "min_lr", "lr_decay_style",
-    "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
-    "lr_warmup_fraction", "weight_decay", "start_weight_decay", "end_weight_decay",
-    "weight_decay_incr_style",
-)  # fmt: skip
-"""Arguments that Megatron makes the schedule of learning rate and weight decay of."""
-_DEFAULTS = {
-    "lr_decay_iters": "train_iters",
-    "lr_decay_samples": "train_samples",
-    "start_weight_decay": "weight_decay",
-    "end_weight_decay": "weight_decay",
-}
-"""Of these, the ones that have another's value if not given."""
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +97,7 @@ class Hooks:
         is_release = found[2]
         if state.get("iteration") and not (is_release or self.session.args.finetune):
             self._require_packing_state()
-            self._require_same_schedule(state)
+            require_same_schedule(self.session.args, self._scheduler, state)
         return found
 
     def load_checkpoint(
@@ -150,35 +135,6 @@ class Hooks:
                 "run from its weights with --finetune"
             )
 
-    def _require_same_schedule(self, state: dict[str, Any]) -> None:
-        """Says in flags what Megatron's own assertion says in numbers of samples."""
-        settings = self.session.args
-        saved = state.get("opt_param_scheduler")
-        if (
-            saved is None
-            or self._scheduler is None
-            or settings.no_load_optim
-            or settings.override_opt_param_scheduler
-            or settings.use_checkpoint_opt_param_scheduler
-        ):
-            return
-        now = self._scheduler.state_dict()
-        del now["num_steps"]  # how far it has come
-        changed = differences(saved, now)
-        if changed:
-            then, here = _given(state.get("args")), _given(settings)
-            if then["global_batch_size"] == here["global_batch_size"]:
-                remedy = (
-                    "give --override-opt-param-scheduler to go on by this run's, or "
-                    "--use-checkpoint-opt-param-scheduler by the checkpoint's"
-                )
-            else:
-                remedy = "resume with the same --global-batch-size, by which documents are packed"
-            raise CheckpointError(
-                f"the checkpoint in --load {settings.load} has another schedule of learning rate "
-                f"and weight decay: {differences(then, here) or changed}; {remedy}"
-            )
-
     def _restore_rng(self) -> None:
         if not self._rng_fits():
             logger.warning(
@@ -209,10 +165,3 @@ class Hooks:
         return ShardedObject(
             RNG, [rng], tuple(g.size() for g in order), tuple(g.rank() for g in order)
         )
-
-
-def _given(args: Any) -> dict[str, Any]:
-    """What a schedule is made of; None where it only repeats another setting."""
-    values = {name: getattr(args, name, None) for name in _SCHEDULE}
-    repeated = [name for name, other in _DEFAULTS.items() if values[name] == values[other]]
-    return values | dict.fromkeys(repeated)
