@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wlb.config import Config, parse
+from megatron_wlb.command_line import parse
+from megatron_wlb.config import Config
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.rank_main import check_writable, rank_main
 

@@ -1,9 +1,8 @@
 """What a training command line will do, before a device is taken: layout, S_max, memory, time.
 
 Everything here is *modelled*: memory by :class:`~megatron_wlb.cost.MemoryModel`, times by
-:class:`~megatron_wlb.cost.AnalyticModel` replayed through the pipeline schedule, on documents drawn
-from a named distribution. The gradients' reduction over data-parallel ranks and the optimizer
-update are not in a step's time, so it is a lower bound.
+:class:`~megatron_wlb.cost.AnalyticModel` and the simulator of whole steps, on documents drawn from
+a named distribution. Context parallelism divides attention perfectly.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_wlb.config import Config, parse_known
+from megatron_wlb.command_line import parse_known
+from megatron_wlb.config import Config
 from megatron_wlb.cost import AnalyticModel, DocumentCost, Hardware, MemoryModel, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.documents import DocumentStream
@@ -22,8 +22,8 @@ from megatron_wlb.packing import packer
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.runtime import guards, planning
-from megatron_wlb.simulator.engine import replay
-from megatron_wlb.simulator.order import schedule
+from megatron_wlb.simulator.costs import analytic_costs
+from megatron_wlb.simulator.step import Simulator
 
 USABLE_SHARE = 0.9
 """Of a device's memory, for tensors: the rest is for what the allocator cannot join, the CUDA
@@ -82,7 +82,7 @@ def settings_of(arguments: Sequence[str]) -> Config:
     config, others = parse_known(arguments)
     given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
     if found := sorted(given & _NOT_MODELLED):
-        raise ConfigError(f"{found[0]} is not modelled; leave out --dry-run, or the flag")
+        raise ConfigError(f"{found[0]} is not modelled: nothing can be predicted; leave it out")
     if _PER_VIRTUAL_STAGE in given:
         layers = int(_value_of(_PER_VIRTUAL_STAGE, others))
         stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
@@ -136,7 +136,7 @@ def forecast(
         )
     planned = config.wlb.wlb_packing
     runs = {
-        packing: _run(config, packing, max_tokens, vocabulary, dp_size, hardware, distribution)
+        packing: _run(config, packing, max_tokens, vocabulary, memory, hardware, distribution)
         for packing in (planned, "original")
     }
     return Forecast(
@@ -190,20 +190,23 @@ def _run(
     packing: str,
     max_tokens: int,
     vocabulary: int,
-    dp_size: int,
+    memory: MemoryModel,
     hardware: Hardware,
     distribution: str,
 ) -> _Run:
-    """Steps of a packing, each replayed through the schedule of its slowest data-parallel rank."""
+    """Steps of a packing, simulated."""
+    layout = memory.parallelism
     model = AnalyticModel(
         planning.model_shape(config, vocabulary),
         hardware,
-        planning.parallelism(config, dp_size),
+        layout,
         planning.recompute(config),
         element_bytes=2 if config.training.bf16 else 4,
     )
-    plans = list(_plans(config, packing, max_tokens, model.cost(), dp_size, distribution))
-    total_us = sum(_step_us(plan, model) for plan in plans)
+    costs = analytic_costs(model, memory, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
+    simulator = Simulator(costs, layout)
+    plans = list(_plans(config, packing, max_tokens, model.cost(), layout.dp_size, distribution))
+    total_us = sum(simulator.step(plan).step_us for plan in plans)
     return _Run(len(plans), sum(plan.num_tokens for plan in plans), total_us)
 
 
@@ -246,34 +249,6 @@ def _plans(
         assert plan is not None  # the documents are for more steps
         if number >= WARM_UP_STEPS:
             yield plan
-
-
-def _step_us(plan: StepPlan, model: AnalyticModel) -> float:
-    """One step: that of its slowest data-parallel rank."""
-    p, stages = model.parallelism, model.stage_costs()
-    slowest_us = 0.0
-    for micro_batches in plan.micro_batches:
-        work = [[stage.work(m.lengths) for m in micro_batches] for stage in stages]
-        ranks = [
-            [work[chunk * p.pp_size + r] for chunk in range(p.vpp_size)] for r in range(p.pp_size)
-        ]
-        mean_tokens = sum(m.padded_length for m in micro_batches) / len(micro_batches)
-        p2p_us = model.hardware.transfer_us(
-            mean_tokens
-            / p.cp_size
-            / p.sequence_shards
-            * model.shape.hidden_size
-            * model.element_bytes,
-            p.tp_size * p.cp_size * p.dp_size * p.pp_size,
-        )
-        timeline = replay(
-            schedule(p.pp_size, p.vpp_size, len(micro_batches), p.group_size),
-            [[[w.forward_us for w in chunk] for chunk in rank] for rank in ranks],
-            [[[w.backward_us for w in chunk] for chunk in rank] for rank in ranks],
-            p2p_us,
-        )
-        slowest_us = max(slowest_us, timeline.step_us)
-    return slowest_us
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str:

@@ -18,7 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wlb.config import Parser, WlbConfig, add_flags, flag_of, yaml_arguments
+from megatron_wlb.command_line import Parser, add_flags, yaml_arguments
+from megatron_wlb.config import WlbConfig, flag_of
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.rank_main import rank_main
 from megatron_wlb.runtime.megatron_lm import arguments, guards

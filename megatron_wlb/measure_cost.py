@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wlb.config import Config, parse
+from megatron_wlb.command_line import parse
+from megatron_wlb.config import Config
 from megatron_wlb.rank_main import check_writable, rank_main
 
 
@@ -30,14 +31,10 @@ def run(config: Config, path: Path) -> None:
     distributed.initialize(config, device)
     import torch
 
+    from megatron_wlb.runtime.corpora import Corpora
     from megatron_wlb.runtime.measure import measure_tables
     from megatron_wlb.runtime.model import build_model
-    from megatron_wlb.runtime.planning import (
-        Corpora,
-        max_tokens,
-        model_shape,
-        padded_vocab_size,
-    )
+    from megatron_wlb.runtime.planning import max_tokens, model_shape, padded_vocab_size
 
     vocab_size = config.data.vocab_size or Corpora.open(config).vocab_size
     padded = padded_vocab_size(config, vocab_size)

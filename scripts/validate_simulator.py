@@ -38,7 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_wlb import quickstart
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.runtime import guards
 from megatron_wlb.testing.recorder import PROGRESS, SHAPED

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from megatron_wlb.config import Config, flag_of, from_flat, parse
+from megatron_wlb.command_line import yaml_arguments
+from megatron_wlb.config import Config, flag_of, from_flat
 from megatron_wlb.cost import Cost, ProfiledCost, cost_from_dict, read_cost_file
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.forecast import settings_of
 from megatron_wlb.packing.evaluate import Layout, Workload
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.recipe import read_recipe
 from megatron_wlb.runtime.planning import known_cost, padded_vocab_size
 
 NUM_MICRO_BATCHES = 4
@@ -61,19 +62,22 @@ def fill_defaults(args: argparse.Namespace) -> None:
 
     Raises :class:`ConfigError` for a file that is none.
     """
-    said: Mapping[str, Any] = {}
+    config, written = Config(), set[str]()
     if getattr(args, "model", None) is not None:
-        written = {flag[2:].replace("-", "_") for flag in _model_flags(args.model)}
-        said = {name: v for name, v in model_settings(args).flat().items() if name in written}
+        config, written = model_settings(args), set(_model_arguments(args.model))
     if args.window is None:
-        args.window = said.get("seq_length", REFERENCE_WINDOW)
+        args.window = config.data.seq_length if "--seq-length" in written else REFERENCE_WINDOW
     if getattr(args, "num_micro_batches", 0) is None:
-        args.num_micro_batches = [str(said.get("global_batch_size", NUM_MICRO_BATCHES))]
+        number = NUM_MICRO_BATCHES
+        if "--global-batch-size" in written:
+            number = config.training.global_batch_size
+        args.num_micro_batches = [str(number)]
     # Without a pipeline the file does not tell what shares the work, as it has no DP size.
-    if getattr(args, "pp_size", 0) is None and said.get("pipeline_model_parallel_size", 1) > 1:
-        args.pp_size = said["pipeline_model_parallel_size"]
+    p = config.parallel
+    if getattr(args, "pp_size", 0) is None and p.pipeline_model_parallel_size > 1:
+        args.pp_size = p.pipeline_model_parallel_size
         if args.vpp_size is None:
-            args.vpp_size = said.get("num_virtual_stages_per_pipeline_rank")
+            args.vpp_size = p.num_virtual_stages_per_pipeline_rank
 
 
 def numbers_of_micro_batches(args: argparse.Namespace) -> list[int]:
@@ -113,6 +117,11 @@ def add_packing_rules(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-age", type=int, default=12, metavar="N", help="as --wlb-max-age (default: 12)"
     )
+    add_long_documents(group)
+
+
+def add_long_documents(group: argparse._ArgumentGroup) -> None:
+    """``--long-documents``, as in training."""
     group.add_argument(
         "--long-documents",
         choices=("split", "truncate", "error"),
@@ -223,36 +232,18 @@ def cost(args: argparse.Namespace) -> Cost:
     return found
 
 
-def _model_flags(path: Path) -> dict[str, Any]:
-    """Flag -> value of a settings file, or of the MODEL_ARGS of a Megatron recipe.
-
-    Of a recipe only what the embedded trainer knows: the others say nothing about the cost.
-    """
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--model {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"--model {path}: expected settings as `name: value`")
-    recipe = content.get("MODEL_ARGS")
-    entries = recipe if isinstance(recipe, Mapping) else content
-    flags = {flag_of(str(key).lstrip("-")): value for key, value in entries.items()}
-    if entries is recipe:
-        known = {flag_of(name) for name in Config().flat()}
-        flags = {flag: value for flag, value in flags.items() if flag in known}
-    return flags
+def _model_arguments(path: Path) -> Sequence[str]:
+    """The command line that a file of settings, or a Megatron recipe, stands for."""
+    words = yaml_arguments(str(path))
+    if flag_of("MODEL_ARGS") in words:
+        return read_recipe(path, os.environ).arguments
+    return words
 
 
 def model_settings(args: argparse.Namespace) -> Config:
     """Of ``--model`` FILE. Raises :class:`ConfigError` for a file that is none."""
-    words: list[str] = []
-    for flag, value in _model_flags(args.model).items():
-        if value is True:
-            words.append(flag)
-        elif value is not None and value is not False:  # 0 is neither
-            words += [flag, *map(str, value if isinstance(value, list) else [value])]
     try:
-        config = parse(words)
+        config = settings_of(_model_arguments(args.model))
     except ConfigError as error:
         raise ConfigError(f"--model {args.model}: {error}") from None
     settings = config.flat()

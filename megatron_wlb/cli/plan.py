@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from megatron_wlb.cli.inputs import SOURCES, add_source, source
+from megatron_wlb.cli.inputs import SOURCES, add_long_documents, add_source, source
 from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
 from megatron_wlb.cli.scenario import (
     MODELS,
@@ -89,12 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sharding", choices=MODES, default="adaptive", help="where CP > 1 (default: adaptive)"
     )
-    group.add_argument(
-        "--long-documents",
-        choices=("split", "truncate", "error"),
-        default="split",
-        help="documents over the window, as --wlb-long-documents (default: split)",
-    )
+    add_long_documents(group)
     group.add_argument(
         "--refine", type=int, default=8, metavar="N", help="layouts to simulate (default: 8)"
     )

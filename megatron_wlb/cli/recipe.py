@@ -215,7 +215,7 @@ def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
         "S_max": f"{found.max_tokens:,} tokens, {windows:.3g} windows (up to {fitting:.3g} fit)",
         "memory, largest stage": f"{found.peak_gib:.1f} GiB of {found.limit_gib:.1f} for tensors, "
         f"{found.state_gib:.1f} of it weights, gradients and optimizer",
-        "step": f"{found.step_ms:,.0f} ms, without gradient reduction and update",
+        "step": f"{found.step_ms:,.0f} ms, with gradient reduction and update",
         "tokens a second": f"{found.tokens_per_s:,.0f}",
         "documents": f"lengths of {found.distribution!r}",
         f"{found.packing} against original": f"{found.speedup:.2f}×",

@@ -134,7 +134,10 @@ def read_hardware(name_or_path: str) -> tuple[Path, Mapping[str, Any]]:
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"hardware {path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"hardware {path}: {' '.join(str(error).split())}; give {' or '.join(hardware_names())}"
+            ", or a file such as `wlb profile` writes"
+        ) from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"hardware {path}: expected figures as `name: {{value, source}}`")
     return path, content

@@ -53,6 +53,9 @@ TRAINING = (
 """Settings that must be equal when a run resumes, with those of the model and the number of
 processes. Megatron would take some from the checkpoint, whatever the command line says."""
 
+TOLD = ("clip_grad", "hidden_dropout")
+"""Settings that may differ, but not unnoticed, with those by which plans are made."""
+
 FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
 """Settings of the model that may differ: its weights mean the same."""
 
@@ -304,12 +307,12 @@ def _raise_everywhere(error: str) -> None:
 
 def load(
     config: Config, model: Model, optimizer: Any, scheduler: Any
-) -> tuple[int, dict[str, Any]] | None:
+) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
     """Restores the newest checkpoint of ``--load``; called by every rank.
 
     Returns:
-        The iteration after which it was saved and the planner's state, or None where the folder
-        has no checkpoint yet.
+        The iteration after which it was saved, the planner's state, and all settings by name; or
+        None where the folder has no checkpoint yet.
 
     Raises:
         CheckpointError: other settings than those it was saved with, or a damaged checkpoint.
@@ -321,10 +324,11 @@ def load(
     folder = str(folder_of(root, iteration))
     try:
         common = dist_checkpointing.load_common_state_dict(folder)["common"]
-        saved_settings, planner_state = common["settings"], json.loads(common["planner"])
+        required, planner_state = common["settings"], json.loads(common["planner"])
+        settings = json.loads(common["config"])
     except Exception as error:  # Unpickling damaged files raises anything.
         _refuse(folder, error)
-    _require_same_settings(folder, saved_settings, _settings(config, model))
+    _require_same_settings(folder, required, _settings(config, model))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Megatron's own use of torch.
@@ -339,7 +343,7 @@ def load(
     scheduler.load_state_dict(common["opt_param_scheduler"])
     (rng,) = state["rng_state"]
     set_rng_state(rng)
-    return iteration, planner_state
+    return iteration, planner_state, settings
 
 
 def _refuse(folder: str, error: BaseException) -> NoReturn:

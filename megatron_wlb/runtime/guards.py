@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 from megatron_wlb.config import Config, ModelConfig, flag_of
+from megatron_wlb.cost import load_hardware
 from megatron_wlb.errors import ConfigError
 
 _AT_LEAST = {
@@ -74,7 +75,7 @@ def check(config: Config, world_size: int) -> None:
     """Checks settings against each other and against the number of processes.
 
     Raises:
-        ConfigError: the first thing that cannot run.
+        ConfigError: the first thing that cannot run, such as a ``--wlb-hardware`` without figures.
     """
     _check_ranges(config)
     _check_layout(config, world_size)
@@ -82,6 +83,7 @@ def check(config: Config, world_size: int) -> None:
     _check_recompute(config)
     _check_optimizer(config)
     _check_batch(config)
+    _check_hardware(config)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -279,6 +281,14 @@ def _check_batch(config: Config) -> None:
         )
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         raise ConfigError("--save-interval is given without --save FOLDER")
+
+
+def _check_hardware(config: Config) -> None:
+    """Reads the file now: the cost and the shardings need it once the model is built."""
+    try:
+        load_hardware(config.wlb.wlb_hardware)
+    except ConfigError as error:
+        raise ConfigError(f"--wlb-hardware: {error}") from None
 
 
 def _check_recompute(config: Config) -> None:

@@ -1,13 +1,11 @@
-"""Settings -> corpora, cost and planners: the planning side of a run, equal on all ranks."""
+"""Settings -> cost and planners: the planning side of a run, equal on all ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -30,96 +28,17 @@ from megatron_wlb.cost import (
 )
 from megatron_wlb.cost.attention import AnalyticAttention, AttentionLatency, nearest_profile
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.data.blend import Blend, BlendedStream
-from megatron_wlb.data.corpus import Corpus, parse_split
+from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.documents import DocumentStream
-from megatron_wlb.errors import ConfigError, CorpusError
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
 from megatron_wlb.planner import Planner
+from megatron_wlb.runtime.corpora import Corpora
 from megatron_wlb.shaping import Shaper
 from megatron_wlb.sharding import Selector
 from megatron_wlb.simulator.costs import StageCosts, StepCosts, analytic_costs
 
 logger = logging.getLogger(__name__)
-
-SPLITS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class Corpora:
-    """The run's corpora, opened, and which documents belong to which split."""
-
-    corpora: Sequence[Corpus]
-    vocab_size: int
-    ranges: dict[str, list[tuple[int, int]]]
-    """Per split, a half-open range of documents of each corpus."""
-    weights: dict[str, tuple[float, ...] | None] = field(default_factory=dict)
-    """Per split, each corpus's share of the tokens; None, or no entry, is by size."""
-
-    @classmethod
-    def open(cls, config: Config) -> Corpora:
-        """Opens ``--data-path`` and applies ``--split``.
-
-        Raises:
-            ConfigError: no corpus, or no vocabulary size known.
-            CorpusError: missing or corrupt files, or corpora of different vocabularies.
-        """
-        if not config.data.data_path:
-            raise ConfigError(
-                "--data-path is missing; give the prefix of a .bin/.idx corpus (make one with "
-                "`wlb corpus build PATH --out PREFIX`)"
-            )
-        blend = Blend.parse(config.data.data_path)
-        return cls.of_blend(blend, config.data.split, config.data.vocab_size)
-
-    @classmethod
-    def of_blend(cls, blend: Blend, split: str, vocab_size: int | None) -> Corpora:
-        """One blend, whose corpora are each divided by ``split``; see :meth:`open`."""
-        corpora = [Corpus.open(prefix) for prefix in blend.prefixes]
-        splits = [parse_split(split, len(corpus.lengths)) for corpus in corpora]
-        ranges = {name: [s[number] for s in splits] for number, name in enumerate(SPLITS)}
-        weights = {name: blend.weights for name in SPLITS}
-        return cls(corpora, _vocab_size(corpora, vocab_size), ranges, weights)
-
-    @classmethod
-    def of_blends(cls, blends: Mapping[str, Blend | None], vocab_size: int | None) -> Corpora:
-        """A blend of whole corpora for each split; None where a split has no documents."""
-        corpora: list[Corpus] = []
-        ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in SPLITS}
-        weights: dict[str, tuple[float, ...] | None] = {}
-        for name in SPLITS:
-            blend = blends.get(name)
-            opened = [] if blend is None else [Corpus.open(prefix) for prefix in blend.prefixes]
-            if blend is not None and blend.weights is not None:
-                weights[name] = (0.0,) * len(corpora) + blend.weights
-            corpora += opened
-            for other in SPLITS:
-                ranges[other] += [(0, len(c.lengths) if other == name else 0) for c in opened]
-        for name, known in weights.items():
-            weights[name] = known and known + (0.0,) * (len(corpora) - len(known))
-        return cls(corpora, _vocab_size(corpora, vocab_size), ranges, weights)
-
-    def num_documents(self, split: str) -> int:
-        """Stored documents of a split."""
-        return sum(stop - start for start, stop in self.ranges[split])
-
-
-def _vocab_size(corpora: Sequence[Corpus], given: int | None) -> int:
-    sizes = {corpus.vocab_size for corpus in corpora if corpus.vocab_size is not None}
-    if given is not None:
-        sizes = {given}
-    if not sizes:
-        prefix = corpora[0].prefix
-        raise ConfigError(
-            f"the vocabulary of {prefix} is not known (no {prefix}.json); give the "
-            "tokenizer's --vocab-size"
-        )
-    if len(sizes) > 1:
-        raise CorpusError(
-            f"the corpora have vocabularies of {', '.join(map(str, sorted(sizes)))}; they must "
-            "be made with one tokenizer"
-        )
-    return sizes.pop()
 
 
 def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
@@ -301,29 +220,6 @@ def attention_latency(config: Config, shape: ModelShape) -> AttentionLatency:
         "CP shardings are chosen by measured %s attention (%s)", profile.kernel, profile.machine
     )
     return dataclasses.replace(profile, extrapolate=config.wlb.wlb_cost_extrapolate)
-
-
-def machine_digest(config: Config) -> str | None:
-    """Which figures of ``--wlb-hardware`` plans depend on, as 16 hex digits; None if on none.
-
-    A checkpoint holds it, as the file of the same name may have been measured anew meanwhile. The
-    cost is not in it: that is restored itself.
-    """
-    if config.parallel.context_parallel_size == 1 and config.wlb.wlb_shape == "off":
-        return None
-    hardware = repr(load_hardware(config.wlb.wlb_hardware))
-    return hashlib.sha256(hardware.encode()).hexdigest()[:16]
-
-
-def tell_changed_machine(config: Config, saved: str | None) -> None:
-    """Warns where plans are made from other figures than those of the checkpoint."""
-    now = machine_digest(config)
-    if saved is not None and now is not None and saved != now:
-        logger.warning(
-            "--wlb-hardware %s says other figures than when the checkpoint was saved: the same "
-            "documents run, but CP shardings and shapes may differ from here on",
-            config.wlb.wlb_hardware,
-        )
 
 
 def make_selector(config: Config, padded_vocab_size: int) -> Selector | None:

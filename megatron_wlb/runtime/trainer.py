@@ -23,17 +23,21 @@ from megatron_wlb.planner import Planner
 from megatron_wlb.rank_main import writing
 from megatron_wlb.runtime import checkpoint, targets
 from megatron_wlb.runtime.batch import BatchBuilder
+from megatron_wlb.runtime.corpora import Corpora
 from megatron_wlb.runtime.measure import measure_cost
 from megatron_wlb.runtime.model import Model, build_model
 from megatron_wlb.runtime.optimizer import build_optimizer
 from megatron_wlb.runtime.planning import (
-    Corpora,
     known_cost,
-    machine_digest,
     make_evaluation_planner,
     make_planner,
     padded_vocab_size,
+)
+from megatron_wlb.runtime.resume import (
+    machine_digest,
+    plan_settings,
     tell_changed_machine,
+    tell_changed_settings,
 )
 from megatron_wlb.runtime.step import StepRunner
 
@@ -96,11 +100,12 @@ class Trainer:
             self.cost = cost or self._measure()
             self.planner = self._make_planner()
         else:
-            self.iteration, state = restored
+            self.iteration, state, settings = restored
             # The cost is restored, not measured again: other costs would make other plans.
             self.cost = cost_from_dict(state["cost"])
             self.planner = self._make_planner()
             self.planner.load_state_dict(state["planner"])
+            tell_changed_settings(settings, plan_settings(config, *checkpoint.TOLD))
             tell_changed_machine(config, state.get("machine"))
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load

@@ -24,7 +24,8 @@ from megatron_wlb.sharding.shard import Kind
 from megatron_wlb.simulator.memory import step_memory
 from megatron_wlb.simulator.order import schedule
 from megatron_wlb.simulator.scenario import Scenario
-from megatron_wlb.simulator.step import Simulator, StepTimeline
+from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.simulator.step_timeline import StepTimeline
 
 SHAPED = "+shape"
 WARM_UP_STEPS = 20

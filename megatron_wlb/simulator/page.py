@@ -19,7 +19,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.simulator.compare import Outcome
 from megatron_wlb.simulator.scenario import Scenario
-from megatron_wlb.simulator.step import StepTimeline
+from megatron_wlb.simulator.step_timeline import StepTimeline
 
 NUM_BINS = 16
 MOST_BARS = 160

@@ -11,9 +11,7 @@ Everything here is *simulated*. Times are in µs and start at 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,185 +22,14 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.sharding import Selector
 from megatron_wlb.simulator.costs import StepCosts
-from megatron_wlb.simulator.engine import Timeline, check_times, timeline
+from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.graph import Floats, Graph, Replay, Sends, graph_of
 from megatron_wlb.simulator.memory import StepMemory, step_memory
 from megatron_wlb.simulator.order import Order
+from megatron_wlb.simulator.step_timeline import Segment, StepTimeline
 
 Lengths: TypeAlias = Sequence[Sequence[Sequence[int]]]
 """``[dp_size][num_micro_batches][segments]``: tokens of each document, and of padding."""
-
-
-class Segment(NamedTuple):
-    """A part of a step on one rank; ``dp_rank`` -1: the same on all data-parallel ranks."""
-
-    dp_rank: int
-    pp_rank: int
-    what: str
-    """An action as ``F0.3``, or ``reduce 1`` (chunk 1), ``embedding``, ``update``."""
-    start_us: float
-    stop_us: float
-
-
-@dataclass(frozen=True)
-class StepTimeline:
-    """What every rank does in a simulated step, what it waits for, and what it holds."""
-
-    graph: Graph
-    times_us: tuple[Floats, ...]
-    """Per data-parallel rank ``[2, S, N]``."""
-    p2p_us: tuple[Floats, ...]
-    """Per data-parallel rank ``[N]``."""
-    replays: tuple[Replay, ...]
-    """Per data-parallel rank."""
-    collectives: tuple[tuple[Segment, ...], ...]
-    """Per pipeline rank, after (or beside) its actions: reductions and the update."""
-    step_us: float
-    """From the first forward to the end of the update on the last rank."""
-    num_tokens: int
-    """Without padding where a plan was given."""
-    memory: tuple[StepMemory, ...] = field(default=())
-    """Per data-parallel rank; empty without a memory model."""
-
-    @property
-    def dp_size(self) -> int:
-        return len(self.replays)
-
-    @cached_property
-    def replicas(self) -> tuple[Timeline, ...]:
-        """Per data-parallel rank, the forwards and backwards of its pipeline ranks."""
-        return tuple(timeline(self.graph, replayed) for replayed in self.replays)
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Of all ranks together, pipeline by pipeline: for a picture."""
-        return Timeline(tuple(rank for line in self.replicas for rank in line.intervals))
-
-    @cached_property
-    def pipeline_us(self) -> float:
-        """From the first forward to the last backward on any rank."""
-        return max(float(replayed.stop_us.max()) for replayed in self.replays)
-
-    @cached_property
-    def busy_us(self) -> tuple[tuple[float, ...], ...]:
-        """``[dp_size][pp_size]``: time in which a rank runs forward or backward."""
-        pp_size = self.graph.pp_size
-        return tuple(
-            tuple(float(times[:, rank::pp_size].sum()) for rank in range(pp_size))
-            for times in self.times_us
-        )
-
-    @cached_property
-    def bubble_share(self) -> float:
-        """Share of all ranks' time in the pipeline in which they wait, for each other or for the
-        slowest data-parallel rank: ``1 - Σ busy ÷ (ranks · pipeline_us)``.
-        """
-        available_us = self.dp_size * self.graph.pp_size * self.pipeline_us
-        busy_us = sum(map(sum, self.busy_us))  # by rounding, it may be more than there is
-        return max(0.0, 1.0 - busy_us / available_us) if available_us else 0.0
-
-    @property
-    def tail_us(self) -> float:
-        """From the last backward to the end of the step: reduction that is not hidden, update."""
-        return self.step_us - self.pipeline_us
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all data-parallel ranks together."""
-        return self.num_tokens / self.step_us * 1e6 if self.step_us else 0.0
-
-    @cached_property
-    def micro_batch_us(self) -> tuple[tuple[float, ...], ...]:
-        """``[dp_size][N]``: forward plus backward over all stages."""
-        return tuple(tuple(times.sum(axis=(0, 1)).tolist()) for times in self.times_us)
-
-    @cached_property
-    def imbalance(self) -> float:
-        """``max · N / Σ`` over all micro-batches of the step (WLB-LLM §3.2); 1 is perfect."""
-        return _imbalance([us for rank in self.micro_batch_us for us in rank])
-
-    @cached_property
-    def pp_imbalance(self) -> float:
-        """``max · N / Σ`` within a pipeline, the mean over data-parallel ranks."""
-        return float(np.mean([_imbalance(rank) for rank in self.micro_batch_us]))
-
-    @cached_property
-    def dp_imbalance(self) -> float:
-        """The most work of a data-parallel rank ÷ the mean."""
-        return _imbalance([sum(rank) for rank in self.micro_batch_us])
-
-    @cached_property
-    def peak_bytes(self) -> float:
-        """The most that any rank holds; 0 without a memory model."""
-        return max((rank.peak_bytes for rank in self.memory), default=0.0)
-
-    def check_memory(self, limit_bytes: float) -> None:
-        """Raises :class:`PlanError` naming the first rank and action above ``limit_bytes``."""
-        for dp_rank, memory in enumerate(self.memory):
-            memory.check(limit_bytes, f"data-parallel rank {dp_rank}" if self.dp_size > 1 else "")
-
-    @cached_property
-    def critical_path(self) -> tuple[Segment, ...]:
-        """What kept the step from ending earlier, first to last.
-
-        Each part starts when the one before it has stopped and, on another rank, its tensor was
-        received: they and the transfers between them fill the step. Only a reduction that overlaps
-        a backward starts within it.
-        """
-        tail = self._critical_tail()
-        what, ranks = "", range(self.graph.pp_size)
-        if tail and tail[0].what != "update":
-            what, ranks = tail[0].what, range(tail[0].pp_rank, tail[0].pp_rank + 1)
-        # A reduction that overlaps waits for its chunk's last backward, all else for the rank's.
-        chunk = int(what.split()[1]) if what.startswith("reduce") else None
-        if chunk is not None and tail[0].start_us >= self._last_stop_us(tail[0].pp_rank):
-            chunk = None
-        stop_us, dp_rank, rank, at = -1.0, 0, 0, 0
-        for dp, replayed in enumerate(self.replays):
-            for pp_rank in ranks:
-                actions = self.graph.order[pp_rank]
-                end = max(i for i, a in enumerate(actions) if chunk in (None, a.chunk))
-                stop = float(self.graph.of_rank(replayed.stop_us, pp_rank)[end])
-                if stop > stop_us:
-                    stop_us, dp_rank, rank, at = stop, dp, pp_rank, end
-        replayed = self.replays[dp_rank]
-        path = self.graph.critical_path(
-            replayed,
-            self.times_us[dp_rank],
-            self.p2p_us[dp_rank],
-            (rank, self.graph.order[rank][at]),
-        )
-        return (
-            *(
-                Segment(dp_rank, node.rank, str(node.action), start_us, stop_us)
-                for node, start_us, stop_us in path
-                if not node.is_transfer
-            ),
-            *tail,
-        )
-
-    def _last_stop_us(self, pp_rank: int) -> float:
-        """When a pipeline rank's actions are done on all data-parallel ranks."""
-        return max(float(self.graph.of_rank(r.stop_us, pp_rank)[-1]) for r in self.replays)
-
-    def _critical_tail(self) -> list[Segment]:
-        """Reductions and the update behind the last of the path's actions."""
-        left = sorted(
-            (part for parts in self.collectives for part in parts), key=lambda part: part.start_us
-        )
-        tail: list[Segment] = []
-        end_us, pp_rank = self.step_us, -1
-        while causes := [part for part in left if part.stop_us == end_us]:
-            cause = next((part for part in causes if part.pp_rank == pp_rank), causes[-1])
-            left = [part for part in left if part.start_us < cause.start_us]
-            tail.insert(0, cause)
-            end_us, pp_rank = cause.start_us, cause.pp_rank
-        return tail
-
-
-def _imbalance(values: Sequence[float]) -> float:
-    total = sum(values)
-    return max(values) * len(values) / total if total else 1.0
 
 
 class Simulator:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_wlb.files import write_text
 from megatron_wlb.simulator.engine import Timeline
-from megatron_wlb.simulator.step import StepTimeline
+from megatron_wlb.simulator.step_timeline import StepTimeline
 
 _COLOURS = {"F": "thread_state_running", "B": "thread_state_iowait"}
 """Names of Chrome's own palette: green and orange."""

@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_wlb.config import Config, parse
+from megatron_wlb.command_line import parse
+from megatron_wlb.config import Config
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.simulator.order import Action, interleaved, one_f_one_b, receive_order

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.cost import ProfiledCost
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.planning import model_shape

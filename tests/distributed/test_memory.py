@@ -11,7 +11,8 @@ import dataclasses
 
 import pytest
 
-from megatron_wlb.config import Config, parse
+from megatron_wlb.command_line import parse
+from megatron_wlb.config import Config
 from megatron_wlb.cost import MemoryModel, Recompute
 from megatron_wlb.runtime.planning import memory_model, padded_vocab_size
 from megatron_wlb.testing.gloo import GlooPool

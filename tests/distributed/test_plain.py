@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_wlb.config import Config, parse
+from megatron_wlb.command_line import parse
+from megatron_wlb.config import Config
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.original import OriginalPacker
 from megatron_wlb.plan import Document, StepPlan

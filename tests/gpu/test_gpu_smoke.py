@@ -21,7 +21,7 @@ NUM_STEPS = 6
 
 def run(result: Path, weights: Path, argv: Sequence[str]) -> None:
     """Trains from ``weights``, which the first run leaves there; writes the losses."""
-    from megatron_wlb.config import parse
+    from megatron_wlb.command_line import parse
     from megatron_wlb.runtime import distributed
 
     config = parse(argv)

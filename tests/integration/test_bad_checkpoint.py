@@ -38,6 +38,23 @@ def test_resume_with_the_same_settings_works(copied: tuple[Path, Flags], tmp_pat
     finished = start(tmp_path, 2, copied[1]).wait()
     assert finished.code == 0, finished.output
     assert "resumed after iteration 4" in finished.output
+    assert "other settings" not in finished.output
+
+
+def test_resume_with_settings_that_may_change_says_which(
+    copied: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    changed: Flags = {"wlb_max_age": 3, "clip_grad": 0.5, "hidden_dropout": 0.25}
+    finished = start(tmp_path, 2, copied[1] | changed | {"wlb_hold_tau": 1.5}).wait()
+    assert finished.code == 0, finished.output
+    (line,) = [line for line in finished.output.splitlines() if "other settings" in line]
+    said = line.partition("from here on: ")[2].split("; ")
+    assert sorted(said) == [
+        "--clip-grad 1.0 there, 0.5 here",
+        "--hidden-dropout 0.0 there, 0.25 here",
+        "--wlb-hold-tau 1.0 there, 1.5 here",
+        "--wlb-max-age 12 there, 3 here",
+    ]
 
 
 OTHER_RUNS: dict[str, tuple[int, Flags, list[str]]] = {

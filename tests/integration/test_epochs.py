@@ -13,7 +13,8 @@ from trainer_runs import TINY, Flags, read_metrics, start
 from megatron_wlb.config import Config, from_flat
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.runtime.planning import Corpora, known_cost, make_planner
+from megatron_wlb.runtime.corpora import Corpora
+from megatron_wlb.runtime.planning import known_cost, make_planner
 
 Piece = tuple[int, int, int]
 """Tokens ``[start, stop)`` of a stored document, and how many of them have a label."""

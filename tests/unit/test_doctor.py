@@ -22,20 +22,6 @@ def by_subject(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.subject: finding for finding in findings}
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """The installed core, to be changed."""
-    installed = MegatronSource.installed()
-    modules = {target.partition(":")[0] for target in targets.CORE} | {"megatron.core.package_info"}
-    for module in modules:
-        path = installed.file(module)
-        assert path is not None
-        copy = tmp_path / path.relative_to(installed.core_root)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    return tmp_path
-
-
 def test_this_installation_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

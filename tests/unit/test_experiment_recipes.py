@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.config import megatron_flags
+from megatron_wlb.command_line import megatron_flags
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.forecast import USABLE_SHARE, Forecast, forecast, settings_of
@@ -72,6 +72,13 @@ def test_recipe_has_flags_of_megatron_and_ours_only(name: str) -> None:
     # What is saved is what a restart loads.
     values = dict(itertools.pairwise(arguments))
     assert values["--save"] == values["--load"] == "${CHECKPOINT_PATH}"
+
+
+def test_step_includes_the_reduction_of_gradients() -> None:
+    recipe = read_recipe(FOLDER / "7b-64k.yaml", {})
+    exposed = [argument for argument in recipe.arguments if argument != "--overlap-grad-reduce"]
+    hidden_ms = forecast_of("7b-64k").step_ms
+    assert hidden_ms < forecast(settings_of(exposed), 32).step_ms < 1.5 * hidden_ms
 
 
 def test_longer_windows_gain_more() -> None:

@@ -21,7 +21,7 @@ MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch", "testing")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
 PLANNING = (
     "plan", "planner", "packing", "cost", "sharding", "simulator", "data.documents", "config",
-    "errors", "files", "shaping",
+    "command_line", "errors", "files", "shaping",
 )  # fmt: skip
 
 

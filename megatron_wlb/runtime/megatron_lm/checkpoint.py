@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.checkpoint import rng_state, set_rng_state
+from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.patching import PatchSet
 
@@ -39,6 +40,8 @@ class Hooks:
         self._saving: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
         """The newest state dict that Megatron read, if it has an entry of ours."""
+        self._scheduler: Any = None
+        """Megatron's, while it loads a checkpoint."""
 
     def install(self, patches: PatchSet) -> None:
         from megatron.training import checkpointing, training
@@ -80,36 +83,57 @@ class Hooks:
         return state
 
     def load_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Notes what is ours in what Megatron reads."""
-        found = original(*args, **kwargs)
-        state = found[0]
-        if state is not None:
-            self._loaded = state if STATE in state else None
-        return found
-
-    def load_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """After Megatron's own load: the packer's state for when the data are opened, and the
-        random numbers.
+        """Notes what is ours in what Megatron reads, before it makes use of it.
 
         Raises:
-            CheckpointError: a checkpoint in the middle of a run that has no packer's state.
+            CheckpointError: a checkpoint in the middle of a run that has no packer's state, or
+                another schedule than this run.
         """
         found = original(*args, **kwargs)
+        state = found[0]
+        if state is None:
+            return found
+        self._loaded = state if STATE in state else None
+        is_release = found[2]
+        if state.get("iteration") and not (is_release or self.session.args.finetune):
+            self._require_packing_state()
+            require_same_schedule(self.session.args, self._scheduler, state)
+        return found
+
+    def load_checkpoint(
+        self,
+        original: Any,
+        ddp_model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """After Megatron's own load: the packer's state for when the data are opened, and the
+        random numbers.
+        """
+        self._scheduler = opt_param_scheduler
+        try:
+            found = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+        finally:
+            self._scheduler = None
         iteration, settings = found[0], self.session.args
         if not iteration or settings.finetune:
             return found
-        loaded = self._loaded
-        if loaded is None:
-            raise CheckpointError(
-                f"the checkpoint in --load {settings.load} has no packing state: which documents "
-                "were trained is not known; go on without the --wlb flags, or start a run from "
-                "its weights with --finetune"
-            )
-        self.session.restored = json.loads(loaded[STATE])
+        assert self._loaded is not None, "looked for as the checkpoint was read"
+        self.session.restored = json.loads(self._loaded[STATE])
         if not settings.no_load_rng:
             self._restore_rng()
         self._loaded = None
         return found
+
+    def _require_packing_state(self) -> None:
+        if self._loaded is None:
+            raise CheckpointError(
+                f"the checkpoint in --load {self.session.args.load} has no packing state: which "
+                "documents were trained is not known; go on without the --wlb flags, or start a "
+                "run from its weights with --finetune"
+            )
 
     def _restore_rng(self) -> None:
         if not self._rng_fits():

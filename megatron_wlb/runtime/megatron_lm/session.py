@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_wlb.config import Config, flag_of
+from megatron_wlb.config import Config
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.errors import ConfigError, PlanError
@@ -24,34 +23,20 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan_ahead import PlanAhead
 from megatron_wlb.runtime import cpu
 from megatron_wlb.runtime.batch import BatchBuilder
+from megatron_wlb.runtime.corpora import SPLITS, Corpora
 from megatron_wlb.runtime.measure import measure_cost
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.model import Model
-from megatron_wlb.runtime.planning import (
-    SPLITS,
-    Corpora,
-    known_cost,
+from megatron_wlb.runtime.planning import known_cost, make_evaluation_planner, make_planner
+from megatron_wlb.runtime.resume import (
     machine_digest,
-    make_evaluation_planner,
-    make_planner,
+    plan_settings,
     tell_changed_machine,
+    tell_changed_settings,
 )
 from megatron_wlb.runtime.step import StepRunner
 
 logger = logging.getLogger(__name__)
-
-_NOT_OF_PLANS = {
-    "wlb_device",
-    "wlb_metrics",
-    "wlb_config",
-    "wlb_verify_shapes",
-    "wlb_verify_plan_interval",
-    "wlb_allow_untested_megatron",
-    "wlb_attention_kernel",
-    "wlb_cp_overlap_groups",
-    "wlb_cp_keep_gathered",
-    "wlb_cost",  # restored, whatever is said now
-}
 
 
 @dataclass
@@ -161,7 +146,7 @@ class Session:
             planner = make_planner(self.config, corpora, self._cost, dp_size)
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
-                self._tell_changed_settings(self.restored["settings"])
+                tell_changed_settings(self.restored["settings"], plan_settings(self.config))
                 tell_changed_machine(self.config, self.restored.get("machine"))
                 self.totals = Totals(**self.restored["totals"])
                 logger.info(
@@ -197,7 +182,7 @@ class Session:
             "machine": machine_digest(self.config),
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,
-            "settings": self._settings(),
+            "settings": plan_settings(self.config),
             "layout": self.layout(),
         }
 
@@ -219,24 +204,6 @@ class Session:
                 raise PlanError("the stream of documents ended, though it has no last epoch")
             self.step = RunningStep(plan, asked, time.monotonic())
             yield plan
-
-    def _tell_changed_settings(self, saved: dict[str, Any]) -> None:
-        now = self._settings()
-        changed = [
-            f"{flag_of(name)} {saved.get(name)} there, {value} here"
-            for name, value in now.items()
-            if saved.get(name) != value
-        ]
-        if changed:
-            logger.warning(
-                "other settings than the checkpoint's, so plans differ from here on: %s",
-                "; ".join(changed),
-            )
-
-    def _settings(self) -> dict[str, Any]:
-        """Our settings by which plans are made, JSON-able."""
-        settings: dict[str, Any] = json.loads(json.dumps(asdict(self.config.wlb)))
-        return {name: value for name, value in settings.items() if name not in _NOT_OF_PLANS}
 
     def _corpora(self) -> Corpora:
         """The blends that Megatron's arguments name, with the vocabulary of its tokenizer."""

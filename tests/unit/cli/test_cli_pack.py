@@ -181,6 +181,17 @@ def test_model_file_also_says_the_window_the_batch_and_the_pipeline(capsys) -> N
     assert {**recipe, "ms_per_step": 0} == {**again, "ms_per_step": 0}
     (chunks,) = rows(capsys, *options, "--pp-size", "2", "--vpp-size", "2")
     assert again["efficiency"] < chunks["efficiency"]
+    Path("recipe.yaml").write_text(
+        Path("recipe.yaml").read_text() + "  --num-layers-per-virtual-pipeline-stage: 1\n"
+    )
+    (recipe,) = rows(capsys, *options[:2], "recipe.yaml", *options[3:])
+    assert recipe["efficiency"] == chunks["efficiency"]
+    Path("recipe.yaml").write_text(Path("recipe.yaml").read_text() + "  --num-experts: 8\n")
+    assert main(["pack", *options[:2], "recipe.yaml", *options[3:]]) == 2
+    assert "recipe.yaml: --num-experts is not modelled" in capsys.readouterr().err
+    Path("model.yaml").write_text("seq_length: 8192\nglobal_batch_size: 8\nwlb_shape: on\n")
+    (row,) = rows(capsys, *options)  # said, though training has these sizes by default
+    assert (row["window"], row["num_micro_batches"]) == (8192, 8)
     Path("model.yaml").write_text("pipeline_model_parallel_size: 1\n")
     (row,) = rows(capsys, *options, "--window", "2048")
     assert row["efficiency"] == pytest.approx(1 / row["imbalance_time_weighted"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.packing import tune as module
 from megatron_wlb.testing.index import write_index
 

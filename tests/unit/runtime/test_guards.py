@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime import guards
 
@@ -26,6 +26,10 @@ REFUSED = [
     (
         "--wlb-cp-keep-gathered", 1,
         ["--wlb-cp-keep-gathered", "--context-parallel-size of at least 2", "leave it out"],
+    ),
+    (
+        "--wlb-hardware none.yaml", 1,
+        ["--wlb-hardware", "none.yaml", "No such file", "give a100 or cpu or h100", "wlb profile"],
     ),
     (
         "--rotary-seq-len-interpolation-factor 2 --position-embedding-type none", 1,

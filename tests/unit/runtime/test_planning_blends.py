@@ -15,7 +15,8 @@ from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document
 from megatron_wlb.planner import Planner
-from megatron_wlb.runtime.planning import Corpora, make_evaluation_planner, make_planner
+from megatron_wlb.runtime.corpora import Corpora
+from megatron_wlb.runtime.planning import make_evaluation_planner, make_planner
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.config import Config, parse
+from megatron_wlb.command_line import parse
+from megatron_wlb.config import Config
 from megatron_wlb.cost import DocumentCost, ProfiledCost, Row, load_hardware, model_identity
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planner import Planner
+from megatron_wlb.runtime.corpora import Corpora
 from megatron_wlb.runtime.planning import (
-    Corpora,
     known_cost,
-    machine_digest,
     make_planner,
     max_tokens,
     memory_model,
@@ -26,7 +26,6 @@ from megatron_wlb.runtime.planning import (
     padded_vocab_size,
     parallelism,
     recompute,
-    tell_changed_machine,
 )
 
 VOCAB = 512
@@ -274,22 +273,6 @@ def test_attention_measured_shorter_than_the_window_is_refused_unless_allowed(
         planner(CP, "--wlb-hardware", path)
     allowed = planner(CP, "--wlb-hardware", path, "--wlb-cost-extrapolate")
     assert allowed.next_plan() is not None
-
-
-def test_machine_measured_anew_is_told_at_resume(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = hardware_file(tmp_path, attention_table())
-    config = settings(CP, "--wlb-hardware", path)
-    saved = machine_digest(config)
-    tell_changed_machine(config, saved)
-    tell_changed_machine(config, None)  # of a checkpoint from before it was noted
-    assert saved is not None and not caplog.text
-    hardware_file(tmp_path, attention_table(longest=4096))
-    tell_changed_machine(config, saved)
-    assert "says other figures than when the checkpoint was saved" in caplog.text
-    assert machine_digest(settings("--wlb-hardware", path)) is None  # no plan depends on it
-    assert machine_digest(settings("--wlb-shape on")) is not None
 
 
 # ---- shaped plans

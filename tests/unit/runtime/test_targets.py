@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
@@ -29,20 +28,6 @@ def test_versions_are_those_that_have_patches() -> None:
     assert [v for v, known in targets.VERSIONS.items() if known.tested] == ["0.16.1"]
     for version in targets.VERSIONS:
         assert len(PatchSeries.of(version).files) == 2
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """The installed core's files that the table names, to be changed."""
-    installed = MegatronSource.installed()
-    modules = {target.partition(":")[0] for target in targets.CORE} | {"megatron.core.package_info"}
-    for module in modules:
-        path = installed.file(module)
-        assert path is not None
-        copy = tmp_path / path.relative_to(installed.core_root)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    return tmp_path
 
 
 def edit(tree: Path, file: str, old: str, new: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.runtime import planning

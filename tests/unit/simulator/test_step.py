@@ -23,7 +23,8 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.sharding import Selector
 from megatron_wlb.simulator.costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.simulator.order import gpipe
-from megatron_wlb.simulator.step import Segment, Simulator, attention_scales, simulate_step
+from megatron_wlb.simulator.step import Simulator, attention_scales, simulate_step
+from megatron_wlb.simulator.step_timeline import Segment
 
 COST = DocumentCost(3.0, 0.5, 6.0, 1.25, micro_batch_us=9.0)
 SHAPE = ModelShape(

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.cost.profile import fit_stage
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.planning import memory_model
