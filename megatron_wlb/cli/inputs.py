@@ -240,6 +240,9 @@ def _model_flags(path: Path) -> dict[str, Any]:
     if entries is recipe:
         known = {flag_of(name) for name in Config().flat()}
         flags = {flag: value for flag, value in flags.items() if flag in known}
+        for flag, value in flags.items():
+            if isinstance(value, list):  # [a b] is one text to YAML, and several values there
+                flags[flag] = [word for item in value for word in str(item).split()]
     return flags
 
 
