@@ -116,22 +116,20 @@ def forecast(
     vocabulary = planning.padded_vocab_size(config, config.data.vocab_size or vocab_size)
     memory = _memory_model(config, vocabulary, dp_size)
     limit_gib = config.wlb.wlb_memory_gib or hardware.memory_gib * USABLE_SHARE
-    fitting = min(
-        memory.max_tokens(
-            limit_gib * GIB, num_micro_batches, multiple=planning.length_multiple(config)
-        ),
-        config.training.global_batch_size * window,
+    fits = memory.max_tokens(
+        limit_gib * GIB, num_micro_batches, multiple=planning.length_multiple(config)
     )
+    fitting = min(fits, config.training.global_batch_size * window)
     max_tokens = config.wlb.wlb_max_tokens
     if max_tokens is None:
         max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * window
     stages = range(p.pipeline_model_parallel_size)
     peak_gib = max(memory.peak_bytes(r, [max_tokens] * num_micro_batches) for r in stages) / GIB
-    if fitting < max(max_tokens, window):
-        name = "S_max (--wlb-max-tokens)" if fitting >= window else "--seq-length"
+    if fits < max(max_tokens, window):
+        name = "S_max (--wlb-max-tokens)" if fits >= window else "--seq-length"
         raise ConfigError(
             f"micro-batches of {max_tokens} tokens need {peak_gib:.1f} GiB (modelled), above the "
-            f"{limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fitting} tokens "
+            f"{limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fits} tokens "
             f"fit: lower {name}, recompute activations, or use more TP, CP or PP"
         )
     planned = config.wlb.wlb_packing
