@@ -91,7 +91,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
     """What the command line leaves open: from ``--model`` where that has training settings.
 
-    The window, and with ``layout`` also N, the sizes and what is recomputed.
+    The window, and with ``layout`` also N and the sizes.
     """
     config = _settings(args)
     if args.window is None:
@@ -108,10 +108,8 @@ def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
     ):
         if getattr(args, name) is None:
             setattr(args, name, size)
-    if config is not None:
-        args.num_micro_batches = args.num_micro_batches or config.training.global_batch_size
-        args.recompute = args.recompute or config.training.recompute_granularity
-    args.recompute = args.recompute or "none"
+    if config is not None and args.num_micro_batches is None:
+        args.num_micro_batches = config.training.global_batch_size
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
@@ -146,6 +144,7 @@ def measured_cost(args: argparse.Namespace, shape: ModelShape, layout: Paralleli
 def scenario(args: argparse.Namespace) -> Scenario:
     """What the flags describe. Raises :class:`ConfigError` for what cannot be."""
     shape, hardware = model_shape(args), load_hardware(args.hardware)
+    config = _settings(args) or Config()
     layout = Parallelism(
         tp_size=args.tp_size,
         cp_size=args.cp_size,
@@ -153,7 +152,12 @@ def scenario(args: argparse.Namespace) -> Scenario:
         vpp_size=args.vpp_size,
         dp_size=args.dp_size,
         sequence_parallel=args.tp_size > 1,
+        group_size=config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
+    t = config.training
+    recompute = Recompute(t.recompute_granularity, t.recompute_method, t.recompute_num_layers)
+    if args.recompute is not None:
+        recompute = RECOMPUTE[args.recompute]
     number = args.num_micro_batches
     if number is None:
         number = args.pp_size * args.dp_size
@@ -163,7 +167,7 @@ def scenario(args: argparse.Namespace) -> Scenario:
         layout,
         args.window,
         number,
-        RECOMPUTE[args.recompute],
+        recompute,
         args.memory_gib,
         not args.no_overlap_grad_reduce,
         measured_cost(args, shape, layout),

@@ -230,7 +230,7 @@ def _write(
                 ("window", f"{base.window:,} tokens"),
                 ("N", f"{base.num_micro_batches:,}"),
                 ("S_max", f"{outcomes[0].setting.max_tokens:,} tokens"),
-                ("recompute", args.recompute),
+                ("recompute", base.recompute.granularity or "none"),
                 ("documents", documents.title),
                 ("seeds", " ".join(str(args.seed + n) for n in range(args.num_seeds))),
             ),

@@ -20,6 +20,7 @@ SETTINGS = {
     "swiglu": True, "seq-length": 2048, "global-batch-size": 6,
     "pipeline-model-parallel-size": 2, "context-parallel-size": 2,
 }  # fmt: skip
+VPP = {"num-virtual-stages-per-pipeline-rank": 2}
 QUICK = ["--steps", "3", "--num-seeds", "1"]
 SMALL = ["--model", "small.yaml", "--window", "4096", *QUICK]
 REFERENCE = ["--distribution", "reference"]
@@ -115,6 +116,38 @@ def test_training_settings_give_model_window_batch_and_layout(capsys) -> None:
         "hold",
     )
     assert {row["sharding"] for row in other} == {"per-sequence"}
+
+
+def test_training_settings_give_recomputation_and_group_size(capsys) -> None:
+    def of(*arguments: str, **settings: object) -> dict:
+        Path("some.yaml").write_text(yaml.safe_dump(SETTINGS | VPP | settings))
+        given = ["--model", "some.yaml", "--packing", "original", "--cp-size", "1", *arguments]
+        (row,) = rows(capsys, *REFERENCE, *given, *QUICK)
+        return row
+
+    block = {"recompute-granularity": "full", "recompute-method": "block"}
+    first = of(**block, **{"recompute-num-layers": 1})
+    both = of(**block, **{"recompute-num-layers": 2})
+    plain = of()
+    assert plain["peak_gib"] > first["peak_gib"] > both["peak_gib"]
+    assert plain["step_ms"] < first["step_ms"] < both["step_ms"]
+    assert of("--recompute", "none", **block, **{"recompute-num-layers": 1}) == plain
+    grouped = of(**{"microbatch-group-size-per-virtual-pipeline-stage": 6})
+    assert grouped["peak_gib"] > plain["peak_gib"]
+
+
+def test_no_micro_batches_are_refused_though_the_settings_have_some(capsys) -> None:
+    given = ["--model", "settings.yaml", "--num-micro-batches", "0", *QUICK]
+    assert main(["simulate", *REFERENCE, *given]) == 2
+    assert "num_micro_batches is 0; give at least 1" in capsys.readouterr().err
+
+
+def test_report_leaves_documents_without_tokens_out(capsys) -> None:
+    write_index("gaps", [0, 5, 0, *range(100, 3000, 7)])
+    assert main(["simulate", "gaps", *SMALL, "--packing", "hold", "--report", "gaps.html"]) == 0
+    data = re.search(r'id="data">(.*?)</script>', Path("gaps.html").read_text(), re.DOTALL)
+    assert data is not None
+    assert "416 documents" in json.loads(data[1])["lengths"]["text"]
 
 
 def test_recipe_of_the_paper_is_simulated_as_it_stands(capsys) -> None:
