@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wlb.config import Config, parse
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import write_text
 from megatron_wlb.rank_main import check_writable, rank_main
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def run(config: Config, packings: Sequence[str], num_rounds: int, path: Path) ->
             "packings": list(packings),
             "steps": [dataclasses.asdict(record) for record in records],
         }
-        path.write_text(json.dumps(content))
+        write_text(path, json.dumps(content))
     distributed.shutdown()
 
 
