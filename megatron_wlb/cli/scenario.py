@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+
+import yaml
 
 from megatron_wlb.cli.inputs import DEFAULT_VOCAB_SIZE, cost_of_file, model_settings
 from megatron_wlb.config import Config
@@ -18,6 +21,7 @@ from megatron_wlb.cost import (
 from megatron_wlb.cost.model_file import is_shape, load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
+from megatron_wlb.recipe import read_recipe
 from megatron_wlb.simulator.scenario import MEMORY_SHARE, Scenario
 
 RECOMPUTE = {
@@ -104,12 +108,29 @@ def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
         ("cp_size", p.context_parallel_size),
         ("pp_size", p.pipeline_model_parallel_size),
         ("vpp_size", p.num_virtual_stages_per_pipeline_rank or 1),
-        ("dp_size", 1),
     ):
         if getattr(args, name) is None:
             setattr(args, name, size)
+    if args.dp_size is None:
+        args.dp_size = 1 if config is None else _dp_size_of_recipe(args)
     if config is not None and args.num_micro_batches is None:
         args.num_micro_batches = config.training.global_batch_size
+
+
+def _dp_size_of_recipe(args: argparse.Namespace) -> int:
+    """What is left of the devices that a recipe says it runs on; 1 where ``--model`` says none."""
+    content = yaml.safe_load(Path(args.model).read_text())
+    if not {"NUM_NODES", "GPUS_PER_NODE"} & set(content.get("ENV_VARS") or ()):
+        return 1
+    recipe = read_recipe(args.model, os.environ)
+    num_devices = recipe.num_nodes * recipe.devices_per_node
+    inner: int = args.tp_size * args.cp_size * args.pp_size
+    if num_devices % inner:
+        raise ConfigError(
+            f"the {num_devices} devices of --model {args.model} do not divide over TP × CP × PP = "
+            f"{inner}; give --dp-size"
+        )
+    return num_devices // inner
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:

@@ -157,6 +157,17 @@ def test_recipe_of_the_paper_is_simulated_as_it_stands(capsys) -> None:
     assert "7b-128k on 64 × h100-sxm, TP 8 × CP 2 × PP 4 × VPP 2, window 131,072, N 4" in out
 
 
+def test_devices_of_a_recipe_give_its_data_parallel_ranks(capsys) -> None:
+    recipe = str(_configs() / "experiment" / "550m-64k.yaml")
+    given = ["simulate", *REFERENCE, "--model", recipe, *QUICK, "--packing", "original"]
+    assert main(given) == 0
+    assert "on 32 × h100-sxm, TP 2 × CP 2 × PP 4 × VPP 2 × DP 2," in capsys.readouterr().out
+    assert main([*given, "--dp-size", "1"]) == 0
+    assert "on 16 × h100-sxm, TP 2 × CP 2 × PP 4 × VPP 2," in capsys.readouterr().out
+    assert main([*given, "--cp-size", "3"]) == 2
+    assert "the 32 devices of --model" in capsys.readouterr().err
+
+
 def test_files_are_written_whole(capsys, folder: Path) -> None:
     status = main(
         ["simulate", *REFERENCE, *SMALL, "--pp-size", "2", "--packing", "hold", "--report",
