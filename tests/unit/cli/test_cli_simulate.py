@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.testing.index import write_index
 
 SIZES = {
@@ -166,6 +168,31 @@ def test_devices_of_a_recipe_give_its_data_parallel_ranks(capsys) -> None:
     assert "on 16 × h100-sxm, TP 2 × CP 2 × PP 4 × VPP 2," in capsys.readouterr().out
     assert main([*given, "--cp-size", "3"]) == 2
     assert "the 32 devices of --model" in capsys.readouterr().err
+
+
+def test_attention_table_that_does_not_fit_is_said_to_be_left_out(capsys) -> None:
+    figures = yaml.safe_load((_configs() / "hardware" / "cpu.yaml").read_text())
+    row = (1.0, 9.0)
+    table = AttentionProfile(
+        "sdpa", "here", "float32", 8, 8, 32, 1, 1, (1, 8192), (row, (9.0,)), (row, (9.0,)), row, row
+    )
+    for dtype, said in (("float32", 1), ("bfloat16", 0)):
+        one = replace(table, dtype=dtype).as_dict()
+        Path("ours.yaml").write_text(yaml.safe_dump(figures | {"attention": [one]}))
+        given = [*SMALL, "--hardware", "ours.yaml", "--packing", "original"]
+        assert main(["simulate", *REFERENCE, *given]) == 0
+        err = capsys.readouterr().err
+        assert err.count("has no attention table of bfloat16 heads of 32") == said
+
+
+def test_sentences_are_whole_lines_with_names_as_they_are(capsys) -> None:
+    Path("[b]").mkdir()
+    given = [*SMALL, "--memory-gib", "0.1", "--report", "[b]/step.html"]
+    assert main(["simulate", *REFERENCE, *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "report: [b]/step.html" in lines
+    (line,) = (line for line in lines if "out of memory" in line)
+    assert line.endswith("use more TP, CP or PP")
 
 
 def test_files_are_written_whole(capsys, folder: Path) -> None:
