@@ -22,6 +22,7 @@ from megatron_wlb.packing import packer
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.runtime import guards, planning
+from megatron_wlb.shaping import Shaper
 from megatron_wlb.simulator.engine import replay
 from megatron_wlb.simulator.order import schedule
 
@@ -200,7 +201,10 @@ def _run(
         planning.recompute(config),
         element_bytes=2 if config.training.bf16 else 4,
     )
-    plans = list(_plans(config, packing, max_tokens, model.cost(), dp_size, distribution))
+    shaper = None
+    if config.wlb.wlb_shape == "on" and model.parallelism.pp_size > 1 and packing != "original":
+        shaper = planning.make_shaper(config, vocabulary, model.cost(), dp_size, max_tokens)
+    plans = list(_plans(config, packing, max_tokens, model.cost(), dp_size, distribution, shaper))
     total_us = sum(_step_us(plan, model) for plan in plans)
     return _Run(len(plans), sum(plan.num_tokens for plan in plans), total_us)
 
@@ -212,6 +216,7 @@ def _plans(
     cost: DocumentCost,
     dp_size: int,
     distribution: str,
+    shaper: Shaper | None,
 ) -> Iterator[StepPlan]:
     """The steps after the warm-up."""
     wlb, window, size = config.wlb, config.data.seq_length, config.training.global_batch_size
@@ -237,7 +242,12 @@ def _plans(
         solver_limit=wlb.wlb_solver_limit,
     )
     planner = Planner(
-        stream, chosen, cost, dp_size=dp_size, length_multiple=planning.length_multiple(config)
+        stream,
+        chosen,
+        cost,
+        dp_size=dp_size,
+        length_multiple=planning.length_multiple(config),
+        shaping=shaper,
     )
     for number in range(WARM_UP_STEPS + NUM_STEPS):
         plan = planner.next_plan()
