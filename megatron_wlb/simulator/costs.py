@@ -200,7 +200,7 @@ class StepCosts:
     update_us: tuple[float, ...] = ()
     """Of each pipeline rank: the optimizer's update, gathering its weights included."""
     fixed_us: float = 0.0
-    """Once a step, on all ranks: what is neither of the above."""
+    """Once a step, on all ranks: what is none of the above."""
 
     def __post_init__(self) -> None:
         for f in fields(self)[1:]:
