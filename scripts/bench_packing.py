@@ -35,7 +35,7 @@ from rich.table import Table
 
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import DISTRIBUTIONS, sample_lengths
-from megatron_wlb.errors import WLBError
+from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.files import replacing, write_text
 from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, measure, packer
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
@@ -147,6 +147,9 @@ def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
     cases = [case for case in CASES if case.packing in options.packing]
     if options.num_micro_batches:
         cases = [case for case in cases if case.num_micro_batches in options.num_micro_batches]
+    if not cases:
+        numbers = sorted({case.num_micro_batches for case in CASES})
+        raise ConfigError(f"no set-up has such a packing and N; give N of {numbers}")
     table = Table("N", "S_max", "packing", *METRICS, "")
     table.title = (
         f"{options.distribution}: {options.steps} steps after {WARM_UP_STEPS}, seeds "
