@@ -9,23 +9,34 @@ attention; all else is the same for every sharding, as each rank has equally man
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from megatron_wlb.cost.attention import AttentionLatency
+from megatron_wlb.cost.attention import AttentionLatency, Floats
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.sharding.shard import Sharding, shard_arrays
+from megatron_wlb.sharding.shard import (
+    IntArray,
+    Sharding,
+    checked_lengths,
+    chunks_by_threshold,
+    shard_arrays,
+)
 
 Mode: TypeAlias = Literal["per-sequence", "per-document", "adaptive", "hybrid"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 PER_SEQUENCE, PER_DOCUMENT = Sharding("per-sequence"), Sharding("per-document")
 
-MAX_THRESHOLDS = 12
-"""Of `hybrid`: so many lengths are tried, evenly over the documents in order of length."""
+MIN_THRESHOLDS, MAX_CHUNKS = 12, 16_384
+"""Of `hybrid`: every length is tried that makes no more chunks of short documents than this in all;
+where there are too many, as many as that allows but at least 12, evenly spread."""
+
+BLOCK = 8192
+"""Chunks predicted together. Memory for more at once goes back to the system each time, and to get
+it again takes longer than to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +67,56 @@ def _imbalance(times_us: Sequence[float]) -> float:
     return max(times_us) * len(times_us) / total if total else 1.0
 
 
+def _shares_us(latency: AttentionLatency, queries: IntArray, keys: IntArray) -> Floats:
+    """``[2, chunks]``: forward and backward of each, in multiples of 2⁻²⁴ µs.
+
+    So sums of them are exact, and the same in any order, up to minutes.
+    """
+    shares_us = np.empty((2, len(queries)))
+    for at in range(0, len(queries), BLOCK):
+        block = slice(at, at + BLOCK)
+        shares_us[:, block] = latency.chunk_us(queries[block], keys[block])
+    return np.rint(shares_us * 2.0**24) / 2.0**24
+
+
 def predict(
     lengths: Sequence[int], cp_size: int, sharding: Sharding, latency: AttentionLatency
 ) -> Prediction:
     """Attention of a micro-batch with such segments, one varlen call a rank and pass."""
     ranks = shard_arrays(lengths, cp_size, sharding)
-    chunks = np.concatenate(ranks)
-    stops = np.cumsum([len(rows) for rows in ranks])
-    times = latency.chunk_us(chunks[:, 2] - chunks[:, 1], chunks[:, 2])
+    rank = np.repeat(np.arange(cp_size), [len(rows) for rows in ranks])
+    _, start, stop = np.concatenate(ranks).T
     forward, backward = (
-        # Differences of sums: a rank may have no chunk, which `reduceat` does not understand.
-        np.diff(np.concatenate([[0.0], us]).cumsum()[stops], prepend=0.0) + call_us
-        for us, call_us in zip(times, latency.call_us, strict=True)
+        np.bincount(rank, us, cp_size) + call_us
+        for us, call_us in zip(
+            _shares_us(latency, stop - start, stop), latency.call_us, strict=True
+        )
     )
     return Prediction(sharding, tuple(forward.tolist()), tuple(backward.tolist()))
+
+
+def predict_each(
+    lengths: Sequence[int], cp_size: int, shardings: Sequence[Sharding], latency: AttentionLatency
+) -> list[Prediction]:
+    """What :func:`predict` says of each, in about the time of one.
+
+    The shardings differ in which documents are long, and are in ascending order of that threshold.
+    """
+    document_tokens = checked_lengths(lengths, cp_size)
+    thresholds = [sharding.long_tokens for sharding in shardings]
+    long_us, short_us = (
+        [
+            np.bincount(chunks.holder, us, len(shardings) * cp_size).reshape(-1, cp_size)
+            for us in _shares_us(latency, chunks.stop - chunks.start, chunks.stop)
+        ]
+        for chunks in chunks_by_threshold(document_tokens, cp_size, thresholds)
+    )
+    forward, backward = (
+        # What is long for one threshold is so for those before it.
+        (long[::-1].cumsum(axis=0)[::-1] + short + call_us).tolist()
+        for long, short, call_us in zip(long_us, short_us, latency.call_us, strict=True)
+    )
+    return list(map(Prediction, shardings, map(tuple, forward), map(tuple, backward)))
 
 
 @dataclass(frozen=True)
@@ -94,27 +141,25 @@ class Selector:
         """The sharding for segments of such lengths (``MicroBatchPlan.lengths``)."""
         return min(self.predictions(lengths), key=lambda prediction: prediction.latency_us)
 
-    def predictions(self, lengths: Sequence[int]) -> Iterable[Prediction]:
+    def predictions(self, lengths: Sequence[int]) -> list[Prediction]:
         """Of every candidate."""
-        for sharding in self._candidates(lengths):
-            yield predict(lengths, self.cp_size, sharding, self.latency)
+        found = predict_each(lengths, self.cp_size, self._candidates(lengths), self.latency)
+        return found[-1:] + found[:-1]  # per-sequence comes first
 
     def _candidates(self, lengths: Sequence[int]) -> list[Sharding]:
+        """By ascending threshold."""
         match self.mode:
             case "per-sequence":
                 return [PER_SEQUENCE]
             case "per-document":
                 return [PER_DOCUMENT]
             case "adaptive":
-                return [PER_SEQUENCE, PER_DOCUMENT]
+                return [PER_DOCUMENT, PER_SEQUENCE]
             case "hybrid":
                 # Above the shortest length, or all were long; up to the longest, or none was.
                 distinct = np.unique(np.asarray(lengths))[1:]
-                number = min(len(distinct), MAX_THRESHOLDS)
+                most = MAX_CHUNKS // (len(lengths) + 2 * self.cp_size)
+                number = min(len(distinct), max(most, MIN_THRESHOLDS))
                 at = np.linspace(0, len(distinct) - 1, number).round().astype(int)
-                thresholds = distinct[at].tolist()
-                return [
-                    PER_SEQUENCE,
-                    PER_DOCUMENT,
-                    *(Sharding("hybrid", threshold) for threshold in thresholds),
-                ]
+                hybrids = [Sharding("hybrid", threshold) for threshold in distinct[at].tolist()]
+                return [PER_DOCUMENT, *hybrids, PER_SEQUENCE]

@@ -15,9 +15,10 @@ Legend: ``n`` = 2·CP slots, ``D`` documents (attention segments), ``T`` tokens 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,9 @@ Kind: TypeAlias = Literal["per-sequence", "per-document", "per-document-remainde
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+NEVER_LONG = sys.maxsize
+"""Tokens that no document has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,11 @@ class Sharding:
                 f"sharding {self.kind} with a threshold of {self.threshold} tokens; only hybrid "
                 "has one, of at least 0"
             )
+
+    @property
+    def long_tokens(self) -> int:
+        """Documents of at least so many tokens are sharded per document, the rest per sequence."""
+        return {"hybrid": self.threshold, "per-sequence": NEVER_LONG}.get(self.kind, 0)
 
     def __str__(self) -> str:
         return f"{self.kind}({self.threshold})" if self.kind == "hybrid" else self.kind
@@ -94,101 +103,167 @@ def shard_arrays(lengths: Sequence[int], cp_size: int, sharding: Sharding) -> tu
     Departures from §5.1 in `per-document`: the r tokens of a document that do not divide by 2·CP
     (the paper's e_i lacks its ``× 2·CP``) are not handed out as r single rows, each of which
     would cost a kernel a whole tile. They lengthen r of its pieces by one token; which ones goes
-    round from document to document, so that the slots come out equal without padding.
+    round from document to document, so that the slots come out equal without padding. In `hybrid`
+    it goes round over short documents too: so the chunks of a long one do not depend on the others'
+    being long, and many thresholds can be predicted at once.
 
     Raises :class:`PlanError` if a length is below 1, or the total not divisible by ``2 · cp_size``
     (one rank takes any total).
     """
+    document_tokens = checked_lengths(lengths, cp_size)
+    if sharding.kind == "per-document-remainder":
+        chunks = _with_round_robin(document_tokens, cp_size)
+    else:
+        groups = chunks_by_threshold(document_tokens, cp_size, [sharding.long_tokens])
+        chunks = _in_order(_together(*groups), document_tokens)
+    limits = np.searchsorted(chunks.holder, np.arange(1, cp_size))
+    return tuple(np.split(np.stack([chunks.segment, chunks.start, chunks.stop], axis=1), limits))
+
+
+def checked_lengths(lengths: Sequence[int], cp_size: int) -> IntArray:
+    """The lengths as an array.
+
+    Raises :class:`PlanError` as :func:`shard_arrays` does.
+    """
     if cp_size < 1:
         raise PlanError(f"context parallelism over {cp_size} ranks; give at least 1")
-    if min(lengths, default=1) < 1:
-        raise PlanError(f"a segment of {min(lengths)} tokens; each needs at least 1")
     document_tokens = np.asarray(lengths, dtype=np.int64)
-    if cp_size == 1:
-        segments = np.arange(len(document_tokens))
-        return (np.stack([segments, np.zeros_like(segments), document_tokens], axis=1),)
-    num_slots = 2 * cp_size
+    if np.min(document_tokens, initial=1) < 1:
+        raise PlanError(f"a segment of {document_tokens.min()} tokens; each needs at least 1")
     num_tokens = int(document_tokens.sum())
-    if num_tokens % num_slots:
+    if cp_size > 1 and num_tokens % (2 * cp_size):
         raise PlanError(
-            f"{num_tokens} tokens do not divide into {num_slots} slots of {cp_size} "
+            f"{num_tokens} tokens do not divide into {2 * cp_size} slots of {cp_size} "
             "context-parallel ranks; pad the micro-batch at its tail to a multiple"
         )
-    if sharding.kind == "per-document-remainder":
-        pieces = _with_round_robin(document_tokens, num_slots)
-    else:
-        threshold = {"per-document": 0, "per-sequence": num_tokens + 1}.get(
-            sharding.kind, sharding.threshold
-        )
-        is_long = document_tokens >= threshold
-        pieces = _per_document(document_tokens, np.flatnonzero(is_long), num_slots)
-        filled = np.bincount(pieces[3], weights=pieces[2] - pieces[1], minlength=num_slots)
-        free = num_tokens // num_slots - filled.astype(np.int64)
-        rest = _per_sequence(document_tokens, np.flatnonzero(~is_long), free)
-        pieces = np.concatenate([pieces, rest], axis=1)
-    return _by_rank(pieces, document_tokens, cp_size)
+    return document_tokens
 
 
-# Pieces are [4, number] rows: segment, start, stop, slot.
+class Chunks(NamedTuple):
+    """Arrays of as many numbers: tokens ``[start, stop)`` of a segment, and what holds them."""
+
+    segment: IntArray
+    start: IntArray
+    stop: IntArray
+    holder: IntArray
+
+
+def chunks_by_threshold(
+    document_tokens: IntArray, cp_size: int, thresholds: Sequence[int]
+) -> tuple[Chunks, Chunks]:
+    """Of the hybrids with these ascending thresholds: chunks of long and of short documents.
+
+    What holds them is ``i · CP + rank`` for the i-th threshold, from 0. A long document has the
+    same chunks whatever the threshold, so they are there once, for the last one that finds it long.
+    They are not in local order. Per document is a threshold of 0, per sequence one out of reach.
+    """
+    num_slots = 2 * cp_size
+    numbers, slots = np.arange(len(thresholds)), np.arange(num_slots)
+    rank = np.minimum(slots, slots[::-1])
+    last = np.searchsorted(thresholds, document_tokens, side="right") - 1  # -1: long for none
+
+    which = np.flatnonzero(last >= 0)
+    stop = _per_document(document_tokens, which, num_slots)
+    # [thresholds, n]: of the documents long for one, the tokens in a slot or before it.
+    place = last[which] * num_slots + slots[:, None]
+    filled = np.bincount(place.reshape(-1), stop.reshape(-1), len(numbers) * num_slots)
+    filled = filled.reshape(-1, num_slots)[::-1].cumsum(axis=0)[::-1]
+    long = _two_a_rank(which, stop)
+    long = long._replace(holder=last[long.segment] * cp_size + long.holder)
+
+    # One threshold's short documents after another's, each in the free part of its slots.
+    slot_stops = _dealt(document_tokens.sum(keepdims=True), num_slots).T - filled.astype(np.int64)
+    slot_stops[1:] += slot_stops[:-1, -1:].cumsum(axis=0)
+    _, which = np.nonzero(last < numbers[:, None])
+    short = _per_sequence(document_tokens, which, slot_stops.reshape(-1))
+    holders = (numbers[:, None] * cp_size + rank).reshape(-1)
+    return long, _joined(short._replace(holder=holders[short.holder]))
+
+
+def _dealt(tokens: IntArray, num_slots: int) -> IntArray:
+    """``[n, …]``: of so many tokens dealt to the slots in turn, those in a slot or before it."""
+    up_to = np.arange(1, num_slots + 1)
+    rounds, others = np.divmod(tokens, num_slots)
+    dealt: IntArray = np.multiply.outer(up_to, rounds) + np.minimum.outer(up_to, others)
+    return dealt
 
 
 def _per_document(document_tokens: IntArray, which: IntArray, num_slots: int) -> IntArray:
-    """Each document in ``n`` pieces of ⌊d/n⌋ or ⌈d/n⌉ tokens, one a slot."""
-    tokens = document_tokens[which][:, None]  # [D, 1]
-    slots = np.arange(num_slots)
-    remainder = tokens % num_slots
-    # The longer pieces are the next `remainder` slots, going round from where the last document
-    # ended: slots then never differ by more than one token, and not at all once Σd divides by n.
-    first = np.cumsum(remainder, axis=0) - remainder
-    longer = (slots - first) % num_slots < remainder
-    tokens_of_slot = tokens // num_slots + longer  # [D, n]
-    stop = np.cumsum(tokens_of_slot, axis=1)
-    # [D, n] -> [CP, D, 2]: already in the order of ranks, which sorting finds out fast.
-    by_rank = np.stack([slots, slots[::-1]], axis=1)[: num_slots // 2]
-    pieces = np.empty((4, len(by_rank), len(which), 2), dtype=np.int64)
-    pieces[0] = which[:, None]
-    pieces[1] = (stop - tokens_of_slot)[:, by_rank].swapaxes(0, 1)
-    pieces[2] = stop[:, by_rank].swapaxes(0, 1)
-    pieces[3] = by_rank[:, None]
-    return pieces.reshape(4, -1)
+    """``[n, D]``: where each document's piece in a slot ends, which is where the next one starts.
+
+    Pieces have ⌊d/n⌋ or ⌈d/n⌉ tokens: as if all tokens of the micro-batch were dealt to the slots
+    in turn. So all documents fill the slots equally, and some of them no slot by more than that.
+    """
+    stops = np.cumsum(document_tokens)
+    before = stops - document_tokens
+    return _dealt(stops[which], num_slots) - _dealt(before[which], num_slots)
 
 
-def _per_sequence(document_tokens: IntArray, which: IntArray, free: IntArray) -> IntArray:
-    """The documents one after another, cut into slots of ``free`` tokens at any token."""
-    document_stops = np.cumsum(document_tokens[which])
-    slot_stops = np.cumsum(free)
-    stops = np.union1d(document_stops, slot_stops[free > 0])
-    starts = np.concatenate([[0], stops])[:-1]
-    number = np.searchsorted(document_stops, starts, side="right")
-    slot = np.searchsorted(slot_stops, starts, side="right")
-    before = (document_stops - document_tokens[which])[number]
-    return np.stack([which[number], starts - before, stops - before, slot])
+def _two_a_rank(which: IntArray, stop: IntArray) -> Chunks:
+    """Of such pieces: by rank, its two of a document joined where nothing is between them."""
+    start = np.zeros_like(stop)
+    start[1:] = stop[:-1]
+    stop = stop.copy()
+    half = len(stop) // 2
+    early, late = slice(half), slice(None, half - 1, -1)  # slots of the ranks, in their order
+    touch = stop[early] == start[late]
+    np.copyto(start[late], start[early], where=touch)
+    np.copyto(stop[early], start[early], where=touch)
+    at = np.flatnonzero(start < stop)
+    slot, number = np.divmod(at, max(len(which), 1))
+    rank = np.minimum(slot, 2 * half - 1 - slot)
+    return Chunks(which[number], start.take(at), stop.take(at), rank)
 
 
-def _with_round_robin(document_tokens: IntArray, num_slots: int) -> IntArray:
+def _per_sequence(document_tokens: IntArray, which: IntArray, slot_stops: IntArray) -> Chunks:
+    """The documents one after another, cut into slots at any token; slots hold them."""
+    tokens = document_tokens[which]
+    document_stops = np.cumsum(tokens)
+    stops = np.concatenate([document_stops, slot_stops])
+    order = np.argsort(stops, kind="stable")
+    stops = stops[order]
+    starts = np.concatenate([[0], stops[:-1]])
+    some = np.flatnonzero(starts < stops)
+    # A piece is in the slot and the document after those that ended before it.
+    ends_slot = order >= len(which)
+    slot: IntArray = (np.cumsum(ends_slot) - ends_slot)[some]
+    number = some - slot
+    before = (document_stops - tokens)[number]
+    return Chunks(which[number], starts[some] - before, stops[some] - before, slot)
+
+
+def _with_round_robin(document_tokens: IntArray, cp_size: int) -> Chunks:
     """§5.1: ``n`` pieces of ⌊d/n⌋ tokens, and the rest of all documents dealt to ranks singly."""
     every = np.arange(len(document_tokens))
-    remainder = document_tokens % num_slots
-    even = _per_document(document_tokens - remainder, every, num_slots)
+    remainder = document_tokens % (2 * cp_size)
+    even = document_tokens - remainder
+    pieces = _two_a_rank(every, _per_document(even, every, 2 * cp_size))
     segment = np.repeat(every, remainder)
     number = np.arange(remainder.sum())
-    before = np.cumsum(remainder) - remainder
-    start = (document_tokens - remainder - before)[segment] + number
-    single = np.stack([segment, start, start + 1, number % (num_slots // 2)])
-    return np.concatenate([even, single], axis=1)
+    start = (even - np.cumsum(remainder) + remainder)[segment] + number
+    singles = Chunks(segment, start, start + 1, number % cp_size)
+    return _joined(_in_order(_together(pieces, singles), document_tokens))
 
 
-def _by_rank(pieces: IntArray, document_tokens: IntArray, cp_size: int) -> tuple[IntArray, ...]:
-    """The pieces of each rank's slots in token order, neighbours joined."""
-    segment, start, stop, slot = np.take(pieces, np.flatnonzero(pieces[1] < pieces[2]), axis=1)
-    rank = np.minimum(slot, 2 * cp_size - 1 - slot)
+def _together(*groups: Chunks) -> Chunks:
+    return Chunks(*(np.concatenate(rows) for rows in zip(*groups, strict=True)))
+
+
+def _in_order(chunks: Chunks, document_tokens: IntArray) -> Chunks:
+    """By rank, then as the tokens are in the micro-batch."""
     first_token = np.cumsum(document_tokens) - document_tokens
-    order = np.argsort(rank * document_tokens.sum() + first_token[segment] + start, kind="stable")
-    segment, start, stop, rank = (row[order] for row in (segment, start, stop, rank))
-    begins = np.ones(len(order), dtype=bool)
-    begins[1:] = (rank[1:] != rank[:-1]) | (segment[1:] != segment[:-1]) | (start[1:] != stop[:-1])
-    ends = np.ones_like(begins)
-    ends[:-1] = begins[1:]
-    chunks = np.stack([segment[begins], start[begins], stop[ends]], axis=1)
-    limits = np.searchsorted(rank[begins], np.arange(1, cp_size))
-    return tuple(np.split(chunks, limits))
+    token = chunks.holder * document_tokens.sum() + first_token[chunks.segment] + chunks.start
+    order = np.argsort(token, kind="stable")
+    return Chunks(*(row[order] for row in chunks))
+
+
+def _joined(pieces: Chunks) -> Chunks:
+    """Each piece joined to the one before it, if it continues that and the same holds both."""
+    segment, start, stop, holder = pieces
+    begins = np.ones(len(start) + 1, dtype=bool)  # and one past the end
+    begins[1:-1] = start[1:] != stop[:-1]
+    begins[1:-1] |= holder[1:] != holder[:-1]
+    begins[1:-1] |= segment[1:] != segment[:-1]
+    limits = np.flatnonzero(begins)
+    first, last = limits[:-1], limits[1:] - 1
+    return Chunks(segment[first], start[first], stop[last], holder[first])
