@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_wlb.command_line import parse
 from megatron_wlb.config import Config
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import write_text
 from megatron_wlb.rank_main import check_writable, rank_main
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def run(config: Config, packings: Sequence[str], num_rounds: int, path: Path) ->
             "packings": list(packings),
             "steps": [dataclasses.asdict(record) for record in records],
         }
-        path.write_text(json.dumps(content))
+        write_text(path, json.dumps(content))
     distributed.shutdown()
 
 

@@ -22,6 +22,7 @@ from megatron_wlb.packing import packer
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.runtime import guards, planning
+from megatron_wlb.shaping import Shaper
 from megatron_wlb.simulator.costs import analytic_costs
 from megatron_wlb.simulator.step import Simulator
 
@@ -116,22 +117,20 @@ def forecast(
     vocabulary = planning.padded_vocab_size(config, config.data.vocab_size or vocab_size)
     memory = _memory_model(config, vocabulary, dp_size)
     limit_gib = config.wlb.wlb_memory_gib or hardware.memory_gib * USABLE_SHARE
-    fitting = min(
-        memory.max_tokens(
-            limit_gib * GIB, num_micro_batches, multiple=planning.length_multiple(config)
-        ),
-        config.training.global_batch_size * window,
+    fits = memory.max_tokens(
+        limit_gib * GIB, num_micro_batches, multiple=planning.length_multiple(config)
     )
+    fitting = min(fits, config.training.global_batch_size * window)
     max_tokens = config.wlb.wlb_max_tokens
     if max_tokens is None:
         max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * window
     stages = range(p.pipeline_model_parallel_size)
     peak_gib = max(memory.peak_bytes(r, [max_tokens] * num_micro_batches) for r in stages) / GIB
-    if fitting < max(max_tokens, window):
-        name = "S_max (--wlb-max-tokens)" if fitting >= window else "--seq-length"
+    if fits < max(max_tokens, window):
+        name = "S_max (--wlb-max-tokens)" if fits >= window else "--seq-length"
         raise ConfigError(
             f"micro-batches of {max_tokens} tokens need {peak_gib:.1f} GiB (modelled), above the "
-            f"{limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fitting} tokens "
+            f"{limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fits} tokens "
             f"fit: lower {name}, recompute activations, or use more TP, CP or PP"
         )
     planned = config.wlb.wlb_packing
@@ -205,7 +204,10 @@ def _run(
     )
     costs = analytic_costs(model, memory, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
     simulator = Simulator(costs, layout)
-    plans = list(_plans(config, packing, max_tokens, model.cost(), layout.dp_size, distribution))
+    dp_size, shaper = layout.dp_size, None
+    if config.wlb.wlb_shape == "on" and layout.pp_size > 1 and packing != "original":
+        shaper = planning.make_shaper(config, vocabulary, model.cost(), dp_size, max_tokens)
+    plans = list(_plans(config, packing, max_tokens, model.cost(), dp_size, distribution, shaper))
     total_us = sum(simulator.step(plan).step_us for plan in plans)
     return _Run(len(plans), sum(plan.num_tokens for plan in plans), total_us)
 
@@ -217,6 +219,7 @@ def _plans(
     cost: DocumentCost,
     dp_size: int,
     distribution: str,
+    shaper: Shaper | None,
 ) -> Iterator[StepPlan]:
     """The steps after the warm-up."""
     wlb, window, size = config.wlb, config.data.seq_length, config.training.global_batch_size
@@ -242,7 +245,12 @@ def _plans(
         solver_limit=wlb.wlb_solver_limit,
     )
     planner = Planner(
-        stream, chosen, cost, dp_size=dp_size, length_multiple=planning.length_multiple(config)
+        stream,
+        chosen,
+        cost,
+        dp_size=dp_size,
+        length_multiple=planning.length_multiple(config),
+        shaping=shaper,
     )
     for number in range(WARM_UP_STEPS + NUM_STEPS):
         plan = planner.next_plan()

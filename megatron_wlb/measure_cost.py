@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_wlb.command_line import parse
 from megatron_wlb.config import Config
+from megatron_wlb.files import write_text
 from megatron_wlb.rank_main import check_writable, rank_main
 
 
@@ -48,7 +49,7 @@ def run(config: Config, path: Path) -> None:
         f"{name}, {torch.distributed.get_world_size()} processes, torch {torch.__version__}",
     )
     if torch.distributed.get_rank() == 0:
-        path.write_text(json.dumps(tables.as_dict(), indent=1))
+        write_text(path, json.dumps(tables.as_dict(), indent=1))
     distributed.shutdown()
 
 

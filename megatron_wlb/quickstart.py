@@ -23,6 +23,7 @@ from megatron_wlb import report
 from megatron_wlb.compare import PROGRESS
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
 from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.files import write_text
 
 PACKINGS = ("original", "wlb", "hold")
 NUM_PROCESSES = 2
@@ -192,7 +193,7 @@ def present(
         summary[layout] = figures = report.summarize(recording, skip)
         console.print(report.table(f"{layout}: {LAYOUTS[layout][0]}", figures))
         pictures += report.draw(recording, skip, out, layout)
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     console.print(f"figures:  {out / 'summary.json'}")
     for picture in pictures:
         console.print(f"picture:  {picture}")

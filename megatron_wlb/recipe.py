@@ -85,9 +85,12 @@ def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: i
             f"recipe {path}: there is no MODEL_ARGS; give a model_config.yaml as in Megatron-LM's "
             "tests/functional_tests/test_cases"
         )
+    exported = content.get("ENV_VARS") or {}
+    if not isinstance(exported, Mapping):
+        raise ConfigError(f"recipe {path}: ENV_VARS is {exported}; give `NAME: value` entries")
     key = f"MODEL_ARGS_{run_number}"
     chosen = content[key] if run_number > 1 and key in content else content["MODEL_ARGS"]
-    environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
+    environment = {name: str(value) for name, value in exported.items()}
     arguments = tuple(
         argument for flag, value in chosen.items() for argument in _arguments(path, flag, value)
     )

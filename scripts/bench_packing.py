@@ -35,7 +35,8 @@ from rich.table import Table
 
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import DISTRIBUTIONS, sample_lengths
-from megatron_wlb.errors import WLBError
+from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.files import replacing, write_text
 from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, measure, packer
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document
@@ -146,6 +147,9 @@ def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
     cases = [case for case in CASES if case.packing in options.packing]
     if options.num_micro_batches:
         cases = [case for case in cases if case.num_micro_batches in options.num_micro_batches]
+    if not cases:
+        numbers = sorted({case.num_micro_batches for case in CASES})
+        raise ConfigError(f"no set-up has such a packing and N; give N of {numbers}")
     table = Table("N", "S_max", "packing", *METRICS, "")
     table.title = (
         f"{options.distribution}: {options.steps} steps after {WARM_UP_STEPS}, seeds "
@@ -333,9 +337,8 @@ def plot_speed(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> N
     panels[0].plot(ends, n_log_n, "k:", lw=1, label="n log n")
     panels[0].legend(fontsize="small")
     figure.suptitle(f"Planning a step on this machine: {options.distribution} lengths, one core")
-    temporary = options.plot.with_name(f".{options.plot.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=130)
-    temporary.replace(options.plot)
+    with replacing(options.plot) as draft:
+        figure.savefig(draft, format="png", dpi=130)
 
 
 def stream(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -482,12 +485,10 @@ def main() -> int:
     try:
         rows = {"balance": balance, "speed": speed, "stream": stream}[options.what](options)
         if options.json:
-            temporary = options.json.with_name(f".{options.json.name}.tmp")
-            temporary.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-            temporary.replace(options.json)
-    except (WLBError, OSError) as error:
+            write_text(options.json, json.dumps({"rows": rows}, indent=1) + "\n")
+    except WLBError as error:
         print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1)
+        return error.exit_code
     return 0
 
 

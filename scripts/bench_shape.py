@@ -222,9 +222,13 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 def cases_of(options: argparse.Namespace) -> Sequence[Case]:
     given = (options.num_micro_batches, options.pp, options.vpp, options.dp)
-    if not any(given):
+    if given == (None,) * 4:
         return CASES
-    case = Case(options.num_micro_batches or 16, options.pp or 4, options.vpp or 1, options.dp or 1)
+    sizes = [own if size is None else size for size, own in zip(given, (16, 4, 1, 1), strict=True)]
+    for flag, size in zip(("num-micro-batches", "pp", "vpp", "dp"), sizes, strict=True):
+        if size < 1:
+            raise ConfigError(f"--{flag} is {size}; give at least 1")
+    case = Case(*sizes)
     if case.num_micro_batches % case.dp:
         raise ConfigError(
             f"{case.num_micro_batches} micro-batches do not divide over DP {case.dp}; give a "
@@ -254,6 +258,8 @@ def main() -> int:
                   "worst step", "imbalance", "ms (p95)", "wanted")  # fmt: skip
     table.title = f"shaped steps, simulated: how much faster ({options.distribution} lengths)"
     try:
+        if options.steps < 1:
+            raise ConfigError(f"--steps is {options.steps}; give at least 1")
         rows = []
         for case in track(cases_of(options), "shaping", console=console, transient=True):
             row = measure(case, options)

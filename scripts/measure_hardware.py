@@ -5,6 +5,7 @@ Run it as ``OMP_NUM_THREADS=1 .venv/bin/python scripts/measure_hardware.py``.
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from dataclasses import asdict
@@ -42,6 +43,7 @@ def processor() -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     figures = {"processor": processor(), "torch": str(torch.__version__), **asdict(measure_rates())}
     with GlooPool() as pool:
         figures["gloo_gather_gb_s"] = min(pool.run(2, gather_gb_s))

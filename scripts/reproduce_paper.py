@@ -14,13 +14,14 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import shlex
 import statistics
 import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def main() -> int:
             sections.append(section)
             seconds += took_s
             bars.advance(bar)
-    write_text(options.out / "paper.md", _page(sections, effort, seconds))
+    write_text(options.out / "paper.md", _page(sections, effort, _command(options), seconds))
     if options.json:
         write_text(options.json, json.dumps({"simulated": True, "sections": _json(sections)}))
     for section in sections:
@@ -108,6 +109,19 @@ def main() -> int:
             print(f"{'yes' if holds else 'NO ':3}  {section.title.split(':')[0]}: {claim}")
     print(f"{options.out / 'paper.md'}: {seconds:.0f} s of CPU time")
     return 0
+
+
+def _command(options: argparse.Namespace) -> str:
+    """What makes the same page again."""
+    words = ["scripts/reproduce_paper.py", "--steps", str(options.steps)]
+    words += ["--seeds", *map(str, options.seeds)]
+    if options.hardware != paper.HARDWARE:
+        words += ["--hardware", options.hardware]
+    if options.only:
+        words += ["--only", *options.only]
+    if not options.solver:
+        words.append("--no-solver")
+    return shlex.join(words)
 
 
 def _make(key: str, effort: Effort, solver: bool) -> tuple[Section, float]:
@@ -401,7 +415,7 @@ def _figure_15(effort: Effort, solver: bool) -> Section:
     }
     value: dict[tuple[str, int], float] = {}
     both: list[list[float]] = []
-    more = Effort(4 * effort.steps, effort.seeds)  # A step is one micro-batch here.
+    more = replace(effort, steps=4 * effort.steps)  # A step is one micro-batch here.
     for window in (64 * K, 128 * K):
         totals = paper.figure_15(window, more, _step)
         plain = totals["per-sequence"]
@@ -495,17 +509,15 @@ def _plot(section: Section, path: Path) -> None:
         figure.savefig(draft, format="png", dpi="figure")
 
 
-def _page(sections: Sequence[Section], effort: Effort, seconds: float) -> str:
+def _page(sections: Sequence[Section], effort: Effort, command: str, seconds: float) -> str:
     claims = [(s, claim, holds) for s in sections for claim, holds in s.claims]
     held = sum(holds for _, _, holds in claims)
     printed = [row.deviation for s in sections for row in s.rows if row.deviation is not None]
     within = sum(abs(deviation) <= 0.05 for deviation in printed)
-    seeds = " ".join(map(str, effort.seeds))
     lines = [
         "# WLB-LLM's experiments, simulated",
         "",
-        "Made by `scripts/reproduce_paper.py"
-        f" --steps {effort.steps} --seeds {seeds}` in {seconds / 60:.1f} minutes of CPU time; do "
+        f"Made by `{command}` in {seconds / 60:.1f} minutes of CPU time; do "
         "not edit it by hand. **Every speed-up and imbalance here is simulated**: the paper's "
         "models, layouts (Table 1) and GPUs are modelled from `configs/model` and "
         f"`{effort.hardware}` (`configs/hardware`), whose shares of the peaks are assumed, and its "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich import progress as rich_progress
 from rich.console import Console
+from rich.text import Text
 
 from megatron_wlb.errors import ConfigError
 
@@ -25,8 +26,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def say(out: Console, text: str, style: str = "") -> None:
-    """A sentence: one line, unless a terminal has to break it between words."""
-    out.print(text, style=style, soft_wrap=not out.is_terminal)
+    """A sentence, as it stands: one line, unless a terminal has to break it between words."""
+    out.print(Text(text, style=style), soft_wrap=not out.is_terminal)
 
 
 def remark(text: str) -> None:

@@ -190,7 +190,7 @@ def hardware_content(
     A GPU's peak and bandwidth stay the data sheet's, of which shares were reached; a CPU's are what
     its plainest operations reached.
     """
-    figures = {name: dict(base[name]) for name in FIGURES}
+    figures = {name: dict(base[name]) for name in FIGURES if name in base}
 
     def measured(name: str, value: float, what: str) -> None:
         figures[name] = {"value": float(f"{value:.4g}"), "source": f"measured: {what}"}
@@ -263,7 +263,7 @@ def _show(content: Mapping[str, Any], profiles: Sequence[AttentionProfile]) -> N
     table.add_column()
     table.add_column(justify="right")
     table.add_column(overflow="fold")
-    for name in FIGURES:
+    for name in (name for name in FIGURES if name in content):
         figure = content[name]
         table.add_row(name, f"{figure['value']:g}", figure["source"])
     for profile in profiles:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+
+import yaml
 
 from megatron_wlb.cli.inputs import DEFAULT_VOCAB_SIZE, cost_of_file, model_settings
 from megatron_wlb.config import Config
@@ -18,6 +21,7 @@ from megatron_wlb.cost import (
 from megatron_wlb.cost.model_file import is_shape, load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
+from megatron_wlb.recipe import read_recipe
 from megatron_wlb.simulator.scenario import MEMORY_SHARE, Scenario
 
 RECOMPUTE = {
@@ -91,7 +95,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
     """What the command line leaves open: from ``--model`` where that has training settings.
 
-    The window, and with ``layout`` also N, the sizes and what is recomputed.
+    The window, and with ``layout`` also N and the sizes.
     """
     config = _settings(args)
     if args.window is None:
@@ -104,14 +108,29 @@ def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
         ("cp_size", p.context_parallel_size),
         ("pp_size", p.pipeline_model_parallel_size),
         ("vpp_size", p.num_virtual_stages_per_pipeline_rank or 1),
-        ("dp_size", 1),
     ):
         if getattr(args, name) is None:
             setattr(args, name, size)
-    if config is not None:
-        args.num_micro_batches = args.num_micro_batches or config.training.global_batch_size
-        args.recompute = args.recompute or config.training.recompute_granularity
-    args.recompute = args.recompute or "none"
+    if args.dp_size is None:
+        args.dp_size = 1 if config is None else _dp_size_of_recipe(args)
+    if config is not None and args.num_micro_batches is None:
+        args.num_micro_batches = config.training.global_batch_size
+
+
+def _dp_size_of_recipe(args: argparse.Namespace) -> int:
+    """What is left of the devices that a recipe says it runs on; 1 where ``--model`` says none."""
+    content = yaml.safe_load(Path(args.model).read_text())
+    if not {"NUM_NODES", "GPUS_PER_NODE"} & set(content.get("ENV_VARS") or ()):
+        return 1
+    recipe = read_recipe(args.model, os.environ)
+    num_devices = recipe.num_nodes * recipe.devices_per_node
+    inner: int = args.tp_size * args.cp_size * args.pp_size
+    if num_devices % inner:
+        raise ConfigError(
+            f"the {num_devices} devices of --model {args.model} do not divide over TP × CP × PP = "
+            f"{inner}; give --dp-size"
+        )
+    return num_devices // inner
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
@@ -146,6 +165,7 @@ def measured_cost(args: argparse.Namespace, shape: ModelShape, layout: Paralleli
 def scenario(args: argparse.Namespace) -> Scenario:
     """What the flags describe. Raises :class:`ConfigError` for what cannot be."""
     shape, hardware = model_shape(args), load_hardware(args.hardware)
+    config = _settings(args) or Config()
     layout = Parallelism(
         tp_size=args.tp_size,
         cp_size=args.cp_size,
@@ -153,7 +173,12 @@ def scenario(args: argparse.Namespace) -> Scenario:
         vpp_size=args.vpp_size,
         dp_size=args.dp_size,
         sequence_parallel=args.tp_size > 1,
+        group_size=config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
+    t = config.training
+    recompute = Recompute(t.recompute_granularity, t.recompute_method, t.recompute_num_layers)
+    if args.recompute is not None:
+        recompute = RECOMPUTE[args.recompute]
     number = args.num_micro_batches
     if number is None:
         number = args.pp_size * args.dp_size
@@ -163,7 +188,7 @@ def scenario(args: argparse.Namespace) -> Scenario:
         layout,
         args.window,
         number,
-        RECOMPUTE[args.recompute],
+        recompute,
         args.memory_gib,
         not args.no_overlap_grad_reduce,
         measured_cost(args, shape, layout),

@@ -13,7 +13,7 @@ from typing import cast
 from rich.table import Table
 
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
 from megatron_wlb.cli.scenario import (
     MODELS,
     add_layout,
@@ -117,6 +117,11 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--steps {args.steps} of --num-seeds {args.num_seeds}; give at least 1 of each"
         )
+    if base.hardware.attention and base.measured_attention is None:
+        remark(
+            f"--hardware {args.hardware} has no attention table of bfloat16 heads of "
+            f"{base.shape.kv_channels}: whole tiles at its attention_share are assumed"
+        )
     max_tokens, said = most_tokens(args, base)
     if said:
         remark(said)
@@ -157,10 +162,10 @@ def _run(args: argparse.Namespace) -> int:
     out.print(_table(args, base, outcomes))
     for outcome in outcomes:
         if outcome.out_of_memory:
-            out.print(f"{outcome.title}, {outcome.out_of_memory}")
+            say(out, f"{outcome.title}, {outcome.out_of_memory}")
             break
     for line in written:
-        out.print(line)
+        say(out, line)
     return 0
 
 
@@ -230,7 +235,7 @@ def _write(
                 ("window", f"{base.window:,} tokens"),
                 ("N", f"{base.num_micro_batches:,}"),
                 ("S_max", f"{outcomes[0].setting.max_tokens:,} tokens"),
-                ("recompute", args.recompute),
+                ("recompute", base.recompute.granularity or "none"),
                 ("documents", documents.title),
                 ("seeds", " ".join(str(args.seed + n) for n in range(args.num_seeds))),
             ),

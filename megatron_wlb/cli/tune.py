@@ -39,7 +39,8 @@ how it chooses:
   The documents are parted at random. One half is packed with about a hundred settings (number and
   thresholds of wlb's queues; tau and delay price of hold; S_max up to --max-windows), and of those
   with a mean delay within --max-delay the one with the highest modelled throughput is taken. The
-  other half judges it, together with the defaults: if one of them is better, it is recommended.
+  other half judges it, together with the defaults: if one of them is better, it is recommended,
+  and original if that is faster than all.
 
 examples:
   wlb tune --distribution reference --max-delay 0.3 --plot trade-off.png
@@ -164,9 +165,10 @@ def _curve(tuning: Tuning, title: str) -> Table:
 def _judged(tuning: Tuning, title: str) -> Table:
     table = _empty_table(title)
     for evaluation in tuning.baselines:
-        table.add_row(*_cells(evaluation, tuning.original))
-    for evaluation in tuning.defaults:
         if evaluation is not tuning.chosen:
+            table.add_row(*_cells(evaluation, tuning.original))
+    for evaluation in tuning.defaults:
+        if evaluation.setting != tuning.chosen.setting:
             table.add_row(*_cells(evaluation, tuning.original, "default"))
     table.add_row(*_cells(tuning.chosen, tuning.original, "recommended"), style="bold green")
     return table
@@ -209,7 +211,13 @@ def _no_warnings_of_backlogs() -> Iterator[None]:
 
 def _advice(tuning: Tuning) -> str:
     chosen, original = tuning.chosen, tuning.original
-    kept = "The defaults cannot be bettered here; a" if chosen in tuning.defaults else "A"
+    if chosen is original:
+        best = max(e.efficiency for e in tuning.defaults) / original.efficiency
+        return (
+            "Nothing that was tried within the limit is as fast as original here (the defaults do "
+            f"{best:.2f} × its work a second, modelled); keep it:"
+        )
+    kept = "The defaults cannot be bettered here; a" if tuning.keeps_default else "A"
     return (
         f"{kept}dd this to the training command for {chosen.efficiency / original.efficiency:.2f} "
         f"× the work a second of original, modelled, at a mean delay of {chosen.delay:.2f} steps:"

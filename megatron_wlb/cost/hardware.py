@@ -157,6 +157,8 @@ def _from_figures(path: Path, content: Mapping[str, Any]) -> Hardware:
         value = figure["value"]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"hardware {path}: {name} is {value!r}; give a number")
+        if name == "devices_per_node" and not isinstance(value, int):
+            raise ConfigError(f"hardware {path}: {name} is {value}; give a whole number")
         values[name] = value
     missing = [f.name for f in fields(Hardware) if f.default is MISSING and f.name not in values]
     if missing:

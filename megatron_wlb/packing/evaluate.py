@@ -19,6 +19,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, packer
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.planner import Planner
+from megatron_wlb.simulator.costs import StageCosts
 from megatron_wlb.simulator.graph import Graph, graph_of
 
 WARM_UP_STEPS = 50
@@ -340,6 +341,7 @@ class _Clock:
         self.work_us = self.device_us = 0.0
         if self._layout is not None:
             self._graph = self._layout.graph(workload.num_micro_batches)
+            self._stages = StageCosts.even(self._cost, self._graph.num_stages)
 
     @property
     def efficiency(self) -> float:
@@ -359,11 +361,7 @@ class _Clock:
         assert self._layout is not None
         if self._layout.pp_size == 1:
             return sum(micro_batch.predicted_us for micro_batch in micro_batches)
-        num_stages, num = self._graph.num_stages, self._graph.num_micro_batches
-        forward_us, backward_us = [], []
-        for micro_batch in micro_batches:
-            work = self._cost.work(span.length for span in micro_batch.spans)
-            forward_us.append((work.forward_us + work.overhead_us / 2) / num_stages)
-            backward_us.append((work.backward_us + work.overhead_us / 2) / num_stages)
-        times_us = np.array([[forward_us] * num_stages, [backward_us] * num_stages])
-        return float(self._graph.step_us(times_us, np.zeros(num)))
+        times_us = self._stages.times_us(
+            [[span.length for span in micro_batch.spans] for micro_batch in micro_batches]
+        )
+        return float(self._graph.step_us(times_us, np.zeros(len(micro_batches))))

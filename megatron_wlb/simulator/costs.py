@@ -29,7 +29,8 @@ BACKWARD_OVERHEAD = 2 / 3
 """Share of what a micro-batch takes besides its documents that is backward's."""
 
 BUCKET_PARAMETERS = 40_000_000
-"""Megatron reduces gradients in buckets of so many, or of a million a DP rank if that is more."""
+"""Megatron reduces the first stage's gradients in buckets of so many, or of a million a DP rank if
+that is more; those of every other stage, whose reduction others hide, at once."""
 
 _FP32 = 4
 _UPDATE_BYTES = 38
@@ -199,7 +200,7 @@ class StepCosts:
     update_us: tuple[float, ...] = ()
     """Of each pipeline rank: the optimizer's update, gathering its weights included."""
     fixed_us: float = 0.0
-    """Once a step, on all ranks: what is neither of the above."""
+    """Once a step, on all ranks: what is none of the above."""
 
     def __post_init__(self) -> None:
         for f in fields(self)[1:]:
@@ -251,7 +252,7 @@ def analytic_costs(
         reduce_us=tuple(
             _collective_us(machine, ring * num * _FP32, num_reduced, replicas) for num in parameters
         ),
-        reduce_buckets=tuple(max(1, -(-num // bucket)) for num in parameters),
+        reduce_buckets=(max(1, -(-parameters[0] // bucket)), *[1] * (p.num_stages - 1)),
         overlap_reduce=overlap_grad_reduce,
         embedding_us=_collective_us(machine, embedding, 2, p.pp_size * replicas)
         if embedding

@@ -191,7 +191,8 @@ def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _histogram(lengths: Lengths, window: int) -> dict[str, Any]:
-    lengths = np.sort(lengths)
+    """Of documents with tokens: others are not packed."""
+    lengths = np.sort(lengths[lengths > 0])
     low = int(np.log2(lengths[0]))
     high = max(low + 1, int(np.ceil(np.log2(max(int(lengths[-1]), window)))))
     edges = 2.0 ** np.arange(max(low, high - NUM_BINS), high + 1)

@@ -15,12 +15,14 @@ from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.simulator.compare import Variant
 from megatron_wlb.simulator.scenario import Scenario
 
-Flags: TypeAlias = Mapping[str, bool | int | float | str]
+Value: TypeAlias = bool | int | float | str | list[str | int]
+Flags: TypeAlias = Mapping[str, Value]
+"""A flag and its value; True for a bare one, a list where it takes several."""
 
 
 def model_flags(shape: ModelShape) -> Flags:
     """The model's architecture."""
-    flags: dict[str, bool | int | float | str] = {
+    flags: dict[str, Value] = {
         "--num-layers": shape.num_layers,
         "--hidden-size": shape.hidden_size,
         "--ffn-hidden-size": shape.ffn_hidden_size,
@@ -57,7 +59,7 @@ def model_flags(shape: ModelShape) -> Flags:
 def layout_flags(scenario: Scenario) -> Flags:
     """How the model is divided, and what is recomputed."""
     p, recompute = scenario.parallelism, scenario.recompute
-    flags: dict[str, bool | int | float | str] = {
+    flags: dict[str, Value] = {
         "--tensor-model-parallel-size": p.tp_size,
         "--context-parallel-size": p.cp_size,
         "--pipeline-model-parallel-size": p.pp_size,
@@ -89,13 +91,13 @@ def batch_flags(scenario: Scenario) -> Flags:
 
 def balance_flags(scenario: Scenario, variant: Variant, sharding: str, hardware: str) -> Flags:
     """Packing, sharding and the machine that costs are modelled for."""
-    flags: dict[str, bool | int | float | str] = {}
+    flags: dict[str, Value] = {}
     words = variant.flags()
     for at, word in enumerate(words):
         if word.startswith("--"):
             until = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), None)
-            value = " ".join(words[at + 1 : until])
-            flags[word] = int(value) if value.isdecimal() else value
+            values = [int(text) if text.isdecimal() else text for text in words[at + 1 : until]]
+            flags[word] = values[0] if len(values) == 1 else values
     if scenario.parallelism.cp_size > 1:
         flags["--wlb-cp-sharding"] = sharding
     flags["--wlb-hardware"] = hardware
@@ -117,7 +119,8 @@ def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
         ]
     words += ["-m", "megatron_wlb.pretrain_gpt"]
     for flag, value in flags.items():
-        words += [flag] if value is True else [flag, *str(value).split()]
+        values = value if isinstance(value, list) else [value]
+        words += [flag] if value is True else [flag, *map(str, values)]
     return shlex.join(words).replace("'$HOST:29500'", "$HOST:29500")
 
 
@@ -141,5 +144,7 @@ def recipe(
     return "\n".join(lines) + "\n"
 
 
-def _scalar(value: bool | int | float | str) -> str:
+def _scalar(value: Value) -> str:
+    if isinstance(value, list):  # As Megatron's recipes write several values of a flag.
+        return f"[{' '.join(map(str, value))}]"
     return yaml.safe_dump(value).splitlines()[0]

@@ -23,7 +23,12 @@ from megatron_wlb.cost import (
     Recompute,
 )
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION
-from megatron_wlb.cost.attention import AnalyticAttention, AttentionLatency, nearest_profile
+from megatron_wlb.cost.attention import (
+    AnalyticAttention,
+    AttentionLatency,
+    AttentionProfile,
+    nearest_profile,
+)
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.sharding.select import MODES, Mode, Prediction, Selector, predict
@@ -172,19 +177,23 @@ class Scenario:
         return prediction.latency_us / even_us if even_us else 1.0
 
     @cached_property
-    def _latency(self) -> AttentionLatency:
+    def measured_attention(self) -> AttentionProfile | None:
+        """The hardware's table of such heads in bf16; without one whole tiles are assumed."""
         shape, tp_size = self.shape, self.parallelism.tp_size
-        heads = shape.num_attention_heads // tp_size
-        measured = nearest_profile(
+        return nearest_profile(
             self.hardware.attention,
-            num_heads=heads,
+            num_heads=shape.num_attention_heads // tp_size,
             num_groups=shape.num_query_groups // tp_size,
             head_dim=shape.kv_channels,
             dtype="bfloat16",
         )
-        if measured is not None:
-            return replace(measured, extrapolate=self.extrapolate)
-        return AnalyticAttention(heads, shape.kv_channels, self.hardware.attention_tflops)
+
+    @cached_property
+    def _latency(self) -> AttentionLatency:
+        if self.measured_attention is not None:
+            return replace(self.measured_attention, extrapolate=self.extrapolate)
+        heads = self.shape.num_attention_heads // self.parallelism.tp_size
+        return AnalyticAttention(heads, self.shape.kv_channels, self.hardware.attention_tflops)
 
 
 def title(p: Parallelism) -> str:

@@ -169,9 +169,7 @@ def search(
     possible, rejected = _possible(space, progress)
     if not possible:
         raise ConfigError(_nothing(space, rejected))
-    lengths = source.sampled(SAMPLE_WINDOWS * space.window, window=space.window, seed=seeds[0])
-    sample = lengths.lengths(SAMPLE_WINDOWS, window=space.window, seed=seeds[0]).tolist()
-    sample = [min(length, space.window) for length in sample if length]
+    sample = _sample(source, space.window, seeds[0], long_documents)
     candidates = []
     for number, (scenario, max_tokens) in enumerate(possible):
         candidates.append(Candidate(scenario, max_tokens, _coarse_mfu(space, scenario, sample)))
@@ -356,6 +354,21 @@ def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
         given = ", ".join(f"{name} {size}" for name, size in space.fixed.items())
         return f"no layout of {space.num_devices} devices has {given}; leave a size out"
     return f"no layout of {space.num_devices} devices can run ({said}){nearest}"
+
+
+def _sample(
+    source: LengthSource, window: int, seed: int, long_documents: LongDocuments
+) -> list[int]:
+    """:data:`SAMPLE_WINDOWS` windows of documents as a run would draw them, longer ones cut."""
+    stream = source.stream(
+        1,
+        window=window,
+        longest=window,
+        windows_a_step=SAMPLE_WINDOWS,
+        seed=seed,
+        long_documents=long_documents,
+    )
+    return [document.length for document in stream.next_step()]
 
 
 def _coarse_mfu(space: Space, scenario: Scenario, sample: Sequence[int]) -> float:

@@ -39,8 +39,9 @@ class Simulator:
         costs: of stages, transfers, reduction and update.
         parallelism: the layout; TP and CP only matter through ``costs``.
         order: another schedule than Megatron's 1F1B or interleaved one, such as
-            :func:`~megatron_wlb.simulator.order.gpipe`, as a function of N.
-        sends: whether ranks wait in sends; as Megatron's schedule does, if not given.
+            :func:`~megatron_wlb.simulator.order.gpipe`; all steps then have its N.
+        sends: whether ranks wait in sends; if not given, as Megatron's schedule does, and with an
+            ``order`` they wait.
         memory: for what each rank holds; left out if None, which is faster.
 
     Raises:

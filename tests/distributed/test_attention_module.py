@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.testing.gloo import GlooPool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.testing.gloo import GlooPool
 
 FLAGS = (

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_wlb.config import parse
+from megatron_wlb.command_line import parse
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.testing.gloo import GlooPool
 from megatron_wlb.testing.workload import make_workload

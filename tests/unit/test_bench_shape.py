@@ -32,3 +32,7 @@ def test_bench_shape_refuses_what_cannot_run(tmp_path):
     done = run("--num-micro-batches", "6", "--pp", "4", "--vpp", "2", "--seeds", "1")
     assert done.returncode == 2
     assert "leave 2" in done.stderr
+    done = run("--pp", "0")
+    assert (done.returncode, done.stderr) == (2, "error: --pp is 0; give at least 1\n")
+    done = run("--steps", "0")
+    assert (done.returncode, done.stderr) == (2, "error: --steps is 0; give at least 1\n")

@@ -126,6 +126,26 @@ def test_what_cannot_run_is_refused(extra: list[str], message: str) -> None:
         forecast_of("7b-128k", *extra)
 
 
+def test_shaped_steps_are_forecast_as_shaped() -> None:
+    plain = [
+        "--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "2",
+        "--global-batch-size", "32",
+    ]  # fmt: skip
+    balanced, shaped = (
+        forecast_of("550m-64k", *plain, "--wlb-shape", value) for value in ("off", "on")
+    )
+    assert shaped.tokens_per_s > 1.01 * balanced.tokens_per_s
+    assert shaped.speedup / balanced.speedup == pytest.approx(
+        shaped.tokens_per_s / balanced.tokens_per_s
+    )
+
+
+def test_s_max_may_be_above_the_tokens_of_a_step() -> None:
+    short = ["--seq-length", "4096", "--max-position-embeddings", "4096"]
+    found = forecast_of("550m-64k", *short, "--wlb-max-tokens", "65536")
+    assert found.max_tokens == 65536 > found.fitting_tokens == 8 * 4096
+
+
 def test_memory_flag_makes_s_max_what_fits() -> None:
     recipe = list(read_recipe(FOLDER / "7b-128k.yaml", {}).arguments)
     at = recipe.index("--wlb-max-tokens")

@@ -110,6 +110,7 @@ def test_launch_command_appends_what_overrides(path: Path) -> None:
         ("MODEL_ARGS: {trainer.devices: 8}", "trainer.devices is not a flag; a recipe of another"),
         ("MODEL_ARGS: {--lr: {a: 1}}", "--lr is {'a': '1'}; give a plain value"),
         ("MODEL_ARGS: [", "while parsing a flow"),
+        ("ENV_VARS: [A, B]\nMODEL_ARGS: {--lr: 1}", "ENV_VARS is .*; give `NAME: value`"),
     ],
 )
 def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -121,3 +121,14 @@ def test_a_new_table_replaces_one_of_the_same_heads():
 def test_analytic_attention_is_no_measured_table():
     assert load_hardware("h100-sxm").attention == ()
     assert AnalyticAttention(4, 64, 1.0).call_us == (0.0, 0.0)
+
+
+def test_profile_keeps_a_base_without_latency(tmp_path, capsys, quick):
+    base = tmp_path / "base.yaml"
+    figures = yaml.safe_load(read_hardware("cpu")[0].read_text())
+    del figures["latency_us"]
+    base.write_text(yaml.safe_dump(figures))
+    out = tmp_path / "machine.yaml"
+    assert run("--out", out, "--base", base, "--heads", "2/2x16", "--no-plot") == 0
+    assert "latency_us" not in yaml.safe_load(out.read_text())
+    assert load_hardware(str(out)).latency_us == 10.0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.testing.index import write_index
 
 SIZES = {
@@ -20,6 +22,7 @@ SETTINGS = {
     "swiglu": True, "seq-length": 2048, "global-batch-size": 6,
     "pipeline-model-parallel-size": 2, "context-parallel-size": 2,
 }  # fmt: skip
+VPP = {"num-virtual-stages-per-pipeline-rank": 2}
 QUICK = ["--steps", "3", "--num-seeds", "1"]
 SMALL = ["--model", "small.yaml", "--window", "4096", *QUICK]
 REFERENCE = ["--distribution", "reference"]
@@ -117,11 +120,79 @@ def test_training_settings_give_model_window_batch_and_layout(capsys) -> None:
     assert {row["sharding"] for row in other} == {"per-sequence"}
 
 
+def test_training_settings_give_recomputation_and_group_size(capsys) -> None:
+    def of(*arguments: str, **settings: object) -> dict:
+        Path("some.yaml").write_text(yaml.safe_dump(SETTINGS | VPP | settings))
+        given = ["--model", "some.yaml", "--packing", "original", "--cp-size", "1", *arguments]
+        (row,) = rows(capsys, *REFERENCE, *given, *QUICK)
+        return row
+
+    block = {"recompute-granularity": "full", "recompute-method": "block"}
+    first = of(**block, **{"recompute-num-layers": 1})
+    both = of(**block, **{"recompute-num-layers": 2})
+    plain = of()
+    assert plain["peak_gib"] > first["peak_gib"] > both["peak_gib"]
+    assert plain["step_ms"] < first["step_ms"] < both["step_ms"]
+    assert of("--recompute", "none", **block, **{"recompute-num-layers": 1}) == plain
+    grouped = of(**{"microbatch-group-size-per-virtual-pipeline-stage": 6})
+    assert grouped["peak_gib"] > plain["peak_gib"]
+
+
+def test_no_micro_batches_are_refused_though_the_settings_have_some(capsys) -> None:
+    given = ["--model", "settings.yaml", "--num-micro-batches", "0", *QUICK]
+    assert main(["simulate", *REFERENCE, *given]) == 2
+    assert "num_micro_batches is 0; give at least 1" in capsys.readouterr().err
+
+
+def test_report_leaves_documents_without_tokens_out(capsys) -> None:
+    write_index("gaps", [0, 5, 0, *range(100, 3000, 7)])
+    assert main(["simulate", "gaps", *SMALL, "--packing", "hold", "--report", "gaps.html"]) == 0
+    data = re.search(r'id="data">(.*?)</script>', Path("gaps.html").read_text(), re.DOTALL)
+    assert data is not None
+    assert "416 documents" in json.loads(data[1])["lengths"]["text"]
+
+
 def test_recipe_of_the_paper_is_simulated_as_it_stands(capsys) -> None:
     recipe = str(_configs() / "experiment" / "7b-128k.yaml")
     assert main(["simulate", *REFERENCE, "--model", recipe, *QUICK, "--packing", "hold"]) == 0
     out = capsys.readouterr().out
     assert "7b-128k on 64 × h100-sxm, TP 8 × CP 2 × PP 4 × VPP 2, window 131,072, N 4" in out
+
+
+def test_devices_of_a_recipe_give_its_data_parallel_ranks(capsys) -> None:
+    recipe = str(_configs() / "experiment" / "550m-64k.yaml")
+    given = ["simulate", *REFERENCE, "--model", recipe, *QUICK, "--packing", "original"]
+    assert main(given) == 0
+    assert "on 32 × h100-sxm, TP 2 × CP 2 × PP 4 × VPP 2 × DP 2," in capsys.readouterr().out
+    assert main([*given, "--dp-size", "1"]) == 0
+    assert "on 16 × h100-sxm, TP 2 × CP 2 × PP 4 × VPP 2," in capsys.readouterr().out
+    assert main([*given, "--cp-size", "3"]) == 2
+    assert "the 32 devices of --model" in capsys.readouterr().err
+
+
+def test_attention_table_that_does_not_fit_is_said_to_be_left_out(capsys) -> None:
+    figures = yaml.safe_load((_configs() / "hardware" / "cpu.yaml").read_text())
+    row = (1.0, 9.0)
+    table = AttentionProfile(
+        "sdpa", "here", "float32", 8, 8, 32, 1, 1, (1, 8192), (row, (9.0,)), (row, (9.0,)), row, row
+    )
+    for dtype, said in (("float32", 1), ("bfloat16", 0)):
+        one = replace(table, dtype=dtype).as_dict()
+        Path("ours.yaml").write_text(yaml.safe_dump(figures | {"attention": [one]}))
+        given = [*SMALL, "--hardware", "ours.yaml", "--packing", "original"]
+        assert main(["simulate", *REFERENCE, *given]) == 0
+        err = capsys.readouterr().err
+        assert err.count("has no attention table of bfloat16 heads of 32") == said
+
+
+def test_sentences_are_whole_lines_with_names_as_they_are(capsys) -> None:
+    Path("[b]").mkdir()
+    given = [*SMALL, "--memory-gib", "0.1", "--report", "[b]/step.html"]
+    assert main(["simulate", *REFERENCE, *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "report: [b]/step.html" in lines
+    (line,) = (line for line in lines if "out of memory" in line)
+    assert line.endswith("use more TP, CP or PP")
 
 
 def test_files_are_written_whole(capsys, folder: Path) -> None:

@@ -112,3 +112,27 @@ def test_help_teaches_by_examples(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["tune", "--help"])
     assert "examples:\n  wlb tune --distribution reference" in capsys.readouterr().out
+
+
+def test_original_is_recommended_where_nothing_is_faster(capsys) -> None:
+    # Documents of a window and more leave nothing to balance their pieces with.
+    Path("long.txt").write_text("1724\n" * 40)
+    tune = ["tune", "--lengths", "long.txt", "--window", "1024", "--steps", "8"]
+    found = tuned(capsys, *tune)
+    assert found["flags"] == ["--wlb-packing", "original"]
+    assert all(row["work_speedup"] < 0.99 for row in found["defaults"])
+    assert main(tune) == 0
+    out = capsys.readouterr().out
+    assert "Nothing that was tried within the limit is as fast as original here" in out
+    assert out.splitlines()[-1] == "--wlb-packing original"
+
+
+def test_default_that_is_recommended_is_said_to_be_one(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(module, "DELAY_PRICES", (0.15,))
+    monkeypatch.setattr(module, "NEIGHBOUR", 1.0)
+    tune = [*REFERENCE, "--packing", "hold", "--max-delay", "5"]
+    assert tuned(capsys, *tune)["is_default"] is True
+    assert main(tune) == 0
+    out = capsys.readouterr().out
+    assert "The defaults cannot be bettered here" in out
+    assert "default: hold" not in out and "recommended: hold" in out

@@ -87,6 +87,7 @@ def test_unknown_machine_names_the_nearest(name: str, complaint: str) -> None:
         ({"memory_gb_s": {"value": float("nan"), "source": "x"}}, "memory_gb_s is nan"),
         ({"linear_share": {"value": 1.2, "source": "x"}}, "linear_share is 1.2; .* at most 1"),
         ({"tp_overlap": {"value": -0.1, "source": "x"}}, "tp_overlap is -0.1"),
+        ({"devices_per_node": {"value": 7.5, "source": "x"}}, "is 7.5; give a whole number"),
         ({"tp_overlap": None}, "tp_overlap is missing"),
         ({"attention": 3}, "attention is no list of tables; run `wlb profile`"),
         ({"attention": [{"kernel": "sdpa"}]}, "attention profile: machine is missing"),

@@ -70,3 +70,10 @@ def test_bench_packing_says_what_is_wrong_in_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: max_tokens (S_max) 65536 is below the window")
+
+
+def test_bench_packing_refuses_an_n_that_no_set_up_has():
+    command = [sys.executable, str(SCRIPT), "balance", "--num-micro-batches", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no set-up has such a packing and N; give N of [4, 16, 64]" in done.stderr

@@ -66,6 +66,8 @@ def test_script_writes_page_and_pictures(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "paper.md").read_text()
     assert "Every speed-up and imbalance here is simulated" in " ".join(page.split())
+    command = "--steps 6 --seeds 1 2 --only table-2 figure-15 --no-solver`"
+    assert f"Made by `scripts/reproduce_paper.py {command} in" in " ".join(page.split())
     sections = json.loads((tmp_path / "paper.json").read_text())["sections"]
     assert [section["key"] for section in sections] == ["table-2", "figure-15"]
     for section in sections:
@@ -91,3 +93,15 @@ def test_script_refuses_no_steps(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --steps is 0; give at least 1\n"
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("key", ["figure-6", "figure-12", "figure-13", "figure-14", "figure-15"])
+def test_script_takes_the_machine_that_is_given(key: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c",
+         "import sys; sys.path.insert(0, 'scripts'); import reproduce_paper as script\n"
+         "from megatron_wlb.simulator.paper import Effort\n"
+         f"script._make({key!r}, Effort(1, (1,), hardware='no-such-machine'), False)"],
+        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
+    )  # fmt: skip
+    assert "unknown hardware no-such-machine" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ import yaml
 from megatron_wlb.command_line import parse
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.recipe import read_recipe
 from megatron_wlb.runtime import planning
 from megatron_wlb.simulator import recipe
 from megatron_wlb.simulator.compare import Variant
@@ -84,9 +86,25 @@ def test_recipe_file_has_the_same_flags_as_the_command() -> None:
     assert text.startswith("# two lines\n# of remarks: yes\n")
     content = yaml.safe_load(text)
     flags = {flag: value for part in parts.values() for flag, value in part.items()}
-    assert content["MODEL_ARGS"] == flags
+    assert content["MODEL_ARGS"] == flags | {"--wlb-queue-thresholds": ["1365 2730"]}
     assert content["ENV_VARS"]["NUM_NODES"] == 4 and content["ENV_VARS"]["GPUS_PER_NODE"] == 8
     command = recipe.command(flags, 32, 8)
     assert command.startswith("torchrun --nproc-per-node 8 --nnodes 4 ")
     assert "--wlb-queue-thresholds 1365 2730" in command
     assert "--nnodes" not in recipe.command(flags, 4, 8)
+
+
+def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
+    shape = load_model("7b")
+    layout = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
+    scenario = Scenario(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
+    variant = Variant.parse("wlb:3", 4096, 6144)
+    parts = {"Balance": recipe.balance_flags(scenario, variant, "hybrid", "my machine.yaml")}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.recipe(parts, 32, 8, ""))
+    command = shlex.split(recipe.command(parts["Balance"], 32, 8))
+    words = command[command.index("megatron_wlb.pretrain_gpt") + 1 :]
+    assert list(read_recipe(path, {}).arguments) == words
+    wlb = parse(words).wlb
+    assert wlb.wlb_queue_thresholds == (1024, 2048, 3072)
+    assert wlb.wlb_hardware == "my machine.yaml"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_wlb.cost import ModelShape, load_hardware
@@ -152,3 +153,19 @@ def test_progress_comes_to_the_end_of_each_pass() -> None:
     find(space(), num_refined=2, steps=1, progress=lambda what, n, of: said.update({what: (n, of)}))
     assert list(said) == ["memory", "coarse", "refined", "tuned"]
     assert all(done == total for done, total in said.values())
+
+
+def test_coarse_pass_is_of_whole_windows_however_few_or_long_the_documents() -> None:
+    few = np.array([900, 3000, 5000, 12000])
+    long = np.array([3 * WINDOW, 5 * WINDOW])
+
+    def mfu(lengths: np.ndarray) -> list[float]:
+        found = search(
+            space(), LengthSource("stored", lengths), num_refined=1, num_tuned=0, steps=1
+        )
+        by_layout = {repr(c.scenario.parallelism): c.mfu for c in found.candidates}
+        return [by_layout[layout] for layout in sorted(by_layout)]
+
+    assert mfu(few) == pytest.approx(mfu(np.tile(few, 300)), rel=0.05)
+    # Long documents are cut into windows.
+    assert mfu(long) == pytest.approx(mfu(np.full(80, WINDOW)), rel=1e-9)

@@ -264,6 +264,14 @@ def test_analytic_costs_count_layers_ends_transfers_and_reduction():
     untied = dataclasses.replace(SHAPE, tied_embeddings=False)
     model = dataclasses.replace(model, shape=untied)
     assert analytic_costs(model, MemoryModel(untied, layout)).embedding_us == 0
+    wide = dataclasses.replace(untied, hidden_size=4096, ffn_hidden_size=16384)
+    layout = Parallelism(pp_size=2, vpp_size=2, dp_size=64)
+    memory = MemoryModel(wide, layout)
+    buckets = analytic_costs(
+        dataclasses.replace(model, shape=wide, parallelism=layout), memory
+    ).reduce_buckets
+    # Megatron divides the first stage only: of a million parameters for each of 64 ranks.
+    assert buckets == (-(-memory.stage_parameters(0) // 64_000_000), 1, 1, 1) and buckets[0] > 2
     alone, _ = analytic(Parallelism())
     assert alone.reduce_us == (0.0,) and alone.p2p_us([9000]) == 0.0
     assert alone.update_us[0] > 0
