@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from trainer_runs import TINY, Flags, assert_refused, losses, start
 
 from megatron_wlb.errors import CheckpointError
@@ -113,11 +114,18 @@ def test_bad_tracker_is_one_line(name: str, copied: tuple[Path, Flags], tmp_path
     assert_refused(finished, CheckpointError.exit_code, str(tracker.name), *fragments)
 
 
-def flip(path: Path) -> None:
-    """One bit, of a weight if there are weights: in these files, in the middle."""
+def flip(path: Path, at: int | None = None) -> None:
+    """One bit, in the middle if not told where."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x40
+    content[len(content) // 2 if at is None else at] ^= 0x40
     path.write_bytes(content)
+
+
+def flip_weight(folder: Path) -> None:
+    """The highest bit of a mantissa in the middle of the word embeddings."""
+    places = FileSystemReader(folder).read_metadata().storage_data
+    place = next(v for k, v in places.items() if k.fqn.endswith("word_embeddings.weight"))
+    flip(folder / place.relative_path, place.offset + place.length // 8 * 4 + 2)
 
 
 REMEDY = "write 2 into ck/latest_checkpointed_iteration.txt"
@@ -195,7 +203,7 @@ def test_flipped_weight_trains_on_without_checksums(
     plain = start(tmp_path, 2, flags | {"wlb_metrics": "plain"}).wait()
     assert plain.output.count("verified ck/iter_0000002: 7 files") == 1, plain.output
     flags |= {"wlb_no_checksums": True, "save": "ck", "wlb_metrics": "flipped"}
-    flip(folder / "iter_0000002" / "__0_0.distcp")
+    flip_weight(folder / "iter_0000002")
     finished = start(tmp_path, 2, flags).wait()
     assert finished.code == 0, finished.output
     assert finished.output.count("are not verified: --wlb-no-checksums") == 1
