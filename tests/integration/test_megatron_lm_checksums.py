@@ -66,15 +66,18 @@ def test_every_file_is_verified_and_a_flipped_bit_is_one_line(
     folder, flags, kinds = saved
     newest = folder / "ck" / "iter_0000004"
     assert listed_in(newest) == files_of(newest) >= set(kinds)
-    for kind in [*kinds, checksums.NAME]:
+    for kind in kinds:
         shutil.copytree(folder / "ck", tmp_path / "ck")
         path = tmp_path / "ck" / "iter_0000004" / kind
         before = f"{zlib.crc32(path.read_bytes()):08x}"
         flip(path)
         finished = launch(tmp_path, 2, flags).wait()
-        fragments = [f"ck/iter_0000004 is damaged: {path.name} has crc32", "expected", REMEDY]
-        if kind != checksums.NAME:
-            fragments += [f"crc32 {zlib.crc32(path.read_bytes()):08x} of", f"crc32 {before} of"]
+        fragments = [
+            f"ck/iter_0000004 is damaged: {path.name} has crc32 "
+            f"{zlib.crc32(path.read_bytes()):08x} of",
+            f"expected crc32 {before} of",
+            REMEDY,
+        ]
         assert_refused(finished, CheckpointError.exit_code, *fragments)
         (tmp_path / "ck" / TRACKER).write_text("2")  # what the line says
         if kind == kinds[0]:

@@ -77,11 +77,15 @@ def saved(gloo: GlooPool, tmp_path: Path) -> Path:
     return folder
 
 
-def flip(path: Path) -> None:
-    """One bit of the last byte."""
+def flip(path: Path, at: int = -1) -> None:
+    """One bit of a byte."""
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[at] ^= 1
     path.write_bytes(content)
+
+
+def flip_first(path: Path) -> None:
+    flip(path, 0)
 
 
 def cut(path: Path) -> None:
@@ -109,12 +113,19 @@ def test_unchanged_checkpoint_passes_and_each_file_is_read_once(
     assert f"verified {saved}: {len(FILES)} files" in line
 
 
-DAMAGES: list[Callable[[Path], None]] = [flip, cut, lengthen, Path.unlink, swap_with_folder]
+DAMAGES: list[Callable[[Path], None]] = [
+    flip,
+    flip_first,
+    cut,
+    lengthen,
+    Path.unlink,
+    swap_with_folder,
+]
 CASES = [
     pytest.param(name, damage, id=f"{name}-{damage.__name__}")
     for name, num_bytes in FILES.items()
     for damage in DAMAGES
-    if num_bytes or damage not in (flip, cut)
+    if num_bytes or damage not in (flip, flip_first, cut)
 ]
 
 
@@ -133,7 +144,7 @@ def test_damaged_file_is_named_on_every_rank(
         "there is no checkpoint before",
     ):
         assert fragment in message
-    if damage is flip:
+    if damage in (flip, flip_first):
         assert f"has crc32 {checksums._read(path).crc32} of {num_bytes} bytes" in message
     else:
         assert any(words in message for words in ("is missing", " bytes, ", "cannot be read"))
