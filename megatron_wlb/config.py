@@ -254,7 +254,7 @@ class WlbConfig:
         False, "go beyond the longest length of measured tables; otherwise that is an error"
     )
     wlb_attention_kernel: Literal[
-        "auto", "torch", "flash-attn-2", "flash-attn-3", "transformer-engine", "sdpa"
+        "auto", "torch", "flash-attn-2", "flash-attn-3", "transformer-engine", "torch-cpu", "sdpa"
     ] = setting(
         "auto",
         "attention kernel; auto is the fastest that can run here, and the log says which and why",

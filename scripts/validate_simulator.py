@@ -2,19 +2,21 @@
 """Holds simulated steps against real ones: trains small GPTs on this machine's CPU, then compares.
 
     scripts/validate_simulator.py                      # every layout, some minutes each
-    scripts/validate_simulator.py --layouts pp2 --rounds 12 --json > figures.json
+    scripts/validate_simulator.py --layouts pp2 --repeats 1 --json > figures.json
     scripts/validate_simulator.py --keep runs/validation --reuse   # judge again what was recorded
 
 Each layout trains every packing on the interpreter's own standard library, one step of each in
-turns, with each pipeline rank pinned to a core. Costs are calibrated on the first third of the
-steps; the others are simulated from their lengths alone and compared: step time, single operations,
-tokens a second and the ranking of the packings by it. Further rounds count the bytes of all tensors
-and hold the predicted peak of activations against them. Where a machine has fewer cores than
-pipeline ranks, operations are calibrated by CPU time and the simulation shares the cores too. Wants
-a quiet machine: what others do on it meanwhile cannot be foreseen.
+turns, with each pipeline rank pinned to a core; all steps are run several times over, and the
+middle time of each counts. Costs are calibrated on the first third of the steps; the others are
+simulated from their lengths alone and compared: step time, single operations, work and tokens a
+second, and which of two packings does more work a second; closer ones than two standard errors of
+the measurement are a tie. Further rounds count the bytes of all
+tensors and hold the predicted peak of activations against them. Where a machine has fewer cores
+than pipeline ranks, operations are calibrated by CPU time and the simulation shares the cores too.
+Wants a quiet machine: what others do on it meanwhile cannot be foreseen.
 
-``--json`` prints ``step_time_mape``, ``memory_mape``, ``ranking_agrees`` and ``rows``, one for each
-packing and layout, to stdout.
+``--json`` prints ``step_time_mape``, ``memory_mape``, ``ranking_agrees`` (none is contradicted) and
+``rows``, one for each packing and layout, to stdout.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ LAYOUTS = {
 
 
 def flags_of(layout: Layout, prefix: str, options: argparse.Namespace) -> list[str]:
-    rounds = options.rounds + options.memory_rounds
+    rounds = options.rounds * options.repeats + options.memory_rounds
     return [
         *("--data-path", prefix, "--split", "1", "--seq-length", str(options.seq_length)),
         *("--global-batch-size", str(options.micro_batches), "--seed", str(options.seed)),
@@ -110,10 +112,13 @@ def record(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(layout.num_processes), "-m", "megatron_wlb.testing.recorder"),
         *("--packings", ",".join(options.packings), "--rounds", str(options.rounds)),
+        *("--repeats", str(options.repeats)),
         *("--memory-rounds", str(options.memory_rounds), "--recording", str(path)),
         *flags_of(layout, prefix, options),
     ]
-    task = progress.add_task(layout.what, total=options.rounds + options.memory_rounds)
+    task = progress.add_task(
+        layout.what, total=options.rounds * options.repeats + options.memory_rounds
+    )
     log, error = path.with_suffix(".log"), ""
     with (
         log.open("w") as file,
@@ -146,6 +151,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Records what is to be recorded; returns the summary."""
     if options.rounds < FEWEST_ROUNDS:
         raise ConfigError(f"--rounds is {options.rounds}; use at least {FEWEST_ROUNDS}")
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats is {options.repeats}; use at least 1")
     if options.reuse and options.keep is None:
         raise ConfigError("--reuse needs the folder of the recordings; give --keep FOLDER")
     with folder_of(options) as folder:
@@ -184,7 +191,7 @@ def folder_of(options: argparse.Namespace) -> Iterator[Path]:
 def show(summary: dict[str, Any]) -> None:
     table = Table(
         "layout", "packing", "steps", "step time, MAPE", "bias", "replay", "operations",
-        "memory, MAPE", "tokens/s simulated", "measured",
+        "memory, MAPE", "work/s simulated", "measured", "tokens/s simulated", "measured",
     )  # fmt: skip
     table.title = "simulated against measured: calibrated on the first third, judged on the rest"
     for row in summary["rows"]:
@@ -198,21 +205,31 @@ def show(summary: dict[str, Any]) -> None:
             f"{row['replay_error']:.1%}",
             f"{row['operation_mape']:.1%}",
             "" if memory is None else f"{memory:.1%}",
+            f"{row['simulated_work_per_s']:.3f}",
+            f"{row['measured_work_per_s']:.3f}",
             f"{row['simulated_tokens_per_s']:,.0f}",
             f"{row['measured_tokens_per_s']:,.0f}",
         )
     table.caption = (
         "bias: simulated longer than measured. replay: the schedule with each step's own measured "
-        "times. operations: single forwards and backwards by the fitted cost"
+        "times. operations: single forwards and backwards by the fitted cost. work/s: seconds of "
+        "computation, by the fitted cost and over all ranks, that are done in a second"
     )
     console.print(table)
     for name, layout in summary["layouts"].items():
-        agrees = "as measured" if layout["ranking_agrees"] else "[red]but measured "
-        measured = "" if layout["ranking_agrees"] else " > ".join(layout["ranking_measured"])
         console.print(
-            f"{name}: fastest by simulation {' > '.join(layout['ranking_simulated'])}, "
-            f"{agrees}{measured}; clock: {layout['clock']}"
+            f"{name}: clock: {layout['clock']}; repeats of a step are {layout['repeat_error']:.1%} "
+            "off its middle one. Work a second:"
         )
+        for pair in layout["pairs"]:
+            first, second = pair["packings"]
+            measured, error = pair["measured_ratio"], pair["error"]
+            apart = abs(measured - 1) > 2 * error
+            verdict = "a tie" if not apart else "agrees" if measured > 1 else "[red]contradicted[/]"
+            console.print(
+                f"  {first} over {second}: simulated {pair['simulated_ratio']:.3f}, "
+                f"measured {measured:.3f} ± {error:.3f}: {verdict}"
+            )
     verdicts = [("step time", summary["step_time_mape"], WANTED_STEP_MAPE)]
     if summary["memory_mape"] is not None:
         verdicts.append(("memory", summary["memory_mape"], WANTED_MEMORY_MAPE))
@@ -234,7 +251,10 @@ def main() -> int:
         choices=[*PACKINGS, "fixed-greedy", f"hold{SHAPED}", f"wlb{SHAPED}"], metavar="NAME",
         help=f"default: {' '.join(PACKINGS)}; with {SHAPED}: with --wlb-shape on",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=36, help="timed steps of each (default: 36)")
+    parser.add_argument("--rounds", type=int, default=18, help="timed steps of each (default: 18)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="times that these are run (default: 3)"
+    )
     parser.add_argument(
         "--memory-rounds", type=int, default=3, help="more, that count bytes (default: 3)"
     )

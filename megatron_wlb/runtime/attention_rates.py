@@ -22,6 +22,7 @@ import torch
 from megatron_wlb.cost.attention import AttentionProfile, Floats, Ints
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.runtime.heap import keep_freed_memory
 from megatron_wlb.runtime.kernels import CANDIDATES, Demand, Segments, VarlenKernel, choose_kernel
 from megatron_wlb.sharding import Sharding, shard_arrays
 
@@ -98,6 +99,8 @@ class AttentionTimer:
     def __init__(
         self, kernel: VarlenKernel, demand: Demand, query_tokens: int, key_tokens: int, seed: int
     ) -> None:
+        if demand.device.type == "cpu":
+            keep_freed_memory()
         generator = torch.Generator(demand.device).manual_seed(seed)
 
         def draw(num_tokens: int, num_heads: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.cpu_adam import install_adam
+from megatron_wlb.runtime.heap import keep_freed_memory
 from megatron_wlb.runtime.patching import PatchSet
 
 _patches = PatchSet()
@@ -150,6 +151,7 @@ def install() -> None:
         )
     # Megatron compiles small functions at import; there is no gain in it here and minutes to lose.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    keep_freed_memory()
     for name, value in _TORCH_CUDA.items():
         _patches.replace(torch.cuda, name, value)
     _patches.replace(

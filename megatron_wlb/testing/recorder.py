@@ -2,7 +2,9 @@
 
 Run under torchrun, by ``scripts/validate_simulator.py``. Every packing has a model of its own from
 the same weights; in each round every packing runs one step, so that a noisy machine slows all of
-them alike. Rank 0 writes what all ranks measured.
+them alike. All rounds are run several times over, each time with the same plans: how long a step
+takes on a noisy machine is known only from repeats that lie far apart. Rank 0 writes what all ranks
+measured.
 """
 
 from __future__ import annotations
@@ -23,11 +25,9 @@ from megatron_wlb.config import parse
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.rank_main import check_writable, rank_main
-from megatron_wlb.sharding.shard import shard_arrays
 
 if TYPE_CHECKING:
     from megatron_wlb.plan import StepPlan
-    from megatron_wlb.runtime.trainer import Trainer
 
 PROGRESS = "round "
 """What each line of progress on stdout starts with; a number, ``/`` and the total follow."""
@@ -53,8 +53,8 @@ class RecordedStep:
     """Per process: ``F`` or ``B``, start, stop, and CPU time of the thread that computes."""
     activation_bytes: list[int] | None = None
     """Per process, the most that forward and backward added; such a step is no measure of time."""
-    mask_bytes: list[list[int]] | None = None
-    """Of these: per process and micro-batch, what masks of a layer's attention take."""
+    repeat: int = 0
+    """How many times this plan was run before."""
 
 
 def core_of(rank: int, world_size: int, pp_size: int, num_cores: int) -> int:
@@ -66,9 +66,14 @@ def core_of(rank: int, world_size: int, pp_size: int, num_cores: int) -> int:
 
 
 def record(
-    flags: Sequence[str], packings: Sequence[str], num_rounds: int, num_memory: int, path: Path
+    flags: Sequence[str],
+    packings: Sequence[str],
+    num_rounds: int,
+    num_repeats: int,
+    num_memory: int,
+    path: Path,
 ) -> None:
-    """Trains in turns and has rank 0 write the recording to ``path``.
+    """Trains in turns, ``num_repeats`` times over, and has rank 0 write the recording to ``path``.
 
     ``num_memory`` further rounds at the end count bytes instead of time.
 
@@ -115,18 +120,24 @@ def record(
         return values
 
     steps: list[RecordedStep] = []
-    for number in range(num_rounds + num_memory):
+    plans: dict[tuple[str, int], StepPlan] = {}
+    timed = [(number, repeat) for repeat in range(num_repeats) for number in range(num_rounds)]
+    counted = [(num_rounds + number, 0) for number in range(num_memory)]
+    for done, (number, repeat) in enumerate([*timed, *counted]):
         for turn in range(len(packings)):
-            name = packings[(number + turn) % len(packings)]
+            name = packings[(done + turn) % len(packings)]
             trainer = trainers[name]
-            # Planned before: a run finds its plan ready.
-            plan = trainer.planner.next_plan()
-            if plan is None:
-                raise ConfigError(
-                    f"the corpus ends after {number} rounds, {num_rounds + num_memory} were asked "
-                    "for; use fewer rounds or a longer corpus"
-                )
-            used = masks = None
+            if repeat:
+                plan = plans[name, number]
+            else:  # Planned before the clock starts: a run finds its plan ready.
+                new = trainer.planner.next_plan()
+                if new is None:
+                    raise ConfigError(
+                        f"the corpus ends after {number} rounds, {num_rounds + num_memory} were "
+                        "asked for; use fewer rounds or a longer corpus"
+                    )
+                plan = plans[name, number] = new
+            used = None
             gc.collect()  # Not in the midst of a step.
             torch.distributed.barrier()
             timers.take()
@@ -148,7 +159,6 @@ def record(
                     trainer.runner.run(plan)
                     used_here = live.peak - held
                 used = gathered(used_here)
-                masks = gathered(_mask_bytes(trainer, plan))
             torch.distributed.barrier()
             stop = time.monotonic()
             intervals = gathered(
@@ -168,11 +178,11 @@ def record(
                     lengths,
                     intervals,
                     used,
-                    masks,
+                    repeat,
                 )
             )
         if rank == 0:
-            sys.stdout.write(f"{PROGRESS}{number + 1}/{num_rounds + num_memory}\n")
+            sys.stdout.write(f"{PROGRESS}{done + 1}/{len(timed) + num_memory}\n")
             sys.stdout.flush()
     if rank == 0:
         content = {
@@ -186,21 +196,6 @@ def record(
     distributed.shutdown()
 
 
-def _mask_bytes(trainer: Trainer, plan: StepPlan) -> list[int]:
-    """Of this rank's micro-batches, a layer's."""
-    from megatron_wlb.runtime.kernels.sdpa import mask_bytes
-
-    groups, config = trainer.model.groups, trainer.config
-    element_bytes = 2 if config.training.bf16 else 4
-    result = []
-    for m in plan.micro_batches[groups.dp.rank()]:
-        rows = shard_arrays(m.lengths, groups.cp.size(), m.sharding)[groups.cp.rank()]
-        keys = rows[:, 2].tolist()
-        queries = (rows[:, 2] - rows[:, 1]).tolist()
-        result.append(mask_bytes(queries, keys, element_bytes))
-    return result
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a recording; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -208,11 +203,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--packings", required=True, help="comma-separated")
     parser.add_argument("--rounds", type=int, required=True, help="steps of each packing")
+    parser.add_argument("--repeats", type=int, required=True, help="times that these are run")
     parser.add_argument("--memory-rounds", type=int, required=True, help="that count bytes")
     parser.add_argument("--recording", type=Path, required=True, help="JSON file to write")
     own, rest = parser.parse_known_args(argv)
+    packings = own.packings.split(",")
     return rank_main(
-        lambda: record(rest, own.packings.split(","), own.rounds, own.memory_rounds, own.recording)
+        lambda: record(rest, packings, own.rounds, own.repeats, own.memory_rounds, own.recording)
     )
 
 

@@ -1,10 +1,10 @@
 """How well simulated steps meet recorded ones: calibrated on the first third, judged on the rest.
 
-From the recording's first third come: each stage's cost of a micro-batch (a fit of its forwards and
-backwards to documents, tokens and tokens²), what a rank does between two actions, how long a
-tensor takes to the next stage, what a step takes besides its pipeline, and how much longer than its
-replay the pipeline takes on this machine. With these, and the plan's lengths alone, the other steps
-are simulated.
+Of a step's repeats the one that took the middle time counts. From the recording's first third come:
+each stage's cost of a micro-batch (a fit of its forwards and backwards to documents, tokens and
+tokens²), what a rank does between two actions, how long a tensor takes to the next stage, what a
+step takes besides its pipeline, and how much longer than its simulation the pipeline takes on this
+machine. With these, and the plan's lengths alone, the other steps are simulated.
 
 Where every pipeline rank has a core of its own, times are those of the wall clock. Where they share
 cores, as four do on two, an operation's duration says little: it depends on what its neighbour does
@@ -17,8 +17,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ class Recording:
     world_size: int
     num_cores: int
     timed: list[RecordedStep]
+    """Of each step's repeats the one that took the middle time."""
+    repeat_error: float
+    """Mean of ``|time ÷ middle time - 1|`` over the other repeats: what the machine does to equal
+    steps, and no simulation can foresee. 0 if there are none."""
     counted: list[RecordedStep]
     """Steps of which bytes were counted."""
 
@@ -57,12 +62,14 @@ class Recording:
         try:
             content = json.loads(path.read_text())
             steps = [RecordedStep(**step) for step in content["steps"]]
+            timed, repeat_error = _middle(s for s in steps if s.activation_bytes is None)
             result = cls(
                 from_flat(content["config"]),
                 content["vocab_size"],
                 content["world_size"],
                 content["num_cores"],
-                [step for step in steps if step.activation_bytes is None],
+                timed,
+                repeat_error,
                 [step for step in steps if step.activation_bytes is not None],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -150,8 +157,8 @@ class Calibration:
     besides_us: float
     """Of a step, before its first and after its last action."""
     slowdown: float
-    """By how much a pipeline took longer than the replay of its own measured operations: what the
-    machine does besides. 1 on one that nobody else uses."""
+    """By how much pipelines took longer than simulated: what the machine does besides, and what the
+    fit of single operations, whose errors are relative, takes off their sum."""
 
 
 def calibrate(recording: Recording) -> Calibration:
@@ -191,16 +198,32 @@ def calibrate(recording: Recording) -> Calibration:
     between_us = float(np.percentile(between, 25)) if between else 0.0
     waited_us = float(np.median(waited)) if waited else 0.0
     p2p_us = max(waited_us - between_us, 0.0)
-    spans = [last - first for first, last in map(_span, steps)]
-    replayed = [_own_replay_us(recording, step, between_us, p2p_us) for step in steps]
-    return Calibration(
+    calibration = Calibration(
         StageCosts(tuple(fits)),
         float(np.mean([fit.mean_error for fit in fits])),
         between_us,
         p2p_us,
         float(np.median(besides)),
-        float(np.median(np.array(spans) / np.array(replayed))),
+        slowdown=1.0,
     )
+    spans = np.array([last - first for first, last in map(_span, steps)])
+    simulated = np.array([_pipeline_us(recording, calibration, step) for step in steps])
+    return replace(calibration, slowdown=float(np.median(spans / simulated)))
+
+
+def _middle(steps: Iterable[RecordedStep]) -> tuple[list[RecordedStep], float]:
+    """The middle of each step's repeats, and how far the others are off in the mean."""
+    repeats: dict[tuple[int, str], list[RecordedStep]] = {}
+    for step in steps:
+        repeats.setdefault((step.round, step.packing), []).append(step)
+    middles, errors = [], []
+    for own in repeats.values():
+        own.sort(key=lambda step: step.stop_us - step.start_us)
+        middle = own.pop((len(own) - 1) // 2)
+        us = middle.stop_us - middle.start_us
+        errors += [abs((other.stop_us - other.start_us) / us - 1) for other in own]
+        middles.append(middle)
+    return middles, float(np.mean(errors)) if errors else 0.0
 
 
 def _span(step: RecordedStep) -> tuple[float, float]:
@@ -223,7 +246,11 @@ def _own_replay_us(
 
 def simulate(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
     """µs of a whole step, from its lengths alone."""
-    pipeline_us = max(
+    return calibration.besides_us + _pipeline_us(recording, calibration, step)
+
+
+def _pipeline_us(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
+    return calibration.slowdown * max(
         _replayed_us(
             recording,
             calibration.stages.times_us(lengths) + calibration.between_us,
@@ -231,7 +258,6 @@ def simulate(recording: Recording, calibration: Calibration, step: RecordedStep)
         )
         for lengths in step.lengths
     )
-    return calibration.besides_us + calibration.slowdown * pipeline_us
 
 
 def _replayed_us(recording: Recording, times_us: Floats, p2p_us: float) -> float:
@@ -262,6 +288,14 @@ class Row:
     """Of the peak of activations, over processes and steps; None if bytes were not counted."""
     simulated_tokens_per_s: float
     measured_tokens_per_s: float
+    simulated_work_per_s: float
+    """Predicted seconds of computation, over all ranks, that are done in a second: how many ranks
+    compute in the mean. Tokens do not compare packings, because a token is less work where
+    documents are cut."""
+    measured_work_per_s: float
+    """The same work by the measured time."""
+    measured_work_error: float
+    """Standard error of that over the steps, relative."""
 
 
 def judge(layout: str, recording: Recording, calibration: Calibration) -> list[Row]:
@@ -281,6 +315,13 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
             replayed = _own_replay_us(recording, step, calibration.between_us, calibration.p2p_us)
             replays.append(abs(replayed / (last - first) - 1))
         tokens = sum(step.num_tokens for step in steps)
+        work_us = np.array(
+            [
+                sum(calibration.stages.times_us(lengths).sum() for lengths in step.lengths)
+                for step in steps
+            ]
+        )
+        off = work_us / work_us.sum() - measured / measured.sum()
         memory = [
             abs(predicted / found - 1)
             for step in recording.counted
@@ -299,39 +340,62 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
                 float(np.mean(memory)) if memory else None,
                 tokens / float(simulated.sum()) * 1e6,
                 tokens / float(measured.sum()) * 1e6,
+                float(work_us.sum() / simulated.sum()),
+                float(work_us.sum() / measured.sum()),
+                float(np.sqrt(np.square(off).sum() * len(off) / (len(off) - 1))),
             )
         )
     return rows
 
 
 def _memory(recording: Recording, step: RecordedStep) -> Iterable[tuple[float, int]]:
-    """Predicted and measured peaks of activations of each process.
-
-    What the CPU's attention keeps as masks under CP is counted besides: no model of a GPU has it.
-    """
+    """Predicted and measured peaks of activations of each process."""
     config = recording.config
     model = memory_model(config, padded_vocab_size(config, recording.vocab_size), recording.dp_size)
     assert step.activation_bytes is not None
-    cp_size, pp_size = config.parallel.context_parallel_size, recording.graph.pp_size
-    layers = model.parallelism.layers_of_stages(model.shape)
+    cp_size = config.parallel.context_parallel_size
     for pp_rank, actions in enumerate(recording.graph.order):
         for dp_rank, lengths in enumerate(step.lengths):
             uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
+            peak = max(used.peak for used in uses)
             first = recording.process(pp_rank, dp_rank)
             for process in range(first, first + cp_size):
-                masks = step.mask_bytes[process] if step.mask_bytes else [0] * len(lengths)
-                held = peak = 0.0
-                for action, used in zip(actions, uses, strict=True):
-                    own = masks[action.micro_batch] * layers[action.chunk * pp_size + pp_rank]
-                    held += own if action.kind == "F" else 0.0
-                    peak = max(peak, used.peak + held)
-                    held -= own if action.kind == "B" else 0.0
                 yield peak, step.activation_bytes[process]
 
 
-def ranking(rows: Sequence[Row], name: str) -> list[str]:
-    """Packings from the fastest on, by ``simulated_tokens_per_s`` or ``measured_tokens_per_s``."""
-    return [row.packing for row in sorted(rows, key=lambda row: -getattr(row, name))]
+@dataclass(frozen=True)
+class Pair:
+    """Two packings, the one that does more work a second by simulation first."""
+
+    packings: tuple[str, str]
+    simulated_ratio: float
+    """Of the first's work a second to the second's; 1 or more."""
+    measured_ratio: float
+    error: float
+    """Standard error of the measured ratio."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the measurement tells which of the two is faster: by two standard errors."""
+        return abs(self.measured_ratio - 1) > 2 * self.error
+
+    @property
+    def is_contradicted(self) -> bool:
+        return self.is_apart and self.measured_ratio < 1
+
+
+def pairs(rows: Sequence[Row]) -> list[Pair]:
+    """Every two packings of a layout."""
+    ranked = sorted(rows, key=lambda row: -row.simulated_work_per_s)
+    return [
+        Pair(
+            (a.packing, b.packing),
+            a.simulated_work_per_s / b.simulated_work_per_s,
+            a.measured_work_per_s / b.measured_work_per_s,
+            math.hypot(a.measured_work_error, b.measured_work_error),
+        )
+        for a, b in combinations(ranked, 2)
+    ]
 
 
 def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
@@ -342,9 +406,7 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
         calibration = calibrate(recording)
         own = judge(layout, recording, calibration)
         rows += map(asdict, own)
-        simulated, measured = (
-            ranking(own, f"{what}_tokens_per_s") for what in ("simulated", "measured")
-        )
+        compared = pairs(own)
         p = parallelism(recording.config)
         layouts[layout] = {
             "pp": p.pp_size,
@@ -357,9 +419,10 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
             "p2p_us": calibration.p2p_us,
             "besides_us": calibration.besides_us,
             "slowdown": calibration.slowdown,
-            "ranking_simulated": simulated,
-            "ranking_measured": measured,
-            "ranking_agrees": simulated == measured,
+            "repeat_error": recording.repeat_error,
+            "pairs": [{**asdict(pair), "packings": list(pair.packings)} for pair in compared],
+            "pairs_apart": sum(pair.is_apart for pair in compared),
+            "ranking_agrees": not any(pair.is_contradicted for pair in compared),
         }
     num_steps = sum(row["num_steps"] for row in rows)
     memory = [row["memory_mape"] for row in rows if row["memory_mape"] is not None]

@@ -42,7 +42,7 @@ def test_this_installation_is_healthy(capsys: pytest.CaptureFixture[str]) -> Non
     assert shown["ok"]
     found = {finding["subject"]: finding for finding in shown["findings"]}
     assert found["megatron-core"]["found"] == "0.16.1"
-    assert found["sdpa"]["level"] == "ok"
+    assert found["torch-cpu"]["level"] == found["sdpa"]["level"] == "ok"
     assert found["patches/"]["found"].startswith(("stock", "patched"))
     number = len(targets.CORE)
     assert found["hooked names"]["found"].startswith(f"{number} of {number} names")

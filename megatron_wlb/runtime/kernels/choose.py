@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.kernels import flash, sdpa, torch_varlen, transformer_engine
+from megatron_wlb.runtime.kernels import flash, sdpa, torch_cpu, torch_varlen, transformer_engine
 from megatron_wlb.runtime.kernels.base import Demand, Segments, VarlenKernel
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ CANDIDATES: dict[str, Candidate] = {
     "torch": Candidate(torch_varlen.obstacle, torch_varlen.build),
     "flash-attn-2": Candidate(flash.obstacle_2, flash.build_2),
     "transformer-engine": Candidate(transformer_engine.obstacle, transformer_engine.build),
+    "torch-cpu": Candidate(torch_cpu.obstacle, torch_cpu.build),
     "sdpa": Candidate(sdpa.obstacle, sdpa.build, is_reference=True),
 }
 """Fastest first; what ``auto`` takes first that can run."""

@@ -6,9 +6,7 @@ dozen tokens notice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -56,19 +54,6 @@ def sdpa_varlen(
             mask = torch.ones(len(block), stop, dtype=torch.bool, device=q.device).tril(start)
             outputs.append(attend(block, k[:stop], v[:stop], mask=mask))
     return torch.cat(outputs)
-
-
-def mask_bytes(lengths_q: Sequence[int], lengths_k: Sequence[int], element_bytes: int) -> int:
-    """What the masks of a call take from its forward to its backward: numbers of the query's type.
-
-    No packed kernel keeps any; :class:`~megatron_wlb.cost.memory.MemoryModel` leaves them out.
-    """
-    num = 0
-    for q, k in zip(lengths_q, lengths_k, strict=True):
-        if k > q:
-            stops = [min(start + BLOCK_TOKENS, q) for start in range(0, q, BLOCK_TOKENS)]
-            num += sum((b - a) * (k - q + b) for a, b in pairwise([0, *stops]))
-    return num * element_bytes
 
 
 def _attend(

@@ -40,8 +40,8 @@ def test_profile_writes_a_hardware_file_that_planning_reads(tmp_path, capsys, qu
     said = json.loads(capsys.readouterr().out)
     hardware = load_hardware(str(out))
     assert [(p.num_heads, p.num_groups, p.kernel) for p in hardware.attention] == [
-        (2, 1, "sdpa"),
-        (2, 2, "sdpa"),
+        (2, 1, "torch-cpu"),
+        (2, 2, "torch-cpu"),
     ]
     assert hardware.peak_tflops == said["peak_tflops"]["value"] == 0.2
     assert hardware.linear_share == 0.75

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from megatron_wlb.config import parse
+from megatron_wlb.cost.profile import fit_stage
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.planning import memory_model
 from megatron_wlb.simulator.graph import graph_of
 from megatron_wlb.simulator.sharing import replay_shared
+from megatron_wlb.testing import validation
 from megatron_wlb.testing.recorder import RecordedStep, core_of
-from megatron_wlb.testing.validation import Recording, calibrate, judge, summarize
+from megatron_wlb.testing.validation import Recording, Row, calibrate, judge, pairs, summarize
 
 BETWEEN_US, P2P_US, BESIDES_US = 40.0, 300.0, 5_000.0
 COEFFICIENTS = {"F": (200.0, 30.0, 5.0, 0.01), "B": (300.0, 50.0, 9.0, 0.03)}
@@ -58,8 +60,10 @@ def step_of(packing, number, lengths, vpp_size, num_cores, slower):
     )
 
 
-def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0):
-    """``slower``: by how much the second packing's judged steps are, which nobody could foresee."""
+def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0, repeats=(1.0,)):
+    """``slower``: by how much the second packing's judged steps are, which nobody could foresee.
+    ``repeats``: by how much each run of a step is.
+    """
     vpp = f"--num-virtual-stages-per-pipeline-rank {vpp_size}" if vpp_size > 1 else ""
     config = parse(
         f"--pipeline-model-parallel-size 2 --num-layers 4 --seq-length 512 {vpp}".split()
@@ -70,7 +74,9 @@ def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0):
         for packing in ("original", "hold"):
             lengths = [random.integers(1, 500, random.integers(1, 6)).tolist() for _ in range(4)]
             factor = slower if packing == "hold" and number >= rounds // 3 else 1.0
-            steps.append(step_of(packing, number, lengths, vpp_size, num_cores, factor))
+            for repeat, more in enumerate(repeats):
+                step = step_of(packing, number, lengths, vpp_size, num_cores, factor * more)
+                steps.append(dataclasses.replace(step, repeat=repeat))
     model = memory_model(config, 256, 1)
     for packing in ("original", "hold"):
         lengths = [[300], [20, 40], [100, 7], [1, 60]]
@@ -109,6 +115,8 @@ def test_steps_of_a_machine_without_noise_are_met(tmp_path, vpp_size, num_cores)
         assert row.operation_mape < 1e-6
         assert row.memory_mape == pytest.approx(0.02, abs=1e-4)
         assert row.simulated_tokens_per_s == pytest.approx(row.measured_tokens_per_s, rel=0.03)
+        assert row.simulated_work_per_s == pytest.approx(row.measured_work_per_s, rel=0.03)
+        assert 0.2 < row.measured_work_per_s < num_cores  # of two ranks, that wait at times
     summary = summarize({"pp2": recording})
     assert summary["ranking_agrees"]
     assert summary["memory_mape"] == pytest.approx(0.02, abs=1e-4)
@@ -123,6 +131,64 @@ def test_what_changes_after_the_calibration_is_seen(tmp_path):
     assert 0.15 < hold.step_time_mape < 0.2 and hold.step_time_bias < -0.15
     assert hold.operation_mape == pytest.approx(0.2)
     assert hold.replay_error < 0.02  # the schedule is as before
+
+
+def row_of(packing, simulated, measured, error):
+    return Row("pp2", packing, 8, 0, 0, 0, 0, None, 1, 1, simulated, measured, error)
+
+
+def test_order_is_contradicted_only_beyond_the_noise():
+    rows = [
+        row_of("original", 1.5, 1.45, 0.003),
+        row_of("hold", 1.7, 1.60, 0.003),
+        row_of("wlb", 1.69, 1.61, 0.004),
+    ]
+    found = {pair.packings: pair for pair in pairs(rows)}
+    assert list(found) == [("hold", "wlb"), ("hold", "original"), ("wlb", "original")]
+    tie = found["hold", "wlb"]
+    assert tie.measured_ratio == pytest.approx(1.60 / 1.61)
+    assert tie.error == pytest.approx(0.005)
+    assert not tie.is_apart and not tie.is_contradicted
+    assert found["hold", "original"].is_apart and not found["hold", "original"].is_contradicted
+    wrong = pairs([row_of("original", 1.5, 1.7, 0.003), row_of("hold", 1.7, 1.60, 0.003)])
+    assert [pair.is_contradicted for pair in wrong] == [True]
+
+
+def test_a_packing_that_only_simulation_prefers_is_a_contradiction(tmp_path):
+    assert summarize({"pp2": recording_of(tmp_path, slower=1.0)})["ranking_agrees"]
+    layout = summarize({"pp2": recording_of(tmp_path, slower=2.0)})["layouts"]["pp2"]
+    (pair,) = layout["pairs"]
+    assert pair["measured_ratio"] < 0.7 or pair["measured_ratio"] > 1.5  # hold is the slower one
+    assert layout["pairs_apart"] == 1
+    assert layout["ranking_agrees"] == (pair["packings"][0] == "original")
+
+
+def test_the_middle_of_repeats_counts(tmp_path):
+    recording = recording_of(tmp_path, repeats=(1.4, 1.0, 0.7))
+    calm = recording_of(tmp_path)
+    assert recording.timed == [dataclasses.replace(step, repeat=1) for step in calm.timed]
+    assert 0.3 < recording.repeat_error < 0.35  # a step's rest is the same each time
+    assert calm.repeat_error == 0
+    # Of two the faster: what a machine does besides only adds.
+    pair = recording_of(tmp_path, repeats=(1.4, 1.0))
+    assert pair.timed == recording.timed
+
+
+def test_slowdown_takes_up_what_the_fit_leaves(tmp_path, monkeypatch):
+    recording = recording_of(tmp_path)
+    monkeypatch.setattr(validation, "fit_stage", lambda samples: shorter(fit_stage(samples)))
+    calibration = calibrate(recording)
+    assert calibration.slowdown == pytest.approx(1 / 0.9, rel=0.01)
+    for row in judge("pp2", recording, calibration):
+        assert row.step_time_mape < 0.01
+
+
+def shorter(fit):
+    return dataclasses.replace(
+        fit,
+        forward=tuple(0.9 * c for c in fit.forward),
+        backward=tuple(0.9 * c for c in fit.backward),
+    )
 
 
 def test_calibration_is_the_first_third_without_the_first_round(tmp_path):

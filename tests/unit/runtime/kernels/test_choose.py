@@ -12,12 +12,21 @@ import pytest
 import torch
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.kernels import CANDIDATES, Demand, Segments, check_kernel, choose_kernel
+from megatron_wlb.runtime.kernels import (
+    CANDIDATES,
+    Demand,
+    Segments,
+    check_kernel,
+    choose_kernel,
+    torch_cpu,
+)
 from megatron_wlb.runtime.kernels import choose as choose_module
 from megatron_wlb.runtime.kernels.choose import Candidate
 from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.kernels.torch_cpu import torch_cpu_varlen
 
 CPU = Demand(torch.device("cpu"), torch.float32, 4, 2, 16)
+GPU_KERNELS = [name for name in CANDIDATES if name not in ("torch-cpu", "sdpa")]
 HOPPER = Demand(torch.device("cuda"), torch.bfloat16, 8, 2, 128)
 
 
@@ -48,19 +57,34 @@ def flash(
     return sdpa_varlen(q, k, v, segments, softmax_scale), None
 
 
-def test_auto_on_the_cpu_is_sdpa_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_on_the_cpu_is_torch_s_flash_attention_and_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
-    assert choose_kernel("auto", CPU) is sdpa_varlen
+    assert choose_kernel("auto", CPU) is torch_cpu_varlen
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("attention kernel: sdpa (cpu, float32, 4 query and 2 key/value heads")
+    assert line.startswith(
+        "attention kernel: torch-cpu (cpu, float32, 4 query and 2 key/value heads"
+    )
     assert line.count("it needs a GPU, and the device is cpu") == 1
     assert "not flash-attn-3 or torch or flash-attn-2 or transformer-engine: it needs" in line
 
 
-@pytest.mark.parametrize("name", [name for name in CANDIDATES if name != "sdpa"])
+@pytest.mark.parametrize("name", GPU_KERNELS)
 def test_demanded_kernel_that_cannot_run_is_an_error(name: str) -> None:
     with pytest.raises(CompatibilityError, match=f"{name} cannot run: it needs a GPU"):
         choose_kernel(name, CPU)
+
+
+def test_torch_without_flash_attention_on_the_cpu_runs_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_cpu, "OPERATIONS", ("_no_such_operation",))
+    assert choose_kernel("auto", CPU) is sdpa_varlen
+    with pytest.raises(CompatibilityError, match="has no flash attention for the CPU"):
+        choose_kernel("torch-cpu", CPU)
+    with pytest.raises(CompatibilityError, match="it runs on the CPU, and the device is cuda"):
+        choose_kernel("torch-cpu", HOPPER)
 
 
 def test_unknown_kernel_is_an_error() -> None:
@@ -76,7 +100,7 @@ def test_unknown_kernel_is_an_error() -> None:
         ({"head_dim": 12}, "multiple of 8, not 12"),
     ],
 )
-@pytest.mark.parametrize("name", [name for name in CANDIDATES if name != "sdpa"])
+@pytest.mark.parametrize("name", GPU_KERNELS)
 def test_kernel_says_what_it_cannot_run(
     capability: list[Any], name: str, change: dict[str, Any], said: str
 ) -> None:
@@ -173,7 +197,7 @@ def test_kernel_that_computes_something_else_does_not_run(
         demand = dataclasses.replace(CPU, dtype=dtype)
         assert check_kernel(sdpa_varlen, demand) is None
         caplog.set_level(logging.INFO)
-        assert choose_kernel("auto", demand) is sdpa_varlen
+        assert choose_kernel("auto", demand) is torch_cpu_varlen
         assert said in caplog.messages[-1]
         with pytest.raises(CompatibilityError) as raised:
             choose_kernel("torch", demand)
