@@ -266,6 +266,11 @@ class WlbConfig:
     wlb_allow_untested_megatron: bool = setting(
         False, "go on with a megatron-core that is not in the table of versions, with a warning"
     )
+    wlb_no_checksums: bool = setting(
+        False,
+        "neither save checksums of a checkpoint's files nor compare them before it is loaded: "
+        "spares a second reading of huge ones, but a damaged one may train on unnoticed",
+    )
     wlb_verify_shapes: bool = setting(
         False, "debug: also exchange shapes as stock Megatron does, and compare"
     )

@@ -4,6 +4,7 @@
 state (stream position, held documents, cost model) after step 100.
 ``FOLDER/latest_checkpointed_iteration.txt`` is written last and atomically, when the rest is on
 disk, so a process or machine that dies while saving leaves the checkpoint before it in force.
+Before any of it is loaded, its files are compared with the checksums that were saved with them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_wlb.config import Config
-from megatron_wlb.errors import CheckpointError
+from megatron_wlb.errors import CheckpointError, WLBError
+from megatron_wlb.runtime import checksums
 from megatron_wlb.runtime.model import Model
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -58,6 +60,9 @@ TOLD = ("clip_grad", "hidden_dropout")
 
 FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
 """Settings of the model that may differ: its weights mean the same."""
+
+_FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
+"""Of a save."""
 
 
 def folder_of(root: str, iteration: int) -> Path:
@@ -202,19 +207,24 @@ def save(
         "settings": _settings(config, model),
         "opt_param_scheduler": scheduler.state_dict(),
         # As text: Megatron compares common state over ranks value by value.
-        "planner": json.dumps(planner_state),
+        "planner": checksums.seal_state(planner_state),
         "config": json.dumps(config.flat()),
+        "checksums": not config.wlb.wlb_no_checksums,
     }
     error = _prepare(folder, _num_bytes(state)) if torch.distributed.get_rank() == 0 else ""
     _raise_everywhere(error)
     try:
         dist_checkpointing.save(state, str(folder), content_metadata=_content_metadata())
+        if not config.wlb.wlb_no_checksums:
+            checksums.write(folder)
         if torch.distributed.get_rank() == 0:
             _put_in_force(folder, iteration)
-    except (OSError, RuntimeError, CheckpointException, CheckpointingException) as failure:
+    except _FAILURES as failure:
         # No collective here: a rank that fails alone leaves the others in one of Megatron's.
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(failure, CheckpointError):
+            raise
         raise CheckpointError(
             f"cannot save {folder}: {_reason(failure)}; free some room there, or choose another "
             "folder"
@@ -254,7 +264,8 @@ def _reason(error: BaseException) -> str:
             return _reason(failure)
         return "it failed on another rank"
     text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, OSError | RuntimeError) else f"{type(error).__name__}: {text}"
+    known = isinstance(error, OSError | RuntimeError | WLBError)
+    return text if known else f"{type(error).__name__}: {text}"
 
 
 def _content_metadata() -> dict[str, Any]:
@@ -322,10 +333,14 @@ def load(
     if root is None or iteration is None:
         return None
     folder = str(folder_of(root, iteration))
+    skip = config.wlb.wlb_no_checksums
+    verified = checksums.verify(folder, skip=skip)
     try:
         common = dist_checkpointing.load_common_state_dict(folder)["common"]
-        required, planner_state = common["settings"], json.loads(common["planner"])
-        settings = json.loads(common["config"])
+        if common.get("checksums") and not (verified or skip):
+            raise CheckpointError(f"its {checksums.NAME} is missing")
+        required, settings = common["settings"], json.loads(common["config"])
+        planner_state = checksums.unseal_state(common["planner"])
     except Exception as error:  # Unpickling damaged files raises anything.
         _refuse(folder, error)
     _require_same_settings(folder, required, _settings(config, model))
@@ -348,8 +363,7 @@ def load(
 
 def _refuse(folder: str, error: BaseException) -> NoReturn:
     raise CheckpointError(
-        f"cannot load {folder}, it is damaged ({_reason(error)}); an earlier checkpoint can be "
-        f"chosen by its number in {Path(folder).parent / TRACKER}"
+        f"cannot load {folder}, it is damaged ({_reason(error)}); {checksums.remedy(folder)}"
     ) from error
 
 

@@ -145,6 +145,13 @@ _TRAINING_TO_0_17: Table = {
     "megatron.training.initialize:validate_args": IS_THERE,
     "megatron.training.initialize:_warmup_jit_function": "",
     "megatron.training.checkpointing:_load_base_checkpoint": "load_dir args rank0",
+    "megatron.training.checkpointing:_get_checkpoint_format": "checkpoint_name args",
+    "megatron.training.checkpointing:_load_global_dist_base_checkpoint": (
+        "load_dir args rank0 sharded_state_dict iteration release"
+    ),
+    "megatron.training.checkpointing:get_checkpoint_name": (
+        "checkpoints_path iteration release return_base_dir"
+    ),
     f"{_TRAINING}:get_model": "model_provider_func model_type wrap_with_ddp",
     f"{_TRAINING}:dummy_train_step": "data_iterator",
     f"{_TRAINING}:compute_throughputs_and_append_to_progress_log": (

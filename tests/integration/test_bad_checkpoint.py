@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 from trainer_runs import TINY, Flags, assert_refused, losses, start
 
 from megatron_wlb.errors import CheckpointError
+from megatron_wlb.runtime import checksums
+
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @pytest.fixture(scope="module")
@@ -118,27 +125,155 @@ TRACKERS: dict[str, tuple[str, list[str]]] = {
 def test_bad_tracker_is_one_line(name: str, copied: tuple[Path, Flags], tmp_path: Path) -> None:
     folder, flags = copied
     text, fragments = TRACKERS[name]
-    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker = folder / TRACKER
     tracker.write_bytes(text.encode(errors="surrogateescape"))
     finished = start(tmp_path, 2, flags).wait()
     assert_refused(finished, CheckpointError.exit_code, str(tracker.name), *fragments)
 
 
+def flip(path: Path, at: int | None = None) -> None:
+    """One bit, in the middle if not told where."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 0x40
+    path.write_bytes(content)
+
+
+def flip_weight(folder: Path) -> None:
+    """The highest bit of a mantissa in the middle of the word embeddings."""
+    places = FileSystemReader(folder).read_metadata().storage_data
+    place = next(v for k, v in places.items() if k.fqn.endswith("word_embeddings.weight"))
+    flip(folder / place.relative_path, place.offset + place.length // 8 * 4 + 2)
+
+
+REMEDY = "write 2 into ck/latest_checkpointed_iteration.txt"
+"""The way to go on that an error must name."""
+
+KINDS = ["common.pt", "metadata.json", ".metadata", "__0_0.distcp", "__1_1.distcp"]
+
+
+@pytest.mark.parametrize("name", [*KINDS, checksums.NAME])
+def test_flipped_bit_is_one_line_that_names_file_and_checksums(
+    name: str, copied: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    folder, flags = copied
+    path = folder / "iter_0000004" / name
+    before = zlib.crc32(path.read_bytes())
+    flip(path)
+    fragments = [f"ck/iter_0000004 is damaged: {name} has crc32 ", "expected ", REMEDY]
+    if name != checksums.NAME:
+        fragments += [f"has crc32 {zlib.crc32(path.read_bytes()):08x}", f"crc32 {before:08x} of"]
+    finished = start(tmp_path, 2, flags).wait()
+    assert_refused(finished, CheckpointError.exit_code, *fragments)
+
+
+def test_checkpoint_of_data_parallel_ranks_is_verified(
+    saved: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    flags = saved[1] | {"pipeline_model_parallel_size": 1, "use_distributed_optimizer": True}
+    flags |= {"save": "ck", "load": "ck", "save_interval": 2}
+    finished = start(tmp_path, 2, flags | {"exit_interval": 2}).wait()
+    assert finished.code == 0, finished.output
+    folder = tmp_path / "ck" / "iter_0000002"
+    listed = {line.split(" ", 2)[2] for line in listed_in(folder)}
+    assert listed == {path.name for path in folder.iterdir()} - {checksums.NAME}
+    flip(folder / "__1_0.distcp")
+    finished = start(tmp_path, 2, flags).wait()
+    fragments = ["damaged: __1_0.distcp has crc32", "there is no checkpoint before it in ck"]
+    assert_refused(finished, CheckpointError.exit_code, *fragments)
+
+
+def listed_in(folder: Path) -> list[str]:
+    return (folder / checksums.NAME).read_text().splitlines()[1:]
+
+
+def test_checkpoint_that_lost_its_checksums_is_one_line(
+    copied: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    folder, flags = copied
+    (folder / "iter_0000004" / checksums.NAME).unlink()
+    finished = start(tmp_path, 2, flags).wait()
+    assert_refused(finished, CheckpointError.exit_code, f"its {checksums.NAME} is missing", REMEDY)
+
+
+def test_checkpoint_of_before_there_were_checksums_loads_and_the_log_says_so(
+    copied: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    folder, flags = copied
+    common = folder / "iter_0000004" / "common.pt"
+    content = torch.load(common, weights_only=False)
+    assert content["common"].pop("checksums")
+    content["common"]["planner"] = content["common"]["planner"].partition("\n")[2]  # bare JSON
+    torch.save(content, common)
+    (common.parent / checksums.NAME).unlink()
+    finished = start(tmp_path, 2, flags).wait()
+    assert finished.code == 0, finished.output
+    assert finished.output.count("are not verified: it has no wlb_checksums.txt") == 1
+    assert "resumed after iteration 4" in finished.output
+
+
+def test_flipped_weight_trains_on_without_checksums(
+    copied: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    """What the checksums are for, and that the flag turns them off."""
+    folder, flags = copied
+    (folder / TRACKER).write_text("2\n")
+    plain = start(tmp_path, 2, flags | {"wlb_metrics": "plain"}).wait()
+    assert plain.output.count("verified ck/iter_0000002: 7 files") == 1, plain.output
+    flags |= {"wlb_no_checksums": True, "save": "ck", "wlb_metrics": "flipped"}
+    flip_weight(folder / "iter_0000002")
+    finished = start(tmp_path, 2, flags).wait()
+    assert finished.code == 0, finished.output
+    assert finished.output.count("are not verified: --wlb-no-checksums") == 1
+    expected, found = losses(tmp_path / "plain"), losses(tmp_path / "flipped")
+    assert found.keys() == expected.keys() == {3, 4}
+    assert found != expected
+    assert not (folder / "iter_0000004" / checksums.NAME).exists(), "none are saved either"
+
+
 @pytest.mark.parametrize("damage", [halve, empty, Path.unlink])
 @pytest.mark.parametrize("name", ["common.pt", "metadata.json", "__0_0.distcp", "__1_1.distcp"])
-def test_damaged_checkpoint_is_one_line_and_the_one_before_loads(
+def test_damage_without_checksums_is_one_line_and_the_checkpoint_before_loads(
     name: str, damage: Callable[[Path], None], copied: tuple[Path, Flags], tmp_path: Path
 ) -> None:
     folder, flags = copied
+    flags |= {"wlb_no_checksums": True}
     damage(folder / "iter_0000004" / name)
     finished = start(tmp_path, 2, flags).wait()
-    tracker = folder.name + "/latest_checkpointed_iteration.txt"
-    assert_refused(finished, CheckpointError.exit_code, "ck/iter_0000004", "damaged", tracker)
+    assert_refused(finished, CheckpointError.exit_code, "ck/iter_0000004", "damaged", REMEDY)
 
-    (folder / "latest_checkpointed_iteration.txt").write_text("2\n")  # what the line says
+    (folder / TRACKER).write_text("2\n")  # what the line says
     finished = start(tmp_path, 2, flags).wait()
     assert finished.code == 0, finished.output
     assert "resumed after iteration 2" in finished.output
+
+
+def die_in_the_middle_of_the_checksums() -> None:
+    """Rank 0, at step 4, when half of them are written."""
+    write = checksums._write
+
+    def dying(folder: Path, contents: Any) -> None:
+        if "iter_0000004" in str(folder):
+            (folder / f"{checksums.NAME}.partial").write_text("crc32 0")
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(folder, contents)
+
+    checksums._write = dying
+
+
+def test_kill_while_checksums_are_written_leaves_the_checkpoint_before(
+    saved: tuple[Path, Flags], tmp_path: Path
+) -> None:
+    flags = saved[1] | {"save": "ck", "load": "ck", "save_interval": 2, "wlb_metrics": "metrics"}
+    finished = start(tmp_path, 2, flags, fault=die_in_the_middle_of_the_checksums).wait()
+    assert finished.code == -signal.SIGKILL, finished.output
+    assert (tmp_path / "ck" / TRACKER).read_text() == "2\n"
+    assert (tmp_path / "ck" / "iter_0000004" / "metadata.json").exists(), "killed too early"
+    before = losses(tmp_path / "metrics")
+    finished = start(tmp_path, 2, flags).wait()
+    assert finished.code == 0, finished.output
+    assert "resumed after iteration 2" in finished.output
+    assert losses(tmp_path / "metrics") == before
+    assert len(listed_in(tmp_path / "ck" / "iter_0000004")) == 7
 
 
 def test_load_of_a_file_is_one_line(copied: tuple[Path, Flags], tmp_path: Path) -> None:
@@ -230,7 +365,7 @@ def test_disk_that_fills_up_in_a_save_keeps_the_checkpoint_before(
 
 def test_save_over_another_run_is_refused(copied: tuple[Path, Flags], tmp_path: Path) -> None:
     folder, flags = copied
-    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker = folder / TRACKER
     before = tracker.read_text()
     finished = start(
         tmp_path, 2, {k: v for k, v in flags.items() if k != "load"} | {"save": "ck"}

@@ -376,7 +376,8 @@ def test_resume_of_a_stock_checkpoint_is_one_line_and_its_weights_can_be_used(
     flags |= {"load": "ck", "wlb_packing": "hold"}
     finished = launch(tmp_path, 1, flags).wait()
     assert_refused(finished, CheckpointError.exit_code, "no packing state", "--finetune")
-    finish(launch(tmp_path, 1, flags | {"finetune": True, "wlb_metrics": "metrics"}))
+    finished = finish(launch(tmp_path, 1, flags | {"finetune": True, "wlb_metrics": "metrics"}))
+    assert finished.output.count("are not verified: it has no wlb_checksums.txt") == 1
     assert list(losses(tmp_path / "metrics")) == [1, 2]
 
 

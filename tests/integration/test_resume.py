@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from trainer_runs import Flags, Run, losses, read_metrics, start, torchrun
+
+from megatron_wlb.runtime.checksums import seal_state, unseal_state
 
 NUM_STEPS = 9
 BASE: Flags = {
@@ -87,7 +88,7 @@ def common_of(folder: Path, iteration: int) -> Path:
 
 def saved_planner(folder: Path, iteration: int) -> Any:
     content = torch.load(common_of(folder, iteration), weights_only=False)
-    return json.loads(content["common"]["planner"])["planner"]
+    return unseal_state(content["common"]["planner"])["planner"]
 
 
 def waiting(planner: Any) -> list[list[Any]]:
@@ -203,13 +204,14 @@ def test_resume_depends_on_the_saved_packing(
     common = common_of(folder, 4)
     original = common.read_bytes()
     content = torch.load(common, weights_only=False)
-    planner = json.loads(content["common"]["planner"])
+    planner = unseal_state(content["common"]["planner"])
     tamper(planner["planner"])
-    content["common"]["planner"] = json.dumps(planner)
+    content["common"]["planner"] = seal_state(planner)
     torch.save(content, common)
     metrics = folder / tamper.__name__
+    flags = flags | {"wlb_metrics": metrics, "wlb_no_checksums": True}
     try:
-        finished = start(folder, 1, flags | {"wlb_metrics": metrics}).wait()
+        finished = start(folder, 1, flags).wait()
     finally:
         common.write_bytes(original)
     assert finished.code == 0, finished.output

@@ -6,6 +6,10 @@ of the last plan), and ``megatron_wlb_rng``, the random-number streams of each r
 those of the first data-parallel rank alone, as all draw in step; ranks whose micro-batches differ
 in length do not.
 
+Checksums of the files lie beside them, as in :mod:`megatron_wlb.runtime.checksums`. Those of
+``torch_dist`` are there before Megatron names the checkpoint its latest, also with
+``--async-save``; in ``torch`` Megatron leaves no such moment, and they come just after.
+
 A run may go on at another DP, TP or PP: the same documents in the same order. Random numbers of
 another layout mean nothing and start anew, as in Megatron.
 """
@@ -13,7 +17,6 @@ another layout mean nothing and start anew, as in Megatron.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from typing import Any
 
@@ -21,6 +24,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_wlb.errors import CheckpointError
+from megatron_wlb.runtime import checksums
 from megatron_wlb.runtime.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
@@ -42,8 +46,13 @@ class Hooks:
         """The newest state dict that Megatron read, if it has an entry of ours."""
         self._scheduler: Any = None
         """Megatron's, while it loads a checkpoint."""
+        self._state: dict[str, Any] = {}
+        """What this entry says."""
+        self._compared: tuple[str, bool] | None = None
+        """The folder that Megatron reads, and whether its files were verified."""
 
     def install(self, patches: PatchSet) -> None:
+        from megatron.core import dist_checkpointing
         from megatron.training import checkpointing, training
 
         for module, name in (
@@ -51,6 +60,9 @@ class Hooks:
             (training, "load_checkpoint"),
             (checkpointing, "generate_state_dict"),
             (checkpointing, "_load_base_checkpoint"),
+            (checkpointing, "_get_checkpoint_format"),
+            (checkpointing, "_load_global_dist_base_checkpoint"),
+            (dist_checkpointing, "save"),
         ):
             original = getattr(module, name)
             hook = functools.partial(getattr(self, name.lstrip("_")), original)
@@ -66,12 +78,30 @@ class Hooks:
             states: list[Any] = [None] * groups.dp_cp.size()
             torch.distributed.all_gather_object(states, rng, group=groups.dp_cp)
             rng = states
+        state = self.session.state() | {
+            "checksums": self._writes(self.session.args.save)
+            and self.session.args.ckpt_format == "torch_dist"
+        }
         # As text: Megatron compares what all ranks share value by value.
-        self._saving = {STATE: json.dumps(self.session.state()), RNG: rng}
+        self._saving = {STATE: checksums.seal_state(state), RNG: rng}
         try:
-            return original(*args, **kwargs)
+            saved = original(*args, **kwargs)
         finally:
             self._saving = None
+        settings = self.session.args
+        if settings.ckpt_format == "torch" and self._writes(settings.save):
+            checksums.write(_folder(settings.save, args[0] if args else kwargs["iteration"]))
+        return saved
+
+    def save(self, original: Any, state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
+        """Of ``dist_checkpointing``: adds checksums once the files are there."""
+        request = original(state, folder, *args, **kwargs)
+        if self._saving is not None and self._writes(folder):
+            if request is None:
+                checksums.write(folder)
+            else:  # before Megatron's last one, which names the checkpoint its latest
+                request.add_finalize_fn(functools.partial(checksums.write, folder))
+        return request
 
     def generate_state_dict(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Adds what is ours to what is saved, and to the form into which is loaded."""
@@ -86,19 +116,52 @@ class Hooks:
         """Notes what is ours in what Megatron reads, before it makes use of it.
 
         Raises:
-            CheckpointError: a checkpoint in the middle of a run that has no packer's state, or
-                another schedule than this run.
+            CheckpointError: it was changed, or lacks the checksums that it was saved with; a
+                checkpoint in the middle of a run that has no packer's state, or another schedule
+                than this run.
         """
         found = original(*args, **kwargs)
         state = found[0]
         if state is None:
             return found
         self._loaded = state if STATE in state else None
+        if self._loaded is not None:
+            folder, verified = self._compared or (self.session.args.load, True)
+            try:
+                self._state = checksums.unseal_state(state[STATE])
+                if self._state.get("checksums") and not (verified or self._skips):
+                    raise CheckpointError(f"its {checksums.NAME} is missing")
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{folder} is damaged: {error}; {checksums.remedy(folder)}"
+                ) from error
         is_release = found[2]
         if state.get("iteration") and not (is_release or self.session.args.finetune):
             self._require_packing_state()
             require_same_schedule(self.session.args, self._scheduler, state)
         return found
+
+    def get_checkpoint_format(self, original: Any, folder: str, *args: Any) -> Any:
+        """Of a checkpoint that Megatron is about to read: verifies its files."""
+        self._verify(folder)
+        return original(folder, *args)
+
+    def load_global_dist_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same, of one that is not persistent, of whose format Megatron does not ask."""
+        root, _, _, _, iteration, release = args[:6]
+        self._verify(_folder(root, iteration, release))
+        return original(*args, **kwargs)
+
+    def _verify(self, folder: str) -> None:
+        if self._compared is None or self._compared[0] != folder:  # it is read twice
+            self._compared = folder, checksums.verify(folder, skip=self._skips)
+
+    @property
+    def _skips(self) -> bool:
+        return self.session.config.wlb.wlb_no_checksums
+
+    def _writes(self, folder: str) -> bool:
+        return not self._skips and "://" not in folder  # of Megatron's multi-storage client
 
     def load_checkpoint(
         self,
@@ -121,7 +184,7 @@ class Hooks:
         if not iteration or settings.finetune:
             return found
         assert self._loaded is not None, "looked for as the checkpoint was read"
-        self.session.restored = json.loads(self._loaded[STATE])
+        self.session.restored = self._state
         if not settings.no_load_rng:
             self._restore_rng()
         self._loaded = None
@@ -152,8 +215,7 @@ class Hooks:
         return self._loaded is not None and self._saved_layout() == self._layout()
 
     def _saved_layout(self) -> list[int]:
-        assert self._loaded is not None
-        return list(json.loads(self._loaded[STATE])["layout"])
+        return list(self._state["layout"])
 
     def _layout(self) -> list[int]:
         return self.session.layout()
@@ -165,3 +227,9 @@ class Hooks:
         return ShardedObject(
             RNG, [rng], tuple(g.size() for g in order), tuple(g.rank() for g in order)
         )
+
+
+def _folder(root: str, iteration: int, release: bool = False) -> str:
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    return str(get_checkpoint_name(root, iteration, release, return_base_dir=True))

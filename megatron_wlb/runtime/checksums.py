@@ -1,0 +1,241 @@
+"""Checksums of a checkpoint's files: written when it is saved, compared before it is loaded.
+
+``wlb_checksums.txt`` in the checkpoint's folder has a line ``crc32 bytes name`` for each other
+file, under a seal of these lines. Every rank reads its share, the files that it wrote itself, and
+all ranks hear of what any of them finds.
+
+CRC-32 finds any flipped byte, and misses other damage once in 4 billion times. It is no signature:
+who can write the files can write their checksums. Files are read back once they are written, so
+what went wrong in memory before is not found. It reads 2.3 to 3.2 GB/s a process from the page
+cache (measured on a core of an AMD EPYC that others use too; blake2b makes 0.7 to 0.8).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_wlb.errors import CheckpointError
+
+NAME = "wlb_checksums.txt"
+_PIECE_BYTES = 1 << 20
+_OF_RANK = re.compile(r"__(\d+)_")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What is known of a file's bytes."""
+
+    crc32: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"crc32 {self.crc32} of {self.num_bytes} bytes"
+
+
+def write(folder: str | os.PathLike[str]) -> None:
+    """Adds checksums to a checkpoint all of whose files are written; called by every rank.
+
+    They appear whole or not at all.
+
+    Raises:
+        CheckpointError: on every rank, if a file cannot be read back, or there is no room.
+    """
+    folder, contents, error = Path(folder), {}, ""
+    try:
+        contents = {name: _read(folder / name) for name in _share(_names(folder))}
+    except OSError as failure:
+        error = str(failure)
+    of_ranks = _gather((contents, error))
+    error = next((error for _, error in of_ranks if error), "")
+    if torch.distributed.get_rank() == 0 and not error:
+        try:
+            _write(folder, {k: v for contents, _ in of_ranks for k, v in contents.items()})
+        except OSError as failure:
+            error = str(failure)
+    error = _gather(error)[0]
+    if error:
+        raise CheckpointError(
+            f"cannot write the checksums of {folder}: {error}; free some room there, or choose "
+            "another folder"
+        )
+
+
+def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
+    """Compares a checkpoint's files with its checksums; called by every rank.
+
+    Returns:
+        Whether they were compared. They are not with ``skip``, nor where the checkpoint has no
+        checksums; the log says so.
+
+    Raises:
+        CheckpointError: on every rank, if a file differs, is cut short, missing or unreadable;
+            names it, what was expected and found, and the checkpoint to go on from.
+    """
+    folder, start = Path(folder), time.monotonic()
+    # Rank 0 says what there is: other machines may list the folder from a cache.
+    told: list[Any] = [(None, "")]
+    if torch.distributed.get_rank() == 0 and not skip:
+        told = [_expected(folder)]
+    torch.distributed.broadcast_object_list(told, src=0)
+    expected, error = told[0]
+    if error:
+        raise CheckpointError(error)
+    if expected is None:
+        why = "--wlb-no-checksums" if skip else f"it has no {NAME}"
+        _log(logging.WARNING, f"the files of {folder} are not verified: {why}")
+        return False
+    damages = [_damage(folder / name, expected[name]) for name in _share(expected)]
+    found = [damage for of_rank in _gather([d for d in damages if d]) for damage in of_rank]
+    if found:
+        more = f" (and {len(found) - 1} more of its files)" if found[1:] else ""
+        raise CheckpointError(f"{folder} is damaged: {found[0]}{more}; {remedy(folder)}")
+    num_bytes, seconds = sum(c.num_bytes for c in expected.values()), time.monotonic() - start
+    _log(
+        logging.INFO,
+        f"verified {folder}: {len(expected)} files, {num_bytes / 1e6:.3g} MB in {seconds:.2g} s",
+    )
+    return True
+
+
+def remedy(folder: str | os.PathLike[str]) -> str:
+    """How to go on without the checkpoint in ``folder``: from the newest one before it.
+
+    Those with checksums come first: they are whole, where others may be of interrupted saves.
+    """
+    folder = Path(folder)
+    before = [
+        ((other / NAME).exists(), int(other.name[5:]))
+        for other in folder.parent.glob("iter_*")
+        if other.name[5:].isdigit() and other.name < folder.name
+    ]
+    if not before:
+        return f"there is no checkpoint before it in {folder.parent}"
+    tracker = folder.parent / "latest_checkpointed_iteration.txt"
+    return f"to go on from the checkpoint before it, write {max(before)[1]} into {tracker}"
+
+
+def seal_state(state: dict[str, Any]) -> str:
+    """A planner's state as text that :func:`unseal_state` finds any change of."""
+    return _seal(json.dumps(state))
+
+
+def unseal_state(text: str) -> dict[str, Any]:
+    """The state that :func:`seal_state` was given, or that was saved as bare JSON before it was.
+
+    Raises:
+        CheckpointError: it was changed.
+    """
+    try:
+        text = text if text.startswith("{") else _unseal(text, "the planner's state")
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise CheckpointError(f"the planner's state is no JSON ({error})") from error
+
+
+def _seal(text: str) -> str:
+    """``text`` under a line that has its checksum."""
+    return f"crc32 {zlib.crc32(text.encode()):08x}\n{text}"
+
+
+def _unseal(sealed: str, what: str) -> str:
+    expected, _, text = sealed.partition("\n")
+    found, _, _ = _seal(text).partition("\n")
+    if found != expected or not text:
+        raise CheckpointError(f"{what} has {found}, expected {expected[:20]!r}")
+    return text
+
+
+def _expected(folder: Path) -> tuple[dict[str, _Content] | None, str]:
+    """The checksums that were written, None if none were; and what is wrong with them."""
+    try:
+        lines = _unseal((folder / NAME).read_text(encoding="utf-8"), NAME).splitlines()
+        split = (line.split(" ", 2) for line in lines)
+        return {name: _Content(crc32, int(size)) for crc32, size, name in split}, ""
+    except FileNotFoundError:
+        return None, ""
+    except (CheckpointError, OSError, ValueError) as error:
+        return None, f"{folder} is damaged: {error}; {remedy(folder)}"
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """The files to have checksums. Asks for no file's state: ranks are many, and so are files."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for root, _, names in os.walk(folder, onerror=fail):
+        for name in names:
+            if not name.startswith(NAME):
+                yield str(Path(root, name).relative_to(folder))
+
+
+def _write(folder: Path, contents: dict[str, _Content]) -> None:
+    lines = (
+        f"{contents[name].crc32} {contents[name].num_bytes} {name}" for name in sorted(contents)
+    )
+    partial = folder / f"{NAME}.partial"
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(_seal("\n".join(lines)))
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(folder / NAME)
+
+
+def _share(names: Iterable[str]) -> list[str]:
+    """The files that this rank reads: those that it wrote (``__RANK_0.distcp``), dealt anew where
+    the ranks are fewer now. Rank 0 wrote the others; those in folders of their own are spread.
+    """
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def reader(name: str) -> int:
+        if match := _OF_RANK.match(name):
+            return int(match[1]) % num_ranks
+        return zlib.crc32(name.encode()) % num_ranks if "/" in name else 0
+
+    return sorted(name for name in names if reader(name) == rank)
+
+
+def _read(path: Path) -> _Content:
+    crc32, num_bytes, piece = 0, 0, memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(piece):
+            crc32, num_bytes = zlib.crc32(piece[:count], crc32), num_bytes + count
+    return _Content(f"{crc32:08x}", num_bytes)
+
+
+def _damage(path: Path, expected: _Content) -> str:
+    """How a file is not what was saved; nothing if it is."""
+    try:
+        # The size first: it tells at once of a file that was cut short.
+        if (num_bytes := path.stat().st_size) != expected.num_bytes:
+            return f"{path.name} has {num_bytes} bytes, expected {expected}"
+        found = _read(path)
+    except FileNotFoundError:
+        return f"{path.name} is missing, expected {expected}"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror}), expected {expected}"
+    return f"{path.name} has {found}, expected {expected}" if found != expected else ""
+
+
+def _gather(mine: Any) -> list[Any]:
+    of_all: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_all, mine)
+    return of_all
+
+
+def _log(level: int, message: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        logger.log(level, message)
