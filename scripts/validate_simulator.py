@@ -6,13 +6,13 @@
     scripts/validate_simulator.py --keep runs/validation --reuse   # judge again what was recorded
 
 Each layout trains every packing on the interpreter's own standard library, one step of each in
-turns, with each pipeline rank pinned to a core; all steps are run several times over, and the
-middle time of each counts. Costs are calibrated on the first third of the steps; the others are
-simulated from their lengths alone and compared: step time, single operations, work and tokens a
-second, and which of two packings does more work a second; closer ones than two standard errors of
-the measurement are a tie. Further rounds count the bytes of all
-tensors and hold the predicted peak of activations against them. Where a machine has fewer cores
-than pipeline ranks, operations are calibrated by CPU time and the simulation shares the cores too.
+turns, with each pipeline rank pinned to a core; all steps are run several times over, in another
+order each time, and the middle time of each counts. Costs are calibrated on the first third of the
+steps; the others are simulated from their lengths alone and compared: step time, single operations,
+work and tokens a second, and which of two packings does more work a second; closer ones than two
+standard errors of the measurement are a tie. Further rounds count the bytes of all tensors and hold
+the predicted peak of activations against them. Where a machine has fewer cores than pipeline ranks,
+operations are calibrated by CPU time and the simulation shares the cores too.
 Wants a quiet machine: what others do on it meanwhile cannot be foreseen.
 
 ``--json`` prints ``step_time_mape``, ``memory_mape``, ``ranking_agrees`` (none is contradicted) and
@@ -74,7 +74,7 @@ LAYOUTS = {
 
 
 def flags_of(layout: Layout, prefix: str, options: argparse.Namespace) -> list[str]:
-    rounds = options.rounds * options.repeats + options.memory_rounds
+    rounds = 1 + options.rounds * options.repeats + options.memory_rounds  # one to warm up
     return [
         *("--data-path", prefix, "--split", "1", "--seq-length", str(options.seq_length)),
         *("--global-batch-size", str(options.micro_batches), "--seed", str(options.seed)),
@@ -116,9 +116,7 @@ def record(
         *("--memory-rounds", str(options.memory_rounds), "--recording", str(path)),
         *flags_of(layout, prefix, options),
     ]
-    task = progress.add_task(
-        layout.what, total=options.rounds * options.repeats + options.memory_rounds
-    )
+    task = progress.add_task(layout.what, total=None)
     log, error = path.with_suffix(".log"), ""
     with (
         log.open("w") as file,
@@ -138,7 +136,8 @@ def record(
                 if line.startswith("error"):
                     error = line.strip().removeprefix("error: ")
                 if line.startswith(PROGRESS):
-                    progress.update(task, completed=int(line.removeprefix(PROGRESS).split("/")[0]))
+                    done, total = map(int, line.removeprefix(PROGRESS).split("/"))
+                    progress.update(task, completed=done, total=total)
         except KeyboardInterrupt:
             process.terminate()
             raise

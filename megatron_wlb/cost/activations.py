@@ -8,8 +8,8 @@ in backward, writes and reads an inner tape.
 Two ways to count, by the kernels that run:
 
 * ``torch``: the modules that this project's runtime builds from Megatron's local layer spec, on
-  the CPU: norms of several operations that keep fp32 copies, unfused RoPE and SwiGLU, and one
-  attention call a document, whose outputs are kept beside their concatenation.
+  the CPU: norms of several operations that keep fp32 copies, unfused RoPE and SwiGLU, and attention
+  document by document.
 * ``fused``: kernels that keep their inputs only, as Transformer Engine's norms, flash attention,
   fused RoPE and fused SwiGLU do. Not measured; from their definitions (for a GPT with dropout it is
   the ``34·h`` bytes a token and layer of Korthikanti et al., 2022).
@@ -293,9 +293,8 @@ class ActivationModel:
         elif not shape.qk_norm:
             operations.append(Operation("query", copied))
 
-        # Each document's output and log-sum-exp; of fused attention the output is the projection's
-        # input, here that is a concatenation.
-        kept = FP32 * heads + (0.0 if self._fused else e * q)
+        # Of its output and log-sum-exp the first is the projection's input.
+        kept = FP32 * heads
         # Gradients of the output, of q, k, v, and of one document's again.
         gradients = self._hidden + e * q + 2 * e * (q + 2 * k)
         if self.parallelism.cp_size > 1:

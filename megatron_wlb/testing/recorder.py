@@ -2,9 +2,9 @@
 
 Run under torchrun, by ``scripts/validate_simulator.py``. Every packing has a model of its own from
 the same weights; in each round every packing runs one step, so that a noisy machine slows all of
-them alike. All rounds are run several times over, each time with the same plans: how long a step
-takes on a noisy machine is known only from repeats that lie far apart. Rank 0 writes what all ranks
-measured.
+them alike. All rounds are run several times over, with the same plans in another order each time:
+how long a step takes on a noisy machine is known only from repeats that lie far apart, and what is
+slower for some minutes is then rounds of all kinds. Rank 0 writes what all ranks measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatron_wlb.command_line import parse
 from megatron_wlb.errors import ConfigError
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 PROGRESS = "round "
 """What each line of progress on stdout starts with; a number, ``/`` and the total follow."""
+WARM_UP = -1
+"""The repeat before the first, in which caches and pools fill: not recorded."""
 SHAPED = "+shape"
 """At the end of a packing's name: with ``--wlb-shape on``."""
 
@@ -119,24 +124,28 @@ def record(
         torch.distributed.all_gather_object(values, value)
         return values
 
-    steps: list[RecordedStep] = []
+    # Planned before the clock starts: a run finds its plans ready.
     plans: dict[tuple[str, int], StepPlan] = {}
-    timed = [(number, repeat) for repeat in range(num_repeats) for number in range(num_rounds)]
+    for name, number in product(packings, range(num_rounds + num_memory)):
+        plan = trainers[name].planner.next_plan()
+        if plan is None:
+            raise ConfigError(
+                f"the corpus ends after {number} rounds, {num_rounds + num_memory} were asked for; "
+                "use fewer rounds or a longer corpus"
+            )
+        plans[name, number] = plan
+    random = np.random.default_rng(first.training.seed)
+    timed = [(0, WARM_UP)] + [
+        (number, repeat)
+        for repeat in range(num_repeats)
+        for number in random.permutation(num_rounds).tolist()
+    ]
     counted = [(num_rounds + number, 0) for number in range(num_memory)]
+    steps: list[RecordedStep] = []
     for done, (number, repeat) in enumerate([*timed, *counted]):
         for turn in range(len(packings)):
             name = packings[(done + turn) % len(packings)]
-            trainer = trainers[name]
-            if repeat:
-                plan = plans[name, number]
-            else:  # Planned before the clock starts: a run finds its plan ready.
-                new = trainer.planner.next_plan()
-                if new is None:
-                    raise ConfigError(
-                        f"the corpus ends after {number} rounds, {num_rounds + num_memory} were "
-                        "asked for; use fewer rounds or a longer corpus"
-                    )
-                plan = plans[name, number] = new
+            trainer, plan = trainers[name], plans[name, number]
             used = None
             gc.collect()  # Not in the midst of a step.
             torch.distributed.barrier()
@@ -167,6 +176,8 @@ def record(
                     for kind, a, b in timers.take()
                 ]
             )
+            if repeat == WARM_UP:
+                continue
             lengths = [[list(m.lengths) for m in row] for row in plan.micro_batches]
             steps.append(
                 RecordedStep(
@@ -190,6 +201,7 @@ def record(
             "vocab_size": trainers[packings[0]].corpora.vocab_size,
             "world_size": world_size,
             "num_cores": len(cores),
+            "packings": list(packings),
             "steps": [dataclasses.asdict(step) for step in steps],
         }
         write_text(path, json.dumps(content))

@@ -29,8 +29,12 @@ ATOL_OF_MAX = 1e-5
 An entry of a gradient is a sum over some hundred tokens and all micro-batches, which the oracle
 adds in another order, so it is wrong by some fp32 roundings (6e-8) of its *terms*, and no bound
 relative to the sum can hold where they cancel. The terms are of the order of the array's largest
-entries. After the first step the weights differ by such roundings too, which deep layers amplify:
-up to 4e-6 was seen with 8 layers, 6e-7 without normalised queries and keys.
+entries: up to 2.5e-6 was seen in the first step.
+"""
+ATOL_LATER = 3e-5
+"""The same after the first step. The weights differ by such roundings too by then, which normalised
+queries and keys and large scores (YaRN's) amplify: up to 1.4e-5 was seen, with either of the CPU's
+kernels.
 """
 ATOL_OF_MODEL = 1e-7
 """Absolute tolerance, as a share of the largest entry of the whole model.
@@ -132,17 +136,21 @@ def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
             for rank, run in enumerate(runs)
             for at, (held, values) in enumerate(zip(run.held, run.gradients[number], strict=True))
         ]
-        found += _compare(f"step {number}: gradient of", step.gradients, pieces)
+        atol = ATOL_LATER if number else ATOL_OF_MAX
+        found += _compare(f"step {number}: gradient of", step.gradients, pieces, atol)
     weights = [
         (rank, held.name, held.indices.reshape(-1), values.reshape(-1))
         for rank, run in enumerate(runs)
         for held, values in zip(run.held, run.final, strict=True)
     ]
-    return found + _compare("final", oracle.final, weights)
+    return found + _compare("final", oracle.final, weights, ATOL_OF_MAX)
 
 
 def _compare(
-    label: str, expected: Mapping[str, Array], pieces: Iterable[tuple[int, str, Indices, Array]]
+    label: str,
+    expected: Mapping[str, Array],
+    pieces: Iterable[tuple[int, str, Indices, Array]],
+    atol_of_max: float,
 ) -> list[str]:
     found = []
     floor = ATOL_OF_MODEL * max(float(np.abs(array).max()) for array in expected.values())
@@ -153,7 +161,7 @@ def _compare(
             continue
         covered[name][indices] = True
         whole = expected[name].reshape(-1)
-        atol = max(ATOL_OF_MAX * float(np.abs(whole).max()), floor)
+        atol = max(atol_of_max * float(np.abs(whole).max()), floor)
         error = np.abs(values - whole[indices])
         # Not `error > limit`: NaN must not pass.
         wrong = ~(error <= atol + RTOL * np.abs(whole[indices]))

@@ -48,6 +48,7 @@ class Recording:
     vocab_size: int
     world_size: int
     num_cores: int
+    packings: list[str]
     timed: list[RecordedStep]
     """Of each step's repeats the one that took the middle time."""
     repeat_error: float
@@ -68,6 +69,7 @@ class Recording:
                 content["vocab_size"],
                 content["world_size"],
                 content["num_cores"],
+                content["packings"],
                 timed,
                 repeat_error,
                 [step for step in steps if step.activation_bytes is not None],
@@ -81,10 +83,6 @@ class Recording:
                 f"record at least {FEWEST_ROUNDS}"
             )
         return result
-
-    @cached_property
-    def packings(self) -> list[str]:
-        return list(dict.fromkeys(step.packing for step in self.timed))
 
     @cached_property
     def graph(self) -> Graph:
@@ -119,15 +117,15 @@ class Recording:
 
     @cached_property
     def calibrating(self) -> list[RecordedStep]:
-        """The first third of the timed steps, without the first round, in which caches fill."""
+        """The first third of the timed steps."""
         rounds = sorted({step.round for step in self.timed})
-        wanted = set(rounds[1 : max(2, len(rounds) // CALIBRATION_SHARE)])
+        wanted = set(rounds[: len(rounds) // CALIBRATION_SHARE])
         return [step for step in self.timed if step.round in wanted]
 
     @cached_property
     def judged(self) -> list[RecordedStep]:
         rounds = sorted({step.round for step in self.timed})
-        wanted = set(rounds[max(2, len(rounds) // CALIBRATION_SHARE) :])
+        wanted = set(rounds[len(rounds) // CALIBRATION_SHARE :])
         return [step for step in self.timed if step.round in wanted]
 
     def times_us(self, step: RecordedStep, dp_rank: int) -> Floats:

@@ -89,6 +89,7 @@ def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0, re
         "vocab_size": 256,
         "world_size": 2,
         "num_cores": num_cores,
+        "packings": ["original", "hold"],
         "steps": [dataclasses.asdict(step) for step in steps],
     }
     path = tmp_path / "recording.json"
@@ -191,9 +192,9 @@ def shorter(fit):
     )
 
 
-def test_calibration_is_the_first_third_without_the_first_round(tmp_path):
+def test_calibration_is_the_first_third(tmp_path):
     recording = recording_of(tmp_path)
-    assert {step.round for step in recording.calibrating} == {1, 2, 3}
+    assert {step.round for step in recording.calibrating} == {0, 1, 2, 3}
     assert {step.round for step in recording.judged} == set(range(4, 12))
     assert {step.round for step in recording.counted} == {12}
 
