@@ -230,8 +230,17 @@ def test_flipped_weight_trains_on_without_checksums(
     assert not (folder / "iter_0000004" / checksums.NAME).exists(), "none are saved either"
 
 
-@pytest.mark.parametrize("damage", [halve, empty, Path.unlink])
-@pytest.mark.parametrize("name", ["common.pt", "metadata.json", "__0_0.distcp", "__1_1.distcp"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("common.pt", halve),
+        ("common.pt", Path.unlink),
+        ("metadata.json", empty),
+        ("__0_0.distcp", Path.unlink),
+        ("__1_1.distcp", halve),
+        ("__1_1.distcp", empty),
+    ],
+)
 def test_damage_without_checksums_is_one_line_and_the_checkpoint_before_loads(
     name: str, damage: Callable[[Path], None], copied: tuple[Path, Flags], tmp_path: Path
 ) -> None:
