@@ -187,6 +187,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "adaptive_picks_winner_or_within_1_percent": float(np.mean(losses < 0.01)),
         "adaptive_loss_mean": float(losses.mean()),
         "adaptive_loss_max": float(losses.max()),
+        "adaptive_losses": losses.tolist(),
         "predicted_over_measured": float(np.median([r.predicted for r in results])),
     }
 
@@ -316,9 +317,9 @@ def main() -> int:
     parser.add_argument(
         "--micro-batches", type=int, metavar="N", help="a case (default: 12; small: 4)"
     )
-    parser.add_argument("--repeats", type=int, metavar="N", default=6, help="default: 6")
+    parser.add_argument("--repeats", type=int, metavar="N", default=8, help="default: 8")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of `wlb profile`")
-    parser.add_argument("--profile-repeats", type=int, metavar="N", default=6, help="default: 6")
+    parser.add_argument("--profile-repeats", type=int, metavar="N", default=8, help="default: 8")
     parser.add_argument("--kernel", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")

@@ -160,12 +160,16 @@ def named_kernel(name: str, demand: Demand) -> tuple[str, VarlenKernel]:
     raise AssertionError("the reference kernel always runs")
 
 
-def grid(longest: int) -> tuple[int, ...]:
-    """1, 2, 4 … up to ``longest``. Raises :class:`ConfigError` below 2."""
+def grid(longest: int, breaks: Sequence[int] = ()) -> tuple[int, ...]:
+    """1, 2, 4 … up to ``longest``, and both sides of each break.
+
+    Raises :class:`ConfigError` below 2.
+    """
     if longest < 2:
         raise ConfigError(f"the longest length is {longest}; give at least 2")
     lengths = {2**n for n in range(math.floor(math.log2(longest)) + 1)}
-    return tuple(sorted(lengths | {longest}))
+    sides = {side for at in breaks for side in (at - 1, at) if side < longest}
+    return tuple(sorted(lengths | sides | {longest}))
 
 
 def measure_attention(
@@ -198,7 +202,7 @@ def measure_attention(
     if repeats < 1:
         raise ConfigError(f"repeats is {repeats}; give at least 1")
     name, kernel = named_kernel(kernel_name, demand)
-    lengths = grid(longest)
+    lengths = grid(longest, CANDIDATES[name].breaks)
     parts = [(q, max(k, q + 1)) for i, q in enumerate(lengths) for k in lengths[i:]]
     wholes = [(n, n) for n in lengths]
     checks = _off_grid(longest, num_checks, seed)

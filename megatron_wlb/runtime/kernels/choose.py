@@ -24,6 +24,8 @@ class Candidate:
     build: Callable[[Demand], VarlenKernel]
     is_reference: bool = False
     """Whether others are compared with it, not it with others."""
+    breaks: tuple[int, ...] = ()
+    """Numbers of queries from which on it computes in larger blocks."""
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -31,7 +33,7 @@ CANDIDATES: dict[str, Candidate] = {
     "torch": Candidate(torch_varlen.obstacle, torch_varlen.build),
     "flash-attn-2": Candidate(flash.obstacle_2, flash.build_2),
     "transformer-engine": Candidate(transformer_engine.obstacle, transformer_engine.build),
-    "torch-cpu": Candidate(torch_cpu.obstacle, torch_cpu.build),
+    "torch-cpu": Candidate(torch_cpu.obstacle, torch_cpu.build, breaks=torch_cpu.BREAKS),
     "sdpa": Candidate(sdpa.obstacle, sdpa.build, is_reference=True),
 }
 """Fastest first; what ``auto`` takes first that can run."""

@@ -21,6 +21,8 @@ from megatron_wlb.runtime.kernels.base import Demand, Segments, VarlenKernel
 Pairs: TypeAlias = list[tuple[torch.Tensor, ...]]
 """Keys and values, or their gradients, of each segment."""
 
+BREAKS = (192, 768)
+"""Queries from which on torch's blocks have 64, and then 256 of them, instead of 32."""
 OPERATIONS = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",

@@ -22,6 +22,8 @@ class KnownTimer:
 
     clock = "law"
     unlike_us = 0.0
+    jump = 0
+    """Chunks of fewer queries take half as long again."""
 
     def __init__(self, kernel, demand, query_tokens, key_tokens, seed):
         self.sizes = (query_tokens, key_tokens)
@@ -29,7 +31,7 @@ class KnownTimer:
     def __call__(self, queries, keys):
         assert int(queries.sum()) <= self.sizes[0] and int(keys.sum()) <= self.sizes[1]
         tiles = -(-queries // 64)
-        part = np.where(queries == keys, 1.0, 2.0)
+        part = np.where(queries == keys, 1.0, 2.0) * np.where(queries < self.jump, 1.5, 1.0)
         forward = (part * (3.0 * tiles + 0.01 * tiles * 64 * keys)).sum()
         if len(set(zip(queries.tolist(), keys.tolist(), strict=True))) > 1:
             forward += self.unlike_us * len(queries)
@@ -42,9 +44,9 @@ def known(monkeypatch):
     return KnownTimer
 
 
-def measure(longest=256, **more):
+def measure(longest=256, kernel="sdpa", **more):
     settings = {"repeats": 2, "machine": "none"} | more
-    return measure_attention(DEMAND, "sdpa", longest=longest, **settings)
+    return measure_attention(DEMAND, kernel, longest=longest, **settings)
 
 
 def test_measured_profile_is_that_of_the_kernel(known):
@@ -97,9 +99,22 @@ def test_measured_profile_of_a_real_kernel_is_a_profile():
     assert profile.whole_forward_us[-1] > profile.whole_forward_us[0]
 
 
+def test_measured_profile_jumps_where_the_kernel_does(known, monkeypatch):
+    monkeypatch.setattr(known, "jump", 192)
+
+    def ratio(kernel):
+        profile = measure(1024, kernel)
+        short, long = (profile.chunk_us(np.array(q), np.array(900))[0] for q in (191, 192))
+        return float(short / long)
+
+    assert ratio("torch-cpu") == pytest.approx(1.5, rel=0.01)
+    assert ratio("sdpa") < 1.05  # of which no break is known: between powers of two all is even
+
+
 def test_grid_ends_at_the_longest():
     assert grid(8) == (1, 2, 4, 8)
     assert grid(100) == (1, 2, 4, 8, 16, 32, 64, 100)
+    assert grid(300, (192, 768)) == (1, 2, 4, 8, 16, 32, 64, 128, 191, 192, 256, 300)
     with pytest.raises(ConfigError, match="longest length is 1"):
         grid(1)
 
