@@ -46,7 +46,7 @@ SHARDINGS = (*FIXED, "adaptive", "hybrid", "best-of")
 WINDOWS = (65536, 131072)
 MODELS = {"7B": (32, 32, 128), "70B": (64, 8, 128)}
 SMALL_MODELS = {"7B": (2, 2, 64), "70B": (8, 1, 32)}
-SMALL_SCALE = 32
+SMALL_SCALE = 16
 """By which --small divides lengths."""
 
 
@@ -317,9 +317,9 @@ def main() -> int:
     parser.add_argument(
         "--micro-batches", type=int, metavar="N", help="a case (default: 12; small: 4)"
     )
-    parser.add_argument("--repeats", type=int, metavar="N", default=8, help="default: 8")
+    parser.add_argument("--repeats", type=int, metavar="N", default=5, help="default: 5")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of `wlb profile`")
-    parser.add_argument("--profile-repeats", type=int, metavar="N", default=8, help="default: 8")
+    parser.add_argument("--profile-repeats", type=int, metavar="N", default=5, help="default: 5")
     parser.add_argument("--kernel", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")

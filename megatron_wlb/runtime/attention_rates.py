@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TypeAlias
 
 import numpy as np
@@ -40,7 +41,9 @@ CUDA_QUERY_TOKENS = 16384
 CPU_KEY_TOKENS = 2048
 """Keys of a call: enough chunks that starting them cold is no large share, as in real calls."""
 NUM_MIXES = 6
-"""Micro-batches of unlike documents; each makes four calls."""
+"""Micro-batches of unlike documents; each makes eight calls."""
+MIXED_CP_SIZES = (4, 16)
+"""Over which these are sharded: into chunks for which one more hardly counts, or most of all."""
 MIX_SEED = 2**31
 """Added to the seed of these, so that they are not the documents that anything is judged by."""
 MAX_CHUNKS = 64
@@ -284,18 +287,19 @@ def _in_turn(
 
 
 def _mixed_calls(longest: int, seed: int) -> list[Call]:
-    """Calls of the first and the last of four ranks, of reference windows scaled to ``longest``,
+    """Calls of the first and the last of the CP ranks, of reference windows scaled to ``longest``,
     divided per sequence and per document.
     """
-    num_tokens = -(-longest // 8) * 8
+    multiple = 2 * max(MIXED_CP_SIZES)
+    num_tokens = -(-longest // multiple) * multiple
     drawn = sample_lengths("reference", NUM_MIXES, seed=MIX_SEED + seed)
     stops = np.unique(np.cumsum(drawn) * num_tokens // REFERENCE_WINDOW)
     calls: list[Call] = []
     for number in range(NUM_MIXES):
         own = stops[(stops > number * num_tokens) & (stops <= (number + 1) * num_tokens)]
         lengths = np.diff(own, prepend=number * num_tokens).tolist()
-        for kind in ("per-sequence", "per-document"):
-            ranks = shard_arrays(lengths, 4, Sharding(kind))
+        for cp_size, kind in product(MIXED_CP_SIZES, ("per-sequence", "per-document")):
+            ranks = shard_arrays(lengths, cp_size, Sharding(kind))
             calls += [(rows[:, 2] - rows[:, 1], rows[:, 2]) for rows in (ranks[0], ranks[-1])]
     return calls
 
@@ -309,8 +313,9 @@ def _with_unlike(
     with it and left out: by that much the machine was slower in these calls than in the table's.
     """
     extra_us = []
+    like = replace(profile, extrapolate=True)  # windows are rounded up to what CP divides
     for number, call_us in enumerate(profile.call_us):
-        like_us = [profile.chunk_us(q, k)[number].sum() + call_us for q, k in calls]
+        like_us = [like.chunk_us(q, k)[number].sum() + call_us for q, k in calls]
         columns = np.array([like_us, [len(q) for q, _ in calls]]).T / times_us[:, [number]]
         (factor, constant_us), *_ = np.linalg.lstsq(columns, np.ones(len(calls)), rcond=None)
         extra_us.append(round(max(0.0, float(constant_us / factor)), 2))

@@ -71,9 +71,9 @@ def test_measured_profile_takes_the_tiles_that_explain_it(known):
 
 
 def test_measured_profile_knows_what_unlike_chunks_take_more(known, monkeypatch):
-    assert measure().unlike_forward_us < 1.0
+    assert measure(1024).unlike_forward_us < 1.0
     monkeypatch.setattr(known, "unlike_us", 25.0)
-    profile = measure()
+    profile = measure(1024)
     assert profile.unlike_forward_us == pytest.approx(25, abs=5)
     assert profile.unlike_backward_us == pytest.approx(50, abs=10)
 

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_cp.py"
 SHARDINGS = {
     "per-sequence", "per-document", "per-document-remainder", "adaptive", "hybrid", "best-of",
 }  # fmt: skip
-SMALL = "--device cpu --small --models 70B --windows 65536 --cp 2 4 --micro-batches 2 --repeats 1"
+SMALL = "--device cpu --small --models 70B --windows 32768 --cp 2 4 --micro-batches 2 --repeats 1"
 
 
 def bench(*arguments):
