@@ -25,7 +25,8 @@ from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.runtime.heap import keep_freed_memory
 from megatron_wlb.runtime.kernels import CANDIDATES, Demand, Segments, VarlenKernel, choose_kernel
-from megatron_wlb.sharding import Sharding, shard_arrays
+from megatron_wlb.sharding import shard_arrays
+from megatron_wlb.sharding.select import PER_DOCUMENT, PER_SEQUENCE
 
 Call: TypeAlias = tuple[Ints, Ints]
 """Query and key lengths of a call's chunks."""
@@ -298,8 +299,8 @@ def _mixed_calls(longest: int, seed: int) -> list[Call]:
     for number in range(NUM_MIXES):
         own = stops[(stops > number * num_tokens) & (stops <= (number + 1) * num_tokens)]
         lengths = np.diff(own, prepend=number * num_tokens).tolist()
-        for cp_size, kind in product(MIXED_CP_SIZES, ("per-sequence", "per-document")):
-            ranks = shard_arrays(lengths, cp_size, Sharding(kind))
+        for cp_size, sharding in product(MIXED_CP_SIZES, (PER_SEQUENCE, PER_DOCUMENT)):
+            ranks = shard_arrays(lengths, cp_size, sharding)
             calls += [(rows[:, 2] - rows[:, 1], rows[:, 2]) for rows in (ranks[0], ranks[-1])]
     return calls
 
