@@ -42,7 +42,8 @@ from megatron_wlb.command_line import parse
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.runtime import guards
 from megatron_wlb.testing.recorder import PROGRESS, SHAPED
-from megatron_wlb.testing.validation import FEWEST_ROUNDS, Recording, summarize
+from megatron_wlb.testing.recording import FEWEST_ROUNDS, Recording
+from megatron_wlb.testing.validation import summarize
 
 PACKINGS = ("original", "wlb", "hold")
 MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2"]

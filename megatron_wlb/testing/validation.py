@@ -1,10 +1,10 @@
 """How well simulated steps meet recorded ones: calibrated on the first third, judged on the rest.
 
-Of a step's repeats the one that took the middle time counts. From the recording's first third come:
-each stage's cost of a micro-batch (a fit of its forwards and backwards to documents, tokens and
-tokens²), what a rank does between two actions, how long a tensor takes to the next stage, what a
-step takes besides its pipeline, and how much longer than its simulation the pipeline takes on this
-machine. With these, and the plan's lengths alone, the other steps are simulated.
+From the recording's first third come: each stage's cost of a micro-batch (a fit of its forwards and
+backwards to documents, tokens and tokens²), what a rank does between two actions, how long a tensor
+takes to the next stage, what a step takes besides its pipeline, and how much longer than its
+simulation the pipeline takes on this machine. With these, and the plan's lengths alone, the other
+steps are simulated.
 
 Where every pipeline rank has a core of its own, times are those of the wall clock. Where they share
 cores, as four do on two, an operation's duration says little: it depends on what its neighbour does
@@ -14,132 +14,22 @@ just then. There operations are fitted by their CPU time, and the replay shares 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_wlb.config import Config, from_flat
-from megatron_wlb.cost.profile import StageFit, StageSample, fit_stage
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.cost.profile import StageSample, fit_stage
 from megatron_wlb.runtime.planning import memory_model, padded_vocab_size, parallelism
 from megatron_wlb.simulator.costs import StageCosts
-from megatron_wlb.simulator.graph import Floats, Graph, graph_of
+from megatron_wlb.simulator.graph import Floats
 from megatron_wlb.simulator.order import dataflow
 from megatron_wlb.simulator.sharing import replay_shared
-from megatron_wlb.testing.recorder import RecordedStep, core_of
-
-CALIBRATION_SHARE = 3
-"""One in so many rounds, from the first on, is calibrated with."""
-FEWEST_ROUNDS = 6
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What :mod:`megatron_wlb.testing.recorder` wrote of one layout."""
-
-    config: Config
-    vocab_size: int
-    world_size: int
-    num_cores: int
-    packings: list[str]
-    timed: list[RecordedStep]
-    """Of each step's repeats the one that took the middle time."""
-    repeat_error: float
-    """Mean of ``|time ÷ middle time - 1|`` over the other repeats: what the machine does to equal
-    steps, and no simulation can foresee. 0 if there are none."""
-    counted: list[RecordedStep]
-    """Steps of which bytes were counted."""
-
-    @classmethod
-    def read(cls, path: Path) -> Recording:
-        """Raises :class:`ConfigError` for a file that is no recording, or one that is too short."""
-        try:
-            content = json.loads(path.read_text())
-            steps = [RecordedStep(**step) for step in content["steps"]]
-            timed, repeat_error = _middle(s for s in steps if s.activation_bytes is None)
-            result = cls(
-                from_flat(content["config"]),
-                content["vocab_size"],
-                content["world_size"],
-                content["num_cores"],
-                content["packings"],
-                timed,
-                repeat_error,
-                [step for step in steps if step.activation_bytes is not None],
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no recording ({error}); record it again") from None
-        rounds = {step.round for step in result.timed}
-        if len(rounds) < FEWEST_ROUNDS:
-            raise ConfigError(
-                f"{path}: {len(rounds)} rounds are too few to calibrate with a third of them; "
-                f"record at least {FEWEST_ROUNDS}"
-            )
-        return result
-
-    @cached_property
-    def graph(self) -> Graph:
-        """The schedule that the steps ran."""
-        p = self.config.parallel
-        return graph_of(
-            p.pipeline_model_parallel_size,
-            p.num_virtual_stages_per_pipeline_rank or 1,
-            len(self.timed[0].lengths[0]),
-            p.microbatch_group_size_per_virtual_pipeline_stage,
-        )
-
-    @property
-    def dp_size(self) -> int:
-        return len(self.timed[0].lengths)
-
-    @property
-    def cores(self) -> list[int] | None:
-        """The core of each pipeline rank, or None where each has its own."""
-        pp_size = self.graph.pp_size
-        each = self.world_size // pp_size
-        cores = [
-            core_of(rank * each, self.world_size, pp_size, self.num_cores)
-            for rank in range(pp_size)
-        ]
-        return None if len(set(cores)) == pp_size else cores
-
-    def process(self, pp_rank: int, dp_rank: int) -> int:
-        """The first process of a stage. Megatron's order of ranks: (TP,) CP, DP, PP outermost."""
-        cp_size = self.config.parallel.context_parallel_size
-        return (pp_rank * self.dp_size + dp_rank) * cp_size
-
-    @cached_property
-    def calibrating(self) -> list[RecordedStep]:
-        """The first third of the timed steps."""
-        rounds = sorted({step.round for step in self.timed})
-        wanted = set(rounds[: len(rounds) // CALIBRATION_SHARE])
-        return [step for step in self.timed if step.round in wanted]
-
-    @cached_property
-    def judged(self) -> list[RecordedStep]:
-        rounds = sorted({step.round for step in self.timed})
-        wanted = set(rounds[len(rounds) // CALIBRATION_SHARE :])
-        return [step for step in self.timed if step.round in wanted]
-
-    def times_us(self, step: RecordedStep, dp_rank: int) -> Floats:
-        """Measured ``[2, S, N]``: on the wall, or where cores are shared CPU time."""
-        graph = self.graph
-        result = np.zeros((2, graph.num_stages, graph.num_micro_batches))
-        for rank, actions in enumerate(graph.order):
-            measured = step.intervals[self.process(rank, dp_rank)]
-            for action, (kind, start, stop, cpu) in zip(actions, measured, strict=True):
-                assert kind == action.kind, (kind, action)
-                us = stop - start if self.cores is None else cpu
-                stage = action.chunk * graph.pp_size + rank
-                result["FB".index(kind), stage, action.micro_batch] = us
-        return result
+from megatron_wlb.testing.recorder import RecordedStep
+from megatron_wlb.testing.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -207,21 +97,6 @@ def calibrate(recording: Recording) -> Calibration:
     spans = np.array([last - first for first, last in map(_span, steps)])
     simulated = np.array([_pipeline_us(recording, calibration, step) for step in steps])
     return replace(calibration, slowdown=float(np.median(spans / simulated)))
-
-
-def _middle(steps: Iterable[RecordedStep]) -> tuple[list[RecordedStep], float]:
-    """The middle of each step's repeats, and how far the others are off in the mean."""
-    repeats: dict[tuple[int, str], list[RecordedStep]] = {}
-    for step in steps:
-        repeats.setdefault((step.round, step.packing), []).append(step)
-    middles, errors = [], []
-    for own in repeats.values():
-        own.sort(key=lambda step: step.stop_us - step.start_us)
-        middle = own.pop((len(own) - 1) // 2)
-        us = middle.stop_us - middle.start_us
-        errors += [abs((other.stop_us - other.start_us) / us - 1) for other in own]
-        middles.append(middle)
-    return middles, float(np.mean(errors)) if errors else 0.0
 
 
 def _span(step: RecordedStep) -> tuple[float, float]:
@@ -431,6 +306,3 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
         "rows": rows,
         "layouts": layouts,
     }
-
-
-__all__ = ["Calibration", "Recording", "Row", "StageFit", "calibrate", "judge", "summarize"]

@@ -16,7 +16,8 @@ from megatron_wlb.simulator.graph import graph_of
 from megatron_wlb.simulator.sharing import replay_shared
 from megatron_wlb.testing import validation
 from megatron_wlb.testing.recorder import RecordedStep, core_of
-from megatron_wlb.testing.validation import Recording, Row, calibrate, judge, pairs, summarize
+from megatron_wlb.testing.recording import Recording
+from megatron_wlb.testing.validation import Row, calibrate, judge, pairs, summarize
 
 BETWEEN_US, P2P_US, BESIDES_US = 40.0, 300.0, 5_000.0
 COEFFICIENTS = {"F": (200.0, 30.0, 5.0, 0.01), "B": (300.0, 50.0, 9.0, 0.03)}
