@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -25,6 +23,7 @@ from megatron_wlb.runtime import checkpoint, targets
 from megatron_wlb.runtime.batch import BatchBuilder
 from megatron_wlb.runtime.corpora import Corpora
 from megatron_wlb.runtime.measure import measure_cost
+from megatron_wlb.runtime.metrics import MetricsFile
 from megatron_wlb.runtime.model import Model, build_model
 from megatron_wlb.runtime.optimizer import build_optimizer
 from megatron_wlb.runtime.planning import (
@@ -250,7 +249,7 @@ class RunLog:
         self._interval = config.logging.log_interval
         self._total = config.training.train_iters
         self._writer: Any = None
-        self._metrics: TextIO | None = None
+        self._metrics: MetricsFile | None = None
         if torch.distributed.get_rank() != 0:
             return
         if config.logging.tensorboard_dir is not None:
@@ -259,10 +258,7 @@ class RunLog:
             with writing("--tensorboard-dir", config.logging.tensorboard_dir):
                 self._writer = SummaryWriter(config.logging.tensorboard_dir)
         if config.wlb.wlb_metrics is not None:
-            with writing("--wlb-metrics", config.wlb.wlb_metrics):
-                path = Path(config.wlb.wlb_metrics)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._metrics = path.open("a")
+            self._metrics = MetricsFile(config.wlb.wlb_metrics)
 
     def __enter__(self) -> RunLog:
         return self
@@ -302,9 +298,7 @@ class RunLog:
 
     def _write(self, values: dict[str, float]) -> None:
         if self._metrics is not None:
-            with writing("--wlb-metrics", self._metrics.name):
-                self._metrics.write(json.dumps(values) + "\n")
-                self._metrics.flush()
+            self._metrics.write(values)
 
     def _plot(self, group: str, values: dict[str, float], iteration: int) -> None:
         if self._writer is not None:

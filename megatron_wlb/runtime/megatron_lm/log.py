@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.rank_main import writing
 from megatron_wlb.runtime.megatron_lm.session import Session
+from megatron_wlb.runtime.metrics import MetricsFile
 from megatron_wlb.runtime.patching import PatchSet
 from megatron_wlb.simulator.costs import StageCosts
 from megatron_wlb.simulator.graph import Graph, graph_of
@@ -31,7 +29,6 @@ class Log:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._is_logging = False
-        self._metrics: TextIO | None = None
 
     def install(self, patches: PatchSet) -> None:
         from megatron.training import training
@@ -177,16 +174,14 @@ class Log:
         if wandb:
             wandb.log({f"wlb/{name}": value for name, value in figures.items()}, iteration)
 
-    def _write(self, values: dict[str, Any]) -> None:
+    @cached_property
+    def _metrics(self) -> MetricsFile | None:
         path = self.session.config.wlb.wlb_metrics
-        if path is None:
-            return
-        with writing("--wlb-metrics", path):
-            if self._metrics is None:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                self._metrics = Path(path).open("a")  # noqa: SIM115 - open as long as the run
-            self._metrics.write(json.dumps(values) + "\n")
-            self._metrics.flush()
+        return None if path is None else MetricsFile(path)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(values)
 
     def _shardings(self, plan: StepPlan) -> str:
         """How many micro-batches are divided how over context-parallel ranks, if there are any."""
