@@ -116,7 +116,7 @@ def _kernels() -> Iterator[Finding]:
         else:
             yield Finding("kernel", name, "note", f"cannot run: {reason}")
     if gpu and usable == ["sdpa"]:
-        remedy = "install flash-attn, or torch 2.10 or newer with CUDA"
+        remedy = "install flash-attn (pip install 'megatron-wlb[gpu]')"
         found = "there is no packed kernel for this GPU: one call a document is slow"
         yield Finding("kernel", "packed attention", "wrong", found, remedy)
 

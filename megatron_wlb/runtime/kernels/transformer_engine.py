@@ -13,11 +13,12 @@ import os
 from functools import cache
 
 import torch
+from packaging.version import Version
 
 from megatron_wlb.runtime.kernels.base import Demand, Segments, VarlenKernel
 from megatron_wlb.runtime.kernels.flash import flash_obstacle
 
-MIN_VERSION = (1, 11)
+MIN_VERSION = Version("1.11")
 """The first with the mask type below."""
 _MASK = "padding_causal_bottom_right"
 _DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
@@ -33,8 +34,8 @@ def obstacle(demand: Demand) -> str | None:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:
         return f"transformer_engine cannot be imported ({error})"
-    if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
-        return f"transformer-engine {version} has no {_MASK} mask; it needs 1.11 or later"
+    if Version(version) < MIN_VERSION:
+        return f"transformer-engine {version} has no {_MASK} mask; it needs {MIN_VERSION} or later"
     if demand.deterministic and os.environ.get(_DETERMINISM) != "0":
         return f"it is deterministic only with {_DETERMINISM}=0 in the environment"
     return None

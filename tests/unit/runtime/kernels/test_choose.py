@@ -128,6 +128,25 @@ def test_packages_that_are_missing_or_old_are_said(
 
 
 @pytest.mark.parametrize(
+    ("version", "is_new_enough"),
+    [("2.0rc1", True), ("2.10.0.dev0+4b5", True), ("1.11", True), ("1.9.1", False)],
+)
+def test_transformer_engine_runs_from_the_version_with_the_mask(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: list[tuple[int, int]],
+    version: str,
+    is_new_enough: bool,
+) -> None:
+    te = "transformer_engine"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.setitem(sys.modules, te, types.ModuleType(te))
+    monkeypatch.setitem(sys.modules, f"{te}.pytorch", types.ModuleType(f"{te}.pytorch"))
+    reason = CANDIDATES["transformer-engine"].obstacle(HOPPER)
+    assert (reason is None) == is_new_enough, reason
+    assert is_new_enough or "1.9.1 has no padding_causal_bottom_right mask" in str(reason)
+
+
+@pytest.mark.parametrize(
     ("name", "module"), [("flash-attn-2", "flash_attn"), ("flash-attn-3", "flash_attn_interface")]
 )
 def test_flash_attn_is_called_as_it_is_meant(
