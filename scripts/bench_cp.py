@@ -3,6 +3,7 @@
 
     scripts/bench_cp.py --json figures.json                          # a GPU, full size
     OMP_NUM_THREADS=1 scripts/bench_cp.py --device cpu --small       # some minutes
+    scripts/bench_cp.py --modelled --micro-batches 64                # full size, seconds
 
 For CP = 2, 4 and 8 every rank's attention runs in turn, forward and backward, one variable-length
 call on the keys that the rank has gathered; the slowest rank counts. Micro-batches are windows of
@@ -12,7 +13,9 @@ that of --profile FILE (see `wlb profile`), or one measured here first.
 
 Measured is the kernel, without communication and without gathering keys by index. Latencies of a
 rank are the median of the repeats on a GPU; on a CPU the least, of processor time where torch has
-one thread. With --small lengths and heads are scaled down: other sizes, so other figures.
+one thread. With --small lengths and heads are scaled down: other sizes, so other figures. With
+--modelled nothing is measured: latencies are those of whole 128 x 128 tiles at one rate, by which
+`adaptive` and `hybrid` then choose too.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,7 +35,13 @@ from rich.table import Table
 
 from megatron_wlb.cli import output
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.cost.attention import AttentionProfile, pairs
+from megatron_wlb.cost.attention import (
+    AnalyticAttention,
+    AttentionLatency,
+    AttentionProfile,
+    Ints,
+    pairs,
+)
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.runtime.attention_rates import AttentionTimer, measure_attention, named_kernel
@@ -48,6 +57,11 @@ MODELS = {"7B": (32, 32, 128), "70B": (64, 8, 128)}
 SMALL_MODELS = {"7B": (2, 2, 64), "70B": (8, 1, 32)}
 SMALL_SCALE = 16
 """By which --small divides lengths."""
+MODELLED_TFLOPS = 400.0
+"""A rate for latencies in µs; their ratios do not depend on it."""
+
+Timer: TypeAlias = Callable[[Ints, Ints], tuple[float, float]]
+"""µs forward and backward of one call, by its chunks' queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ def latencies(
     lengths: Sequence[int],
     cp_size: int,
     shardings: Sequence[Sharding],
-    timer: AttentionTimer,
+    timer: Timer,
     repeats: int,
     typical: Callable[..., Any],
 ) -> dict[Sharding, Latency]:
@@ -136,8 +150,8 @@ def latencies(
 def run_micro_batch(
     lengths: Sequence[int],
     cp_size: int,
-    profile: AttentionProfile,
-    timer: AttentionTimer,
+    profile: AttentionLatency,
+    timer: Timer,
     repeats: int,
     typical: Callable[..., Any],
 ) -> Result:
@@ -214,6 +228,16 @@ def profile_of(
         )  # fmt: skip
 
 
+def modelled(latency: AttentionLatency) -> Timer:
+    """What :class:`AttentionTimer` does, by prediction."""
+
+    def predicted_us(queries: Ints, keys: Ints) -> tuple[float, float]:
+        forward, backward = latency.chunk_us(queries, keys)
+        return float(forward.sum()), float(backward.sum())
+
+    return predicted_us
+
+
 def cases_of(options: argparse.Namespace) -> list[Case]:
     scale = SMALL_SCALE if options.small else 1
     return [
@@ -229,22 +253,30 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """All cases; what the JSON holds."""
     device = torch.device(options.device)
     cuda = device.type == "cuda"
-    machine = machine_name(options.device)
+    machine = "whole 128 x 128 tiles" if options.modelled else machine_name(options.device)
     typical = np.median if cuda else np.min
     models = SMALL_MODELS if options.small else MODELS
+    repeats = 1 if options.modelled else options.repeats
     cases = cases_of(options)
     longest = max(case.window for case in cases)
     rows, everything, profiles, clock = [], [], {}, ""
     for model in options.models:
-        demand = Demand(device, torch.bfloat16 if cuda else torch.float32, *models[model])
-        profile = profile_of(options, demand, longest, machine, model)
-        profiles[model] = {
-            name: getattr(profile, name) for name in ("kernel", "machine", "spread", "error")
-        }
-        _, kernel = named_kernel(profile.kernel, demand)
-        # Single rows of the remainder see their whole document again: about 2 windows more keys.
-        timer = AttentionTimer(kernel, demand, longest, 4 * longest, options.seed)
-        clock = timer.clock
+        profile: AttentionLatency
+        timer: Timer
+        if options.modelled:
+            num_heads, _, head_dim = models[model]
+            profile = AnalyticAttention(num_heads, head_dim, MODELLED_TFLOPS)
+            timer = modelled(profile)
+        else:
+            demand = Demand(device, torch.bfloat16 if cuda else torch.float32, *models[model])
+            profile = profile_of(options, demand, longest, machine, model)
+            profiles[model] = {
+                name: getattr(profile, name) for name in ("kernel", "machine", "spread", "error")
+            }
+            _, kernel = named_kernel(profile.kernel, demand)
+            # Single rows of the remainder see their whole document again: 2 windows more keys.
+            timer = AttentionTimer(kernel, demand, longest, 4 * longest, options.seed)
+            clock = timer.clock
         own = [case for case in cases if case.model == model]
         with output.progress_bar(f"shardings of {model}") as progress:
             done, total = 0, sum(len(case.micro_batches) for case in own)
@@ -252,9 +284,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 results = []
                 for lengths in case.micro_batches:
                     results.append(
-                        run_micro_batch(
-                            lengths, case.cp_size, profile, timer, options.repeats, typical
-                        )
+                        run_micro_batch(lengths, case.cp_size, profile, timer, repeats, typical)
                     )
                     done += 1
                     progress(done, total)
@@ -268,7 +298,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "clock": clock,
         "small": options.small,
         "seed": options.seed,
-        "repeats": options.repeats,
+        "repeats": repeats,
         "profiles": profiles,
         **summary(everything),
         "cases": rows,
@@ -277,10 +307,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def show(figures: dict[str, Any]) -> None:
     """The table of cases."""
+    how = f"measured ({figures['clock']})" if figures["clock"] else "modelled"
     table = Table("model", "window", "CP", "exact-FLOP", *SHARDINGS[1:], "adaptive right")
     table.title = (
         f"{figures['machine']}: speedup of attention over per-sequence, forward and backward, "
-        f"slowest rank, measured ({figures['clock']})"
+        f"slowest rank, {how}"
     )
     table.caption = (
         "exact-FLOP: imbalance of per-sequence / per-document. adaptive right: share of "
@@ -308,6 +339,7 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU can run")
+    parser.add_argument("--modelled", action="store_true", help="predict, and measure nothing")
     parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8], help="default: 2 4 8")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument(
@@ -329,8 +361,8 @@ def main() -> int:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.micro_batches = options.micro_batches or (4 if options.small else 12)
     try:
-        if options.device == "cpu" and not options.small:
-            raise ConfigError("a CPU would take days at full size; add --small")
+        if options.device == "cpu" and not (options.small or options.modelled):
+            raise ConfigError("a CPU would take days at full size; add --small, or --modelled")
         output.check_file("--json", options.json)
         output.check_picture("--plot", options.plot)
         figures = run(options)

@@ -83,13 +83,14 @@ def plot_shardings(figures: Mapping[str, Any], path: Path) -> None:
     """Figure 15 of WLB-LLM: speedup over per-sequence by sharding, a panel a model.
 
     ``figures`` are those of ``scripts/bench_cp.py --json``: ``cases`` with ``model``, ``window``,
-    ``cp`` and ``speedup_over_per_sequence`` by name; ``machine``.
+    ``cp`` and ``speedup_over_per_sequence`` by name; ``machine``; ``clock``, empty if modelled.
     """
     cases = figures["cases"]
     models = list(dict.fromkeys(case["model"] for case in cases))
     names = [n for n in cases[0]["speedup_over_per_sequence"] if n != "per-sequence"]
     colours = dict(zip(names, (SKY, ORANGE, BLUE, GREEN, PALE_INK), strict=True))
-    title = "Attention of one layer, slowest CP rank, forward and backward (measured)"
+    how = "measured" if figures["clock"] else "modelled"
+    title = f"Attention of one layer, slowest CP rank, forward and backward ({how})"
     figure = _figure(title, height=1.4 + 3.2 * len(models))
     panels = figure.subplots(len(models), 1, squeeze=False, sharey=True)[:, 0]
     for axes, model in zip(panels, models, strict=True):

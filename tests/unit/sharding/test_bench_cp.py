@@ -60,11 +60,28 @@ def test_bench_cp_keeps_its_figures(tmp_path):
     assert "per-document-remainder" in done.stdout
 
 
+def test_bench_cp_models_full_size_without_measuring(tmp_path):
+    path = tmp_path / "cp.json"
+    done = bench("--modelled", "--models", "7B", "--micro-batches", "3", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(path.read_text())
+    assert [case["window"] for case in figures["cases"]] == 3 * [65536] + 3 * [131072]
+    assert figures["profiles"] == {} and not figures["clock"]
+    assert "modelled" in done.stdout and "measured" not in done.stdout
+    for case in figures["cases"]:
+        check(case)
+        # What is chosen by the very model that judges it is the best of what is chosen from.
+        assert case["adaptive_picks_winner"] == 1
+        assert case["predicted_over_measured"] == pytest.approx(1)
+        speedup = case["speedup_over_per_sequence"]
+        assert speedup["hybrid"] >= speedup["adaptive"] >= speedup["per-document"] > 1
+
+
 def test_bench_cp_says_what_is_wrong_in_one_line(tmp_path):
     done = bench("--device", "cpu")
     assert (
         done.returncode == 2
-        and done.stderr == "error: a CPU would take days at full size; add --small\n"
+        and done.stderr == "error: a CPU would take days at full size; add --small, or --modelled\n"
     )
     done = bench(*SMALL.split(), "--profile", "cpu")
     assert done.returncode == 2
