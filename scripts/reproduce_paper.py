@@ -81,6 +81,11 @@ def main() -> int:
     for flag in ("steps", "jobs"):
         if getattr(options, flag) < 1:
             raise ConfigError(f"--{flag} is {getattr(options, flag)}; give at least 1")
+    if options.only and options.out is None:
+        raise ConfigError(
+            "--only makes a page of these alone; give it a folder of its own with --out"
+        )
+    options.out = options.out or Path("docs")
     images = options.out / "images"
     images.mkdir(parents=True, exist_ok=True)
     keys = [key for key in KEYS if not options.only or key in options.only]
@@ -147,7 +152,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--no-solver", dest="solver", action="store_false", help="leave the slow packing out"
     )
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder (default: docs)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: docs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the figures, for machines")
     return parser.parse_args()
 

@@ -95,6 +95,15 @@ def test_script_refuses_no_steps(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_script_does_not_write_a_part_over_the_whole_page() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/reproduce_paper.py", "--only", "figure-15"],
+        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "give it a folder of its own with --out" in done.stderr
+
+
 @pytest.mark.parametrize("key", ["figure-6", "figure-12", "figure-13", "figure-14", "figure-15"])
 def test_script_takes_the_machine_that_is_given(key: str) -> None:
     done = subprocess.run(
