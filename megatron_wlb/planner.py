@@ -222,8 +222,9 @@ class Planner:
             return
         if plan.waiting_tokens > self._warn_above_tokens:
             logger.warning(
-                "step %d: %d documents with %d tokens wait, %.1f steps' worth; if this goes on "
+                "%s, step %d: %d documents with %d tokens wait, %.1f steps' worth; if this goes on "
                 "growing, raise max_tokens (S_max) or lower max_age",
+                plan.packing,
                 plan.step,
                 plan.num_waiting,
                 plan.waiting_tokens,

@@ -261,7 +261,9 @@ def test_planner_warns_of_a_growing_backlog_whenever_it_doubles(caplog):
             planning.next_plan()
     warned = [record.getMessage() for record in caplog.records]
     # 22 tokens more each step; a step's worth is 20: above 80 after 4 steps, then doubled.
-    assert [message.split(":")[0] for message in warned] == ["step 3", "step 8", "step 18"]
+    assert [message.split(":")[0] for message in warned] == [
+        f"hold, step {step}" for step in (3, 8, 18)
+    ]
     assert "8 documents with 88 tokens wait, 4.4 steps' worth" in warned[0]
 
 
