@@ -66,10 +66,12 @@ def launch(script: str, flags: Sequence[str]) -> None:
     sys.path[0] = str(Path(script).resolve().parent)  # as Python does; Megatron is found there
     try:
         # These import torch, and then Megatron under the device's conditions.
-        if _choose_device(wlb.wlb_device) == "cpu":
-            from megatron_wlb.runtime.megatron_lm import cpu
+        from megatron_wlb.runtime import cpu
 
-            cpu.install()
+        if cpu.device_for(wlb.wlb_device) == "cpu":
+            from megatron_wlb.runtime.megatron_lm import cpu as megatron_lm_cpu
+
+            megatron_lm_cpu.install()
         _install(wlb.wlb_allow_untested_megatron, plans=plans, flags=flags)
     except ImportError as error:
         raise CompatibilityError(
@@ -111,20 +113,6 @@ def run_script(script: str, flags: Sequence[str]) -> None:
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
-
-
-def _choose_device(requested: str) -> str:
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    if requested == "cuda" and not has_gpu:
-        raise ConfigError(
-            "--wlb-device is cuda, but torch sees no GPU; use --wlb-device cpu to run under the "
-            "CPU emulation"
-        )
-    if requested == "auto":
-        return "cuda" if has_gpu else "cpu"
-    return requested
 
 
 def _with_settings_file(flags: Sequence[str]) -> list[str]:

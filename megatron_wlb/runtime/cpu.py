@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.runtime.cpu_adam import install_adam
 from megatron_wlb.runtime.heap import keep_freed_memory
 from megatron_wlb.runtime.patching import PatchSet
@@ -133,6 +133,22 @@ _TORCH_CUDA: dict[str, Any] = {
 def installed() -> bool:
     """Whether this process runs under the emulation."""
     return _mode is not None
+
+
+def device_for(requested: str) -> str:
+    """``cuda`` or ``cpu``; for ``auto`` ``cuda`` wherever there is a GPU.
+
+    Raises :class:`ConfigError` if a GPU was asked for where there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if requested == "cuda" and not has_gpu:
+        raise ConfigError(
+            "--wlb-device is cuda, but torch sees no GPU; use --wlb-device cpu to run under the "
+            "CPU emulation"
+        )
+    if requested == "auto":
+        return "cuda" if has_gpu else "cpu"
+    return requested
 
 
 def install() -> None:

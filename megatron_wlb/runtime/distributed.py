@@ -23,13 +23,7 @@ def choose_device(requested: str) -> str:
     Raises:
         ConfigError: a GPU was asked for where there is none, or there is none for this process.
     """
-    has_gpu = torch.cuda.is_available()
-    device = ("cuda" if has_gpu else "cpu") if requested == "auto" else requested
-    if device == "cuda" and not has_gpu:
-        raise ConfigError(
-            "--wlb-device is cuda, but torch sees no GPU; use --wlb-device cpu to run under the "
-            "CPU emulation"
-        )
+    device = cpu.device_for(requested)
     if device == "cpu":
         cpu.install()
     else:

@@ -26,7 +26,9 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
     Raises:
         CompatibilityError: checkpoints of this optimizer could be saved but not loaded.
     """
-    _check_checkpoints(config)
+    check_checkpoints(
+        config.parallel.use_distributed_optimizer, config.checkpoint.save, config.checkpoint.load
+    )
     training = config.training
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -67,10 +69,10 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
     return optimizer, scheduler
 
 
-def _check_checkpoints(config: Config) -> None:
-    saves = config.checkpoint.save is not None or config.checkpoint.load is not None
+def check_checkpoints(use_distributed_optimizer: bool, save: str | None, load: str | None) -> None:
+    """Raises :class:`CompatibilityError` if checkpoints could not be loaded again."""
     has_fused_adam = distrib_optimizer.HAVE_APEX_OR_TE  # or ours, under the CPU emulation
-    if config.parallel.use_distributed_optimizer and saves and not has_fused_adam:
+    if use_distributed_optimizer and (save or load) and not has_fused_adam:
         raise CompatibilityError(
             "--use-distributed-optimizer with --save or --load, but neither TransformerEngine nor "
             "Apex can be imported: with torch's Adam, Megatron cannot load what it saves; install "

@@ -67,9 +67,11 @@ _LENGTHS_VARY = "lengths of micro-batches vary"
 _DENSE = "cost and memory models know dense transformer layers only"
 _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
 
+_YAML = Refusal("--yaml-cfg", "yaml_cfg", "it replaces all flags, ours too", "use flags")
+
 REFUSALS: tuple[Refusal, ...] = (
     # Settings and what is trained.
-    Refusal("--yaml-cfg", "yaml_cfg", "it replaces all flags, ours too", "use flags"),
+    _YAML,
     Refusal("--use-legacy-models", "use_legacy_models", "it needs megatron-core models"),
     Refusal("--perform-rl-step", "perform_rl_step", _OTHER_DATA),
     Refusal("--vision-pretraining", "vision_pretraining", _OTHER_DATA),
@@ -297,7 +299,5 @@ def check_words(words: Sequence[str]) -> None:
     Raises:
         ConfigError: ``--yaml-cfg``, from which parsing returns without any of our flags.
     """
-    for word in words:
-        for refusal in REFUSALS[:1]:
-            if word.split("=")[0] == refusal.flag:
-                raise ConfigError(refusal.message(argparse.Namespace()))
+    if any(word.split("=")[0] == _YAML.flag for word in words):
+        raise ConfigError(_YAML.message(argparse.Namespace()))

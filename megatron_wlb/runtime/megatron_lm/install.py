@@ -19,6 +19,7 @@ from megatron_wlb.runtime import guards as layout_guards
 from megatron_wlb.runtime import targets
 from megatron_wlb.runtime.megatron_lm import arguments, checkpoint, guards, log, model, schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
+from megatron_wlb.runtime.optimizer import check_checkpoints
 from megatron_wlb.runtime.patching import PatchSet
 
 _patches = PatchSet()
@@ -104,6 +105,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     config = arguments.config_of(args)
     layout_guards.check(config, args.world_size)
     layout_guards.check_micro_batches(config, args.world_size)
+    check_checkpoints(args.use_distributed_optimizer, args.save, args.load)
     _begin(args, config)
     return checked
 
