@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import BOTH, LAYOUTS, finish, launch, needs_megatron_lm
-from trainer_runs import Flags, losses
+from megatron_lm_runs import BOTH, DP2, LAYOUTS, finish, launch, needs_megatron_lm
+from trainer_runs import Flags, assert_refused, losses
+
+from megatron_wlb.errors import CompatibilityError, ConfigError
 
 pytestmark = needs_megatron_lm
 
@@ -45,6 +48,36 @@ def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Pa
     assert 2 <= int(tracker.read_text()) < NUM_STEPS
     finish(launch(tmp_path, num_processes, flags))
     assert losses(metrics) == expected
+
+
+def leave_torch_s_adam() -> None:
+    """As on a GPU where there is neither TransformerEngine nor Apex."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault", "exit_code", "fragment"),
+    [
+        ({"ckpt_format": "torch"}, None, ConfigError.exit_code, "cannot load; add"),
+        ({"bf16": True}, leave_torch_s_adam, CompatibilityError.exit_code, "nor Apex"),
+    ],
+    ids=["fp32-torch", "torch-s-adam"],
+)
+def test_checkpoints_that_could_not_be_loaded_are_refused_at_the_start(
+    flags: Flags,
+    fault: Callable[[], None] | None,
+    exit_code: int,
+    fragment: str,
+    tmp_path: Path,
+    corpus: Path,
+) -> None:
+    flags |= BOTH | DP2 | {"wlb_packing": "hold", "data_path": corpus, "train_iters": 2}
+    flags |= {"save": "ck", "save_interval": 2}
+    finished = launch(tmp_path, 2, flags, fault=fault).wait()
+    assert_refused(finished, exit_code, "--use-distributed-optimizer", fragment)
+    assert not (tmp_path / "ck").exists()
 
 
 def losses_so_far(metrics: Path) -> dict[int, float]:

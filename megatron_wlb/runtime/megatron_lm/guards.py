@@ -252,12 +252,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--use-distributed-optimizer", "use_distributed_optimizer",
         "in fp32 Megatron saves a form of its state that it cannot load",
-        "add --dist-ckpt-optim-fully-reshardable, or train in --bf16",
+        "add --dist-ckpt-optim-fully-reshardable with --ckpt-format torch_dist, or train in --bf16",
         lambda args: bool(
             args.use_distributed_optimizer
             and args.save
-            and args.ckpt_format == "torch_dist"
-            and not (args.bf16 or args.fp16 or args.dist_ckpt_optim_fully_reshardable)
+            and not (args.bf16 or args.fp16)
+            and not (args.ckpt_format == "torch_dist" and args.dist_ckpt_optim_fully_reshardable)
         ),
     ),
     Refusal(

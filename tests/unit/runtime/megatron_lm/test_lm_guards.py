@@ -122,7 +122,7 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         {"pipeline_model_parallel_size": 4, "overlap_p2p_comm": False},
         {"num_virtual_stages_per_pipeline_rank": None, "overlap_p2p_comm": False},
         {"dataloader_type": "single"},
-        {"ckpt_format": "torch", "bf16": False},
+        {"ckpt_format": "torch"},
         {"bf16": False, "dist_ckpt_optim_fully_reshardable": True},
         {"bf16": False, "save": None},
         {"data_path": None, "train_data_path": ["corpus"]},
@@ -133,6 +133,12 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
 )
 def test_what_only_looks_alike_passes(fine: dict[str, Any]) -> None:
     guards.check(argparse.Namespace(**FINE | fine))
+
+
+def test_no_option_makes_the_torch_format_load_sharded_optimizers_in_fp32() -> None:
+    given = {"ckpt_format": "torch", "bf16": False, "dist_ckpt_optim_fully_reshardable": True}
+    with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer .* cannot load; add"):
+        guards.check(argparse.Namespace(**FINE | given))
 
 
 @pytest.mark.parametrize("words", [["--yaml-cfg", "x.yaml"], ["--yaml-cfg=x.yaml"]])
