@@ -2,7 +2,7 @@
 """Figure 15 of WLB-LLM on one device: attention of one layer under each CP sharding.
 
     scripts/bench_cp.py --json figures.json                          # a GPU, full size
-    OMP_NUM_THREADS=1 scripts/bench_cp.py --device cpu --small       # some minutes
+    OMP_NUM_THREADS=1 scripts/bench_cp.py --device cpu --small       # a quarter of an hour
     scripts/bench_cp.py --modelled --micro-batches 64                # full size, seconds
 
 For CP = 2, 4 and 8 every rank's attention runs in turn, forward and backward, one variable-length
@@ -349,9 +349,9 @@ def main() -> int:
     parser.add_argument(
         "--micro-batches", type=int, metavar="N", help="a case (default: 12; small: 4)"
     )
-    parser.add_argument("--repeats", type=int, metavar="N", default=5, help="default: 5")
+    parser.add_argument("--repeats", type=int, metavar="N", default=10, help="default: 10")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of `wlb profile`")
-    parser.add_argument("--profile-repeats", type=int, metavar="N", default=5, help="default: 5")
+    parser.add_argument("--profile-repeats", type=int, metavar="N", default=10, help="default: 10")
     parser.add_argument("--kernel", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")

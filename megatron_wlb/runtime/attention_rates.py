@@ -92,6 +92,11 @@ class Clock:
 class AttentionTimer:
     """Times calls of a kernel, forward and backward, on random numbers.
 
+    What training writes right before a call is read right before it here, so that caches hold as
+    much of it: queries, keys and values; for the backward pass keys and values, which are gathered
+    again, and the output's gradient. Else a call would be the slower the less the one before had
+    in common with it.
+
     Args:
         kernel: to time.
         demand: its device, dtype and heads.
@@ -142,11 +147,18 @@ class AttentionTimer:
             outputs.append(self._kernel(query, key, value, segments, self._scale))
 
         grad = self._grad[:num_queries]
+        _read(query, key, value)
         forward_us = self._clock(forward)
+        _read(key, value, grad)
         backward_us = self._clock(
             lambda: torch.autograd.grad(outputs.pop(), (query, key, value), grad)
         )
         return forward_us, backward_us
+
+
+def _read(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor.detach().sum()
 
 
 def named_kernel(name: str, demand: Demand) -> tuple[str, VarlenKernel]:

@@ -78,6 +78,23 @@ def test_measured_profile_knows_what_unlike_chunks_take_more(known, monkeypatch)
     assert profile.unlike_backward_us == pytest.approx(50, abs=10)
 
 
+def test_each_pass_finds_in_caches_what_training_has_just_written(monkeypatch):
+    order = []
+
+    def kernel(query, key, value, segments, scale):
+        order.append("forward")
+        query.register_hook(lambda grad: order.append("backward"))
+        return query * (key.sum() + value.sum())
+
+    def read(*tensors):
+        order.append([(len(tensor), tensor.shape[1]) for tensor in tensors])
+
+    monkeypatch.setattr(attention_rates, "_read", read)
+    AttentionTimer(kernel, DEMAND, 8, 12, 0)(np.array([2, 3]), np.array([4, 5]))
+    query, grad, key, value = (5, 4), (5, 4), (9, 2), (9, 2)
+    assert order == [[query, key, value], "forward", [key, value, grad], "backward"]
+
+
 def test_measuring_really_runs_the_kernel():
     seen = []
 
