@@ -80,6 +80,19 @@ def test_checkpoints_that_could_not_be_loaded_are_refused_at_the_start(
     assert not (tmp_path / "ck").exists()
 
 
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_weights_without_the_optimizer_s_state_need_no_fused_adam(
+    ckpt_format: str, tmp_path: Path, corpus: Path
+) -> None:
+    flags = BOTH | DP2 | {"wlb_packing": "hold", "data_path": corpus, "ckpt_format": ckpt_format}
+    flags |= {"save": "ck", "save_interval": 2, "no_save_optim": True, "train_iters": 2}
+    finish(launch(tmp_path, 2, flags, fault=leave_torch_s_adam))
+    flags |= {"load": "ck", "no_load_optim": True, "train_iters": 3, "wlb_metrics": "metrics"}
+    flags |= {"override_opt_param_scheduler": True}
+    finish(launch(tmp_path, 2, flags, fault=leave_torch_s_adam))
+    assert list(losses(tmp_path / "metrics")) == [3]
+
+
 def losses_so_far(metrics: Path) -> dict[int, float]:
     """Without a last line that is being written."""
     text = metrics.read_text()

@@ -256,6 +256,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: bool(
             args.use_distributed_optimizer
             and args.save
+            and not args.no_save_optim
             and not (args.bf16 or args.fp16)
             and not (args.ckpt_format == "torch_dist" and args.dist_ckpt_optim_fully_reshardable)
         ),

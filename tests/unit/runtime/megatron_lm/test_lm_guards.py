@@ -20,7 +20,8 @@ FINE: dict[str, Any] = {
     "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": 2,
     "transformer_impl": "transformer_engine", "dataloader_type": None, "ckpt_format": "torch_dist",
     "non_persistent_ckpt_type": None, "use_distributed_optimizer": True, "save": "ck",
-    "bf16": True, "fp16": False, "dist_ckpt_optim_fully_reshardable": False, "num_experts": None,
+    "no_save_optim": None, "bf16": True, "fp16": False, "num_experts": None,
+    "dist_ckpt_optim_fully_reshardable": False,
     "hybrid_attention_ratio": 0.0, "cpu_offloading_num_layers": 0, "tp_comm_overlap": False,
 }  # fmt: skip
 
@@ -125,6 +126,7 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         {"ckpt_format": "torch"},
         {"bf16": False, "dist_ckpt_optim_fully_reshardable": True},
         {"bf16": False, "save": None},
+        {"bf16": False, "no_save_optim": True},
         {"data_path": None, "train_data_path": ["corpus"]},
         {"data_path": None, "data_args_path": "paths.txt"},
         {"non_persistent_ckpt_type": "global"},
