@@ -182,7 +182,9 @@ class WlbConfig:
         "--wlb-max-tokens an error",
     )
     wlb_max_step_tokens: int | None = setting(
-        None, "most tokens of a step, to even out steps; N × S_max if not given"
+        None,
+        "most tokens of a step, to even out steps; documents that have waited --wlb-max-age steps "
+        "may run above it. N × S_max if not given",
     )
     wlb_queue_thresholds: tuple[int, ...] = setting(
         (), "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given"

@@ -234,6 +234,7 @@ def _plans(
         window=window,
         cost=cost,
         max_tokens=max_tokens,
+        length_multiple=planning.length_multiple(config),
         max_step_tokens=wlb.wlb_max_step_tokens,
         max_age=wlb.wlb_max_age,
         queue_thresholds=wlb.wlb_queue_thresholds,

@@ -13,27 +13,31 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_wlb.sharding.shard import Sharding
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A run of tokens that attends only to itself: what the packers place.
 
     Usually one stored document of a corpus, whole. A stored document longer than the window may
     reach the packers as several of these (one per piece), and ``original`` packing cuts them at
     window boundaries as Megatron does. Positions start at 0 in each.
 
-    ``arrival`` numbers the documents of the stream; it is unique for a whole document, its pieces
-    share it and differ in ``offset``. ``(arrival, offset)`` is the total order that breaks ties.
+    ``arrival`` numbers what the stream gives, in its order. Pieces of one stored document may
+    share it where nothing comes between them; they differ in ``offset``. So ``(arrival, offset)``
+    is the order of the stream, which breaks ties and orders queues.
+
+    It is a tuple, so that JSON takes it as it is: states of a hundred thousand waiting documents
+    are lists that are copied, and written only where a checkpoint is.
     """
 
     corpus: int
     """Which corpus prefix of the run it comes from."""
-    index: int
+    index: int  # type: ignore[assignment]  # in place of tuple.index, which nobody needs here
     """Its number in that corpus."""
     offset: int
     """First token, counted from the stored document's first token."""
@@ -65,19 +69,16 @@ class Document:
         changes which tokens see each other but not which tokens are trained.
         """
         assert 0 < at < self.length, (at, self.length)
-        # Not by dataclasses.replace, which is three times as slow: packings cut in every step.
+        # Not by _replace, which is three times as slow: packings cut in every step.
         common = self.epoch, self.arrival
         head = Document(self.corpus, self.index, self.offset, at, False, *common, self.step)
         start, rest = self.offset + at, self.length - at
         tail = Document(self.corpus, self.index, start, rest, self.ends, *common, tail_step)
         return head, tail
 
-    def as_list(self) -> list[int]:
-        """JSON-able form, for packer state; inverse of :meth:`from_list`."""
-        return [int(value) for value in astuple(self)]
-
     @classmethod
     def from_list(cls, values: Sequence[int]) -> Document:
+        """Inverse of what JSON makes of it."""
         corpus, index, offset, length, ends, epoch, arrival, step = values
         return cls(corpus, index, offset, length, bool(ends), epoch, arrival, step)
 

@@ -35,6 +35,9 @@ run."""
 class Stream(Protocol):
     """Where documents come from; see :class:`~megatron_wlb.data.documents.DocumentStream`."""
 
+    step: int
+    """The step that :meth:`next_step` gives the documents of."""
+
     @property
     def exhausted(self) -> bool:
         """Whether no more documents will come."""
@@ -65,8 +68,9 @@ class Planner:
     padding goes to the tail and is masked. ``selector`` chooses how each micro-batch is divided
     over context-parallel ranks; None is for one rank. ``shaping`` reshapes each balanced step.
 
-    Raises :class:`ConfigError` if N is not divisible by ``dp_size``, or ``length_multiple`` not by
-    2 · CP, or for shaping of a packing whose micro-batches are to stay as they are.
+    Raises :class:`ConfigError` if N is not divisible by ``dp_size``, S_max not by
+    ``length_multiple`` or that not by 2 · CP, or for shaping of a packing whose micro-batches are to
+    stay as they are.
     """
 
     def __init__(
@@ -98,6 +102,12 @@ class Planner:
             raise ConfigError(
                 f"length_multiple {length_multiple} is not divisible by 2 · CP = "
                 f"{2 * selector.cp_size}; give a multiple of that"
+            )
+        if packer.limits.max_tokens % length_multiple:
+            raise ConfigError(
+                f"max_tokens (S_max) {packer.limits.max_tokens} is no multiple of "
+                f"{length_multiple}, so padding may lead above it; give the packer the same "
+                "length_multiple"
             )
         self.stream = stream
         self.packer = packer
@@ -174,6 +184,9 @@ class Planner:
     def _read(self) -> list[Document]:
         """What the stream gives up to the step that the packer looks ahead to."""
         documents: list[Document] = []
+        if self._steps_read < self.step and not self.stream.exhausted:
+            # Steps have passed since its end, which more epochs have moved.
+            self._steps_read = self.stream.step = self.step
         while self._steps_read <= self.step + self.packer.look_ahead and not self.stream.exhausted:
             documents += self.stream.next_step()
             self._steps_read += 1
@@ -223,12 +236,13 @@ class Planner:
         if plan.waiting_tokens > self._warn_above_tokens:
             logger.warning(
                 "%s, step %d: %d documents with %d tokens wait, %.1f steps' worth; if this goes on "
-                "growing, raise max_tokens (S_max) or lower max_age",
+                "growing, raise max_tokens (S_max)%s or lower max_age",
                 plan.packing,
                 plan.step,
                 plan.num_waiting,
                 plan.waiting_tokens,
                 plan.waiting_tokens / self.packer.limits.step_tokens,
+                ", max_step_tokens" if self.packer.limits.max_step_tokens else "",
             )
             self._warn_above_tokens = 2 * plan.waiting_tokens
 

@@ -53,11 +53,12 @@ class BlendedStream:
     """Documents of several corpora, of which each gives its weight's share of the tokens.
 
     Each corpus is a :class:`~megatron_wlb.data.documents.DocumentStream` of its own, with its own
-    epochs. In step ``k`` it gives the documents whose first token lies at positions
-    ``[k · share, (k+1) · share)`` of its line, with ``share`` = weight ÷ Σ weights × step_tokens,
-    exactly: so every step has every corpus's share, give or take one document, and the mean of a
-    step is ``step_tokens``. Inside a step the corpora alternate by how much of their share they
-    have given.
+    epochs and a line of tokens of its own. The next document is always that of the corpus which has
+    given least of its share, that is tokens given ÷ weight; ties go to the first corpus. So there
+    is one line of all tokens, in which every corpus has its share up to some documents, wherever
+    one stops. Step ``k`` receives the documents whose first token lies at positions
+    ``[k · step_tokens, (k+1) · step_tokens)`` of that line, whole. A step of at least a window is
+    never empty, and is never off by more than a window.
 
     Megatron's ``BlendedDataset`` honours weights too, but counts fixed windows and draws one after
     another; the documents are the same, their order is not. A corpus that is smaller than its share
@@ -65,6 +66,8 @@ class BlendedStream:
 
     Endless: corpora end their epochs at different times.
     """
+
+    exhausted = False
 
     def __init__(
         self,
@@ -77,80 +80,109 @@ class BlendedStream:
         seed: int,
         long_documents: LongDocuments = "split",
     ) -> None:
-        """As of ``DocumentStream``; ``weights`` by corpus, 0 leaves one out."""
+        """As of ``DocumentStream``; ``weights`` by corpus, 0 leaves one out.
+
+        A weight means the decimal number that it prints as: 0.3 and 0.7 are 30 and 70.
+        """
         if len(weights) != len(lengths):
             raise ConfigError(f"{len(weights)} weights for {len(lengths)} corpora")
-        total = sum(map(Fraction, weights))
+        shares = [Fraction(repr(float(weight))) for weight in weights]
         self._streams = {
             corpus: DocumentStream(
                 [lengths[corpus]],
                 ranges=None if ranges is None else [ranges[corpus]],
                 window=window,
-                step_tokens=Fraction(weight) / total * step_tokens,
+                step_tokens=share / sum(shares) * step_tokens,
                 seed=seed,
                 long_documents=long_documents,
                 first_corpus=corpus,
             )
-            for corpus, weight in enumerate(weights)
-            if weight
+            for corpus, share in enumerate(shares)
+            if share
         }
-        self._arrivals = dict.fromkeys(self._streams, -1)  # of each corpus's last document
+        # Tokens given × scale compare as tokens given ÷ share do, without rounding.
+        common = math.lcm(*(share.numerator for share in shares if share))
+        self._scales = {
+            corpus: common // shares[corpus].numerator * shares[corpus].denominator
+            for corpus in self._streams
+        }
+        self.step_tokens = step_tokens
+        self.step = 0
+        """The step that :meth:`next_step` gives the documents of."""
+        self._drawn: list[Document] = []  # of the corpora, and to be given in later steps
         self._num_arrived = 0
-
-    @property
-    def exhausted(self) -> bool:
-        """Never."""
-        return False
+        self._position_tokens = 0  # given so far
 
     def next_step(self) -> list[Document]:
         """The documents that arrive in the next step, in stream order."""
-        arrived: list[tuple[float, int, Document]] = []
-        for corpus, stream in self._streams.items():
-            position = float(stream.position_tokens - stream.step * stream.step_tokens)
-            for document in stream.next_step():
-                arrived.append((position / float(stream.step_tokens), corpus, document))
-                position += document.length
-        arrived.sort(key=lambda item: item[:2])
-        return [self._numbered(corpus, document) for _, corpus, document in arrived]
+        end = (self.step + 1) * self.step_tokens
+        # Every corpus gives its share of a step at least, so more are at hand than are needed.
+        documents = self._drawn + self._draw()
+        position, count = self._position_tokens, 0
+        for document in documents:
+            if position >= end:
+                break
+            position += document.length
+            count += 1
+        self._position_tokens, self._drawn = position, documents[count:]
+        given = [self._numbered(document) for document in documents[:count]]
+        self.step += 1
+        return given
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all streams stand, and the weights, JSON-able."""
+        """Where all streams and the blend of them stand, JSON-able."""
         return {
             "streams": {str(corpus): s.state_dict() for corpus, s in self._streams.items()},
-            "arrivals": {str(corpus): number for corpus, number in self._arrivals.items()},
+            "step": self.step,
+            "drawn": [*self._drawn],
             "num_arrived": self._num_arrived,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where ``state`` was taken.
 
+        One of a release that gave each corpus's share by the step goes on without losing or
+        repeating a document, but with other documents in its next steps than it would have had.
+
         Raises CheckpointError for a state of other corpora, weights or settings.
         """
         try:
             states = {int(corpus): value for corpus, value in state["streams"].items()}
-            arrivals = {int(corpus): int(value) for corpus, value in state["arrivals"].items()}
+            drawn = [Document.from_list(values) for values in state.get("drawn", ())]
             num_arrived = int(state["num_arrived"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            step = int(state.get("step", next(iter(states.values()))["step"]))
+        except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"not the state of a blend with weights ({error!r}); resume with the --data-path "
                 "that it was saved with"
             ) from None
-        if states.keys() != self._streams.keys() or arrivals.keys() != self._streams.keys():
+        if states.keys() != self._streams.keys():
             raise CheckpointError(
                 f"the checkpoint's blend is of corpora {sorted(states)}, this run's of "
                 f"{sorted(self._streams)}; resume with the same --data-path"
             )
         for corpus, stream in self._streams.items():
             stream.load_state_dict(states[corpus])
-        self._arrivals, self._num_arrived = arrivals, num_arrived
+        self._drawn, self._num_arrived, self.step = drawn, num_arrived, step
+        drawn_tokens = sum(stream.position_tokens for stream in self._streams.values())
+        self._position_tokens = drawn_tokens - sum(document.length for document in drawn)
 
-    def _numbered(self, corpus: int, document: Document) -> Document:
-        """With the corpus's number, and an arrival that is unique over all of them.
+    def _draw(self) -> list[Document]:
+        """A step's share of every corpus, in the order of the blend."""
+        drawn: list[tuple[int, int, Document]] = []
+        for corpus, stream in self._streams.items():
+            position, scale = stream.position_tokens, self._scales[corpus]
+            for document in stream.next_step():
+                drawn.append((position * scale, corpus, document))
+                position += document.length
+        drawn.sort(key=lambda item: item[:2])
+        return [document._replace(corpus=corpus) for _, corpus, document in drawn]
 
-        Made anew field by field: ``dataclasses.replace`` takes several times as long.
+    def _numbered(self, document: Document) -> Document:
+        """With its number and its step in the blend; pieces of long documents have their own.
+
+        Made anew field by field: ``_replace`` takes several times as long.
         """
-        if document.offset == 0:
-            self._arrivals[corpus] = self._num_arrived
-            self._num_arrived += 1
-        d, arrival = document, self._arrivals[corpus]
-        return Document(corpus, d.index, d.offset, d.length, d.ends, d.epoch, arrival, d.step)
+        d, arrival = document, self._num_arrived
+        self._num_arrived += 1
+        return Document(d.corpus, d.index, d.offset, d.length, d.ends, d.epoch, arrival, self.step)

@@ -5,7 +5,9 @@ Planning code: lengths in, :class:`~megatron_wlb.plan.Document` out; no token is
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -120,7 +122,7 @@ class DocumentStream:
         self.step = 0
         """The step that :meth:`next_step` gives the documents of."""
         self.position_tokens = 0
-        """Tokens given so far."""
+        """Where the next document's first token lies in the line."""
         self.epoch = 0
         self._document = 0  # place of the next document in the epoch's order
         self._offset = 0  # tokens of it already given
@@ -137,6 +139,9 @@ class DocumentStream:
         Empty once exhausted, and also in a step that begins and ends inside one document (possible
         where ``step_tokens`` is below the window): :attr:`exhausted` tells which.
         """
+        # Behind only after an end that more epochs have moved, or steps without the stream: they
+        # go on in the present step, not with all the steps that have passed since.
+        self.position_tokens = max(self.position_tokens, math.ceil(self.step * self.step_tokens))
         end = (self.step + 1) * self.step_tokens
         documents: list[Document] = []
         while self.position_tokens < end and not self.exhausted:
@@ -173,9 +178,9 @@ class DocumentStream:
             )
         ours = self._settings
         differing = [
-            f"{name} {saved.get(name)} there and {ours.get(name)} here"
+            f"{name} {_readable(saved.get(name))} there and {_readable(ours.get(name))} here"
             for name in {**ours, **saved}
-            if saved.get(name) != ours.get(name)
+            if _readable(saved.get(name)) != _readable(ours.get(name))
         ]
         if differing:
             raise CheckpointError(
@@ -266,6 +271,14 @@ class DocumentStream:
 
 def _json_able(number: int | Fraction) -> int | str:
     return int(number) if number == int(number) else str(number)
+
+
+def _readable(setting: Any) -> Any:
+    """Fractions to twelve digits: a weight of 0.3 is no exact one as a binary number."""
+    if isinstance(setting, int | str) and not isinstance(setting, bool):
+        with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
+            return f"{float(Fraction(setting)):.12g}"
+    return setting
 
 
 def _check(holds: bool, complaint: str) -> None:

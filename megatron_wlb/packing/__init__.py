@@ -46,6 +46,7 @@ def packer(
     window: int,
     cost: CostModel,
     max_tokens: int | None = None,
+    length_multiple: int = 1,
     step_tokens: int | None = None,
     max_step_tokens: int | None = None,
     max_age: int = 12,
@@ -60,17 +61,26 @@ def packer(
     """The packing called ``name``, empty; one of :data:`PACKINGS`.
 
     All settings of all packings are taken, so that a run can pass its whole configuration; each
-    packing uses its own. ``max_tokens`` is two windows if not given; for the others see
+    packing uses its own. ``max_tokens`` is two windows if not given, and rounded down to a multiple
+    of ``length_multiple``, so that padding leads to no more; for the others see
     :class:`Limits`, :class:`FixedGreedyPacker`, :class:`FixedSolverPacker`, :class:`WLBPacker` and
     :class:`HoldPacker`.
 
     Raises :class:`ConfigError` for an unknown name (the nearest one is named) or settings that
     cannot work.
     """
+    if length_multiple < 1:
+        raise ConfigError(f"length_multiple is {length_multiple}; give at least 1")
+    s_max = 2 * window if max_tokens is None else max_tokens
+    if window <= s_max < -(-window // length_multiple) * length_multiple:
+        raise ConfigError(
+            f"max_tokens (S_max) {s_max} has no room for a window of {window} padded to a multiple "
+            f"of {length_multiple} (TP, 2 · CP); raise it"
+        )
     limits = Limits(
         num_micro_batches,
         window,
-        2 * window if max_tokens is None else max_tokens,
+        s_max - s_max % length_multiple if s_max >= window else s_max,
         num_micro_batches * window if step_tokens is None else step_tokens,
         max_step_tokens,
         max_age,

@@ -175,6 +175,7 @@ class Workload:
             window=self.window,
             cost=self.cost,
             max_tokens=setting.max_tokens,
+            length_multiple=self.length_multiple,
             max_step_tokens=self.max_step_tokens,
             max_age=self.max_age,
             queue_thresholds=setting.queue_thresholds,

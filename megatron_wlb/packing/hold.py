@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
@@ -144,6 +143,7 @@ class HoldPacker:
     def flush(self, step: int) -> list[list[Document]]:
         limits = self.limits
         ranking = rank(self.waiting, self._costs_us, step - limits.max_age)
+        ranking = ranking.within(limits.max_step_tokens)
         placement = ranking.place(limits.num_micro_batches, limits.max_tokens)
         micro_batches, self._held = ranking.take_each(placement)
         self._heavy_ahead, self._light_ahead = [], []
@@ -286,9 +286,7 @@ class HoldPacker:
         if choice.early:
             early = [self._heavy_ahead[number] for number in choice.early]
             running = running.beside(early, self._costs_us)
-        cap = limits.max_step_tokens
-        if cap is not None and running.lengths.sum() > cap:
-            running = running.only(_within(running, cap))
+        running = running.within(limits.max_step_tokens)
         placement = running.place(limits.num_micro_batches, limits.max_tokens)
         capacity = limits.num_micro_batches * limits.max_tokens
         waiting_tokens = int(ranking.lengths.sum()) - (capacity - sum(placement.room))
@@ -298,18 +296,6 @@ class HoldPacker:
         delay = choice.early_delay + waiting_tokens / limits.step_tokens
         score = max(self.tau, placement.imbalance) + self.delay_price * delay
         return _Outcome(score, choice.early, running, placement)
-
-
-def _within(ranking: Ranking, cap: int) -> npt.NDArray[np.int64]:
-    """Ranks of what is due, and of others that fit under ``cap``: at least one, heaviest first."""
-    fits = [*range(ranking.num_due)]
-    lengths = ranking.lengths.tolist()
-    tokens = sum(lengths[: ranking.num_due])
-    for number in range(ranking.num_due, len(lengths)):
-        if tokens + lengths[number] <= cap or not tokens:
-            fits.append(number)
-            tokens += lengths[number]
-    return np.array(fits, dtype=np.int64)
 
 
 def _step(document: Document) -> int:

@@ -95,6 +95,22 @@ class Ranking:
         ranks[start:] += stop - start
         return self.only(ranks)
 
+    def within(self, cap: int | None) -> Ranking:
+        """Ranked anew: what is due, and of the others those that fit under ``cap`` tokens.
+
+        At least one, heaviest first.
+        """
+        if cap is None or self.lengths.sum() <= cap:
+            return self
+        fits = [*range(self.num_due)]
+        lengths = self.lengths.tolist()
+        tokens = sum(lengths[: self.num_due])
+        for number in range(self.num_due, len(lengths)):
+            if tokens + lengths[number] <= cap or not tokens:
+                fits.append(number)
+                tokens += lengths[number]
+        return self.only(np.array(fits, dtype=np.int64))
+
     def beside(self, others: Sequence[Document], costs_us: CostTable) -> Ranking:
         """Ranked anew, together with others that are not due."""
         more_lengths = np.array([document.length for document in others], dtype=np.int64)

@@ -37,6 +37,8 @@ class WLBPacker:
       light document placed before a heavy one spoils the balance. Age goes before cost instead:
       documents that have waited ``max_age`` steps come first.
     * Line 16 sorts by length, here by cost: the same, for a cost that grows with length.
+    * Above ``limits.max_step_tokens`` the lightest documents run in the next step (but not due
+      ones): they are the easiest to balance later.
     * Lines 23 and 26 have ``< S_max``; a document of exactly S_max fits.
     * Line 26 falls back to the shortest micro-batch only; here to the least loaded one that has
       room, which there is whenever the shortest has.
@@ -133,6 +135,7 @@ class WLBPacker:
     def _place(self, running: Sequence[Document], step: int) -> list[list[Document]]:
         limits = self.limits
         ranking = rank(running, self._costs_us, step - limits.max_age)
+        ranking = ranking.within(limits.max_step_tokens)
         placement = ranking.place(limits.num_micro_batches, limits.max_tokens)
         micro_batches, self._remained = ranking.take_each(placement)
         return micro_batches

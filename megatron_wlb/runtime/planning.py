@@ -341,6 +341,7 @@ def _planner(
             window=data.seq_length,
             cost=cost,
             max_tokens=s_max,
+            length_multiple=length_multiple(config),
             max_step_tokens=wlb.wlb_max_step_tokens,
             max_age=wlb.wlb_max_age,
             queue_thresholds=wlb.wlb_queue_thresholds,

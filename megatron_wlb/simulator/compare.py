@@ -232,7 +232,7 @@ def _planner(scenario: Scenario, workload: Workload, variant: Variant, steps: in
             scenario.costs,
             p,
             num_micro_batches=scenario.num_micro_batches // p.dp_size,
-            max_tokens=variant.setting.max_tokens,
+            max_tokens=packing.limits.max_tokens,
             window=scenario.window,
         )
     return Planner(

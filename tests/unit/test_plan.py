@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -27,9 +28,8 @@ def test_document_cut_keeps_tokens_and_labels():
 
 
 def test_document_survives_its_list_form():
-    assert Document.from_list(LONG.as_list()) == LONG
-    assert Document.from_list(SHORT.as_list()) == SHORT
-    assert all(type(value) is int for value in LONG.as_list())
+    for document in (LONG, SHORT):
+        assert Document.from_list(json.loads(json.dumps(document))) == document
 
 
 def test_span_has_no_target_only_at_the_stored_end():
@@ -84,7 +84,7 @@ def test_digest_changes_with_whatever_ranks_must_agree_on():
             for other in (Sharding("per-document"), Sharding("hybrid", 3), Sharding("hybrid", 4))
         ),
         *(
-            step_plan([micro_batch(0, replace(LONG, **change))], [micro_batch(1, SHORT)])
+            step_plan([micro_batch(0, LONG._replace(**change))], [micro_batch(1, SHORT)])
             for change in (
                 {"corpus": 0}, {"index": 8}, {"offset": 1}, {"length": 9}, {"ends": False},
                 {"epoch": 0},

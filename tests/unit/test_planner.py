@@ -32,7 +32,7 @@ def planner(name="hold", steps=UNEVEN, dp_size=2, length_multiple=1, selector=No
     settings = {"num_micro_batches": 4, "window": 10, "cost": COST} | more
     return Planner(
         ListStream(steps),
-        packer(name, **settings),
+        packer(name, length_multiple=max(1, length_multiple), **settings),
         settings["cost"],
         dp_size=dp_size,
         length_multiple=length_multiple,
@@ -52,7 +52,9 @@ def test_planner_runs_each_token_once_on_ranks_of_equal_count(
 ):
     dp_size = run.settings["num_micro_batches"]
     n = dp_size * num_per_rank
+    s_max = -(-run.settings["max_tokens"] // length_multiple) * length_multiple
     more = run.settings | {"num_micro_batches": n, "max_step_tokens": None} | ahead
+    more["max_tokens"] = s_max
     plans = all_plans(planner(name, run.steps, dp_size, length_multiple, **more))
 
     assert [plan.step for plan in plans] == list(range(len(plans)))
@@ -62,7 +64,7 @@ def test_planner_runs_each_token_once_on_ranks_of_equal_count(
         assert [len(rank) for rank in plan.micro_batches] == [num_per_rank] * dp_size
         assert sorted(m.index for m in plan) == list(range(n))
         for m in plan:
-            assert m.padded_length % length_multiple == 0 < m.padded_length
+            assert m.padded_length % length_multiple == 0 < m.padded_length <= s_max
             assert 0 <= m.padded_length - m.length < length_multiple or not m.spans
             assert m.predicted_us == more["cost"].total_us(s.length for s in m.spans)
     assert not plans or plans[-1].num_waiting == plans[-1].waiting_tokens == 0
