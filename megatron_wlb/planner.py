@@ -69,8 +69,8 @@ class Planner:
     over context-parallel ranks; None is for one rank. ``shaping`` reshapes each balanced step.
 
     Raises :class:`ConfigError` if N is not divisible by ``dp_size``, S_max not by
-    ``length_multiple`` or that not by 2 · CP, or for shaping of a packing whose micro-batches are to
-    stay as they are.
+    ``length_multiple`` or that not by 2 · CP, or for shaping of a packing whose micro-batches are
+    to stay as they are.
     """
 
     def __init__(

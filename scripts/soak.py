@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Reloads a planner before every step, in random runs, and compares it with one left alone.
 
-All packings, blends, long documents, look-ahead, caps and ages; the short form is in the tests. Ends
-with status 1 and the smallest run that fails, if one does.
+All packings, blends, long documents, look-ahead, caps and ages; the short form is in the tests.
+Ends with status 1 and the smallest run that fails, if one does.
 
     scripts/soak.py --minutes 10 --seed 1
 """
