@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -50,14 +51,14 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
         if os.environ.get("WLB_TRACEBACK") == "1":
             raise
         if rank:
-            time.sleep(OTHER_RANK_S)
+            _await_end(OTHER_RANK_S)
         sys.stderr.write(f"error{where}: {error}\n")
         return error.exit_code
     except RuntimeError as error:
         if os.environ.get("WLB_TRACEBACK") == "1" or not _lost_peer(error):
             raise
         # Another rank ended and has said why. torchrun ends this one as soon as it notices.
-        time.sleep(LOST_PEER_S)
+        _await_end(LOST_PEER_S)
         sys.stderr.write(f"error{where}: another rank ended ({' '.join(str(error).split())})\n")
         return WLBError.exit_code
     except KeyboardInterrupt:
@@ -65,6 +66,14 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
     finally:
         save_lock.release_all()
     return 0
+
+
+def _await_end(seconds: float) -> None:
+    """Sleeps unless SIGTERM comes, also where ``--exit-signal-handler`` took it for a wish to save:
+    that is over.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(seconds)
 
 
 def _end_as_orphan(torchrun: int, where: str) -> None:

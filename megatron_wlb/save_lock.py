@@ -180,9 +180,8 @@ def take(folder: Path) -> None:
     Raises:
         CheckpointError, OSError: as of :class:`SaveLock`.
     """
-    folder = folder.resolve()
-    if folder not in _held:
-        _held[folder] = SaveLock(folder)
+    if folder.resolve() not in _held:
+        _held[folder.resolve()] = SaveLock(folder)
 
 
 def release_all() -> None:

@@ -76,6 +76,7 @@ def test_workers_end_when_torchrun_is_killed(tmp_path: Path, corpus: Path) -> No
 @pytest.mark.timeout(120)
 def test_launcher_is_refused_a_folder_in_use(tmp_path: Path, corpus: Path) -> None:
     flags = BOTH | ENDLESS | SAVING | {"data_path": corpus, "wlb_packing": "hold"}
+    flags |= {"save_interval": 50_000}
     run = launch(tmp_path, 2, flags | {"wlb_metrics": tmp_path / "metrics"})
     run.wait_until(lambda: num_lines(tmp_path / "metrics") >= 2)
     second = launch(tmp_path, 2, flags).wait()
