@@ -185,9 +185,7 @@ def test_recipe_is_run_on_every_node(tmp_path: Path, cluster: dict[str, str]) ->
     assert words[-3:] == ["--", "--train-iters", "7"]
 
 
-def test_flags_for_srun_stand_before_the_command(
-    tmp_path: Path, cluster: dict[str, str]
-) -> None:
+def test_flags_for_srun_stand_before_the_command(tmp_path: Path, cluster: dict[str, str]) -> None:
     flags = ["--container-image=/shared/image.sqsh", "--container-mounts=/a:/a,/b:/b", "--mpi=none"]
     given = f"{flags[0]} {flags[1]}\n   {flags[2]} "
     job = submit({**cluster, "SRUN_ARGS": given, "SLURM_NNODES": "1"}, "-m", TRAINER, "--no-flag")
