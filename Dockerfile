@@ -14,6 +14,11 @@ FROM ${BASE}
 
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 
+# The base image pins its packages by PIP_CONSTRAINT, which pip also applies to the build tools that it
+# fetches for a source tree. Each pip call here clears it: what they add has its own versions
+# (constraints.txt), and --no-deps keeps all else. The finished image still has it, so that what is
+# installed on top cannot replace torch.
+
 # NVIDIA/Megatron-LM at tag core_v0.16.1.
 ARG MEGATRON_LM_COMMIT=55ac7082517c3878ae653c07c09c534b8aed49f6
 ENV MEGATRON_LM_PATH=/opt/Megatron-LM
@@ -21,7 +26,7 @@ RUN git init --quiet "$MEGATRON_LM_PATH" \
  && git -C "$MEGATRON_LM_PATH" fetch --quiet --depth 1 \
       https://github.com/NVIDIA/Megatron-LM "$MEGATRON_LM_COMMIT" \
  && git -C "$MEGATRON_LM_PATH" checkout --quiet FETCH_HEAD \
- && pip install --no-cache-dir --no-deps --editable "$MEGATRON_LM_PATH"
+ && PIP_CONSTRAINT='' pip install --no-cache-dir --no-deps --editable "$MEGATRON_LM_PATH"
 
 # What the base image lacks, in the versions of constraints.txt; torch and numpy stay the image's own.
 WORKDIR /opt/megatron-wlb
@@ -32,7 +37,7 @@ RUN grep -E '^(hypothesis|psutil|pytest|pytest-timeout|regex|rich|six|tokenizers
  && rm requirements.txt
 
 COPY . ./
-RUN pip install --no-cache-dir --no-deps .
+RUN PIP_CONSTRAINT='' pip install --no-cache-dir --no-deps .
 
 # The optional patches must fit this Megatron; --build-arg APPLY_PATCHES=true leaves them applied.
 ARG APPLY_PATCHES=false

@@ -108,6 +108,9 @@ class TrainingConfig:
     )
     train_iters: int = setting(100, "steps to train; less if --wlb-epochs ends the data before")
     exit_interval: int | None = setting(None, "leave at a step that this divides, after saving")
+    exit_signal_handler: bool = setting(
+        False, "at SIGTERM, to any rank, save after the step under way and leave with exit code 0"
+    )
     seed: int = setting(1234, "seed of weights, dropout and document order")
     deterministic_mode: bool = setting(
         False, "the same bits each time, or an error: slower on GPUs, where it needs NCCL_ALGO"

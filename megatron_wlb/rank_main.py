@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
+from megatron_wlb import save_lock
 from megatron_wlb.errors import CheckpointError, ConfigError, WLBError
 
 OTHER_RANK_S = 5.0
@@ -20,36 +25,72 @@ LOST_PEER_S = 30.0
 """How long a rank that lost another one waits to be ended. On other machines than the lost one's
 torchrun needs some seconds to notice."""
 
+ORPHAN_S = 1.0
+"""How often a rank looks for the torchrun that started it."""
+
 
 def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int:
     """Runs ``program`` on this rank; returns the exit code.
 
     Errors are one line on stderr unless ``WLB_TRACEBACK=1``; rank 0 logs to stdout, unless logs are
-    the program's own to set up.
+    the program's own to set up. A rank whose torchrun was killed ends at once, as if killed too:
+    nobody would end it, and a resumed run would meet it in its folders.
     """
     rank = int(os.environ.get("RANK", "0"))
     if set_up_logs:
         _set_up_logs(rank)
     where = f" (rank {rank})" if rank else ""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        watch = threading.Thread(
+            target=_end_as_orphan, args=(os.getppid(), where), name="orphan-watch", daemon=True
+        )
+        watch.start()
     try:
         program()
     except WLBError as error:
         if os.environ.get("WLB_TRACEBACK") == "1":
             raise
         if rank:
-            time.sleep(OTHER_RANK_S)
+            _await_end(OTHER_RANK_S)
         sys.stderr.write(f"error{where}: {error}\n")
         return error.exit_code
     except RuntimeError as error:
         if os.environ.get("WLB_TRACEBACK") == "1" or not _lost_peer(error):
             raise
         # Another rank ended and has said why. torchrun ends this one as soon as it notices.
-        time.sleep(LOST_PEER_S)
+        _await_end(LOST_PEER_S)
         sys.stderr.write(f"error{where}: another rank ended ({' '.join(str(error).split())})\n")
         return WLBError.exit_code
     except KeyboardInterrupt:
         return 130
+    finally:
+        save_lock.release_all()
     return 0
+
+
+def _await_end(seconds: float) -> None:
+    """Sleeps unless SIGTERM comes, also where ``--exit-signal-handler`` took it for a wish to save:
+    that is over.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(seconds)
+
+
+def _end_as_orphan(torchrun: int, where: str) -> None:
+    """Ends this process and those that it started, once its parent is not ``torchrun`` any more.
+
+    By looking, and not by a signal at the parent's death: that one would come at the end of the
+    thread that started us, and a program that waits in a collective may never handle it.
+    """
+    while os.getppid() == torchrun:
+        time.sleep(ORPHAN_S)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"error{where}: torchrun (process {torchrun}) is gone, so this ends too\n")
+        sys.stderr.flush()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(WLBError.exit_code)
 
 
 def _set_up_logs(rank: int) -> None:

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_wlb import save_lock
 from megatron_wlb.config import Config
 from megatron_wlb.errors import CheckpointError, WLBError
 from megatron_wlb.runtime import checksums
@@ -159,29 +160,46 @@ def _settings(config: Config, model: Model) -> dict[str, Any]:
 
 
 def check_folder(config: Config) -> None:
-    """Tries ``--save`` before any work is lost; called by every rank.
+    """Tries and locks ``--save`` before any work is lost; called by every rank.
 
     Raises:
-        CheckpointError: on every rank, if nothing can be written there, or if it holds the
-            checkpoints of a run that this one does not resume and would overwrite.
+        CheckpointError: on every rank, if nothing can be written there, if another run writes
+            there, or if it holds the checkpoints of a run that this one does not resume and would
+            overwrite.
     """
+    lock_folder(config.checkpoint.save)
     root, error = config.checkpoint.save, ""
+    if root is not None and torch.distributed.get_rank() == 0:
+        resumed = config.checkpoint.load
+        resumes = (
+            resumed is not None and os.path.exists(resumed) and os.path.samefile(root, resumed)
+        )
+        if not resumes and (Path(root) / TRACKER).exists():
+            error = (
+                f"--save {root} holds the checkpoints of a run; add --load {root} to go on with "
+                "it, or choose another folder"
+            )
+    _raise_everywhere(error)
+
+
+def lock_folder(root: str | None) -> None:
+    """Keeps other runs out of the folder of ``--save`` until the program ends; called by every
+    rank, of which the first one holds the lock.
+
+    Raises:
+        CheckpointError: on every rank, if another process has it, or if nothing can be written.
+    """
+    error = ""
     if root is not None and torch.distributed.get_rank() == 0:
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=root):
                 pass
+            save_lock.take(Path(root))
+        except CheckpointError as failure:
+            error = str(failure)
         except OSError as failure:
             error = f"cannot write --save {root}: {failure.strerror}; choose another folder"
-        resumed = config.checkpoint.load
-        resumes = (
-            resumed is not None and os.path.exists(resumed) and os.path.samefile(root, resumed)
-        )
-        if not error and not resumes and (Path(root) / TRACKER).exists():
-            error = (
-                f"--save {root} holds the checkpoints of a run; add --load {root} to go on with "
-                "it, or choose another folder"
-            )
     _raise_everywhere(error)
 
 

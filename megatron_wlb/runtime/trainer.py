@@ -22,6 +22,7 @@ from megatron_wlb.rank_main import writing
 from megatron_wlb.runtime import checkpoint, targets
 from megatron_wlb.runtime.batch import BatchBuilder
 from megatron_wlb.runtime.corpora import Corpora
+from megatron_wlb.runtime.exit_signal import ExitSignal
 from megatron_wlb.runtime.measure import measure_cost
 from megatron_wlb.runtime.metrics import MetricsFile
 from megatron_wlb.runtime.model import Model, build_model
@@ -181,7 +182,14 @@ class Trainer:
         logger.info("saved %s", folder)
 
     def train(self) -> None:
-        """The loop. Ends at ``--train-iters``, ``--exit-interval``, or when the data end."""
+        """The loop. Ends at ``--train-iters``, ``--exit-interval``, when the data end, or, with
+        ``--exit-signal-handler``, at SIGTERM; after a save each time.
+        """
+        enabled = self.config.training.exit_signal_handler
+        with ExitSignal(enabled=enabled, device=self.runner.batches.device) as exit_signal:
+            self._train(exit_signal)
+
+    def _train(self, exit_signal: ExitSignal) -> None:
         training, data = self.config.training, self.config.data
         saved = self.iteration
         last = None
@@ -225,6 +233,9 @@ class Trainer:
                 if self._due(self.config.checkpoint.save_interval):
                     self.save()
                     saved = self.iteration
+                if exit_signal.received():
+                    logger.info("leaving after iteration %d: SIGTERM was received", self.iteration)
+                    break
                 if self._due(training.exit_interval):
                     break
         if self.config.checkpoint.save is not None and saved != self.iteration:
@@ -278,7 +289,7 @@ class RunLog:
         if report.iteration % self._interval == 0:
             logger.info(
                 "iteration %5d/%d | lm loss %.5f | grad norm %.3f | lr %.2e | tokens %d | "
-                "imbalance %.3f | delay %.2f | waiting %d | step %.0f ms",
+                "imbalance %.3f | delay %.2f | waiting %d | step %.0f ms | %.0f tokens/s",
                 report.iteration,
                 self._total,
                 report.loss,
@@ -289,6 +300,7 @@ class RunLog:
                 report.delay_steps,
                 report.waiting_documents,
                 report.step_ms,
+                report.tokens / report.step_ms * 1e3,
             )
 
     def evaluation(self, iteration: int, loss: float) -> None:

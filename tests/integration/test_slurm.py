@@ -185,6 +185,21 @@ def test_recipe_is_run_on_every_node(tmp_path: Path, cluster: dict[str, str]) ->
     assert words[-3:] == ["--", "--train-iters", "7"]
 
 
+def test_flags_for_srun_stand_before_the_command(tmp_path: Path, cluster: dict[str, str]) -> None:
+    flags = ["--container-image=/shared/image.sqsh", "--container-mounts=/a:/a,/b:/b", "--mpi=none"]
+    given = f"{flags[0]} {flags[1]}\n   {flags[2]} "
+    job = submit({**cluster, "SRUN_ARGS": given, "SLURM_NNODES": "1"}, "-m", TRAINER, "--no-flag")
+    output(job)
+    words = (tmp_path / "srun-0").read_text().splitlines()
+    assert words[2:7] == [*flags, sys.executable, "-m"]
+
+
+def test_gpus_are_asked_for_as_every_cluster_knows() -> None:
+    """`--gres` alone: with it, other forms are refused or contradict what the user gives."""
+    asked = [line for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH --g")]
+    assert asked == ["#SBATCH --gres=gpu:8"]
+
+
 def test_submission_without_arguments_or_slurm_is_refused(cluster: dict[str, str]) -> None:
     job = submit(cluster)
     assert "error: say what to train" in output(job) and job.returncode == 2

@@ -46,6 +46,13 @@ def test_added_packages_are_pinned_and_leave_torch_alone() -> None:
     assert all("--no-deps" in words or "-r requirements.txt" in words for words in installs)
 
 
+def test_base_images_constraint_is_cleared_for_each_install_and_kept_in_the_image() -> None:
+    calls = re.findall(r"^.*pip install ", DOCKERFILE, re.M)
+    assert len(calls) == 3
+    assert all(call.endswith("PIP_CONSTRAINT='' pip install ") for call in calls)
+    assert not re.search(r"^(ENV|ARG) PIP_CONSTRAINT", DOCKERFILE, re.M)
+
+
 def test_patches_are_checked_and_it_ends_in_a_smoke_test() -> None:
     runs = re.findall(r"^RUN ((?:.*\\\n)*.*)", DOCKERFILE, re.M)
     assert "wlb patch apply" in runs[-2] and "wlb patch check" in runs[-2]

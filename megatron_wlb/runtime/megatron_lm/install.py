@@ -17,6 +17,7 @@ from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.rank_main import check_writable
 from megatron_wlb.runtime import guards as layout_guards
 from megatron_wlb.runtime import targets
+from megatron_wlb.runtime.checkpoint import lock_folder
 from megatron_wlb.runtime.megatron_lm import arguments, checkpoint, guards, log, model, schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.optimizer import check_checkpoints
@@ -132,9 +133,12 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
 
 
 def _get_model(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notes the model, before a checkpoint is loaded into it."""
-    chunks = original(*args, **kwargs)
+    """Notes the model, before a checkpoint is loaded into it; ``--save`` is ours from here on."""
     assert _session is not None, "arguments are checked before a model is built"
+    save = _session.args.save
+    if save is not None and "://" not in save:  # of Megatron's multi-storage client
+        lock_folder(save)
+    chunks = original(*args, **kwargs)
     _session.model = model.of_chunks(chunks)
     return chunks
 

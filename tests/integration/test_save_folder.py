@@ -1,0 +1,107 @@
+"""A folder of `--save` has one run at a time; runs leave it by SIGTERM and after a kill."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from megatron_lm_runs import BOTH, launch, needs_megatron_lm
+from trainer_runs import TINY, Flags, assert_refused, losses, read_metrics, start, torchrun
+
+from megatron_wlb import save_lock
+
+ENDLESS: Flags = {"train_iters": 100_000, "lr_decay_style": "constant"}
+SAVING: Flags = {"save": "run", "load": "run", "exit_signal_handler": True}
+
+
+def slow() -> None:
+    """Leaves processor time to the runs beside this one."""
+    from megatron_wlb.runtime.metrics import MetricsFile
+
+    write = MetricsFile.write
+
+    def write_later(self: Any, values: Any) -> None:
+        time.sleep(0.2)
+        write(self, values)
+
+    MetricsFile.write = write_later  # type: ignore[method-assign]
+
+
+def impatient() -> None:
+    save_lock.PATIENCE_S = 0.0
+
+
+def num_lines(metrics: Path) -> int:
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def tracked(folder: Path) -> int:
+    return int((folder / "run" / "latest_checkpointed_iteration.txt").read_text())
+
+
+def test_second_run_is_refused_and_sigterm_saves_the_first(tmp_path: Path, corpus: Path) -> None:
+    """SIGTERM reaches one of two ranks, in a step of its own choice."""
+    flags = TINY | ENDLESS | SAVING | {"data_path": corpus}
+    flags |= {"pipeline_model_parallel_size": 2, "wlb_metrics": tmp_path / "metrics"}
+    run = start(tmp_path, 2, flags, fault=slow)
+    run.wait_until(lambda: num_lines(tmp_path / "metrics") >= 3)
+    other = flags | {"wlb_metrics": tmp_path / "second"}
+    second = start(tmp_path, 2, other, fault=impatient).wait()
+    assert_refused(second, 6, f"--save run is in use by process {run.roots[0]} on ", "end that run")
+    assert num_lines(tmp_path / "second") == 0
+
+    os.kill(run.roots[1], signal.SIGTERM)
+    first = run.wait()
+    assert first.code == 0, first.output
+    reached = max(losses(tmp_path / "metrics"))
+    assert f"leaving after iteration {reached}: SIGTERM was received" in first.output
+    assert tracked(tmp_path) == reached
+    assert re.search(r"step \d+ ms \| \d+ tokens/s", first.output)
+
+    third = start(tmp_path, 2, flags | {"exit_interval": reached + 2}).wait()
+    assert third.code == 0, third.output
+    assert f"resumed after iteration {reached} from run" in third.output
+    assert "left by process" not in third.output
+    steps = [line["iteration"] for line in read_metrics(tmp_path / "metrics")]
+    assert steps == list(range(1, reached + 3))
+
+
+def test_workers_end_when_torchrun_is_killed(tmp_path: Path, corpus: Path) -> None:
+    flags = TINY | ENDLESS | SAVING | {"data_path": corpus, "wlb_metrics": tmp_path / "metrics"}
+    run = torchrun(tmp_path, 2, flags | {"save_interval": 2})
+    run.wait_until(lambda: num_lines(tmp_path / "metrics") >= 3)
+    workers = psutil.Process(run.roots[0]).children(recursive=True)
+    assert len(workers) >= 2
+    os.kill(run.roots[0], signal.SIGKILL)
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    for process in alive:
+        process.kill()
+    assert not alive
+    assert f"error: torchrun (process {run.roots[0]}) is gone" in run.log.read_text()
+
+    lines = num_lines(tmp_path / "metrics")
+    time.sleep(0.2)
+    assert num_lines(tmp_path / "metrics") == lines
+    assert (tmp_path / "run" / save_lock.NAME).stat().st_size
+    save_lock.take(tmp_path / "run")
+    save_lock.release_all()
+
+
+@needs_megatron_lm
+def test_launcher_is_refused_a_folder_in_use(tmp_path: Path, corpus: Path) -> None:
+    flags = BOTH | ENDLESS | SAVING | {"data_path": corpus, "wlb_packing": "hold"}
+    flags |= {"save_interval": 50_000}
+    run = launch(tmp_path, 2, flags | {"wlb_metrics": tmp_path / "metrics"}, fault=slow)
+    run.wait_until(lambda: num_lines(tmp_path / "metrics") >= 2)
+    second = launch(tmp_path, 2, flags, fault=impatient).wait()
+    assert_refused(second, 6, f"--save run is in use by process {run.roots[0]} on ")
+    os.kill(run.roots[1], signal.SIGTERM)
+    first = run.wait()
+    assert first.code == 0, first.output
+    assert tracked(tmp_path) == max(losses(tmp_path / "metrics"))
+    assert (tmp_path / "run" / save_lock.NAME).read_text() == ""
