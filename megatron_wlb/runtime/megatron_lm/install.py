@@ -13,14 +13,25 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.command_line import refuse_arguments
+from megatron_wlb.errors import CheckpointError, CompatibilityError
 from megatron_wlb.rank_main import check_writable
+from megatron_wlb.runtime import cpu as emulation
 from megatron_wlb.runtime import guards as layout_guards
 from megatron_wlb.runtime import targets
-from megatron_wlb.runtime.megatron_lm import arguments, checkpoint, guards, log, model, schedule
+from megatron_wlb.runtime.megatron_lm import (
+    arguments,
+    checkpoint,
+    cpu,
+    guards,
+    log,
+    model,
+    schedule,
+)
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.optimizer import check_checkpoints
 from megatron_wlb.runtime.patching import PatchSet
+from megatron_wlb.runtime.resume import missing_load
 
 _patches = PatchSet()
 _installed = False
@@ -89,7 +100,10 @@ def _wrap(module: str, name: str, hook: Any) -> None:
 
 
 def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    return arguments.add_arguments(original(parser))
+    parser = arguments.add_arguments(original(parser))
+    # One line a mistake instead of argparse's usage, which lists a thousand flags.
+    parser.error = functools.partial(refuse_arguments, parser)  # type: ignore[method-assign]
+    return parser
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
@@ -97,7 +111,10 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
 
     All before a process group exists.
     """
-    guards.check(args)
+    guards.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
+    elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
+    if not elsewhere and (error := missing_load(args.load, args.save)):
+        raise CheckpointError(error)
     # Tokens of ragged micro-batches weigh the same only if the step is divided by them once.
     args.calculate_per_token_loss = True
     args.dataloader_type = "external"
