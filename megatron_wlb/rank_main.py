@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -19,6 +20,9 @@ others once rank 0 has told it, and one that only this rank has is told a little
 LOST_PEER_S = 30.0
 """How long a rank that lost another one waits to be ended. On other machines than the lost one's
 torchrun needs some seconds to notice."""
+
+TOLD = "told_by_megatron_wlb"
+"""Key of torchrun's error file: nothing need be added to what the process said."""
 
 
 def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int:
@@ -38,18 +42,31 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
             raise
         if rank:
             time.sleep(OTHER_RANK_S)
-        sys.stderr.write(f"error{where}: {error}\n")
+        _tell(error, where)
         return error.exit_code
     except RuntimeError as error:
         if os.environ.get("WLB_TRACEBACK") == "1" or not _lost_peer(error):
             raise
         # Another rank ended and has said why. torchrun ends this one as soon as it notices.
         time.sleep(LOST_PEER_S)
-        sys.stderr.write(f"error{where}: another rank ended ({' '.join(str(error).split())})\n")
+        _tell(WLBError(f"another rank ended ({' '.join(str(error).split())})"), where)
         return WLBError.exit_code
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _tell(error: WLBError, where: str) -> None:
+    """Says it on stderr, and to torchrun, whose report then says it instead of how to trace it."""
+    report = error.report(where)
+    sys.stderr.write(report)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": report.strip(), "timestamp": str(int(time.time())), TOLD: True}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(
+                json.dumps({"message": {"message": report.strip(), "extraInfo": details}})
+            )
 
 
 def _set_up_logs(rank: int) -> None:
