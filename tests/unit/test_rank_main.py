@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,32 +47,3 @@ def test_each_error_is_a_line_on_stderr_and_in_torchruns_report(
     assert capsys.readouterr().err == told + "\n"
     failure = ProcessFailure(0, 1, code, str(tmp_path / "error.json"))
     assert f"traceback : {told.splitlines()[0]}" in ChildFailedError("x", {0: failure}).format_msg()
-
-
-def torchrun(module: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Two processes of the launcher."""
-    command = [sys.executable, "-m", module, "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "megatron_wlb.launch", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-
-
-def test_an_error_under_our_torchrun_is_the_last_line_and_its_exit_code() -> None:
-    failed = torchrun("megatron_wlb.torchrun", "/nope.py")
-    assert failed.returncode == ConfigError.exit_code
-    (line,) = failed.stderr.splitlines()
-    assert line.startswith("error: /nope.py is no file; give")
-
-
-def test_an_error_under_torchrun_is_in_its_report() -> None:
-    failed = torchrun("torch.distributed.run", "/nope.py")
-    assert failed.returncode == 1
-    assert "traceback : error: /nope.py is no file; give" in failed.stderr
-
-
-def test_a_crash_under_our_torchrun_has_torchruns_report(tmp_path: Path) -> None:
-    script = tmp_path / "crash.py"
-    script.write_text("raise ValueError('a bug')")
-    failed = torchrun("megatron_wlb.torchrun", script)
-    assert failed.returncode == 1
-    assert "ValueError: a bug" in failed.stderr
-    assert "failed (exitcode: 1)" in failed.stderr and "ChildFailedError" in failed.stderr

@@ -10,11 +10,12 @@ import argparse
 import functools
 import importlib
 import inspect
+import traceback
 from pathlib import Path
 from typing import Any
 
 from megatron_wlb.command_line import refuse_arguments
-from megatron_wlb.errors import CheckpointError, CompatibilityError
+from megatron_wlb.errors import CheckpointError, CompatibilityError, ConfigError
 from megatron_wlb.rank_main import check_writable
 from megatron_wlb.runtime import cpu as emulation
 from megatron_wlb.runtime import guards as layout_guards
@@ -118,7 +119,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     # Tokens of ragged micro-batches weigh the same only if the step is divided by them once.
     args.calculate_per_token_loss = True
     args.dataloader_type = "external"
-    checked = original(args, *rest, **kwargs)
+    checked = _megatrons_own_checks(original, args, *rest, **kwargs)
     config = arguments.config_of(args)
     layout_guards.check(config, args.world_size)
     layout_guards.check_micro_batches(config, args.world_size)
@@ -129,6 +130,21 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     )
     _begin(args, config)
     return checked
+
+
+def _megatrons_own_checks(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes one line of the assertions by which Megatron refuses arguments.
+
+    Raises:
+        ConfigError: says what Megatron says, or the assertion itself where it says nothing.
+    """
+    try:
+        return original(*args, **kwargs)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigError(
+            f"Megatron-LM refuses the arguments: {said}; correct them (WLB_TRACEBACK=1 shows where)"
+        ) from error
 
 
 def _begin(args: argparse.Namespace, config: Any) -> None:
