@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from megatron_wlb.config import Config, flag_of, from_flat, groups_of_settings
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, refuse_all
 
 
 @cache
@@ -35,7 +35,40 @@ class Parser(argparse.ArgumentParser):
     """Raises :class:`ConfigError` instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        refuse_arguments(self, message)
+
+
+_UNRECOGNIZED = "unrecognized arguments: "
+
+
+def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """What ``parser.error`` of argparse says, without its usage, as :class:`ConfigError`.
+
+    Flags that are not the parser's are a line each, with the nearest that is.
+    """
+    words = message.removeprefix(_UNRECOGNIZED).split()
+    if message.startswith(_UNRECOGNIZED):
+        refuse_all(unknown_flags(words, _flags_of(parser)))
+    raise ConfigError(message)
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a parser and of its commands."""
+    flags = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            flags = flags.union(*map(_flags_of, action.choices.values()))
+    return flags
+
+
+def unknown_flags(words: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+    """What to say of each flag among ``words`` that is none of ``known``: the nearest one."""
+    flags = sorted(known)
+    for name in (word.split("=")[0] for word in words):
+        if name.startswith("--") and name not in flags:
+            near = difflib.get_close_matches(name, flags, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see --help"
+            yield f"unknown flag {name}{hint}"
 
 
 def _type_options(hint: Any) -> dict[str, Any]:
@@ -87,21 +120,20 @@ def add_flags(
 
 
 def _reject_unknown(flags: Sequence[str]) -> None:
-    """Raises for the first flag that is not ours, saying whether it is Megatron's."""
+    """Raises for flags that are not ours, saying whether they are Megatron's."""
     known = {"--help"} | {
         flag_of(f.name) for g in groups_of_settings().values() for f in dataclasses.fields(g)
     }
-    for flag in flags:
-        name = flag.split("=")[0]
-        if name.startswith("--") and name not in known:
-            if name in megatron_flags():
-                raise ConfigError(
-                    f"{name} is a Megatron flag that this trainer does not honour; leave it out, "
-                    "or train with Megatron-LM's own pretrain_gpt.py"
-                )
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; see --help"
-            raise ConfigError(f"unknown flag {name}{hint}")
+    names = [flag.split("=")[0] for flag in flags]
+    megatrons = [name for name in names if name in megatron_flags() - known]
+    refuse_all(
+        [
+            f"{name} is a Megatron flag that this trainer does not honour; leave it out, "
+            "or train with Megatron-LM's own pretrain_gpt.py"
+            for name in megatrons
+        ]
+        + list(unknown_flags((name for name in names if name not in megatrons), known))
+    )
 
 
 def parse(
@@ -137,14 +169,7 @@ def parse_known(argv: Sequence[str]) -> tuple[Config, list[str]]:
     """
     parser = build_parser("megatron_wlb.launch", "")
     values, others = parser.parse_known_args(argv)
-    for flag in others:
-        name = flag.split("=")[0]
-        if name.startswith("--") and name not in megatron_flags():
-            known = sorted({*parser._option_string_actions, *megatron_flags()})
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help")
-            )
+    refuse_all(unknown_flags(others, _flags_of(parser) | megatron_flags()))
     return from_flat(vars(values)), others
 
 

@@ -7,7 +7,6 @@ them alike. Rank 0 writes the recording as JSON; :mod:`megatron_wlb.report` read
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wlb.command_line import parse
+from megatron_wlb.command_line import Parser, parse
 from megatron_wlb.config import Config
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
@@ -155,15 +154,16 @@ def _pin(local_rank: int, local_world_size: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a comparison; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_wlb.compare", description=__doc__, allow_abbrev=False
-    )
+    parser = Parser(prog="python -m megatron_wlb.compare", description=__doc__, allow_abbrev=False)
     parser.add_argument("--packings", default="original,wlb,hold", help="comma-separated")
     parser.add_argument("--rounds", type=int, default=24, help="steps of each packing")
     parser.add_argument("--recording", type=Path, required=True, help="JSON file to write")
-    own, rest = parser.parse_known_args(argv)
-    packings = own.packings.split(",")
-    return rank_main(lambda: run(parse(rest), packings, own.rounds, own.recording))
+
+    def program() -> None:
+        own, rest = parser.parse_known_args(argv)
+        run(parse(rest), own.packings.split(","), own.rounds, own.recording)
+
+    return rank_main(program)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,17 @@ traceback is shown only with ``WLB_TRACEBACK=1``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class WLBError(Exception):
     """Base of all errors raised at the project's boundaries."""
 
     exit_code = 1
+
+    def report(self, where: str = "") -> str:
+        """What a program says of it: ``error: …``, a line for each thing that is wrong."""
+        return "".join(f"error{where}: {line}\n" for line in str(self).splitlines())
 
 
 class ConfigError(WLBError):
@@ -53,3 +59,9 @@ class CompatibilityError(WLBError):
     """A Megatron or torch that lacks what the plugin hooks, or has it in another form."""
 
     exit_code = 7
+
+
+def refuse_all(messages: Iterable[str]) -> None:
+    """Raises :class:`ConfigError` of all that cannot run, a line each; nothing if all can."""
+    if lines := list(messages):
+        raise ConfigError("\n".join(lines))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import logging
 import os
 import runpy
@@ -18,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wlb.command_line import Parser, add_flags, yaml_arguments
+from megatron_wlb.command_line import Parser, add_flags, unknown_flags, yaml_arguments
 from megatron_wlb.config import WlbConfig, flag_of
-from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.errors import CompatibilityError, ConfigError, refuse_all
 from megatron_wlb.rank_main import rank_main
 from megatron_wlb.runtime.megatron_lm import arguments, guards
 
@@ -41,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().print_help()
         return 0 if words else ConfigError.exit_code
     script, *flags = words
-    if not any(flag.startswith("--wlb-") for flag in flags) and not _asks_for_help(flags):
+    plain = not any(flag.startswith("--wlb-") for flag in flags) and not _asks_for_help(flags)
+    if plain and Path(script).is_file():
         run_script(script, flags)
         return 0
     return rank_main(lambda: launch(script, flags), set_up_logs=False)
@@ -98,14 +98,9 @@ def _asks_for_help(flags: Sequence[str]) -> bool:
 
 
 def _reject_unknown(words: Sequence[str]) -> None:
-    """Raises for a flag that begins as ours do and is none, naming the nearest one."""
+    """Raises for flags that begin as ours do and are none, naming the nearest ones."""
     known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]
-    for word in words:
-        name = word.split("=")[0]
-        if name.startswith("--wlb-"):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; see --help"
-            raise ConfigError(f"unknown flag {name}{hint}")
+    refuse_all(unknown_flags((word for word in words if word.startswith("--wlb-")), known))
 
 
 def run_script(script: str, flags: Sequence[str]) -> None:
@@ -117,7 +112,7 @@ def run_script(script: str, flags: Sequence[str]) -> None:
 
 def _with_settings_file(flags: Sequence[str]) -> list[str]:
     """The settings of ``--wlb-config`` go before the command line, which therefore wins."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--wlb-config")
     known, rest = parser.parse_known_args(flags)
     if known.wlb_config is None:
@@ -130,7 +125,7 @@ def _with_settings_file(flags: Sequence[str]) -> list[str]:
 
 def _without_device(flags: Sequence[str]) -> list[str]:
     """Without ``--wlb-device``, which Megatron's own parser does not know."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--wlb-device")
     return parser.parse_known_args(flags)[1]
 

@@ -6,14 +6,13 @@ nothing is trained. Tables go as far as S_max.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wlb.command_line import parse
+from megatron_wlb.command_line import Parser, parse
 from megatron_wlb.config import Config
 from megatron_wlb.files import write_text
 from megatron_wlb.rank_main import check_writable, rank_main
@@ -55,12 +54,16 @@ def run(config: Config, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_wlb.measure_cost", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("--tables", type=Path, required=True, help="JSON file to write")
-    own, rest = parser.parse_known_args(argv)
-    return rank_main(lambda: run(parse(rest), own.tables))
+
+    def program() -> None:
+        own, rest = parser.parse_known_args(argv)
+        run(parse(rest), own.tables)
+
+    return rank_main(program)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_wlb import report
+from megatron_wlb.command_line import Parser
 from megatron_wlb.compare import PROGRESS
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
 from megatron_wlb.errors import ConfigError, WLBError
@@ -100,7 +101,7 @@ def train(arguments: Sequence[str], log: Path, advance: Callable[[str], None]) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the quickstart; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/quickstart", description=__doc__)
+    parser = Parser(prog="scripts/quickstart", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder")
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to run"
@@ -109,13 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq-length", type=int, default=8192, help="the window, in tokens")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    options = parser.parse_args(argv)
-    console = Console(stderr=options.json, highlight=False)
     start = time.monotonic()
     try:
+        options = parser.parse_args(argv)
+        console = Console(stderr=options.json, highlight=False)
         summary = run(options, console)
     except WLBError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(error.report())
         return error.exit_code
     except OSError as error:
         sys.stderr.write(f"error: {error.filename}: {error.strerror}; choose another --out\n")

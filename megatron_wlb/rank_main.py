@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -27,6 +28,8 @@ torchrun needs some seconds to notice."""
 
 ORPHAN_S = 1.0
 """How often a rank looks for the torchrun that started it."""
+TOLD = "told_by_megatron_wlb"
+"""Key of torchrun's error file: nothing need be added to what the process said."""
 
 
 def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int:
@@ -52,14 +55,14 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
             raise
         if rank:
             _await_end(OTHER_RANK_S)
-        sys.stderr.write(f"error{where}: {error}\n")
+        _tell(error, where)
         return error.exit_code
     except RuntimeError as error:
         if os.environ.get("WLB_TRACEBACK") == "1" or not _lost_peer(error):
             raise
         # Another rank ended and has said why. torchrun ends this one as soon as it notices.
         _await_end(LOST_PEER_S)
-        sys.stderr.write(f"error{where}: another rank ended ({' '.join(str(error).split())})\n")
+        _tell(WLBError(f"another rank ended ({' '.join(str(error).split())})"), where)
         return WLBError.exit_code
     except KeyboardInterrupt:
         return 130
@@ -91,6 +94,19 @@ def _end_as_orphan(torchrun: int, where: str) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     os._exit(WLBError.exit_code)
+
+
+def _tell(error: WLBError, where: str) -> None:
+    """Says it on stderr, and to torchrun, whose report then says it instead of how to trace it."""
+    report = error.report(where)
+    sys.stderr.write(report)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": report.strip(), "timestamp": str(int(time.time())), TOLD: True}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(
+                json.dumps({"message": {"message": report.strip(), "extraInfo": details}})
+            )
 
 
 def _set_up_logs(rank: int) -> None:

@@ -115,7 +115,7 @@ def launch_command(
     which so override them. ``torchrun`` are torchrun's own arguments.
     """
     return [
-        *("python", "-m", "torch.distributed.run", *torchrun),
+        *("python", "-m", "megatron_wlb.torchrun", *torchrun),
         *("-m", "megatron_wlb.launch", str(script)),
         *recipe.arguments,
         *extra,

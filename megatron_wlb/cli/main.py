@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_wlb import __version__
+from megatron_wlb.command_line import Parser
 from megatron_wlb.errors import WLBError
 
 COMMANDS = {
@@ -58,7 +59,7 @@ WLB_TRACEBACK=1 shows where they come from.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; the exit status: 0, a :class:`WLBError`'s own, or 128 + signal.
 
-    Help, the version and wrong usage end in SystemExit, as argparse has it.
+    Help and the version end in SystemExit, as argparse has it.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WLBError as error:
         if os.environ.get("WLB_TRACEBACK") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(error.report())
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="wlb",
         description="Workload-balanced training on long, uneven documents with Megatron-LM.",
         epilog=_EPILOG,

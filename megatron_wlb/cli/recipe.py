@@ -181,7 +181,7 @@ def _at_least_one(flag: str, value: int | None) -> int | None:
 
 def _as_shell(command: list[str]) -> str:
     """The command for a shell, a flag with its values a line."""
-    lines = [command[:3]]  # python -m torch.distributed.run
+    lines = [command[:3]]  # python -m megatron_wlb.torchrun
     for word in command[3:]:
         if word.startswith("--") or word == "-m":
             lines.append([])

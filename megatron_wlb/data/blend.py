@@ -79,6 +79,7 @@ class BlendedStream:
         step_tokens: int,
         seed: int,
         long_documents: LongDocuments = "split",
+        names: Sequence[str] = (),
     ) -> None:
         """As of ``DocumentStream``; ``weights`` by corpus, 0 leaves one out.
 
@@ -96,6 +97,7 @@ class BlendedStream:
                 seed=seed,
                 long_documents=long_documents,
                 first_corpus=corpus,
+                names=names[corpus : corpus + 1],
             )
             for corpus, share in enumerate(shares)
             if share

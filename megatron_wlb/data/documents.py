@@ -57,11 +57,13 @@ class DocumentStream:
         num_epochs: int | None = None,
         shuffle: bool = True,
         first_corpus: int = 0,
+        names: Sequence[str] = (),
     ) -> None:
         """``lengths`` and ``ranges`` (half-open, of document numbers; default all): by corpus.
 
         ``num_epochs`` None never ends; ``step_tokens`` may be a fraction, for a share of a step;
-        ``first_corpus`` is how errors number the first one.
+        ``first_corpus`` is how errors number the first one; ``names``, by corpus, are how they name
+        them where a checkpoint is of others.
         Raises ConfigError for a setting out of its limits, and
         CorpusError for lengths that cannot be streamed under them.
         """
@@ -91,6 +93,7 @@ class DocumentStream:
         self.long_documents = long_documents
         self.num_epochs = num_epochs
         self.shuffle = shuffle
+        self._names = list(names) or [f"corpus {first_corpus + n}" for n in range(len(lengths))]
 
         # Documents in range have one number over all corpora, their place in _lengths.
         self._ranges = [(int(start), int(stop)) for start, stop in ranges]
@@ -177,10 +180,11 @@ class DocumentStream:
                 "resume with the release that saved it"
             )
         ours = self._settings
-        differing = [
+        differing = self._other_corpora(saved.get("corpora"))
+        differing += [
             f"{name} {_readable(saved.get(name))} there and {_readable(ours.get(name))} here"
             for name in {**ours, **saved}
-            if _readable(saved.get(name)) != _readable(ours.get(name))
+            if name != "corpora" and _readable(saved.get(name)) != _readable(ours.get(name))
         ]
         if differing:
             raise CheckpointError(
@@ -195,6 +199,21 @@ class DocumentStream:
             )
         self.step, self.position_tokens, self.epoch = step, position_tokens, epoch
         self._document, self._offset = document, offset
+
+    def _other_corpora(self, saved: Any) -> list[str]:
+        """Which corpora are others than those of a state, and in what."""
+        ours: list[str] = self._settings["corpora"]
+        if not isinstance(saved, list) or len(saved) != len(ours):
+            number = len(saved) if isinstance(saved, list) else 0
+            return [f"{number} corpora there and {len(ours)} here ({', '.join(self._names)})"]
+        differing = []
+        for name, then, now in zip(self._names, saved, ours, strict=True):
+            there, here = str(then).split("/")[0], now.split("/")[0]
+            if there != here:
+                differing.append(f"documents {there} of {name} there and {here} here")
+            elif then != now:
+                differing.append(f"{name} has other documents {here} there and here")
+        return differing
 
     def _draw(self, end: int | Fraction, documents: list[Document]) -> None:
         """Append what begins before stream position ``end`` of some documents of this epoch.

@@ -29,6 +29,7 @@ from megatron_wlb.config import Config
 from megatron_wlb.errors import CheckpointError, WLBError
 from megatron_wlb.runtime import checksums
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.resume import changed_settings, missing_load
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -160,17 +161,21 @@ def _settings(config: Config, model: Model) -> dict[str, Any]:
 
 
 def check_folder(config: Config) -> None:
-    """Tries and locks ``--save`` before any work is lost; called by every rank.
+    """Tries ``--load``, and tries and locks ``--save``, before any work is lost.
+
+    Called by every rank.
 
     Raises:
-        CheckpointError: on every rank, if nothing can be written there, if another run writes
-            there, or if it holds the checkpoints of a run that this one does not resume and would
-            overwrite.
+        CheckpointError: on every rank, if there is nothing to load, if nothing can be written, if
+            another run writes there, or if ``--save`` holds the checkpoints of a run that this one
+            does not resume and would overwrite.
     """
-    lock_folder(config.checkpoint.save)
-    root, error = config.checkpoint.save, ""
+    root, resumed, error = config.checkpoint.save, config.checkpoint.load, ""
+    if torch.distributed.get_rank() == 0:
+        error = missing_load(resumed, root)
+    _raise_everywhere(error)
+    lock_folder(root)
     if root is not None and torch.distributed.get_rank() == 0:
-        resumed = config.checkpoint.load
         resumes = (
             resumed is not None and os.path.exists(resumed) and os.path.samefile(root, resumed)
         )
@@ -361,7 +366,7 @@ def load(
         planner_state = checksums.unseal_state(common["planner"])
     except Exception as error:  # Unpickling damaged files raises anything.
         _refuse(folder, error)
-    _require_same_settings(folder, required, _settings(config, model))
+    _require_same_settings(folder, required, _settings(config, model), settings, config)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Megatron's own use of torch.
@@ -385,13 +390,14 @@ def _refuse(folder: str, error: BaseException) -> NoReturn:
     ) from error
 
 
-def _require_same_settings(folder: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+def _require_same_settings(
+    folder: str, saved: dict[str, Any], now: dict[str, Any], given: dict[str, Any], config: Config
+) -> None:
+    # What was not yet a setting when it was saved had its default.
     defaults = Config().flat()
-    for name, value in now.items():
-        # What was not yet a setting when it was saved had its default.
-        before = saved.get(name, defaults.get(name))
-        if before != value:
-            raise CheckpointError(
-                f"{folder} was saved with {name.replace('_', '-')} {before}, this run has "
-                f"{value}; resume with the settings it was saved with"
-            )
+    changed = changed_settings(defaults | saved, now, defaults | given, config.flat())
+    if changed:
+        raise CheckpointError(
+            f"{folder} was saved with other settings: {changed}; resume with those it was saved "
+            "with"
+        )

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,7 @@ _TORCH_CUDA: dict[str, Any] = {
     "memory_allocated": _answer(0),
     "max_memory_allocated": _answer(0),
     "reset_peak_memory_stats": _answer(None),
+    "memory_stats": lambda device=None: defaultdict(int),
 }
 
 

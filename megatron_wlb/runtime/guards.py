@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from megatron_wlb.config import Config, ModelConfig, flag_of
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, refuse_all
 
 _AT_LEAST = {
     **dict.fromkeys(
@@ -75,15 +76,24 @@ def check(config: Config, world_size: int) -> None:
     """Checks settings against each other and against the number of processes.
 
     Raises:
-        ConfigError: the first thing that cannot run, such as a ``--wlb-hardware`` without figures.
+        ConfigError: what cannot run, such as a ``--wlb-hardware`` without figures; a line each.
     """
-    _check_ranges(config)
-    _check_layout(config, world_size)
-    _check_model(config)
-    _check_recompute(config)
-    _check_optimizer(config)
-    _check_batch(config)
-    _check_hardware(config)
+    refuse_all(refusals(config, world_size))
+
+
+def refusals(config: Config, world_size: int) -> Iterator[str]:
+    """What cannot run, each as the line that a user reads."""
+    if any(_check_ranges(config)):  # all else counts with these
+        yield from _check_ranges(config)
+        return
+    yield from _check_layout(config, world_size)
+    yield from _check_model(config)
+    yield from _check_recompute(config)
+    yield from _check_optimizer(config)
+    yield from _check_batch(config)
+    if not any(_check_layout(config, world_size)):
+        yield from _check_micro_batches(config, world_size)
+    yield from _check_hardware(config)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -94,26 +104,24 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     )
 
 
-def _check_ranges(config: Config) -> None:
+def _check_ranges(config: Config) -> Iterator[str]:
     values = config.flat()
     for name, least in _AT_LEAST.items():
         if values[name] is not None and values[name] < least:
-            raise ConfigError(f"{flag_of(name)} is {values[name]}; it must be at least {least}")
+            yield f"{flag_of(name)} is {values[name]}; it must be at least {least}"
     for name, (least, below) in _WITHIN.items():
         if not least <= values[name] < below:  # NaN is not.
-            raise ConfigError(
-                f"{flag_of(name)} is {values[name]}; it must be in [{least}, {below})"
-            )
+            yield (f"{flag_of(name)} is {values[name]}; it must be in [{least}, {below})")
     if not 0 < values["rotary_percent"] <= 1:
-        raise ConfigError(f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]")
+        yield f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]"
 
 
-def _check_layout(config: Config, world_size: int) -> None:
+def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     p, m = config.parallel, config.model
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     cp = p.context_parallel_size
     if world_size % (tp * cp * pp):
-        raise ConfigError(
+        yield (
             f"{world_size} processes were started, but TP {tp} × CP {cp} × PP {pp} = "
             f"{tp * cp * pp} does not divide that; start a multiple of {tp * cp * pp} "
             "(torchrun --nproc-per-node)"
@@ -124,61 +132,59 @@ def _check_layout(config: Config, world_size: int) -> None:
             ("keep-gathered", config.wlb.wlb_cp_keep_gathered),
         ):
             if value:
-                raise ConfigError(
+                yield (
                     f"--wlb-cp-{name} counts only with --context-parallel-size of at least 2; "
                     "leave it out"
                 )
     if pp > m.num_layers:
-        raise ConfigError(
+        yield (
             f"--pipeline-model-parallel-size is {pp}, but there are only {m.num_layers} layers; "
             f"use at most {m.num_layers} stages"
         )
     vpp = p.num_virtual_stages_per_pipeline_rank
     if vpp is None and p.microbatch_group_size_per_virtual_pipeline_stage is not None:
-        raise ConfigError(
+        yield (
             "--microbatch-group-size-per-virtual-pipeline-stage is "
             f"{p.microbatch_group_size_per_virtual_pipeline_stage}, but there are no virtual "
             "stages; give --num-virtual-stages-per-pipeline-rank too, or leave it out"
         )
     if vpp is not None:
         if pp == 1:
-            raise ConfigError(
+            yield (
                 f"--num-virtual-stages-per-pipeline-rank is {vpp}, but there is no pipeline; "
                 "leave it out or use --pipeline-model-parallel-size of at least 2"
             )
-        if vpp < 2:
-            raise ConfigError(
+        elif vpp < 2:
+            yield (
                 f"--num-virtual-stages-per-pipeline-rank is {vpp}; use at least 2, or leave it out"
             )
         if pp == 2 and p.no_overlap_p2p_communication and config.wlb.wlb_verify_shapes:
             # Both directions go to one peer in one batch, and the exchange cannot tell them apart.
-            raise ConfigError(
+            yield (
                 "--wlb-verify-shapes cannot check --pipeline-model-parallel-size 2 with virtual "
                 "stages and --no-overlap-p2p-communication: Megatron's exchange of shapes mixes up "
                 "activations and gradients there; leave one of the flags out"
             )
     chunks = pp * (vpp or 1)
-    if m.num_layers % chunks:
-        raise ConfigError(
+    if pp <= m.num_layers and m.num_layers % chunks:
+        yield (
             f"--num-layers is {m.num_layers}, which PP {pp} × VPP {vpp or 1} = {chunks} model "
             f"chunks do not divide; use a multiple of {chunks}"
         )
     if p.sequence_parallel and tp == 1:
-        raise ConfigError(
-            "--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out"
-        )
+        yield ("--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out")
 
 
-def _check_model(config: Config) -> None:
+def _check_model(config: Config) -> Iterator[str]:
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
-        raise ConfigError(
+        yield (
             f"--hidden-size {m.hidden_size} is not divisible by --num-attention-heads "
             f"{m.num_attention_heads}; change one of them or give --kv-channels"
         )
     head_dim = m.kv_channels or m.hidden_size // m.num_attention_heads
     if m.position_embedding_type in ("rope", "yarn") and head_dim % 2:
-        raise ConfigError(
+        yield (
             f"rotary positions need an even head dimension, but it is {head_dim}; change "
             "--kv-channels or --num-attention-heads"
         )
@@ -188,31 +194,29 @@ def _check_model(config: Config) -> None:
         ("num-query-groups", m.num_query_groups if m.group_query_attention else tp),
     ):
         if value % tp:
-            raise ConfigError(
-                f"--{name} is {value}, which TP {tp} does not divide; use a multiple of {tp}"
-            )
+            yield (f"--{name} is {value}, which TP {tp} does not divide; use a multiple of {tp}")
     if m.group_query_attention and m.num_attention_heads % m.num_query_groups:
-        raise ConfigError(
+        yield (
             f"--num-attention-heads {m.num_attention_heads} is not divisible by "
             f"--num-query-groups {m.num_query_groups}"
         )
     if config.parallel.sequence_parallel and m.hidden_size % tp:
-        raise ConfigError(f"--hidden-size {m.hidden_size} is not divisible by TP {tp}")
+        yield f"--hidden-size {m.hidden_size} is not divisible by TP {tp}"
     if m.attention_dropout:
-        raise ConfigError(
+        yield (
             f"--attention-dropout is {m.attention_dropout}, but packed attention has none; set it "
             "to 0 (long-context pretraining recipes do)"
         )
-    _check_positions(config)
+    yield from _check_positions(config)
     rows = m.max_position_embeddings
     if rows is not None and rows < config.data.seq_length:
-        raise ConfigError(
+        yield (
             f"--max-position-embeddings is {rows}, below --seq-length {config.data.seq_length}; "
             "documents reach the window's length"
         )
 
 
-def _check_positions(config: Config) -> None:
+def _check_positions(config: Config) -> Iterator[str]:
     """Settings of positions that Megatron would leave out without a word."""
     m = config.model
     default = ModelConfig()
@@ -225,93 +229,92 @@ def _check_positions(config: Config) -> None:
     of_yarn = {name for name in given if name.startswith("wlb_yarn_")}
     for kind, names in (("rope", of_rope & given), ("yarn", of_yarn)):
         if names and m.position_embedding_type != kind:
-            raise ConfigError(
+            yield (
                 f"{flag_of(min(names))} counts only with --position-embedding-type {kind}, but "
                 f"that is {m.position_embedding_type}; leave one of them out"
             )
     if "rope_scaling_factor" in given and not m.use_rope_scaling:
-        raise ConfigError(
-            "--rope-scaling-factor is given without --use-rope-scaling; give both or neither"
-        )
+        yield ("--rope-scaling-factor is given without --use-rope-scaling; give both or neither")
     if m.position_embedding_type == "yarn" and (m.rotary_interleaved or m.rotary_percent != 1):
-        raise ConfigError(
+        yield (
             "--position-embedding-type yarn rotates the whole head in halves; leave "
             "--rotary-interleaved and --rotary-percent out"
         )
 
 
-def _check_optimizer(config: Config) -> None:
+def _check_optimizer(config: Config) -> Iterator[str]:
     t = config.training
     if not 0 <= t.min_lr <= t.lr:
-        raise ConfigError(f"--min-lr is {t.min_lr}; it must be in [0, {t.lr}], up to --lr")
+        yield f"--min-lr is {t.min_lr}; it must be in [0, {t.lr}], up to --lr"
     decay_iters = t.lr_decay_iters or t.train_iters
     if t.lr_warmup_iters >= decay_iters:
-        raise ConfigError(
+        yield (
             f"--lr-warmup-iters is {t.lr_warmup_iters}, but the learning rate has decayed after "
             f"{decay_iters} steps; use fewer, or more --lr-decay-iters (--train-iters if not given)"
         )
     if t.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
-        raise ConfigError(
+        yield (
             "--use-distributed-optimizer shards the state of Adam only, but --optimizer is sgd; "
             "leave one of them out"
         )
 
 
-def _check_batch(config: Config) -> None:
+def _check_batch(config: Config) -> Iterator[str]:
     t, d, w = config.training, config.data, config.wlb
     if d.seq_length < 2:
-        raise ConfigError(
+        yield (
             f"--seq-length is {d.seq_length}; a window needs at least 2 tokens, one to predict "
             "the other"
         )
     if t.micro_batch_size != 1:
-        raise ConfigError(
+        yield (
             f"--micro-batch-size is {t.micro_batch_size}; use 1: a micro-batch is one packed row "
             "whose length follows its work (raise --seq-length for more tokens)"
         )
     if w.wlb_max_tokens is not None and w.wlb_max_tokens < d.seq_length:
-        raise ConfigError(
+        yield (
             f"--wlb-max-tokens is {w.wlb_max_tokens}, below --seq-length {d.seq_length}; a "
             "document of a whole window would fit nowhere: use at least the window, better twice"
         )
     if w.wlb_shape == "on" and w.wlb_packing not in ("hold", "wlb"):
-        raise ConfigError(
+        yield (
             f"--wlb-shape on changes the sizes of micro-batches, but --wlb-packing {w.wlb_packing} "
             "fixes them; use hold or wlb, or leave it off"
         )
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
-        raise ConfigError("--save-interval is given without --save FOLDER")
+        yield "--save-interval is given without --save FOLDER"
 
 
-def _check_hardware(config: Config) -> None:
+def _check_hardware(config: Config) -> Iterator[str]:
     """Reads the file now: the cost and the shardings need it once the model is built."""
     try:
         load_hardware(config.wlb.wlb_hardware)
     except ConfigError as error:
-        raise ConfigError(f"--wlb-hardware: {error}") from None
+        yield f"--wlb-hardware: {error}"
 
 
-def _check_recompute(config: Config) -> None:
+def _check_recompute(config: Config) -> Iterator[str]:
     t, p = config.training, config.parallel
     method, num_layers = t.recompute_method, t.recompute_num_layers
     if t.recompute_granularity != "full":
         for name, value in (("method", method), ("num-layers", num_layers)):
             if value is not None:
-                raise ConfigError(
+                yield (
                     f"--recompute-{name} is {value}, which counts only with "
                     "--recompute-granularity full; give that too, or leave it out"
                 )
         return
     if method is None or num_layers is None:
-        raise ConfigError(
+        yield (
             "--recompute-granularity full needs --recompute-method uniform or block, and "
             "--recompute-num-layers, e.g. 1"
         )
+        return
     chunks = p.pipeline_model_parallel_size * (p.num_virtual_stages_per_pipeline_rank or 1)
     layers = config.model.num_layers // chunks
     if method == "uniform" and layers % num_layers:
         # Megatron would index beyond the chunk's last layer.
-        raise ConfigError(
+        yield (
             f"--recompute-num-layers is {num_layers}, which does not divide the {layers} layers of "
             "a model chunk; use a divisor of it, or --recompute-method block"
         )
@@ -324,26 +327,31 @@ def check_micro_batches(config: Config, world_size: int) -> int:
         ConfigError: DP does not divide the global batch, or the interleaved schedule cannot
             run M micro-batches.
     """
+    refuse_all(_check_micro_batches(config, world_size))
+    return config.training.global_batch_size // data_parallel_size(config, world_size)
+
+
+def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:
     dp = data_parallel_size(config, world_size)
     n = config.training.global_batch_size
     if n % dp:
-        raise ConfigError(
+        yield (
             f"--global-batch-size is {n}, which DP {dp} does not divide; every data-parallel rank "
             f"runs the same number of micro-batches: use a multiple of {dp}"
         )
+        return
     num_micro_batches = n // dp
     if config.parallel.num_virtual_stages_per_pipeline_rank is not None:
         pp = config.parallel.pipeline_model_parallel_size
         group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or pp
         if not pp <= group <= num_micro_batches:
-            raise ConfigError(
+            yield (
                 f"--microbatch-group-size-per-virtual-pipeline-stage is {group}; it must lie "
                 f"between PP {pp} and the {num_micro_batches} micro-batches of a rank"
             )
-        if 0 < num_micro_batches % group < pp:
-            raise ConfigError(
+        elif 0 < num_micro_batches % group < pp:
+            yield (
                 f"{num_micro_batches} micro-batches a rank leave {num_micro_batches % group} after "
                 f"groups of {group}; the remainder must be 0 or at least PP {pp}: change "
                 "--global-batch-size"
             )
-    return num_micro_batches

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,33 @@ _NOT_OF_PLANS = {
 }
 _OF_PLANS = tuple(f.name for f in dataclasses.fields(WlbConfig) if f.name not in _NOT_OF_PLANS)
 
+_FOLLOWS = {
+    "max_position_embeddings": ("seq_length",),
+    "lr_decay_iters": ("train_iters",),
+    "ffn_hidden_size": ("hidden_size", "swiglu"),
+    "kv_channels": ("hidden_size", "num_attention_heads"),
+    "num_query_groups": ("num_attention_heads", "group_query_attention"),
+}
+"""Settings that need not be given, and those that decide about them then."""
+
+_NO_FLAGS = {"processes": "processes", "padded_vocab_size": "padded vocabulary"}
+
+
+def missing_load(load: str | None, save: str | None) -> str:
+    """What is wrong with a ``--load`` folder that does not exist, or nothing.
+
+    The first start of ``--save X --load X`` is fine; with another missing folder, such as one that
+    was mistyped, a run would start anew without a word.
+    """
+    if load is None or "://" in load or os.path.exists(load):
+        return ""
+    if save is not None and os.path.realpath(save) == os.path.realpath(load):
+        return ""
+    return (
+        f"--load {load} does not exist; give the folder of a --save, or leave it out to start anew "
+        f"(with --save {load} too, a first start makes it)"
+    )
+
 
 def plan_settings(config: Config, *others: str) -> dict[str, Any]:
     """Our settings by which plans are made, and ``others``, JSON-able."""
@@ -57,10 +85,39 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     Empty where none is. A setting that ``saved`` lacks is None there.
     """
     return "; ".join(
-        f"{flag_of(name)} {saved.get(name)} there, {value} here"
+        f"{_NO_FLAGS.get(name) or flag_of(name)} {saved.get(name)} there, {value} here"
         for name, value in now.items()
         if saved.get(name) != value
     )
+
+
+def changed_settings(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    given_then: Mapping[str, Any],
+    given_now: Mapping[str, Any],
+) -> str:
+    """:func:`differences` of settings that were filled in, by the flags that make them.
+
+    One that differs though the same was given for it, or nothing, follows from another flag.
+    """
+    then: dict[str, Any] = {}
+    here: dict[str, Any] = {}
+    for name, value in now.items():
+        if saved.get(name) == value:
+            continue
+        sources = []
+        if given_then.get(name) == given_now.get(name):
+            sources = [
+                source
+                for source in _FOLLOWS.get(name, ())
+                if given_then.get(source) != given_now[source]
+            ]
+        for source in sources:
+            then[source], here[source] = given_then.get(source), given_now[source]
+        if not sources:
+            then[name], here[name] = saved.get(name), value
+    return differences(then, here)
 
 
 def machine_digest(config: Config) -> str | None:

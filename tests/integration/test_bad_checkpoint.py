@@ -68,24 +68,28 @@ OTHER_RUNS: dict[str, tuple[int, Flags, list[str]]] = {
     "layout": (
         2,
         {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2},
-        ["tensor-model-parallel-size 1", "has 2"],
+        ["--tensor-model-parallel-size 1 there, 2 here; --pipeline-model-parallel-size 2"],
     ),
-    "vpp": (2, {"num_virtual_stages_per_pipeline_rank": 2}, ["virtual-stages", "None", "has 2"]),
-    "world": (4, {}, ["processes 2", "has 4"]),
-    "gbs": (2, {"global_batch_size": 8}, ["global-batch-size 4", "has 8"]),
-    "window": (2, {"seq_length": 128}, ["256", "128"]),
+    "vpp": (
+        2,
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        ["--num-virtual-stages-per-pipeline-rank None there, 2 here"],
+    ),
+    "world": (4, {}, ["processes 2 there, 4 here"]),
+    "gbs": (2, {"global_batch_size": 8}, ["--global-batch-size 4 there, 8 here"]),
+    "window": (2, {"seq_length": 128}, [": --seq-length 256 there, 128 here;"]),
     "seed": (2, {"seed": 4321}, ["seed 1234 there and 4321 here"]),
     "packing": (2, {"wlb_packing": "wlb"}, ["hold", "wlb"]),
     "split": (2, {"split": "1"}, ["corpora"]),
-    "hidden-size": (2, {"hidden_size": 32}, ["hidden-size 16", "has 32"]),
-    "norm": (2, {"normalization": "RMSNorm"}, ["normalization LayerNorm", "has RMSNorm"]),
-    "heads": (2, {"num_attention_heads": 4}, ["num-attention-heads 2", "has 4"]),
-    "vocabulary": (2, {"vocab_size": 300}, ["padded-vocab-size 256", "has 384"]),
-    "precision": (2, {"bf16": True}, ["bf16 False", "has True"]),
-    "optimizer": (2, {"optimizer": "sgd"}, ["optimizer adam", "has sgd"]),
+    "hidden-size": (2, {"hidden_size": 32}, [": --hidden-size 16 there, 32 here;"]),
+    "norm": (2, {"normalization": "RMSNorm"}, ["--normalization LayerNorm there, RMSNorm here"]),
+    "heads": (2, {"num_attention_heads": 4}, [": --num-attention-heads 2 there, 4 here;"]),
+    "vocabulary": (2, {"vocab_size": 300}, ["padded vocabulary 256 there, 384 here"]),
+    "precision": (2, {"bf16": True}, ["--bf16 False there, True here"]),
+    "optimizer": (2, {"optimizer": "sgd"}, ["--optimizer adam there, sgd here"]),
     # Megatron would go on with the rate of the checkpoint, which has reached 0.
-    "learning-rate": (2, {"lr": 0.5}, ["lr 0.001", "has 0.5"]),
-    "longer-decay": (2, {"train_iters": 8}, ["lr-decay-iters 4", "has 8"]),
+    "learning-rate": (2, {"lr": 0.5}, ["--lr 0.001 there, 0.5 here"]),
+    "longer-decay": (2, {"train_iters": 8}, [": --train-iters 4 there, 8 here;"]),
 }
 
 
@@ -98,11 +102,23 @@ def test_resume_of_another_run_is_one_line(
     assert_refused(finished, CheckpointError.exit_code, *fragments, "resume with")
 
 
+def test_a_folder_to_load_that_does_not_exist_is_one_line(corpus: Path, tmp_path: Path) -> None:
+    flags = TINY | {"data_path": corpus, "load": "nowhere", "save": "ck"}
+    finished = start(tmp_path, 2, flags).wait()
+    assert_refused(finished, CheckpointError.exit_code, "--load nowhere does not exist", "give")
+    assert not (tmp_path / "ck").exists()
+
+
 def test_resume_on_another_corpus_is_one_line(
     copied: tuple[Path, Flags], tmp_path: Path, code_corpora: list[Path]
 ) -> None:
     finished = start(tmp_path, 2, copied[1] | {"data_path": code_corpora[1]}).wait()
-    assert_refused(finished, CheckpointError.exit_code, "corpora", "resume with the same corpora")
+    assert_refused(
+        finished,
+        CheckpointError.exit_code,
+        f" of {code_corpora[1]} there",
+        "resume with the same corpora",
+    )
 
 
 def halve(path: Path) -> None:

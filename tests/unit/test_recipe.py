@@ -95,7 +95,7 @@ def test_launch_command_appends_what_overrides(path: Path) -> None:
         recipe, "/m/pretrain_gpt.py", ["--nproc-per-node", "4"], ["--seq-length", "9"]
     )
     assert command == [
-        *("python", "-m", "torch.distributed.run", "--nproc-per-node", "4"),
+        *("python", "-m", "megatron_wlb.torchrun", "--nproc-per-node", "4"),
         *("-m", "megatron_wlb.launch", "/m/pretrain_gpt.py"),
         *("--seq-length", "7", "--seq-length", "9"),
     ]

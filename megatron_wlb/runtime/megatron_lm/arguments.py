@@ -33,7 +33,7 @@ _SAME = (
     "distributed_backend",
     # Of the batch, and what its memory depends on.
     "micro_batch_size", "global_batch_size", "seed", "recompute_granularity",
-    "recompute_method", "recompute_num_layers", "deterministic_mode",
+    "recompute_method", "recompute_num_layers", "deterministic_mode", "bf16",
     # Of the data.
     "split", "seq_length",
 )  # fmt: skip
@@ -60,8 +60,6 @@ def config_of(args: argparse.Namespace) -> Config:
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
     values |= {ours: getattr(args, theirs) for ours, theirs in _OURS.items()}
     values |= {name: value for name, value in vars(args).items() if name.startswith("wlb_")}
-    # Sizes and rates of fp16 are those of bf16; nothing else here depends on which it is.
-    values["bf16"] = args.bf16 or args.fp16
     values["optimizer"] = "sgd" if args.optimizer == "sgd" else "adam"  # for its memory
     values["disable_bias_linear"] = not args.add_bias_linear
     values["no_overlap_p2p_communication"] = (

@@ -38,7 +38,7 @@ def check(checkout: str | Path, world_size: int, flags: Sequence[str]) -> None:
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["(no message)"]
         if done.returncode == _OURS:
-            raise ConfigError(said[-1])
+            raise ConfigError(done.stderr.strip().rpartition("\n\n")[2])
         raise ConfigError(
             f"Megatron-LM in {checkout} refuses the arguments: {said[-1].strip()}; correct them, "
             "or leave out --megatron to check without it"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             _check(flags)
     except WLBError as error:
-        sys.stderr.write(f"\n{error}\n")
+        sys.stderr.write(f"\n\n{error}\n")
         return _OURS
     return 0
 

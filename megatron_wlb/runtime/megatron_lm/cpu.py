@@ -6,23 +6,32 @@ beside it. Nothing about packing: an unmodified ``pretrain_gpt.py`` trains on CP
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.util
 import sys
 import types
+from collections.abc import Callable, Iterator
 from multiprocessing import spawn
 from typing import Any
 
+from megatron_wlb.errors import refuse_all
 from megatron_wlb.runtime import cpu
 from megatron_wlb.runtime.patching import PatchSet
 
 _BATCH_INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
-FLAGS = (
-    "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion "
-    "--no-persist-layer-norm"
-)
-"""What a command line must say for a machine without GPUs."""
+NEEDED: dict[str, Callable[[argparse.Namespace], bool]] = {
+    "--distributed-backend gloo": lambda args: args.distributed_backend != "gloo",
+    "--transformer-impl local": lambda args: args.transformer_impl != "local",
+    "--no-gradient-accumulation-fusion": lambda args: args.gradient_accumulation_fusion,
+    "--no-persist-layer-norm": lambda args: not args.no_persist_layer_norm,
+    "--no-rope-fusion": lambda args: (
+        args.apply_rope_fusion
+        and (args.position_embedding_type == "rope" or args.use_rotary_position_embeddings)
+    ),
+}
+"""What a command line must say for a machine without GPUs, and when that is missing."""
 
 
 _patches = PatchSet()
@@ -47,6 +56,10 @@ def install() -> None:
         "initialize_megatron",
         functools.partial(initialize.initialize_megatron, allow_no_cuda=True),
     )
+    # Megatron's own checks end in an assertion or a kernel that is not there.
+    _patches.replace(
+        initialize, "validate_args", functools.partial(_validate_args, initialize.validate_args)
+    )
     # Builds CUDA kernels, and an index builder that megatron-core's wheel has built already.
     _patches.replace(initialize, "_compile_dependencies", lambda: None)
     # Compiles; and draws from the generator that, on the CPU, the model's weights come from too.
@@ -66,6 +79,18 @@ def make_importable() -> None:
         kernels = types.ModuleType(_BATCH_INVARIANT)
         kernels.enable_batch_invariant_mode = _no_batch_invariant_mode  # type: ignore[attr-defined]
         sys.modules[_BATCH_INVARIANT] = kernels
+
+
+def refusals(args: argparse.Namespace) -> Iterator[str]:
+    """One line that names all flags that are missing, if any is."""
+    missing = [flag for flag, is_missing in NEEDED.items() if is_missing(args)]
+    if missing:
+        yield f"without a GPU Megatron-LM must be told so; add {' '.join(missing)}"
+
+
+def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    refuse_all(refusals(args))
+    return original(args, *rest, **kwargs)
 
 
 def uninstall() -> None:

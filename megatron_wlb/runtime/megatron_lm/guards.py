@@ -7,11 +7,14 @@ works as it does in Megatron, or has no meaning left (``docs/megatron-lm.md`` sa
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, refuse_all
+
+logger = logging.getLogger(__name__)
 
 Condition = Callable[[argparse.Namespace], bool]
 
@@ -34,13 +37,16 @@ class Refusal:
         value = getattr(args, self.name, None)
         return value is not None and value is not False and value != 0 and value != []
 
-    def message(self, args: argparse.Namespace) -> str:
+    def given(self, args: argparse.Namespace) -> str:
+        """The flag as it was typed."""
         value = getattr(args, self.name, None)
         value = getattr(value, "name", value)  # of an enumeration
         if isinstance(value, list | tuple):
             value = " ".join(map(str, value))
-        given = self.flag if isinstance(value, bool) or value is None else f"{self.flag} {value}"
-        return f"{given} does not work with --wlb-packing: {self.reason}; {self.remedy}"
+        return self.flag if isinstance(value, bool) or value is None else f"{self.flag} {value}"
+
+    def message(self, args: argparse.Namespace) -> str:
+        return f"{self.given(args)} does not work with --wlb-packing: {self.reason}; {self.remedy}"
 
 
 def _is(name: str, *allowed: Any) -> Condition:
@@ -125,6 +131,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--tp-comm-overlap", "tp_comm_overlap", f"its buffers have one length, {_LENGTHS_VARY}"
+    ),
+    Refusal(
+        "--fp16", "fp16", "its scaled losses and the steps that these skip are not tested",
+        "train in --bf16",
     ),
     Refusal(
         "--fp8-format", "fp8", "its products need lengths that 16 divides", "train in --bf16"
@@ -217,19 +227,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--sft", "sft", _OTHER_DATA, "use --data-path"),
     Refusal("--fim-data", "fim_data", "it rewrites documents while it reads them"),
     Refusal(
-        "--reset-position-ids", "reset_position_ids",
-        "positions start anew in each document already",
-    ),
-    Refusal(
-        "--reset-attention-mask", "reset_attention_mask",
-        "attention stays inside each document already",
-    ),
-    Refusal(
-        "--dataloader-type", "dataloader_type", "documents come from our own stream",
-        "leave it out (order and epochs: docs/megatron-lm.md)",
-        _is("dataloader_type", "single", "external"),
-    ),
-    Refusal(
         "--dataloader-save", "dataloader_save", "the state of the data is in the checkpoint itself"
     ),
     Refusal("--object-storage-cache-path", "object_storage_cache_path", "corpora must be files"),
@@ -257,7 +254,7 @@ REFUSALS: tuple[Refusal, ...] = (
             args.use_distributed_optimizer
             and args.save
             and not args.no_save_optim
-            and not (args.bf16 or args.fp16)
+            and not args.bf16
             and not (args.ckpt_format == "torch_dist" and args.dist_ckpt_optim_fully_reshardable)
         ),
     ),
@@ -272,23 +269,48 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )  # fmt: skip
 
+NO_EFFECT: tuple[Refusal, ...] = (
+    Refusal(
+        "--reset-position-ids", "reset_position_ids",
+        "positions start anew in each document already",
+    ),
+    Refusal(
+        "--reset-attention-mask", "reset_attention_mask",
+        "attention stays inside each document already",
+    ),
+    Refusal(
+        "--dataloader-type", "dataloader_type",
+        "documents come from our own stream (order and epochs: docs/megatron-lm.md)",
+        refused=_is("dataloader_type", "single", "external"),
+    ),
+)  # fmt: skip
+"""Flags that change nothing here: told, and left alone."""
 
-def check(args: argparse.Namespace) -> None:
-    """Refuses flags as they were given, before Megatron's own checks change them.
+
+def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
+    """Refuses flags as they were given, before Megatron's own checks change them, and ``others``
+    that are known by then. Warns of those without effect.
 
     Raises:
-        ConfigError: the first flag that cannot run; names it, the reason and the remedy.
+        ConfigError: flags that cannot run, a line each: its name, the reason and the remedy.
     """
-    for refusal in REFUSALS:
-        if refusal.applies(args):
-            raise ConfigError(refusal.message(args))
+    refuse_all([*_refusals(args), *others])
+    for ignored in NO_EFFECT:
+        if ignored.applies(args):
+            logger.warning(
+                "%s has no effect with --wlb-packing: %s", ignored.given(args), ignored.reason
+            )
+
+
+def _refusals(args: argparse.Namespace) -> Iterator[str]:
+    yield from (refusal.message(args) for refusal in REFUSALS if refusal.applies(args))
     shards = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
         * args.context_parallel_size
     )
     if args.world_size % shards:
-        raise ConfigError(
+        yield (
             f"{args.world_size} processes do not divide by TP × PP × CP = {shards}; start a "
             "multiple of that"
         )

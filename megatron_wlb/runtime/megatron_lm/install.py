@@ -10,18 +10,30 @@ import argparse
 import functools
 import importlib
 import inspect
+import traceback
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.command_line import refuse_arguments
+from megatron_wlb.errors import CheckpointError, CompatibilityError, ConfigError
 from megatron_wlb.rank_main import check_writable
+from megatron_wlb.runtime import cpu as emulation
 from megatron_wlb.runtime import guards as layout_guards
 from megatron_wlb.runtime import targets
 from megatron_wlb.runtime.checkpoint import lock_folder
-from megatron_wlb.runtime.megatron_lm import arguments, checkpoint, guards, log, model, schedule
+from megatron_wlb.runtime.megatron_lm import (
+    arguments,
+    checkpoint,
+    cpu,
+    guards,
+    log,
+    model,
+    schedule,
+)
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.optimizer import check_checkpoints
 from megatron_wlb.runtime.patching import PatchSet
+from megatron_wlb.runtime.resume import missing_load
 
 _patches = PatchSet()
 _installed = False
@@ -90,7 +102,10 @@ def _wrap(module: str, name: str, hook: Any) -> None:
 
 
 def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    return arguments.add_arguments(original(parser))
+    parser = arguments.add_arguments(original(parser))
+    # One line a mistake instead of argparse's usage, which lists a thousand flags.
+    parser.error = functools.partial(refuse_arguments, parser)  # type: ignore[method-assign]
+    return parser
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
@@ -98,11 +113,14 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
 
     All before a process group exists.
     """
-    guards.check(args)
+    guards.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
+    elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
+    if not elsewhere and (error := missing_load(args.load, args.save)):
+        raise CheckpointError(error)
     # Tokens of ragged micro-batches weigh the same only if the step is divided by them once.
     args.calculate_per_token_loss = True
     args.dataloader_type = "external"
-    checked = original(args, *rest, **kwargs)
+    checked = _megatrons_own_checks(original, args, *rest, **kwargs)
     config = arguments.config_of(args)
     layout_guards.check(config, args.world_size)
     layout_guards.check_micro_batches(config, args.world_size)
@@ -113,6 +131,21 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     )
     _begin(args, config)
     return checked
+
+
+def _megatrons_own_checks(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes one line of the assertions by which Megatron refuses arguments.
+
+    Raises:
+        ConfigError: says what Megatron says, or the assertion itself where it says nothing.
+    """
+    try:
+        return original(*args, **kwargs)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigError(
+            f"Megatron-LM refuses the arguments: {said}; correct them (WLB_TRACEBACK=1 shows where)"
+        ) from error
 
 
 def _begin(args: argparse.Namespace, config: Any) -> None:

@@ -85,6 +85,8 @@ class Log:
             )
             if iteration % settings.log_interval == 0 or is_first:
                 self._say(plan, figures)
+            if is_first and session.restored is not None:
+                _say_what_the_next_loss_is()
         return result
 
     def compute_throughputs_and_append_to_progress_log(
@@ -202,3 +204,13 @@ class Log:
             f"{figures['plan_wait_ms']:.2f} | MFU (of {self.session.config.wlb.wlb_hardware}): "
             f"{100 * figures['mfu']:.1f} % |"
         )
+
+
+def _say_what_the_next_loss_is() -> None:
+    """Megatron's sums are not reset after the first line of a process."""
+    from megatron.training import print_rank_last
+
+    print_rank_last(
+        " wlb: the next 'lm loss' above counts the first step after the resume again; TensorBoard, "
+        "W&B and --wlb-metrics have each step's own"
+    )

@@ -143,8 +143,19 @@ def test_version_and_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"megatron-wlb {__version__}\n"
-    with pytest.raises(SystemExit) as caught:
-        main(["corpse"])
-    assert caught.value.code == 2
+    assert main(["corpse"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: argument COMMAND: invalid choice: 'corpse'")
+    assert err.count("\n") == 1
     assert main([]) == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_wrong_flags_are_a_line_each_that_names_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["pack", "corpus", "--num-micro-batchs", "4", "--windw=8", "--window", "64"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: unknown flag --num-micro-batchs; did you mean --num-micro-batches?",
+        "error: unknown flag --windw; did you mean --window?",
+    ]

@@ -51,7 +51,7 @@ def test_show_prints_a_command_for_the_shell(
     exports, command = captured.out.split("python", 1)
     assert exports == "export GPUS_PER_NODE=2\nexport GREETING='hello world'\n"
     assert shlex.split(command.replace("\\\n", "")) == [
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("-m", "megatron_wlb.torchrun", "--nproc-per-node", "2"),
         *("-m", "megatron_wlb.launch", "/m/pretrain_gpt.py"),
         *("--num-layers", "4", "--bf16", "--prompts", "it's two", "--save", "/out"),
         *("--lr", "1e-4"),
@@ -82,7 +82,7 @@ def test_run_becomes_torchrun(recipe: str, checkout: Path, monkeypatch: pytest.M
     ((program, command, environment),) = started
     assert program == command[0] == sys.executable
     assert command[1:8] == [
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "logs", "--tee")
+        *("-m", "megatron_wlb.torchrun", "--nproc-per-node", "2", "--log-dir", "logs", "--tee")
     ]
     assert command[-4:] == ["--save", "/out", "--train-iters", "3"]
     assert environment["GREETING"] == "hello world"

@@ -224,9 +224,10 @@ def test_stream_refuses_ranges_without_documents() -> None:
         ([[3, 4, 5]], {"step_tokens": 21}, "step_tokens 20 there and 21 here"),
         ([[3, 4, 5]], {"shuffle": False}, "shuffle True there and False here"),
         ([[3, 4, 5]], {"long_documents": "truncate"}, "long_documents split there and truncate"),
-        ([[4, 3, 5]], {}, "corpora .* there and .* here"),
-        ([[3, 4, 5], [6]], {}, "corpora .* there and .* here"),
-        ([[3, 4, 5]], {"ranges": [(0, 2)]}, "corpora .*0:3/.* there and .*0:2/.* here"),
+        ([[4, 3, 5]], {}, "corpus 0 has other documents 0:3 there and here"),
+        ([[4, 3, 5]], {"names": ["web"]}, "web has other documents 0:3 there and here"),
+        ([[3, 4, 5], [6]], {}, "1 corpora there and 2 here .corpus 0, corpus 1.;"),
+        ([[3, 4, 5]], {"ranges": [(0, 2)]}, "documents 0:3 of corpus 0 there and 0:2 here"),
     ],
 )
 def test_state_of_another_stream_is_refused_naming_what_differs(

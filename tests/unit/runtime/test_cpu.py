@@ -28,6 +28,7 @@ x = torch.zeros(3, device="cuda")
 assert cpu.installed() and x.device.type == "cpu" and x.type() == "torch.cuda.FloatTensor"
 assert x.cuda() is x and x.to("cuda").device.type == "cpu" and torch.cuda.device_count() == 1
 assert not torch.cuda.is_available()
+assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0  # --log-memory-to-tensorboard
 from megatron.core.tensor_parallel import random
 state = torch.cuda.get_rng_state()
 first = torch.rand(2)

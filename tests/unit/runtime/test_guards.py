@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -280,15 +281,37 @@ def test_data_parallel_size_is_what_is_left_of_the_world() -> None:
 
 
 def test_every_guard_is_tested() -> None:
-    """Each ``raise`` of the module was reached by a case above: a new guard needs a new case."""
+    """Each ``yield`` of the module was reached by a case above: a new guard needs a new case."""
     path = Path(guards.__file__)
-    raises = {
-        node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)
+    refusals = {
+        node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Yield)
     }
     reached = set()
     cases = [(flags, world_size) for flags, world_size, _ in REFUSED] + [("--num-layers 0", 1)]
     for flags, world_size in cases:
-        with pytest.raises(ConfigError) as caught:
-            check_all(flags, world_size)
-        reached.add(caught.traceback[-1].lineno + 1)
-    assert reached == raises
+        found = guards.refusals(parse(flags.split()), world_size)
+        for _ in found:
+            inner: Any = found
+            while inner.gi_yieldfrom is not None:
+                inner = inner.gi_yieldfrom
+            reached.add(inner.gi_frame.f_lineno)
+    assert reached == refusals
+
+
+def test_all_that_cannot_run_is_told_at_once() -> None:
+    flags = (
+        "--global-batch-size 7 --attention-dropout 0.1 --lr 1e-3 --min-lr 1 --micro-batch-size 2"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_all(flags, 2)
+    told = ["--attention-dropout", "--min-lr", "--micro-batch-size", "--global-batch-size"]
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == told
+    report = caught.value.report(" (rank 1)")
+    assert [line.split(": ")[0] for line in report.splitlines()] == ["error (rank 1)"] * 4
+
+
+def test_what_counts_with_numbers_out_of_range_waits_for_them() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_all("--num-attention-heads 0 --num-layers 0 --micro-batch-size 2", 1)
+    told = ["--num-layers", "--num-attention-heads"]
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == told

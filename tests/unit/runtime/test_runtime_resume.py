@@ -12,8 +12,10 @@ from megatron_wlb.command_line import parse
 from megatron_wlb.config import Config
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.runtime.resume import (
+    changed_settings,
     differences,
     machine_digest,
+    missing_load,
     plan_settings,
     tell_changed_machine,
     tell_changed_settings,
@@ -86,3 +88,44 @@ def test_machine_measured_anew_is_told(tmp_path: Path, caplog: pytest.LogCapture
     assert "says other figures than when the checkpoint was saved" in caplog.text
     assert machine_digest(settings(f"--wlb-hardware {path}")) is None  # no plan depends on it
     assert machine_digest(settings("--wlb-shape on")) is not None
+
+
+def filled_in(config: Config) -> dict[str, object]:
+    """As a run fills in what need not be given."""
+    found = config.flat()
+    found["max_position_embeddings"] = found["max_position_embeddings"] or found["seq_length"]
+    found["lr_decay_iters"] = found["lr_decay_iters"] or found["train_iters"]
+    found["ffn_hidden_size"] = found["ffn_hidden_size"] or 4 * config.model.hidden_size
+    names = ("max_position_embeddings", "lr_decay_iters", "hidden_size", "ffn_hidden_size", "lr")
+    return {name: found[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seq-length 128", "--seq-length 256 there, 128 here"),
+        ("--train-iters 8", "--train-iters 4 there, 8 here"),
+        ("--lr-decay-iters 9", "--lr-decay-iters 4 there, 9 here"),
+        ("--hidden-size 64", "--hidden-size 32 there, 64 here"),
+        ("--seq-length 64 --lr 1", "--seq-length 256 there, 64 here; --lr 0.0003 there, 1.0 here"),
+        ("--ffn-hidden-size 128", ""),  # as it was filled in
+    ],
+)
+def test_changed_settings_blame_flags_that_were_given(flags: str, said: str) -> None:
+    base = "--seq-length 256 --train-iters 4 --hidden-size 32 --lr 3e-4"
+    saved, now = settings(base), settings(base, flags)
+    assert changed_settings(filled_in(saved), filled_in(now), saved.flat(), now.flat()) == said
+
+
+def test_changed_settings_without_a_flag_have_a_name() -> None:
+    assert changed_settings({"processes": 2}, {"processes": 4}, {}, {}) == (
+        "processes 2 there, 4 here"
+    )
+
+
+def test_a_folder_to_load_must_exist_unless_it_is_to_be_saved(tmp_path: Path) -> None:
+    none, there = str(tmp_path / "none"), str(tmp_path)
+    assert f"--load {none} does not exist" in missing_load(none, None)
+    assert f"--load {none} does not exist" in missing_load(none, there)
+    for load, save in ((None, there), (there, None), (none, f"{there}/./none"), ("msc://a", None)):
+        assert missing_load(load, save) == ""

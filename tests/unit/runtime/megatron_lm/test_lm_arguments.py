@@ -25,7 +25,7 @@ CHECKED: dict[str, Any] = {
     "microbatch_group_size_per_vp_stage": 4, "context_parallel_size": 1,
     "sequence_parallel": True, "use_distributed_optimizer": True, "overlap_grad_reduce": False,
     "distributed_backend": "nccl", "micro_batch_size": 1, "global_batch_size": 32, "seed": 5,
-    "bf16": True, "fp16": False, "recompute_granularity": "selective", "recompute_method": None,
+    "bf16": True, "recompute_granularity": "selective", "recompute_method": None,
     "recompute_num_layers": None, "split": "99,1,0", "seq_length": 512,
     "data_path": ["0.5", "a", "0.5", "b"], "lr": 3e-4, "optimizer": "adam",
 }  # fmt: skip
@@ -53,12 +53,6 @@ def test_settings_of_model_and_layout_are_megatrons() -> None:
     assert found.data.data_path == ("0.5", "a", "0.5", "b")
     assert found.wlb.wlb_packing == "wlb"
     assert found.wlb.wlb_queue_thresholds == (100, 200)
-
-
-def test_fp16_has_the_sizes_and_rates_of_bf16() -> None:
-    """Its cost, memory and attention tables are of two bytes a number, not of four."""
-    assert config(bf16=False, fp16=True).training.bf16
-    assert not config(bf16=False).training.bf16
 
 
 def test_no_overlap_is_told_only_where_there_are_virtual_stages() -> None:

@@ -56,6 +56,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--external-cuda-graph": {"external_cuda_graph": True},
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
     "--tp-comm-overlap": {"tp_comm_overlap": True},
+    "--fp16": {"fp16": True},
     "--fp8-format": {"fp8": "hybrid"},
     "--fp4-format": {"fp4": "e2m1"},
     "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
@@ -80,9 +81,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--mock-data": {"mock_data": True},
     "--sft": {"sft": True},
     "--fim-data": {"fim_data": True},
-    "--reset-position-ids": {"reset_position_ids": True},
-    "--reset-attention-mask": {"reset_attention_mask": True},
-    "--dataloader-type": {"dataloader_type": "cyclic"},
     "--dataloader-save": {"dataloader_save": "state"},
     "--object-storage-cache-path": {"object_storage_cache_path": "/cache"},
     "--full-validation": {"full_validation": True},
@@ -153,3 +151,28 @@ def test_yaml_settings_are_refused_before_parsing(words: list[str]) -> None:
 def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^20 processes do not divide by TP × PP × CP = 12;"):
         guards.check(argparse.Namespace(**FINE | {"world_size": 20}))
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        ({"reset_position_ids": True}, "--reset-position-ids has no effect with --wlb-packing: p"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask has no effect"),
+        ({"dataloader_type": "cyclic"}, "--dataloader-type cyclic has no effect"),
+        ({"dataloader_type": "single"}, ""),
+    ],
+)
+def test_flag_without_effect_is_one_warning(
+    given: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    guards.check(argparse.Namespace(**FINE | given))
+    assert len(caplog.messages) == bool(warning)
+    assert all(message.startswith(warning) for message in caplog.messages)
+
+
+def test_flags_that_cannot_run_are_told_at_once() -> None:
+    given = FINE | {"fp16": True, "micro_batch_size": 2, "world_size": 20, "num_experts": 8}
+    with pytest.raises(ConfigError) as raised:
+        guards.check(argparse.Namespace(**given), ["--this is another"])
+    told = [line.split()[0] for line in str(raised.value).splitlines()]
+    assert told == ["--num-experts", "--fp16", "--micro-batch-size", "20", "--this"]

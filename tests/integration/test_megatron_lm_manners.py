@@ -1,0 +1,88 @@
+"""The launcher's manners with Megatron-LM's own script: what it refuses, warns of and explains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from megatron_lm_runs import BOTH, finish, launch, logged, needs_megatron_lm
+from trainer_runs import Flags, assert_refused, losses
+
+from megatron_wlb.errors import CheckpointError, ConfigError
+
+pytestmark = needs_megatron_lm
+
+REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
+    "cpu": (
+        {"no_rope_fusion": None, "distributed_backend": None},
+        ConfigError.exit_code,
+        ["without a GPU", "add --distributed-backend gloo --no-rope-fusion"],
+    ),
+    "cpu-alone": (
+        {"no_rope_fusion": None, "wlb_packing": None, "wlb_device": "cpu"},
+        ConfigError.exit_code,
+        ["without a GPU", "add --no-rope-fusion"],
+    ),
+    "fp16": ({"fp16": True}, ConfigError.exit_code, ["--fp16 does not work", "train in --bf16"]),
+    "mistyped": (
+        {"num_layer": 4},
+        ConfigError.exit_code,
+        ["unknown flag --num-layer; did you mean --num-layers?"],
+    ),
+    "value": ({"num_layers": "four"}, ConfigError.exit_code, ["--num-layers", "'four'"]),
+    "assertion": (
+        {"save": "ck", "save_interval": None},
+        ConfigError.exit_code,
+        ["Megatron-LM refuses the arguments: assert args.save_interval is not None; correct"],
+    ),
+    "load": (
+        {"load": "nowhere", "save": "ck"},
+        CheckpointError.exit_code,
+        ["--load nowhere does not exist", "give the folder of a --save"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_new_user_mistypes_is_one_line(name: str, corpus: Path, tmp_path: Path) -> None:
+    flags, exit_code, fragments = REFUSED[name]
+    finished = launch(tmp_path, 1, BOTH | {"data_path": corpus, "wlb_packing": "hold"} | flags)
+    ended = finished.wait()
+    assert_refused(ended, exit_code, *fragments)
+    assert "usage:" not in ended.output
+    assert "> initializ" not in ended.output, "a process group was made before"
+
+
+def test_all_refusals_are_told_in_one_run(corpus: Path, tmp_path: Path) -> None:
+    flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "fp16": True}
+    flags |= {"micro_batch_size": 2, "no_rope_fusion": None, "attention_dropout": 0.1}
+    ended = launch(tmp_path, 1, flags).wait()
+    assert ended.code == ConfigError.exit_code
+    told = [line.split()[1] for line in ended.errors]
+    assert told == ["--attention-dropout", "--fp16", "--micro-batch-size", "without"]
+
+
+def test_a_resumed_run_explains_megatrons_second_loss(corpus: Path, tmp_path: Path) -> None:
+    """With flags that have no effect, and memory shown where there is no GPU."""
+    flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "train_iters": 4}
+    flags |= {
+        "save": "ck",
+        "load": "ck",
+        "exit_interval": 2,
+        "save_interval": 2,
+        "wlb_metrics": "metrics",
+    }
+    flags |= {"reset_position_ids": True, "reset_attention_mask": True}
+    flags |= {"dataloader_type": "cyclic", "log_memory_to_tensorboard": True}
+    flags |= {"tensorboard_dir": "board", "tensorboard_log_interval": 1}
+    first = finish(launch(tmp_path, 1, flags))
+    for flag in ("--reset-position-ids", "--reset-attention-mask", "--dataloader-type cyclic"):
+        assert first.output.count(f"{flag} has no effect with --wlb-packing: ") == 1
+    explanation = "counts the first step after the resume again"
+    assert explanation not in first.output
+    second = finish(launch(tmp_path, 1, flags))
+    assert second.output.count(explanation) == 1
+    own = losses(tmp_path / "metrics")
+    shown = [float(loss) for loss in logged(second, "lm loss")]
+    assert shown == pytest.approx([own[3], (own[3] + own[4]) / 2], rel=1e-6)
+    assert own[3] != pytest.approx(own[4], rel=1e-4)

@@ -1,0 +1,40 @@
+"""What Megatron-LM must be told on a machine without GPUs is asked for in one line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from megatron_wlb.runtime.megatron_lm import cpu
+
+TOLD: dict[str, Any] = {
+    "distributed_backend": "gloo", "transformer_impl": "local",
+    "gradient_accumulation_fusion": False, "no_persist_layer_norm": True,
+    "apply_rope_fusion": False, "position_embedding_type": "rope",
+    "use_rotary_position_embeddings": False,
+}  # fmt: skip
+DEFAULTS: dict[str, Any] = {
+    "distributed_backend": "nccl", "transformer_impl": "transformer_engine",
+    "gradient_accumulation_fusion": True, "no_persist_layer_norm": False,
+    "apply_rope_fusion": True, "position_embedding_type": "learned_absolute",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({}, None),
+        (DEFAULTS, list(cpu.NEEDED)[:-1]),
+        (DEFAULTS | {"use_rotary_position_embeddings": True}, list(cpu.NEEDED)),
+        ({"apply_rope_fusion": True}, ["--no-rope-fusion"]),
+        ({"distributed_backend": "nccl"}, ["--distributed-backend gloo"]),
+    ],
+)
+def test_flags_missing_without_a_gpu_are_named(
+    given: dict[str, Any], missing: list[str] | None
+) -> None:
+    lines = list(cpu.refusals(argparse.Namespace(**TOLD | given)))
+    expected = f"without a GPU Megatron-LM must be told so; add {' '.join(missing or ())}"
+    assert lines == ([] if missing is None else [expected])
