@@ -18,7 +18,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import packer
+from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.runtime import guards, planning
@@ -205,7 +205,7 @@ def _run(
     costs = analytic_costs(model, memory, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
     simulator = Simulator(costs, layout)
     dp_size, shaper = layout.dp_size, None
-    if config.wlb.wlb_shape == "on" and layout.pp_size > 1 and packing != "original":
+    if config.wlb.wlb_shape == "on" and layout.pp_size > 1 and packing not in CUTS_AT_WINDOWS:
         shaper = planning.make_shaper(config, vocabulary, model.cost(), dp_size, max_tokens)
     plans = list(_plans(config, packing, max_tokens, model.cost(), dp_size, distribution, shaper))
     total_us = sum(simulator.step(plan).step_us for plan in plans)

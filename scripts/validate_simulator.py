@@ -41,7 +41,8 @@ from megatron_wlb import quickstart
 from megatron_wlb.command_line import parse
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.runtime import guards
-from megatron_wlb.testing.recorder import PROGRESS, SHAPED
+from megatron_wlb.simulator.compare import SHAPED
+from megatron_wlb.testing.recorder import PROGRESS
 from megatron_wlb.testing.recording import FEWEST_ROUNDS, Recording
 from megatron_wlb.testing.validation import summarize
 

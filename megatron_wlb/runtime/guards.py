@@ -12,6 +12,7 @@ import math
 from megatron_wlb.config import Config, ModelConfig, flag_of
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import check_shaping
 
 _AT_LEAST = {
     **dict.fromkeys(
@@ -274,11 +275,8 @@ def _check_batch(config: Config) -> None:
             f"--wlb-max-tokens is {w.wlb_max_tokens}, below --seq-length {d.seq_length}; a "
             "document of a whole window would fit nowhere: use at least the window, better twice"
         )
-    if w.wlb_shape == "on" and w.wlb_packing not in ("hold", "wlb"):
-        raise ConfigError(
-            f"--wlb-shape on changes the sizes of micro-batches, but --wlb-packing {w.wlb_packing} "
-            "fixes them; use hold or wlb, or leave it off"
-        )
+    if w.wlb_shape == "on":
+        check_shaping(w.wlb_packing)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         raise ConfigError("--save-interval is given without --save FOLDER")
 

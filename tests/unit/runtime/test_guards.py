@@ -164,11 +164,11 @@ REFUSED = [
     ),
     (
         "--wlb-shape on --wlb-packing original", 1,
-        ["--wlb-shape on", "--wlb-packing original fixes them", "use hold or wlb"],
+        ["original packing are windows", "cannot be shaped", "use hold or wlb"],
     ),
     (
         "--wlb-shape on --wlb-packing fixed-greedy", 1,
-        ["--wlb-shape on", "--wlb-packing fixed-greedy fixes them"],
+        ["fixed-greedy packing are windows", "cannot be shaped"],
     ),
     ("--save-interval 5", 1, ["--save-interval is given without --save FOLDER"]),
     (
