@@ -290,5 +290,7 @@ def test_every_guard_is_tested() -> None:
     for flags, world_size in cases:
         with pytest.raises(ConfigError) as caught:
             check_all(flags, world_size)
-        reached.add(caught.traceback[-1].lineno + 1)
+        where = caught.traceback[-1]
+        if where.path == path:  # and not a rule that is kept elsewhere
+            reached.add(where.lineno + 1)
     assert reached == raises
