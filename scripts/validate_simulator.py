@@ -269,7 +269,7 @@ def main() -> int:
     parser.add_argument("--corpus", metavar="PREFIX", help="a .bin/.idx corpus to train on instead")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keeps recordings and logs")
     parser.add_argument("--reuse", action="store_true", help="judges the recordings in --keep")
-    parser.add_argument("--json", action="store_true", help="prints the figures as JSON to stdout")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON to stdout")
     options = parser.parse_args()
     try:
         summary = run(options)

@@ -376,7 +376,7 @@ def test_open_names_the_first_of_several_wrong_pointers(prefix: Path) -> None:
     path = Path(f"{prefix}.idx")
     whole = path.read_bytes()
     path.write_bytes(whole[:50] + struct.pack("<4q", 0, 0, 0, 0) + whole[82:])
-    with pytest.raises(CorpusError, match="document 1 is byte 0 of .* at 12; build"):
+    with pytest.raises(CorpusError, match=r"document 1 is byte 0 of .* at 12; build"):
         Corpus.open(prefix)
 
 
