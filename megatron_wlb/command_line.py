@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -128,9 +128,11 @@ def parse(
     return from_flat(values)
 
 
-def parse_known(argv: Sequence[str]) -> tuple[Config, list[str]]:
+def parse_known(
+    argv: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> tuple[Config, list[str]]:
     """What a command line of Megatron's ``pretrain_gpt.py`` says of these settings, and the rest:
-    Megatron's other flags with their values.
+    Megatron's other flags with their values. ``defaults`` go before ours.
 
     Raises:
         ConfigError: a bad value, or a flag that neither Megatron nor this project has.
@@ -145,7 +147,7 @@ def parse_known(argv: Sequence[str]) -> tuple[Config, list[str]]:
             raise ConfigError(
                 f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help")
             )
-    return from_flat(vars(values)), others
+    return from_flat({**(defaults or {}), **vars(values)}), others
 
 
 def _switches() -> set[str]:

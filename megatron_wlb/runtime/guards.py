@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from megatron_wlb.config import Config, ModelConfig, flag_of
 from megatron_wlb.cost import load_hardware
@@ -72,6 +73,10 @@ _WITHIN = {
 }
 
 
+NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
+"""What NCCL_ALGO may be in Megatron's deterministic mode."""
+
+
 def check(config: Config, world_size: int) -> None:
     """Checks settings against each other and against the number of processes.
 
@@ -85,6 +90,16 @@ def check(config: Config, world_size: int) -> None:
     _check_optimizer(config)
     _check_batch(config)
     _check_hardware(config)
+
+
+def check_algorithms(environment: Mapping[str, str]) -> None:
+    """Raises :class:`ConfigError` where NCCL may choose another algorithm each time."""
+    algorithm = environment.get("NCCL_ALGO")
+    if algorithm not in NCCL_ALGORITHMS:
+        raise ConfigError(
+            f"--deterministic-mode with NCCL_ALGO={algorithm}; set that in the environment to one "
+            f"of {', '.join(NCCL_ALGORITHMS)}"
+        )
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -179,4 +179,4 @@ def test_dry_run_command_prints_the_forecast(
     assert "modelled" in captured.out and "TP 2 × CP 2 × PP 4 × DP 2" in captured.out
     assert "not set in the environment" in captured.err
     assert main(["recipe", "run", "--dry-run", path, "--nnodes", "3"]) == 2
-    assert "24 processes were started, but TP 2" in capsys.readouterr().err
+    assert "24 processes do not divide by TP × PP × CP = 16" in capsys.readouterr().err

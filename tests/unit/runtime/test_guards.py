@@ -170,6 +170,7 @@ REFUSED = [
         "--wlb-shape on --wlb-packing fixed-greedy", 1,
         ["fixed-greedy packing are windows", "cannot be shaped"],
     ),
+    ("--deterministic-mode", 1, ["NCCL_ALGO=None", "to one of Ring, Tree"]),
     ("--save-interval 5", 1, ["--save-interval is given without --save FOLDER"]),
     (
         "--global-batch-size 7", 2,
@@ -194,6 +195,8 @@ REFUSED = [
 def check_all(flags: str, world_size: int) -> int:
     config = parse(flags.split())
     guards.check(config, world_size)
+    if config.training.deterministic_mode:
+        guards.check_algorithms({})
     return guards.check_micro_batches(config, world_size)
 
 
