@@ -83,7 +83,7 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: the first thing that cannot run, such as a ``--wlb-hardware`` without figures.
     """
-    _check_ranges(config)
+    check_ranges(config)
     _check_layout(config, world_size)
     _check_model(config)
     _check_recompute(config)
@@ -110,7 +110,8 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     )
 
 
-def _check_ranges(config: Config) -> None:
+def check_ranges(config: Config) -> None:
+    """Raises :class:`ConfigError` for a number that cannot be, whatever the others are."""
     values = config.flat()
     for name, least in _AT_LEAST.items():
         if values[name] is not None and values[name] < least:

@@ -15,7 +15,7 @@ from megatron_wlb.config import Config, flag_of
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.forecast import settings_of
 from megatron_wlb.runtime import guards as common_guards
-from megatron_wlb.runtime.megatron_lm import guards
+from megatron_wlb.runtime.megatron_lm import arguments, guards
 
 DEFAULTS = {
     "transformer_impl": "transformer_engine",
@@ -49,8 +49,8 @@ class Words(argparse.Namespace):
             if word.startswith("--"):
                 flag, equals, value = word.partition("=")
                 name = names.get(flag, flag[2:].replace("-", "_"))
-                # Of refusals, --no-x sets x itself; elsewhere what it sets is not looked at.
-                values[name] = _value(value) if equals else not flag.startswith("--no-")
+                off = flag in names and flag.startswith("--no-")  # it clears x of --no-x
+                values[name] = _value(value) if equals else not off
             elif name:
                 given = values[name]
                 more = [*given, _value(word)] if isinstance(given, list) else [given, _value(word)]
@@ -80,8 +80,13 @@ def check(words: Sequence[str], num_devices: int, environment: Mapping[str, str]
 
 
 def settings(words: Sequence[str], num_devices: int) -> Config:
-    """As :func:`~megatron_wlb.forecast.settings_of`, with Megatron's defaults."""
-    config, given = settings_of(words, DEFAULTS), Words(words)
+    """As :func:`~megatron_wlb.forecast.settings_of`, with Megatron's defaults.
+
+    Schedule, logs and checkpoints keep ours, as nothing reads them. Raises :class:`ConfigError` for
+    flags of which they cannot be read.
+    """
+    config, given = settings_of(_read(words), DEFAULTS), Words(words)
+    common_guards.check_ranges(config)
     model, training = config.model, config.training
     if model.swiglu and model.ffn_hidden_size is None:  # as many weights as without a gate
         model = dataclasses.replace(model, ffn_hidden_size=model.hidden_size * 8 // 3 // 64 * 64)
@@ -93,6 +98,19 @@ def settings(words: Sequence[str], num_devices: int) -> Config:
             training, global_batch_size=training.micro_batch_size * dp_size
         )
     return dataclasses.replace(config, model=model, training=training)
+
+
+def _read(words: Sequence[str]) -> list[str]:
+    """Without settings that are Megatron's alone, and may be what ours may not."""
+    names = {name for name in Config().flat() if not name.startswith("wlb_")}
+    unread = {flag_of(name) for name in names - arguments.READ - {"vocab_size"}}
+    kept, keep = [], True
+    for word in words:
+        if word.startswith("--"):
+            keep = word.partition("=")[0] not in unread
+        if keep:
+            kept.append(word)
+    return kept
 
 
 def _value(word: str) -> int | float | str:
