@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -160,9 +160,11 @@ def parse(
     return from_flat(values)
 
 
-def parse_known(argv: Sequence[str]) -> tuple[Config, list[str]]:
+def parse_known(
+    argv: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> tuple[Config, list[str]]:
     """What a command line of Megatron's ``pretrain_gpt.py`` says of these settings, and the rest:
-    Megatron's other flags with their values.
+    Megatron's other flags with their values. ``defaults`` go before ours.
 
     Raises:
         ConfigError: a bad value, or a flag that neither Megatron nor this project has.
@@ -170,7 +172,7 @@ def parse_known(argv: Sequence[str]) -> tuple[Config, list[str]]:
     parser = build_parser("megatron_wlb.launch", "")
     values, others = parser.parse_known_args(argv)
     refuse_all(unknown_flags(others, _flags_of(parser) | megatron_flags()))
-    return from_flat(vars(values)), others
+    return from_flat({**(defaults or {}), **vars(values)}), others
 
 
 def _switches() -> set[str]:

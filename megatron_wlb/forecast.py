@@ -1,28 +1,32 @@
 """What a training command line will do, before a device is taken: layout, S_max, memory, time.
 
 Everything here is *modelled*: memory by :class:`~megatron_wlb.cost.MemoryModel`, times by
-:class:`~megatron_wlb.cost.AnalyticModel` and the simulator of whole steps, on documents drawn from
-a named distribution. Context parallelism divides attention perfectly.
+:class:`~megatron_wlb.cost.AnalyticModel` and the simulator of whole steps, on the documents of the
+run's corpora, or drawn from a named distribution. Context parallelism divides attention perfectly.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from megatron_wlb.command_line import parse_known
-from megatron_wlb.config import Config
-from megatron_wlb.cost import AnalyticModel, DocumentCost, Hardware, MemoryModel, load_hardware
+from megatron_wlb.config import Config, from_flat
+from megatron_wlb.cost import AnalyticModel, Hardware, MemoryModel, load_hardware
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.blend import Blend
+from megatron_wlb.data.corpus import Corpus, CorpusInfo
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import packer
+from megatron_wlb.packing import CUTS_AT_WINDOWS
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planner import Planner
 from megatron_wlb.runtime import guards, planning
-from megatron_wlb.shaping import Shaper
+from megatron_wlb.runtime.corpora import Corpora
 from megatron_wlb.simulator.costs import analytic_costs
 from megatron_wlb.simulator.step import Simulator
 
@@ -66,21 +70,25 @@ class Forecast:
     peak_gib: float
     """With them and all micro-batches in flight S_max long."""
     step_ms: float
-    """Mean over steps of documents of ``distribution``."""
+    """Mean over steps of ``documents``."""
     tokens_per_s: float
     speedup: float
-    """Tokens a second against ``original`` on the same documents."""
-    distribution: str
+    """Work (FLOPs of the model) a second against ``original`` on the same documents. Tokens would
+    not do: where it cuts documents, its tokens are less work."""
+    documents: str
+    """Where their lengths are from."""
     packing: str
 
 
-def settings_of(arguments: Sequence[str]) -> Config:
+def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Config:
     """The settings that a Megatron command line gives, as far as they matter here.
+
+    What is not given is as in ``defaults``, or else as this project has it.
 
     Raises:
         ConfigError: a flag that neither side knows, or one of a model that is not modelled.
     """
-    config, others = parse_known(arguments)
+    config, others = parse_known(arguments, defaults)
     given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
     if found := sorted(given & _NOT_MODELLED):
         raise ConfigError(f"{found[0]} is not modelled: nothing can be predicted; leave it out")
@@ -103,18 +111,21 @@ def forecast(
 ) -> Forecast:
     """What ``config`` will do on so many devices of its ``--wlb-hardware``.
 
-    ``vocab_size`` is used where ``--vocab-size`` is not given.
+    Documents are those of ``--data-path`` where its files exist, else drawn from ``distribution``.
+    ``vocab_size`` is used where neither ``--vocab-size`` nor the corpora say it.
 
     Raises:
         ConfigError: settings that the run itself would refuse, or memory that does not suffice for
             S_max, or not even for a window.
+        CorpusError: ``--data-path`` names files that are damaged.
     """
     hardware = load_hardware(config.wlb.wlb_hardware)
     p, window = config.parallel, config.data.seq_length
     guards.check(config, num_devices)
     dp_size = guards.data_parallel_size(config, num_devices)
     num_micro_batches = guards.check_micro_batches(config, num_devices)
-    vocabulary = planning.padded_vocab_size(config, config.data.vocab_size or vocab_size)
+    documents = _documents(config, distribution, vocab_size)
+    vocabulary = planning.padded_vocab_size(config, documents.corpora.vocab_size)
     memory = _memory_model(config, vocabulary, dp_size)
     limit_gib = config.wlb.wlb_memory_gib or hardware.memory_gib * USABLE_SHARE
     fits = memory.max_tokens(
@@ -135,7 +146,7 @@ def forecast(
         )
     planned = config.wlb.wlb_packing
     runs = {
-        packing: _run(config, packing, max_tokens, vocabulary, memory, hardware, distribution)
+        packing: _run(config, packing, max_tokens, vocabulary, memory, hardware, documents)
         for packing in (planned, "original")
     }
     return Forecast(
@@ -155,8 +166,8 @@ def forecast(
         peak_gib=peak_gib,
         step_ms=runs[planned].step_ms,
         tokens_per_s=runs[planned].tokens_per_s,
-        speedup=runs[planned].tokens_per_s / runs["original"].tokens_per_s,
-        distribution=distribution,
+        speedup=runs[planned].flops_per_s / runs["original"].flops_per_s,
+        documents=documents.title,
         packing=planned,
     )
 
@@ -167,6 +178,7 @@ class _Run:
 
     num_steps: int
     num_tokens: int
+    num_flops: float
     total_us: float
 
     @property
@@ -176,6 +188,10 @@ class _Run:
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.total_us * 1e6
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.num_flops / self.total_us * 1e6
 
 
 def _memory_model(config: Config, vocabulary: int, dp_size: int) -> MemoryModel:
@@ -191,12 +207,13 @@ def _run(
     vocabulary: int,
     memory: MemoryModel,
     hardware: Hardware,
-    distribution: str,
+    documents: _Documents,
 ) -> _Run:
     """Steps of a packing, simulated."""
     layout = memory.parallelism
+    shape = planning.model_shape(config, vocabulary)
     model = AnalyticModel(
-        planning.model_shape(config, vocabulary),
+        shape,
         hardware,
         layout,
         planning.recompute(config),
@@ -204,60 +221,65 @@ def _run(
     )
     costs = analytic_costs(model, memory, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
     simulator = Simulator(costs, layout)
-    dp_size, shaper = layout.dp_size, None
-    if config.wlb.wlb_shape == "on" and layout.pp_size > 1 and packing != "original":
-        shaper = planning.make_shaper(config, vocabulary, model.cost(), dp_size, max_tokens)
-    plans = list(_plans(config, packing, max_tokens, model.cost(), dp_size, distribution, shaper))
+    # The memory was looked at, by a model of fused kernels.
+    changed = {
+        "wlb_packing": packing,
+        "wlb_shape": "off" if packing in CUTS_AT_WINDOWS else config.wlb.wlb_shape,
+        "wlb_max_tokens": max_tokens,
+        "wlb_memory_gib": None,
+    }
+    planner = planning.make_planner(
+        from_flat(config.flat() | changed), documents.corpora, model.cost(), layout.dp_size
+    )
+    planner.selector = None
+    if documents.stream is not None:
+        planner.stream = documents.stream()
+    plans: list[StepPlan] = []
+    while len(plans) < WARM_UP_STEPS + NUM_STEPS and (plan := planner.next_plan()) is not None:
+        plans.append(plan)
+    plans = plans[WARM_UP_STEPS:] or plans  # of data that end before
     total_us = sum(simulator.step(plan).step_us for plan in plans)
-    return _Run(len(plans), sum(plan.num_tokens for plan in plans), total_us)
+    num_flops = shape.training_flops(d.length for plan in plans for d in plan.documents)
+    return _Run(len(plans), sum(plan.num_tokens for plan in plans), num_flops, total_us)
 
 
-def _plans(
-    config: Config,
-    packing: str,
-    max_tokens: int,
-    cost: DocumentCost,
-    dp_size: int,
-    distribution: str,
-    shaper: Shaper | None,
-) -> Iterator[StepPlan]:
-    """The steps after the warm-up."""
-    wlb, window, size = config.wlb, config.data.seq_length, config.training.global_batch_size
+@dataclass(frozen=True)
+class _Documents:
+    """What is trained on."""
+
+    title: str
+    corpora: Corpora
+    stream: Callable[[], DocumentStream] | None = None
+    """Of drawn documents, that keep their order, in which they fill windows; else as in a run."""
+
+
+def _documents(config: Config, distribution: str, vocab_size: int) -> _Documents:
+    """Those of ``--data-path`` where all its files exist, else drawn ones."""
+    data, training = config.data, config.training
+    blend = Blend.parse(data.data_path)
+    files = [Path(prefix + suffix) for prefix in blend.prefixes for suffix in (".bin", ".idx")]
+    if files and all(path.is_file() for path in files):
+        noted = [info.vocab_size for p in blend.prefixes if (info := CorpusInfo.load(p))]
+        known = data.vocab_size or max(noted, default=vocab_size)
+        title = f"of {', '.join(blend.prefixes)}"
+        return _Documents(title, Corpora.of_blend(blend, data.split, known))
+    size = training.global_batch_size
     num_windows = (WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS) * size
-    lengths = sample_lengths(distribution, num_windows, seed=config.training.seed, window=window)
-    stream = DocumentStream(
-        [lengths], window=window, step_tokens=size * window, seed=0, shuffle=False, num_epochs=1
+    lengths = sample_lengths(distribution, num_windows, seed=training.seed, window=data.seq_length)
+    stream = partial(
+        DocumentStream,
+        [lengths],
+        window=data.seq_length,
+        step_tokens=size * data.seq_length,
+        seed=0,
+        shuffle=False,
+        num_epochs=1,
     )
-    chosen = packer(
-        packing,
-        num_micro_batches=size,
-        window=window,
-        cost=cost,
-        max_tokens=max_tokens,
-        length_multiple=planning.length_multiple(config),
-        max_step_tokens=wlb.wlb_max_step_tokens,
-        max_age=wlb.wlb_max_age,
-        queue_thresholds=wlb.wlb_queue_thresholds,
-        tau=wlb.wlb_hold_tau,
-        delay_price=wlb.wlb_delay_price,
-        look_ahead=wlb.wlb_look_ahead,
-        fixed_batches=wlb.wlb_fixed_batches,
-        fixed_grouping=wlb.wlb_fixed_grouping,
-        solver_limit=wlb.wlb_solver_limit,
-    )
-    planner = Planner(
-        stream,
-        chosen,
-        cost,
-        dp_size=dp_size,
-        length_multiple=planning.length_multiple(config),
-        shaping=shaper,
-    )
-    for number in range(WARM_UP_STEPS + NUM_STEPS):
-        plan = planner.next_plan()
-        assert plan is not None  # the documents are for more steps
-        if number >= WARM_UP_STEPS:
-            yield plan
+    drawn = Corpus(distribution, lengths, None, None)
+    ranges = {"train": [(0, len(lengths))]}
+    corpora = Corpora([drawn], data.vocab_size or vocab_size, ranges)
+    absent = "; --data-path has no corpus here" if files else ""
+    return _Documents(f"drawn from {distribution!r}{absent}", corpora, stream)
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.packing.base import Packer
+from megatron_wlb.packing import Packer, check_shaping
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.sharding.select import Selector
 
@@ -69,8 +69,8 @@ class Planner:
     over context-parallel ranks; None is for one rank. ``shaping`` reshapes each balanced step.
 
     Raises :class:`ConfigError` if N is not divisible by ``dp_size``, S_max not by
-    ``length_multiple`` or that not by 2 · CP, or for shaping of a packing whose micro-batches are
-    to stay as they are.
+    ``length_multiple`` or that not by 2 · CP, or for shaping of a packing that
+    :func:`check_shaping` refuses.
     """
 
     def __init__(
@@ -93,11 +93,8 @@ class Planner:
                 f"{num_micro_batches} micro-batches a step do not divide over {dp_size} "
                 "data-parallel ranks; choose a multiple"
             )
-        if shaping is not None and packer.in_stream_order:
-            raise ConfigError(
-                f"micro-batches of {packer.name} packing stay as the stream gives them, so they "
-                "cannot be shaped; use hold or wlb, or leave shaping off"
-            )
+        if shaping is not None:
+            check_shaping(packer.name)
         if selector and length_multiple % (2 * selector.cp_size):
             raise ConfigError(
                 f"length_multiple {length_multiple} is not divisible by 2 · CP = "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,23 @@ def launch_command(
         *recipe.arguments,
         *extra,
     ]
+
+
+def quoted(word: str, variables: Collection[str]) -> str:
+    """A word for a shell, which puts values in for references to ``variables`` and for no others.
+
+    A value stays part of the one word, whatever is in it.
+    """
+    parts, end = [], 0
+    for match in _VARIABLE.finditer(word):
+        if (match[1] or match[2]) in variables:
+            parts += [word[end : match.start()], match[0]]
+            end = match.end()
+    # Literal text and references take turns. Double quotes are for references alone: in them an
+    # interactive shell also reads "!".
+    literals = [shlex.quote(part) if part else "" for part in [*parts[::2], word[end:]]]
+    references = [f'"{part}"' for part in parts[1::2]]
+    return "".join(map("".join, zip(literals, [*references, ""], strict=True))) or "''"
 
 
 class _TextLoader(yaml.SafeLoader):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Figure 15 of WLB-LLM on one device: attention of one layer under each CP sharding.
 
-    scripts/bench_cp.py --json figures.json                          # a GPU, full size
+    scripts/bench_cp.py --json > figures.json                        # a GPU, full size
     OMP_NUM_THREADS=1 scripts/bench_cp.py --device cpu --small       # a quarter of an hour
     scripts/bench_cp.py --modelled --micro-batches 64                # full size, seconds
 
@@ -305,7 +305,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(figures: dict[str, Any]) -> None:
+def table_of(figures: dict[str, Any]) -> Table:
     """The table of cases."""
     how = f"measured ({figures['clock']})" if figures["clock"] else "modelled"
     table = Table("model", "window", "CP", "exact-FLOP", *SHARDINGS[1:], "adaptive right")
@@ -330,7 +330,7 @@ def show(figures: dict[str, Any]) -> None:
             f"{row['adaptive_picks_winner']:.0%} "
             f"({row['adaptive_picks_winner_or_within_1_percent']:.0%})",
         )
-    output.console().print(table)
+    return table
 
 
 def main() -> int:
@@ -354,7 +354,7 @@ def main() -> int:
     parser.add_argument("--profile-repeats", type=int, metavar="N", default=10, help="default: 10")
     parser.add_argument("--kernel", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON to stdout")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture (PNG)")
     options = parser.parse_args()
     if options.device == "auto":
@@ -363,13 +363,11 @@ def main() -> int:
     try:
         if options.device == "cpu" and not (options.small or options.modelled):
             raise ConfigError("a CPU would take days at full size; add --small, or --modelled")
-        output.check_file("--json", options.json)
         output.check_picture("--plot", options.plot)
         figures = run(options)
-        show(figures)
+        output.console(stderr=options.json).print(table_of(figures))
         if options.json:
-            text = json.dumps(figures, indent=1) + "\n"
-            output.save_file("--json", options.json, lambda path: path.write_text(text))
+            print(json.dumps(figures, indent=1))
         if options.plot:
             output.save_file("--plot", options.plot, lambda path: plot_shardings(figures, path))
     except WLBError as error:

@@ -7,7 +7,8 @@
 
 Balance and delay are computed from modelled times; planning times are process CPU time, measured on
 this machine, of each step the best of several repeats. Memory is what Python's tracemalloc counts,
-numpy's arrays included. ``--json`` keeps the figures, ``--plot`` draws those of ``speed``.
+numpy's arrays included. ``--json`` prints the figures to stdout, and tables to
+stderr; ``--plot`` draws the figures of ``speed``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rich.table import Table
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import DISTRIBUTIONS, sample_lengths
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.files import replacing, write_text
+from megatron_wlb.files import replacing
 from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, measure, packer
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document
@@ -479,13 +480,14 @@ def main() -> int:
     parser.add_argument(
         "--documents", type=int, default=1_000_000, help="stream: how many (default: 1000000)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help='keep the figures: {"rows": […]}')
+    parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
     parser.add_argument("--plot", type=Path, metavar="PNG", help="speed: time and memory over N")
     options = parser.parse_args()
+    console.stderr = options.json
     try:
         rows = {"balance": balance, "speed": speed, "stream": stream}[options.what](options)
         if options.json:
-            write_text(options.json, json.dumps({"rows": rows}, indent=1) + "\n")
+            print(json.dumps({"rows": rows}, indent=1))
     except WLBError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

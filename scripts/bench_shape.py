@@ -11,7 +11,7 @@ forward), equal stages, no time for transfers; the time of a document of a windo
 is a second. *packed* is the order in which the packing gives its balanced micro-batches, *small
 ends* the one in which they run without shaping: smallest first and last. Step times are simulated,
 with sends as Megatron's schedule has them; ms of planning are process CPU time on this machine.
-``--json`` keeps the figures.
+``--json`` prints the figures to stdout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import DISTRIBUTIONS, REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.files import write_text
 from megatron_wlb.packing import packer
 from megatron_wlb.plan import Document, MicroBatchPlan
 from megatron_wlb.planner import Planner
@@ -252,7 +251,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--steps", type=int, default=60, help="of each seed (default: 60)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG or SVG of one step")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='keep the figures: {"rows": […]}')
+    parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
     options = parser.parse_args()
     table = Table("N", "PP", "VPP", "DP", "over packed", "seeds", "over small ends",
                   "worst step", "imbalance", "ms (p95)", "wanted")  # fmt: skip
@@ -284,7 +283,7 @@ def main() -> int:
         if options.plot:
             plot(cases_of(options)[0], options)
         if options.json:
-            write_text(options.json, json.dumps({"rows": rows}, indent=1) + "\n")
+            print(json.dumps({"rows": rows}, indent=1))
     except WLBError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -5,7 +5,7 @@ Writes a Markdown page and PNG pictures. Everything is simulated on modelled H10
 distribution of lengths; only the time that packing takes is measured, on this machine.
 
     scripts/reproduce_paper.py                       # docs/paper.md, docs/images/paper-*.png
-    scripts/reproduce_paper.py --steps 20 --out /tmp/paper --json /tmp/paper.json
+    scripts/reproduce_paper.py --steps 20 --out /tmp/paper --json > /tmp/paper.json
 """
 
 from __future__ import annotations
@@ -107,12 +107,15 @@ def main() -> int:
             seconds += took_s
             bars.advance(bar)
     write_text(options.out / "paper.md", _page(sections, effort, _command(options), seconds))
-    if options.json:
-        write_text(options.json, json.dumps({"simulated": True, "sections": _json(sections)}))
+    out = sys.stderr if options.json else sys.stdout
     for section in sections:
         for claim, holds in section.claims:
-            print(f"{'yes' if holds else 'NO ':3}  {section.title.split(':')[0]}: {claim}")
-    print(f"{options.out / 'paper.md'}: {seconds:.0f} s of CPU time")
+            print(
+                f"{'yes' if holds else 'NO ':3}  {section.title.split(':')[0]}: {claim}", file=out
+            )
+    print(f"{options.out / 'paper.md'}: {seconds:.0f} s of CPU time", file=out)
+    if options.json:
+        print(json.dumps({"simulated": True, "sections": _json(sections)}))
     return 0
 
 
@@ -153,7 +156,7 @@ def _options() -> argparse.Namespace:
         "--no-solver", dest="solver", action="store_false", help="leave the slow packing out"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: docs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the figures, for machines")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON to stdout")
     return parser.parse_args()
 
 

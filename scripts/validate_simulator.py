@@ -41,7 +41,8 @@ from megatron_wlb import quickstart
 from megatron_wlb.command_line import parse
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.runtime import guards
-from megatron_wlb.testing.recorder import PROGRESS, SHAPED
+from megatron_wlb.simulator.compare import SHAPED
+from megatron_wlb.testing.recorder import PROGRESS
 from megatron_wlb.testing.recording import FEWEST_ROUNDS, Recording
 from megatron_wlb.testing.validation import summarize
 
@@ -268,7 +269,7 @@ def main() -> int:
     parser.add_argument("--corpus", metavar="PREFIX", help="a .bin/.idx corpus to train on instead")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keeps recordings and logs")
     parser.add_argument("--reuse", action="store_true", help="judges the recordings in --keep")
-    parser.add_argument("--json", action="store_true", help="prints the figures as JSON to stdout")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON to stdout")
     options = parser.parse_args()
     try:
         summary = run(options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.forecast import Forecast, forecast, settings_of
-from megatron_wlb.recipe import Recipe, launch_command, read_recipe
-from megatron_wlb.runtime.megatron_lm import check_arguments
+from megatron_wlb.forecast import Forecast, forecast
+from megatron_wlb.recipe import Recipe, launch_command, quoted, read_recipe
+from megatron_wlb.runtime.megatron_lm import check_arguments, words
+from megatron_wlb.runtime.megatron_lm.arguments import asks_for_plans
 
 _EPILOG = """\
 FILE is a recipe of Megatron-LM (tests/functional_tests/test_cases/**/model_config.yaml) or one of
@@ -89,9 +90,11 @@ def _show(args: argparse.Namespace) -> int:
         values = asdict(recipe) | {"path": str(recipe.path), "command": command}
         print(json.dumps(values))
         return 0
+    # What the shell that it is pasted into knows, or an export above.
+    variables = {*recipe.unresolved, *recipe.environment, "MASTER_ADDR"}
     for name, value in recipe.environment.items():
-        print(f"export {name}={shlex.quote(value)}")
-    print(_as_shell(command))
+        print(f"export {name}={quoted(value, variables)}")
+    print(_as_shell(command, variables))
     _notes(recipe)
     return 0
 
@@ -125,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) -> int:
     arguments = [*recipe.arguments, *args.extra]
-    if not any(argument.startswith("--wlb-") for argument in arguments):
+    if not asks_for_plans(arguments):
         raise ConfigError(
             f"{args.file} has no --wlb-… flag: it runs as stock Megatron does, which is not "
             "modelled; append one, as in -- --wlb-packing hold"
@@ -136,9 +139,11 @@ def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) ->
             "Megatron-LM"
         )
     num_devices = _num_nodes(args, recipe) * _num_devices(args, recipe)
-    found = forecast(settings_of(arguments), num_devices)
+    config = words.settings(arguments, num_devices)
+    words.check(arguments, num_devices, {**os.environ, **recipe.environment})
+    found = forecast(config, num_devices)
     if checkout is not None:
-        check_arguments.check(checkout, num_devices, arguments)
+        check_arguments.check(checkout, num_devices, arguments, recipe.environment)
     if args.json:
         parsed = None if checkout is None else str(checkout)
         print(json.dumps(asdict(found) | {"parsed_by": parsed, "unresolved": recipe.unresolved}))
@@ -179,15 +184,14 @@ def _at_least_one(flag: str, value: int | None) -> int | None:
     return value
 
 
-def _as_shell(command: list[str]) -> str:
-    """The command for a shell, a flag with its values a line."""
+def _as_shell(command: list[str], variables: Collection[str]) -> str:
+    """The command for a shell that puts ``variables`` in, a flag with its values a line."""
     lines = [command[:3]]  # python -m megatron_wlb.torchrun
     for word in command[3:]:
         if word.startswith("--") or word == "-m":
             lines.append([])
         lines[-1].append(word)
-    quoted = [[w if w.startswith("$MASTER_ADDR") else shlex.quote(w) for w in ws] for ws in lines]
-    return " \\\n  ".join(" ".join(line) for line in quoted)
+    return " \\\n  ".join(" ".join(quoted(w, variables) for w in line) for line in lines)
 
 
 def _notes(recipe: Recipe) -> None:
@@ -217,7 +221,7 @@ def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
         f"{found.state_gib:.1f} of it weights, gradients and optimizer",
         "step": f"{found.step_ms:,.0f} ms, with gradient reduction and update",
         "tokens a second": f"{found.tokens_per_s:,.0f}",
-        "documents": f"lengths of {found.distribution!r}",
+        "documents": f"lengths {found.documents}",
         f"{found.packing} against original": f"{found.speedup:.2f}×",
         "Megatron's parser": "not asked: no --megatron" if checkout is None else "takes the flags",
     }

@@ -5,6 +5,7 @@ Names are Megatron's. Plain values; the runtime makes them from its settings.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -90,6 +91,12 @@ class ModelShape:
     def attention_flops(self, length: int) -> int:
         """Of one document, forward: QKᵀ and PV over the causal half of ``length²`` pairs."""
         return self.num_layers * 2 * self.query_size * length**2
+
+    def training_flops(self, lengths: Iterable[int]) -> float:
+        """Of documents, forward and backward; nothing that is computed twice."""
+        lengths = list(lengths)
+        forward = self.linear_flops * sum(lengths)
+        return 3.0 * (forward + self.attention_flops(1) * sum(n * n for n in lengths))
 
 
 @dataclass(frozen=True, slots=True)

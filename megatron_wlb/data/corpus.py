@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ _MAX_INFO_CHARACTERS = 1 << 16
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document bounds
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # by type code; 6 and 7 are floats
+_POINTERS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ class Corpus:
         """Read the index and check it against the size of the ``.bin``, which is not read.
 
         Raises CorpusError for a file that is missing, is not an index, is truncated, or does not
-        fit the others, and for a corpus without documents.
+        fit the others, for documents that the index has in other places than their lengths say,
+        and for a corpus without documents.
         """
         prefix = str(prefix)
         for suffix in (".idx", ".bin"):
@@ -344,6 +346,7 @@ def _read_lengths(prefix: str) -> npt.NDArray[np.int64]:
             if num_sequences == 0 or num_bin_bytes == 0:
                 bad("has no documents")
             lengths = np.fromfile(stream, dtype="<i4", count=num_sequences).astype(np.int64)
+            wrong = _wrong_pointer(stream, lengths, _TOKEN_BYTES[code])
             stream.seek(expected - 8)
             last_bound = int.from_bytes(stream.read(8), "little") if num_bounds else 0
     except OSError as error:
@@ -353,7 +356,34 @@ def _read_lengths(prefix: str) -> npt.NDArray[np.int64]:
     expected = int(lengths.sum()) * _TOKEN_BYTES[code]
     if num_bin_bytes != expected:
         bad(f"says that {prefix}.bin has {expected} bytes, and it has {num_bin_bytes}")
+    if wrong is not None:
+        number, found, start = wrong
+        bad(
+            f"is corrupt: its pointer of document {number} is byte {found} of {prefix}.bin, and by "
+            f"the lengths of those before it starts at {start}"
+        )
     return lengths
+
+
+def _wrong_pointer(
+    stream: BinaryIO, lengths: npt.NDArray[np.int64], token_bytes: int
+) -> tuple[int, int, int] | None:
+    """The first pointer that is not where the documents before it end: its number, the byte that it
+    names and the right one. None where all are right, as Megatron's tools write them, also when
+    they join corpora.
+
+    ``stream`` stands at the first pointer. Reads each once, some at a time.
+    """
+    start = 0
+    for first in range(0, len(lengths), _POINTERS_AT_ONCE):
+        ends = start + np.cumsum(lengths[first : first + _POINTERS_AT_ONCE]) * token_bytes
+        starts = np.concatenate(([start], ends[:-1]))
+        pointers = np.fromfile(stream, dtype="<i8", count=len(starts))
+        if not np.array_equal(pointers, starts):
+            at = int(np.flatnonzero(pointers != starts)[0])
+            return first + at, int(pointers[at]), int(starts[at])
+        start = int(ends[-1])
+    return None
 
 
 def _megatron_indexed_dataset() -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "Packer",
     "PackingMetrics",
     "WLBPacker",
+    "check_shaping",
     "measure",
     "packer",
 ]
@@ -36,7 +37,19 @@ PACKINGS = ("original", "fixed-greedy", "fixed-solver", "wlb", "hold")
 CUTS_AT_WINDOWS = frozenset({"original", "fixed-greedy", "fixed-solver"})
 """Packings that take documents of any length and cut them at the windows of the stream, as Megatron
 does. Cut before, at windows of their own, long documents would be cut twice and their work
-understated."""
+understated. Their micro-batches stay windows: :func:`check_shaping`."""
+
+
+def check_shaping(name: str) -> None:
+    """Raises :class:`ConfigError` for a packing whose steps may not be shaped.
+
+    Shaping makes micro-batches of any size up to S_max, so it would end fixed windows.
+    """
+    if name in CUTS_AT_WINDOWS:
+        raise ConfigError(
+            f"micro-batches of {name} packing are windows, so they cannot be shaped; use hold or "
+            "wlb, or leave shaping off"
+        )
 
 
 def packer(

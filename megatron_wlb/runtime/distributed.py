@@ -11,9 +11,6 @@ from megatron_wlb.config import Config
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime import cpu, guards
 
-NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
-"""What NCCL_ALGO may be in Megatron's deterministic mode."""
-
 
 def choose_device(requested: str) -> str:
     """``cuda`` or ``cpu`` for this process; turns the CPU emulation on for ``cpu``.
@@ -73,11 +70,8 @@ def _be_deterministic(backend: str) -> None:
     Raises:
         ConfigError: NCCL may choose another algorithm each time.
     """
-    if backend == "nccl" and os.environ.get("NCCL_ALGO") not in NCCL_ALGORITHMS:
-        raise ConfigError(
-            f"--deterministic-mode with NCCL_ALGO={os.environ.get('NCCL_ALGO')}; set that in the "
-            f"environment to one of {', '.join(NCCL_ALGORITHMS)}"
-        )
+    if backend == "nccl":
+        guards.check_algorithms(os.environ)
     # What cuBLAS asks for; it is read when its first handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

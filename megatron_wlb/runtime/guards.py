@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_wlb.config import Config, ModelConfig, flag_of
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.errors import ConfigError, refuse_all
+from megatron_wlb.packing import check_shaping
 
 _AT_LEAST = {
     **dict.fromkeys(
@@ -72,6 +73,10 @@ _WITHIN = {
 }
 
 
+NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
+"""What NCCL_ALGO may be in Megatron's deterministic mode."""
+
+
 def check(config: Config, world_size: int) -> None:
     """Checks settings against each other and against the number of processes.
 
@@ -96,12 +101,27 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_hardware(config)
 
 
+def check_algorithms(environment: Mapping[str, str]) -> None:
+    """Raises :class:`ConfigError` where NCCL may choose another algorithm each time."""
+    algorithm = environment.get("NCCL_ALGO")
+    if algorithm not in NCCL_ALGORITHMS:
+        raise ConfigError(
+            f"--deterministic-mode with NCCL_ALGO={algorithm}; set that in the environment to one "
+            f"of {', '.join(NCCL_ALGORITHMS)}"
+        )
+
+
 def data_parallel_size(config: Config, world_size: int) -> int:
     """DP: what is left of the world after TP, CP and PP."""
     p = config.parallel
     return world_size // (
         p.tensor_model_parallel_size * p.context_parallel_size * p.pipeline_model_parallel_size
     )
+
+
+def check_ranges(config: Config) -> None:
+    """Raises :class:`ConfigError` for numbers that cannot be, whatever the others are."""
+    refuse_all(_check_ranges(config))
 
 
 def _check_ranges(config: Config) -> Iterator[str]:
@@ -276,11 +296,11 @@ def _check_batch(config: Config) -> Iterator[str]:
             f"--wlb-max-tokens is {w.wlb_max_tokens}, below --seq-length {d.seq_length}; a "
             "document of a whole window would fit nowhere: use at least the window, better twice"
         )
-    if w.wlb_shape == "on" and w.wlb_packing not in ("hold", "wlb"):
-        yield (
-            f"--wlb-shape on changes the sizes of micro-batches, but --wlb-packing {w.wlb_packing} "
-            "fixes them; use hold or wlb, or leave it off"
-        )
+    if w.wlb_shape == "on":
+        try:
+            check_shaping(w.wlb_packing)
+        except ConfigError as error:
+            yield str(error)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         yield "--save-interval is given without --save FOLDER"
 

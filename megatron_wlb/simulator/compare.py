@@ -14,7 +14,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.packing import Meter
+from megatron_wlb.packing import Meter, check_shaping
 from megatron_wlb.packing.evaluate import Setting, Workload
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
@@ -39,9 +39,16 @@ class Variant:
     setting: Setting
     shaped: bool = False
 
+    def __post_init__(self) -> None:
+        if self.shaped:
+            check_shaping(self.setting.packing)
+
     @classmethod
     def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> Variant:
-        """What :meth:`Setting.parse` takes, with ``+shape`` behind it for shaped steps."""
+        """What :meth:`Setting.parse` takes, with ``+shape`` behind it for shaped steps.
+
+        Raises :class:`ConfigError` where it does, and for a packing that is not to be shaped.
+        """
         name = text.removesuffix(SHAPED)
         return cls(Setting.parse(name, window, max_tokens, **settings), name != text)
 

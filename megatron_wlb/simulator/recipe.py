@@ -5,13 +5,13 @@ A recipe is a YAML file in the form of Megatron-LM's ``model_config.yaml``.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import TypeAlias
 
 import yaml
 
 from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.recipe import quoted
 from megatron_wlb.simulator.compare import Variant
 from megatron_wlb.simulator.scenario import Scenario
 
@@ -46,7 +46,6 @@ def model_flags(shape: ModelShape) -> Flags:
             flags[flag] = True
     if shape.learned_positions:
         flags["--position-embedding-type"] = "learned_absolute"
-        flags["--max-position-embeddings"] = shape.learned_positions
     else:
         flags["--position-embedding-type"] = "rope" if shape.rotary_percent else "none"
         if 0 < shape.rotary_percent < 1:
@@ -80,9 +79,13 @@ def layout_flags(scenario: Scenario) -> Flags:
 
 
 def batch_flags(scenario: Scenario) -> Flags:
-    """Window and micro-batches of a step."""
+    """Window and micro-batches of a step.
+
+    Megatron asks for ``--max-position-embeddings`` whatever the positions are.
+    """
     return {
         "--seq-length": scenario.window,
+        "--max-position-embeddings": scenario.shape.learned_positions or scenario.window,
         "--micro-batch-size": 1,
         "--global-batch-size": scenario.num_micro_batches,
         "--bf16": True,
@@ -121,7 +124,7 @@ def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
     for flag, value in flags.items():
         values = value if isinstance(value, list) else [value]
         words += [flag] if value is True else [flag, *map(str, values)]
-    return shlex.join(words).replace("'$HOST:29500'", "$HOST:29500")
+    return " ".join(quoted(word, {"HOST"}) for word in words)
 
 
 def recipe(

@@ -149,9 +149,7 @@ class Scenario:
 
     def flops(self, lengths: Iterable[int]) -> float:
         """Model FLOPs of documents, forward and backward; nothing that is computed twice."""
-        lengths = list(lengths)
-        forward = self.shape.linear_flops * sum(lengths)
-        return 3.0 * (forward + self.shape.attention_flops(1) * sum(n * n for n in lengths))
+        return self.shape.training_flops(lengths)
 
     def chooser(self, sharding: Mode | Kind) -> Callable[[Sequence[int]], Prediction]:
         """From the lengths of a micro-batch to its context-parallel sharding and what that takes.

@@ -23,6 +23,7 @@ from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import CUTS_AT_WINDOWS
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.compare import SHAPED, Outcome, Variant, compare
 from megatron_wlb.simulator.scenario import Scenario, title
@@ -73,6 +74,8 @@ class Space:
                 f"{self.num_devices} devices, a window of {self.window} tokens and "
                 f"{len(self.num_micro_batches)} numbers of micro-batches; give at least 1 of each"
             )
+        for packing in self.packings:  # Now, not once layouts have been searched for minutes.
+            Variant.parse(packing, self.window, self.window)
 
 
 @dataclass(frozen=True)
@@ -236,9 +239,8 @@ def _variants(space: Space, candidate: Candidate) -> list[Variant]:
         windows.append(fits)
     variants = []
     for packing in space.packings:
-        name = packing.removesuffix(SHAPED).partition(":")[0]
-        plain = name == "original" or name.startswith("fixed-")
-        for number in [candidate.windows] if plain else windows:
+        cuts = packing.partition(":")[0] in CUTS_AT_WINDOWS
+        for number in [candidate.windows] if cuts else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
 

@@ -28,6 +28,7 @@ from megatron_wlb.command_line import parse
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.rank_main import check_writable, rank_main
+from megatron_wlb.simulator.compare import SHAPED
 
 if TYPE_CHECKING:
     from megatron_wlb.plan import StepPlan
@@ -36,8 +37,6 @@ PROGRESS = "round "
 """What each line of progress on stdout starts with; a number, ``/`` and the total follow."""
 WARM_UP = -1
 """The repeat before the first, in which caches and pools fill: not recorded."""
-SHAPED = "+shape"
-"""At the end of a packing's name: with ``--wlb-shape on``."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_wlb.cli.main import main
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.recipe import _TextLoader, read_recipe
+from megatron_wlb.runtime.megatron_lm import words
 from megatron_wlb.runtime.megatron_lm.check_arguments import check
 
 PATH = os.environ.get("MEGATRON_LM_PATH")
@@ -122,14 +124,28 @@ REFUSED = {
 }
 
 
+def searched(folder: Path) -> tuple[int, list[str]]:
+    """World size and flags of what ``wlb plan`` writes, with the run added."""
+    path = folder / "best.yaml"
+    command = ["plan", "--distribution", "reference", "--model", "7b", "--num-devices", "8"]
+    command += ["--window", "8192", "--num-micro-batches", "16", "--steps", "2", "--refine", "1"]
+    assert main([*command, "--packing", "hold", "--out", str(path)]) == 0
+    recipe = read_recipe(path, {})
+    added = ["--data-path", "corpus", "--train-iters", "10", "--lr", "1e-4"]
+    return recipe.num_nodes * recipe.devices_per_node, [*recipe.arguments, *added]
+
+
 @pytest.fixture(scope="module")
-def said() -> dict[str, str]:
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By recipe or extra flags what Megatron's parser and checks, then our guards, say against it.
 
     All in one process, as importing Megatron takes seconds.
     """
     lines = {name: with_flags(name) for name in NAMES}
     lines |= {" ".join(extra): with_flags("550m-64k", *extra) for extra in REFUSED}
+    world_size, flags = lines["searched"] = searched(tmp_path_factory.mktemp("searched"))
+    at = flags.index("--max-position-embeddings")
+    lines["searched, without positions"] = (world_size, [*flags[:at], *flags[at + 2 :]])
     code = (
         "import contextlib, io, json, sys\n"
         "from megatron_wlb.runtime.megatron_lm.check_arguments import main\n"
@@ -165,6 +181,41 @@ def test_megatrons_own_parser_and_checks_take_table_1(said: dict[str, str], name
 @pytest.mark.parametrize("extra", REFUSED)
 def test_what_megatron_or_we_refuse_is_said(said: dict[str, str], extra: tuple[str, ...]) -> None:
     assert re.search(REFUSED[extra], said[" ".join(extra)])
+
+
+def test_what_a_search_writes_is_taken_once_the_run_is_added(said: dict[str, str]) -> None:
+    assert said["searched"] == ""
+    assert "max_position_embeddings argument is None" in said["searched, without positions"]
+
+
+def test_dry_run_sets_the_environment_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    world_size, flags = with_flags("550m-64k", "--deterministic-mode")
+    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+    check(PATH or "", world_size, flags, environment)  # raises without NCCL_ALGO
+
+
+def test_defaults_without_a_checkout_are_megatrons() -> None:
+    code = (
+        "import json, sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from megatron_wlb.runtime.megatron_lm import cpu\n"
+        "cpu.install()\n"
+        "import argparse\n"
+        "from megatron.training.arguments import add_megatron_arguments\n"
+        "parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))\n"
+        "found = vars(parser.parse_args([]))\n"
+        "print(json.dumps({name: found[name] for name in json.loads(sys.argv[2])}))\n"
+    )
+    wanted = words.DEFAULTS | words._OF_GUARDS | dict.fromkeys(words._REQUIRED)
+    done = subprocess.run(
+        [sys.executable, "-c", code, PATH or "", json.dumps(list(wanted))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == wanted
 
 
 def test_dry_run_asks_megatron() -> None:

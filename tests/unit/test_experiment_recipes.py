@@ -14,6 +14,7 @@ from megatron_wlb.cost import load_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.forecast import USABLE_SHARE, Forecast, forecast, settings_of
 from megatron_wlb.recipe import read_recipe
+from megatron_wlb.testing.index import write_index
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment"
 TABLE_1 = {
@@ -179,4 +180,66 @@ def test_dry_run_command_prints_the_forecast(
     assert "modelled" in captured.out and "TP 2 × CP 2 × PP 4 × DP 2" in captured.out
     assert "not set in the environment" in captured.err
     assert main(["recipe", "run", "--dry-run", path, "--nnodes", "3"]) == 2
-    assert "24 processes were started, but TP 2" in capsys.readouterr().err
+    assert "24 processes do not divide by TP × PP × CP = 16" in capsys.readouterr().err
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], path: Path, *extra: str) -> tuple[int, str]:
+    status = main(["recipe", "run", str(path), "--dry-run", "--json", "--", *extra])
+    captured = capsys.readouterr()
+    return status, captured.err if status else captured.out
+
+
+def test_dry_run_reads_the_environment_of_the_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    text = (FOLDER / "550m-64k.yaml").read_text()
+    plain, with_algorithm = tmp_path / "plain.yaml", tmp_path / "with.yaml"
+    plain.write_text(text)
+    with_algorithm.write_text(text.replace("ENV_VARS:", "ENV_VARS:\n  NCCL_ALGO: Ring"))
+    status, said = dry_run(capsys, plain, "--deterministic-mode")
+    assert status == 2 and "NCCL_ALGO=None" in said
+    assert dry_run(capsys, with_algorithm, "--deterministic-mode")[0] == 0
+
+
+def test_dry_run_refuses_megatrons_default_of_attention_dropout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    path = tmp_path / "recipe.yaml"
+    text = (FOLDER / "550m-64k.yaml").read_text()
+    path.write_text(text.replace("  --attention-dropout: 0.0\n", ""))
+    status, said = dry_run(capsys, path)
+    assert status == 2 and "give --attention-dropout 0 (Megatron's default is 0.1)" in said
+
+
+def test_dry_run_is_of_the_corpora_that_are_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    path = FOLDER / "550m-64k.yaml"
+    short, long = str(tmp_path / "short"), str(tmp_path / "long")
+    write_index(short, [2048] * 600)
+    write_index(long, [700, 65536, 3000, 20000] * 100)
+    found = {}
+    for words in ((short,), (long,), ("0.5", short, "0.5", long)):
+        status, said = dry_run(capsys, path, "--data-path", *words)
+        assert status == 0, said
+        found[words] = json.loads(said)
+    assert [one["documents"] for one in found.values()] == [
+        f"of {short}",
+        f"of {long}",
+        f"of {short}, {long}",
+    ]
+    # Equal documents are balanced already.
+    assert found[short,]["speedup"] == pytest.approx(1, abs=0.05)
+    assert found[long,]["speedup"] > 1.1
+    assert found[short,]["tokens_per_s"] > found[long,]["tokens_per_s"]
+    Path(f"{long}.bin").unlink()
+    status, said = dry_run(capsys, path, "--data-path", short, long)
+    assert status == 0
+    assert json.loads(said)["documents"] == "drawn from 'reference'; --data-path has no corpus here"
+    Path(f"{short}.bin").write_bytes(b"")
+    status, said = dry_run(capsys, path, "--data-path", short)
+    assert status != 0 and "short.idx" in said

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.recipe import launch_command, read_recipe
+from megatron_wlb.recipe import launch_command, quoted, read_recipe
 
 RECIPE = """
 ENV_VARS:
@@ -128,3 +128,19 @@ def test_missing_file_and_bad_counts_are_refused(tmp_path: Path) -> None:
     path.write_text("ENV_VARS: {NUM_NODES: none}\nMODEL_ARGS: {--lr: 1}")
     with pytest.raises(ConfigError, match="NUM_NODES is none; give a number"):
         _ = read_recipe(path, {}).num_nodes
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("plain", "plain"),
+        ("", "''"),
+        ("two words", "'two words'"),
+        ("${X}", '"${X}"'),
+        ("$X/a b", "\"$X\"'/a b'"),
+        ("a!${X}${X}`", "'a!'\"${X}\"\"${X}\"'`'"),
+        ("${Y}$Xa", "'${Y}$Xa'"),
+    ],
+)
+def test_quoted_word_expands_the_given_variables_alone(word: str, shown: str) -> None:
+    assert quoted(word, {"X"}) == shown

@@ -22,7 +22,7 @@ from megatron_wlb.cost import (
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import packer
+from megatron_wlb.packing import PACKINGS, packer
 from megatron_wlb.plan import Document
 from megatron_wlb.planner import Planner
 from megatron_wlb.shaping import Shaper, profile
@@ -252,11 +252,14 @@ def test_empty_steps_stay_as_they_are():
 
 
 def test_what_cannot_be_shaped_is_refused():
-    packing = packer("original", num_micro_batches=4, window=60, cost=COST)
-    with pytest.raises(ConfigError, match="original packing stay as the stream gives them"):
-        Planner(
-            ListStream([[5]]), packing, COST, dp_size=1, shaping=shaper(Parallelism(pp_size=2), 4)
-        )
+    shaping = shaper(Parallelism(pp_size=2), 4)
+    for name in PACKINGS:
+        packing = packer(name, num_micro_batches=4, window=60, cost=COST)
+        if name in ("wlb", "hold"):
+            Planner(ListStream([[5]]), packing, COST, dp_size=1, shaping=shaping)
+            continue
+        with pytest.raises(ConfigError, match=f"of {name} packing are windows, so they cannot be"):
+            Planner(ListStream([[5]]), packing, COST, dp_size=1, shaping=shaping)
     costs = StepCosts(StageCosts.even(COST, 2))
     with pytest.raises(ConfigError, match="costs of 2 stages, but the layout has 4"):
         Shaper(costs, Parallelism(pp_size=4), num_micro_batches=4, max_tokens=9, window=9)

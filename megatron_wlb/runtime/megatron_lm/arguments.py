@@ -38,6 +38,14 @@ _SAME = (
     "split", "seq_length",
 )  # fmt: skip
 
+READ = frozenset(
+    {
+        *_SAME, *_OURS, "bf16", "optimizer", "disable_bias_linear", "no_overlap_p2p_communication",
+        "data_path",
+    }
+)  # fmt: skip
+"""Settings, besides those that begin with ``wlb_``, that :func:`config_of` takes of Megatron's."""
+
 
 def asks_for_plans(words: Sequence[str]) -> bool:
     """Whether a command line turns the plugin on: it has a flag of ours, other than the device."""

@@ -12,7 +12,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_wlb.errors import ConfigError, WLBError
@@ -22,8 +22,13 @@ _OURS = 64
 """Exit code when Megatron takes the arguments, but a guard of ours does not."""
 
 
-def check(checkout: str | Path, world_size: int, flags: Sequence[str]) -> None:
-    """Runs this program.
+def check(
+    checkout: str | Path,
+    world_size: int,
+    flags: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Runs this program, with ``environment`` over this process's own.
 
     Raises:
         ConfigError: what Megatron, or a guard of ours on what Megatron parsed, says against it.
@@ -34,6 +39,7 @@ def check(checkout: str | Path, world_size: int, flags: Sequence[str]) -> None:
         text=True,
         check=False,
         timeout=300,
+        env={**os.environ, **(environment or {})},
     )
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["(no message)"]

@@ -102,6 +102,8 @@ def test_n_without_a_number_is_what_has_four_million_tokens(capsys) -> None:
         (["--num-micro-batches", "0"], "--num-micro-batches is 0"),
         (["--packing", "hodl"], "did you mean hold"),
         (["--packing", ","], "--packing names none"),
+        (["--packing", "hold,fixed-greedy+shape", "--pp-size", "2"], "cannot be shaped"),
+        (["--packing", "fixed-solver:2+shape", "--pp-size", "1"], "cannot be shaped"),
         (["--hardware", "h1000"], "unknown hardware h1000"),
         (["--refine", "0"], "--refine is 0"),
         (["--cost", "cost.json"], "holds for the layout it was measured with"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,37 @@ def test_run_refuses_unset_variables(
     monkeypatch.delenv("OUT")
     assert main(["recipe", "run", recipe, "--megatron", str(checkout)]) == 2
     assert "has variables that are not set: OUT" in capsys.readouterr().err
+
+
+def test_shown_command_expands_unset_variables_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "ENV_VARS: {RUN: one, LOGS: '${ROOT}/logs', NUM_NODES: 2}\n"
+        "MODEL_ARGS:\n"
+        "  --save: ${ROOT}/it's/$RUN/`x`\n"
+        "  --data-path: $ROOT/a\n"
+        "  --prompts: ${SET}\n"
+        "  --pattern: '!a*b$(ls)'\n"
+    )
+    monkeypatch.setenv("SET", "a $HOME `ls` b")
+    monkeypatch.delenv("ROOT", raising=False)
+    assert main(["recipe", "show", str(path), "--megatron", "/m"]) == 0
+    captured = capsys.readouterr()
+    assert "note: not set in the environment: ROOT" in captured.err
+    shown = captured.out.replace("python -m", "printf '%s\\0' \"$LOGS\"", 1)
+    done = subprocess.run(
+        ["bash", "-c", shown],
+        env={"ROOT": "/two words/$x", "MASTER_ADDR": "first", "HOME": "/home"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = done.stdout.split("\0")[:-1]
+    assert words[0] == "/two words/$x/logs"
+    assert words[words.index("--rdzv-endpoint") + 1] == "first:29500"
+    assert words[words.index("--save") :] == [
+        *("--save", "/two words/$x/it's/one/`x`", "--data-path", "/two words/$x/a"),
+        *("--prompts", "a $HOME `ls` b", "--pattern", "!a*b$(ls)"),
+    ]

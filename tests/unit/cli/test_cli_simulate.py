@@ -239,6 +239,7 @@ def test_memory_that_is_too_small_is_said_not_refused(capsys) -> None:
         (["--model", "typo.yaml"], 2, "typo.yaml"),
         (["--packing", "hodl"], 2, "did you mean hold"),
         (["--packing", "original+shape"], 2, "cannot be shaped"),
+        (["--packing", "hold,fixed-greedy+shape"], 2, "cannot be shaped"),
         (["--sharding", "adaptive"], 2, "needs context parallelism"),
         (["--cp-size", "2", "--sharding", "zigzag"], 2, "unknown sharding zigzag"),
         (["--max-windows", "0.5"], 2, "max_tokens"),

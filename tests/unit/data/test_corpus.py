@@ -341,6 +341,60 @@ def test_open_says_what_is_wrong_with_an_index(
         Corpus.open(prefix)
 
 
+@pytest.mark.parametrize(
+    ("number", "pointer", "start"),
+    [
+        # Of documents that start at bytes 0, 12, 16 and 16.
+        (0, 4, 0),
+        (1, 0, 12),
+        (1, 13, 12),  # in the middle of a token
+        (1, -12, 12),
+        (2, 4000, 16),  # beyond the end
+        (3, 12, 16),
+        (3, 17, 16),  # the last one, by one byte
+    ],
+)
+def test_open_refuses_a_pointer_that_lengths_contradict(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch, number: int, pointer: int, start: int
+) -> None:
+    path = Path(f"{prefix}.idx")
+    whole, offset = path.read_bytes(), 34 + 4 * 4 + 8 * number
+    path.write_bytes(whole[:offset] + struct.pack("<q", pointer) + whole[offset + 8 :])
+    complaint = (
+        rf"pointer of document {number} is byte {pointer} of {prefix}\.bin, .* at {start}; build"
+    )
+    for at_once in (1, 3, 4, 1 << 20):
+        monkeypatch.setattr("megatron_wlb.data.corpus._POINTERS_AT_ONCE", at_once)
+        with pytest.raises(CorpusError, match=complaint):
+            Corpus.open(prefix)
+        path.write_bytes(whole)
+        assert Corpus.open(prefix).lengths.tolist() == [3, 1, 0, 5]
+        path.write_bytes(whole[:offset] + struct.pack("<q", pointer) + whole[offset + 8 :])
+
+
+def test_open_names_the_first_of_several_wrong_pointers(prefix: Path) -> None:
+    path = Path(f"{prefix}.idx")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:50] + struct.pack("<4q", 0, 0, 0, 0) + whole[82:])
+    with pytest.raises(CorpusError, match=r"document 1 is byte 0 of .* at 12; build"):
+        Corpus.open(prefix)
+
+
+def test_open_takes_a_corpus_that_megatron_joined(
+    prefix: Path, tmp_path: Path, megatron_datasets: Any
+) -> None:
+    other, joined = tmp_path / "other", tmp_path / "joined"
+    write_corpus(megatron_datasets, other, [[11, 12], [13]])
+    builder = megatron_datasets.indexed_dataset.IndexedDatasetBuilder(f"{joined}.bin")
+    for path in (prefix, other, prefix):
+        builder.add_index(str(path))
+    builder.finalize(f"{joined}.idx")
+    corpus = Corpus.open(joined)
+    assert corpus.lengths.tolist() == [3, 1, 0, 5, 2, 1, 3, 1, 0, 5]
+    assert corpus.tokens(4, 0, 2).tolist() == [11, 12]
+    assert corpus.tokens(9, 0, 5).tolist() == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("num_bytes", [0, 35, 37])
 def test_open_refuses_a_bin_of_another_size(prefix: Path, num_bytes: int) -> None:
     Path(f"{prefix}.bin").write_bytes(bytes(num_bytes))

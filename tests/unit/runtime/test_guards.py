@@ -165,12 +165,13 @@ REFUSED = [
     ),
     (
         "--wlb-shape on --wlb-packing original", 1,
-        ["--wlb-shape on", "--wlb-packing original fixes them", "use hold or wlb"],
+        ["original packing are windows", "cannot be shaped", "use hold or wlb"],
     ),
     (
         "--wlb-shape on --wlb-packing fixed-greedy", 1,
-        ["--wlb-shape on", "--wlb-packing fixed-greedy fixes them"],
+        ["fixed-greedy packing are windows", "cannot be shaped"],
     ),
+    ("--deterministic-mode", 1, ["NCCL_ALGO=None", "to one of Ring, Tree"]),
     ("--save-interval 5", 1, ["--save-interval is given without --save FOLDER"]),
     (
         "--global-batch-size 7", 2,
@@ -195,6 +196,8 @@ REFUSED = [
 def check_all(flags: str, world_size: int) -> int:
     config = parse(flags.split())
     guards.check(config, world_size)
+    if config.training.deterministic_mode:
+        guards.check_algorithms({})
     return guards.check_micro_batches(config, world_size)
 
 

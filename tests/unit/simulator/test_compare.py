@@ -156,7 +156,13 @@ def test_what_cannot_be_packed_is_found_before_any_step() -> None:
     def on_step() -> None:
         raise AssertionError("a step was simulated")
 
-    for packing, says in (("hodl", "did you mean hold"), ("original+shape", "cannot be shaped")):
+    for packing, says in (
+        ("hodl", "did you mean hold"),
+        ("hodl+shape", "did you mean hold"),
+        ("original+shape", "cannot be shaped"),
+        ("fixed-greedy:4+shape", "cannot be shaped"),
+        ("fixed-solver+shape", "cannot be shaped"),
+    ):
         with pytest.raises(WLBError, match=says):
             run(scenario(), "hold", packing, on_step=on_step)
 

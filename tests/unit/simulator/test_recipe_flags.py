@@ -64,6 +64,7 @@ def test_flags_are_read_back_as_the_same_model_layout_and_batch(
     assert planning.parallelism(config) == layout
     assert planning.recompute(config) == recompute
     assert config.training.bf16 and config.parallel.use_distributed_optimizer
+    assert flags["--max-position-embeddings"] == 4096  # Megatron asks for it with any positions
     assert config.data.seq_length == 4096 and config.training.global_batch_size == 8
     wlb = config.wlb
     assert wlb.wlb_packing == packing.partition(":")[0]

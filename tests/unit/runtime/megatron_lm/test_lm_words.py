@@ -1,0 +1,90 @@
+"""Command lines of ``pretrain_gpt.py`` judged without a checkout."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.runtime.megatron_lm import words
+
+FINE = (
+    "--num-layers 4 --hidden-size 768 --num-attention-heads 4 --max-position-embeddings 512 "
+    "--seq-length 512 --micro-batch-size 1 --attention-dropout 0.0 --data-path a --wlb-packing hold"
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--data-path 0.3 a 0.7 b --fp8-param-gather --bf16",
+        "--overlap-grad-reduce --use-distributed-optimizer --save out --bf16",
+        "--use-distributed-optimizer --save out --dist-ckpt-optim-fully-reshardable",
+        "--use-distributed-optimizer --save out --no-save-optim",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--cuda-graph-impl none --micro-batch-size=1 --ckpt-format torch",
+        "--cpu-offloading-num-layers 0 --lr -1e-3",
+    ],
+)
+def test_words_of_what_runs_pass(more: str) -> None:
+    words.check([*FINE.split(), *more.split()], 4, {})
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--attention-dropout 0.1", "^--attention-dropout 0.1 does not work"),
+        ("--attention-dropout=0.1", "^--attention-dropout 0.1 does not work"),
+        ("--tp-comm-overlap", "^--tp-comm-overlap does not work"),
+        ("--micro-batch-size 2", "^--micro-batch-size 2 does not work"),
+        ("--rampup-batch-size 2 2 100", "^--rampup-batch-size 2 2 100 does not work"),
+        ("--position-embedding-type mrope", "^--position-embedding-type mrope does not work"),
+        ("--use-distributed-optimizer --save out", "^--use-distributed-optimizer does not work"),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--no-overlap-p2p-communication",
+            "^--no-overlap-p2p-communication does not work",
+        ),
+        ("--yaml-cfg run.yaml", "^--yaml-cfg does not work"),
+        ("--tensor-model-parallel-size 3", "^4 processes do not divide"),
+        ("--deterministic-mode", "NCCL_ALGO=None; set that"),
+    ],
+)
+def test_words_of_what_the_run_refuses_are_refused(more: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        words.check([*FINE.split(), *more.split()], 4, {})
+
+
+def test_words_ask_for_what_megatron_has_no_default_of() -> None:
+    given = FINE.split()
+    for flag in ("--num-layers", "--max-position-embeddings", "--seq-length", "--micro-batch-size"):
+        at = given.index(flag)
+        with pytest.raises(ConfigError, match=f"^{flag} is missing"):
+            words.check([*given[:at], *given[at + 2 :]], 4, {})
+    for flag, says in (("--attention-dropout", "default is 0.1"), ("--data-path", "prefix of one")):
+        at = given.index(flag)
+        with pytest.raises(ConfigError, match=says):
+            words.check([*given[:at], *given[at + 2 :]], 4, {})
+
+
+def test_deterministic_words_take_the_algorithm_of_the_environment() -> None:
+    words.check([*FINE.split(), "--deterministic-mode"], 4, {"NCCL_ALGO": "Ring"})
+
+
+def test_settings_that_are_not_given_are_megatrons() -> None:
+    config = words.settings([*FINE.split(), "--tensor-model-parallel-size", "2"], 8)
+    assert config.model.position_embedding_type == "learned_absolute"
+    assert config.model.transformer_impl == "transformer_engine"
+    assert config.model.hidden_dropout == 0.1 and config.model.attention_dropout == 0
+    assert config.training.global_batch_size == 4  # a micro-batch for each of DP 4
+    assert config.model.ffn_hidden_size is None and not config.training.bf16
+    config = words.settings([*FINE.split(), "--swiglu", "--fp16", "--global-batch-size", "16"], 8)
+    assert config.model.ffn_hidden_size == 2048
+    assert config.training.bf16 and config.training.global_batch_size == 16
+
+
+def test_settings_that_megatron_alone_reads_are_not_judged() -> None:
+    more = "--eval-iters 0 --lr-decay-style WSD --lr-wsd-decay-style linear --log-interval=0"
+    assert words.settings([*FINE.split(), *more.split()], 4) == words.settings(FINE.split(), 4)
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size is 0"):
+        words.settings([*FINE.split(), "--tensor-model-parallel-size", "0"], 4)
