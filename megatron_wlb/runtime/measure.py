@@ -161,8 +161,11 @@ def _undisturbed(model: Model) -> Iterator[None]:
         for chunk in model.chunks:
             stack.enter_context(chunk.no_sync())  # type: ignore[operator]
         yield
-    for chunk in model.chunks:
+    for gpt, chunk in zip(model.gpts, model.chunks, strict=True):
         chunk.zero_grad_buffer()  # type: ignore[operator]
+        # What --defer-embedding-wgrad-compute leaves for the end of a step; lists or None.
+        for name in ("embedding_activation_buffer", "grad_output_buffer"):
+            (getattr(gpt, name, None) or []).clear()
     set_rng_state(streams)
 
 
