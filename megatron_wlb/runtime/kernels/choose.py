@@ -68,7 +68,8 @@ def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
     versions take segments with more keys than queries and align their mask to the top left.
     One log line says which kernel runs, and why no faster one.
 
-    In a world of ranks all of them call this, and get the same kernel: one that all can run.
+    In a world of ranks all of them call this (before Megatron builds chunks, in which ranks wait
+    for each other) and get the same kernel: one that all can run.
     Another kernel would compute other numbers, and a slower one would make all others wait.
 
     Raises:
