@@ -99,7 +99,7 @@ def _kernels() -> Iterator[Finding]:
     if torch is None:
         return
     from megatron_wlb.runtime.kernels.base import Demand
-    from megatron_wlb.runtime.kernels.choose import CANDIDATES, check_kernel
+    from megatron_wlb.runtime.kernels.choose import CANDIDATES
 
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
@@ -107,14 +107,12 @@ def _kernels() -> Iterator[Finding]:
     what = f"{device}, {str(dtype).removeprefix('torch.')}, heads of 128"
     usable = []
     for name, candidate in CANDIDATES.items():
-        reason = candidate.obstacle(demand)
-        if reason is None and not candidate.is_reference:
-            reason = check_kernel(candidate.build(demand), demand)
-        if reason is None:
+        made = candidate.make(demand)
+        if not isinstance(made, str):
             usable.append(name)
             yield Finding("kernel", name, "ok", f"can run ({what})")
         else:
-            yield Finding("kernel", name, "note", f"cannot run: {reason}")
+            yield Finding("kernel", name, "note", f"cannot run: {made}")
     if gpu and usable == ["sdpa"]:
         remedy = "install flash-attn (pip install 'megatron-wlb[gpu]')"
         found = "there is no packed kernel for this GPU: one call a document is slow"

@@ -9,6 +9,7 @@ machine runs only adds.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from megatron_wlb.runtime.heap import keep_freed_memory
 from megatron_wlb.runtime.kernels import CANDIDATES, Demand, Segments, VarlenKernel, choose_kernel
 from megatron_wlb.sharding import shard_arrays
 from megatron_wlb.sharding.select import PER_DOCUMENT, PER_SEQUENCE
+
+logger = logging.getLogger(__name__)
 
 Call: TypeAlias = tuple[Ints, Ints]
 """Query and key lengths of a call's chunks."""
@@ -50,7 +53,8 @@ MIX_SEED = 2**31
 MAX_CHUNKS = 64
 """On the CPU, which runs chunk after chunk."""
 KEY_BYTES = 2**32
-"""Most bytes of a call's keys, and of its values, and of the gradients of either."""
+"""Most bytes of the gradients of a call's keys, and of its values, as flash-attention 2 holds them:
+for every query head, before it adds up those of a key/value head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,10 @@ def measure_attention(
 ) -> AttentionProfile:
     """The kernel's table up to ``longest`` queries and keys.
 
+    Where a GPU's memory does not suffice, it is measured anew with half as many keys in the largest
+    calls, and where those are of the longest documents, up to half of ``longest``; a warning says
+    so.
+
     Args:
         demand: device, dtype and heads.
         kernel_name: of :data:`CANDIDATES`, or ``auto``.
@@ -213,16 +221,53 @@ def measure_attention(
 
     Raises:
         CompatibilityError: the kernel cannot run.
-        ConfigError: sizes that no table can have.
+        ConfigError: sizes that no table can have, or a GPU without room for any.
     """
     if repeats < 1:
         raise ConfigError(f"repeats is {repeats}; give at least 1")
     name, kernel = named_kernel(kernel_name, demand)
+    key_bytes, mixed_bytes = KEY_BYTES, 2 * longest * _token_bytes(demand)  # each document twice
+    while True:
+        try:
+            return _measured(
+                demand, name, kernel, longest, key_bytes, repeats, machine, seed, num_checks,
+                progress,
+            )  # fmt: skip
+        except torch.cuda.OutOfMemoryError:
+            most_bytes = max(key_bytes, mixed_bytes) // 2
+        # Only now, when all that the error holds is freed.
+        key_bytes = min(key_bytes, most_bytes)
+        if mixed_bytes > most_bytes:
+            longest, mixed_bytes = longest // 2, mixed_bytes // 2
+        if longest < 2:
+            raise ConfigError(
+                f"attention of {demand.num_heads} heads of {demand.head_dim} finds no memory on "
+                f"{demand.device}; end what else runs there, or give fewer heads"
+            )
+        logger.warning(
+            "out of memory: attention is measured anew with calls half as large, up to %d tokens",
+            longest,
+        )
+
+
+def _measured(
+    demand: Demand,
+    name: str,
+    kernel: VarlenKernel,
+    longest: int,
+    key_bytes: int,
+    repeats: int,
+    machine: str,
+    seed: int,
+    num_checks: int,
+    progress: Callable[[int, int], None],
+) -> AttentionProfile:
+    """:func:`measure_attention` in calls of limited size."""
     lengths = grid(longest, CANDIDATES[name].breaks)
     parts = [(q, max(k, q + 1)) for i, q in enumerate(lengths) for k in lengths[i:]]
     wholes = [(n, n) for n in lengths]
     checks = _off_grid(longest, num_checks, seed)
-    points = [_point(demand, q, k) for q, k in [*parts, *wholes, *checks]]
+    points = [_point(demand, q, k, key_bytes) for q, k in [*parts, *wholes, *checks]]
     mixed = _mixed_calls(longest, seed)
     calls: list[Call] = [
         (np.ones(1, np.int64), np.ones(1, np.int64)),
@@ -268,10 +313,14 @@ def measure_attention(
     return _with_unlike(_with_tiles(profile, np.array(checks), check_shares), mixed, mixed_us)
 
 
-def _point(demand: Demand, queries: int, keys: int) -> Point:
+def _token_bytes(demand: Demand) -> int:
+    """Of a key's gradient, see :data:`KEY_BYTES`."""
+    return demand.num_heads * demand.head_dim * demand.dtype.itemsize
+
+
+def _point(demand: Demand, queries: int, keys: int, key_bytes: int) -> Point:
     cuda = demand.device.type == "cuda"
-    token_bytes = demand.num_groups * demand.head_dim * demand.dtype.itemsize
-    fitting = KEY_BYTES // token_bytes // keys
+    fitting = key_bytes // _token_bytes(demand) // keys
     wanted = CUDA_QUERY_TOKENS // queries if cuda else min(MAX_CHUNKS, CPU_KEY_TOKENS // keys)
     return Point(queries, keys, max(1, min(wanted, fitting)))
 

@@ -1,7 +1,8 @@
 """Times micro-batches of several lengths on the model that will train: a fitted cost, or tables.
 
 Each pipeline stage runs its own chunks, forward and backward; stages are added up, data-parallel
-replicas averaged. Takes seconds. The result is the same on all ranks.
+replicas averaged. Takes seconds. What is made of the times is made on one rank and sent to the
+others: processors differ in the last bits of a fit, and plans must not.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,10 +19,13 @@ import torch
 from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.batch import local_params
 from megatron_wlb.runtime.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.sharding import Sharding, length_multiple
+
+_T = TypeVar("_T")
 
 
 def lengths_to_measure(window: int, multiple: int) -> list[int]:
@@ -40,6 +44,9 @@ def measure_cost(model: Model, window: int, vocab_size: int, *, num_repeats: int
         window: longest document, in tokens.
         vocab_size: for the random tokens.
         num_repeats: the least of so many runs of a length counts; long ones run less often.
+
+    Raises:
+        ConfigError: on all ranks, times that no cost fits.
     """
     lengths = lengths_to_measure(window, _multiple(model))
     with _undisturbed(model):
@@ -47,9 +54,11 @@ def measure_cost(model: Model, window: int, vocab_size: int, *, num_repeats: int
         times_us = _least_us(
             model, lengths, num_repeats, lambda length: _run(model, [length], vocab_size)
         )
-    return fit_document_cost(
-        Sample(length, forward, backward)
-        for length, (forward, backward) in zip(lengths, times_us, strict=True)
+    return _on_all_ranks(
+        lambda: fit_document_cost(
+            Sample(length, forward, backward)
+            for length, (forward, backward) in zip(lengths, times_us, strict=True)
+        )
     )
 
 
@@ -93,14 +102,32 @@ def measure_tables(
                 max(backward - attention[1], 0.05 * backward),
             ]
         )
-    return ProfiledCost(
-        model_identity(shape),
-        config.tensor_model_parallel_size,
-        config.context_parallel_size,
-        _rows(lengths, attention_us),
-        _rows(lengths, linear_us),
-        machine,
+    return _on_all_ranks(
+        lambda: ProfiledCost(
+            model_identity(shape),
+            config.tensor_model_parallel_size,
+            config.context_parallel_size,
+            _rows(lengths, attention_us),
+            _rows(lengths, linear_us),
+            machine,
+        )
     )
+
+
+def _on_all_ranks(make: Callable[[], _T]) -> _T:
+    """What the first rank makes, on every rank; also its :class:`ConfigError`."""
+    made: list[_T | ConfigError | None] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            made = [make()]
+        except ConfigError as error:
+            made = [error]
+    torch.distributed.broadcast_object_list(made, src=0)
+    (result,) = made
+    if isinstance(result, ConfigError):
+        raise result
+    assert result is not None
+    return result
 
 
 def _rows(lengths: Sequence[int], times_us: Sequence[Sequence[float]]) -> tuple[Row, ...]:
@@ -134,8 +161,11 @@ def _undisturbed(model: Model) -> Iterator[None]:
         for chunk in model.chunks:
             stack.enter_context(chunk.no_sync())  # type: ignore[operator]
         yield
-    for chunk in model.chunks:
+    for gpt, chunk in zip(model.gpts, model.chunks, strict=True):
         chunk.zero_grad_buffer()  # type: ignore[operator]
+        # What --defer-embedding-wgrad-compute leaves for the end of a step; lists or None.
+        for name in ("embedding_activation_buffer", "grad_output_buffer"):
+            (getattr(gpt, name, None) or []).clear()
     set_rng_state(streams)
 
 
@@ -145,7 +175,7 @@ def _least_us(
     num_repeats: int,
     run: Callable[[int], tuple[float, float]],
 ) -> list[list[float]]:
-    """Least µs of forward and backward of each length, of the whole model, equal on all ranks.
+    """Least µs of forward and backward of each length, of the whole model.
 
     The least of several runs, because all that others do on the machine only adds time.
     """
@@ -160,8 +190,6 @@ def _least_us(
     # Σ over stages; mean over the replicas (and over TP ranks, which run in step).
     torch.distributed.all_reduce(times)
     times *= model.groups.pp.size() / torch.distributed.get_world_size()
-    # Ranks may round a reduction differently; plans must not.
-    torch.distributed.broadcast(times, src=0)
     rows: list[list[float]] = times.tolist()
     return rows
 

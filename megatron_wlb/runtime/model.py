@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.config import Config
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.runtime.attention import AttentionOptions, DocumentAttention, check_config
-from megatron_wlb.runtime.kernels import Demand, choose_kernel
+from megatron_wlb.runtime.kernels import Demand, VarlenKernel, choose_kernel
 from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.runtime.planning import padded_vocab_size
 from megatron_wlb.runtime.rope import use_document_positions
@@ -158,8 +159,17 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
     return spec
 
 
-def attention_options(config: Config, core: TransformerConfig) -> AttentionOptions:
+def attention_options(
+    config: Config,
+    core: TransformerConfig,
+    choose: Callable[[str, Demand], VarlenKernel] = choose_kernel,
+) -> AttentionOptions:
     """Chooses the kernel for the device at hand, and how it overlaps with communication.
+
+    Args:
+        config: settings.
+        core: Megatron's, of the model.
+        choose: calls :func:`choose_kernel`, in which all ranks agree, or knows what it gave.
 
     Raises:
         CompatibilityError: the kernel that is asked for cannot run; or a setting that attention
@@ -187,7 +197,7 @@ def attention_options(config: Config, core: TransformerConfig) -> AttentionOptio
             f"--wlb-cp-overlap-groups is {num_head_groups}, which does not divide the {num_groups} "
             "key/value heads of a TP rank; use a divisor"
         )
-    kernel = choose_kernel(config.wlb.wlb_attention_kernel, demand)
+    kernel = choose(config.wlb.wlb_attention_kernel, demand)
     return AttentionOptions(kernel, num_head_groups, config.wlb.wlb_cp_keep_gathered)
 
 

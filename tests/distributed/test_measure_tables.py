@@ -1,14 +1,16 @@
-"""Cost tables measured on real ranks: complete, equal on all of them, and leaving no trace."""
+"""Costs measured on real ranks: complete, equal on all of them, and leaving no trace."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_wlb.command_line import parse
-from megatron_wlb.cost import ProfiledCost
+from megatron_wlb.cost import DocumentCost, ProfiledCost
+from megatron_wlb.cost.profile import Fit
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.planning import model_shape
 from megatron_wlb.testing.gloo import GlooPool
@@ -33,6 +35,8 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
     config = parse(flags.split())
     model = build_runner(config, make_workload([[8]], vocab_size=59)).model
     before = rng_state()
+    deferred = [torch.ones(1)]  # as runs with --defer-embedding-wgrad-compute add to it
+    model.gpts[-1].grad_output_buffer = deferred
     tables = measure_tables(model, model_shape(config, 64), LONGEST, 59, "here")
     changed = [
         name
@@ -40,6 +44,7 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
         for name, parameter in chunk.named_parameters()
         if parameter.main_grad.any()
     ]
+    changed += ["deferred gradients"] * len(deferred)
     for name, state in rng_state().items():
         same = torch.utils._pytree.tree_map(torch.equal, before[name], state)
         if not all(torch.utils._pytree.tree_leaves(same)):
@@ -75,3 +80,37 @@ def test_tables_serve_the_run_that_they_were_measured_for(
     work = tables.work([LONGEST])
     assert min(work.forward_linear_us, work.backward_attention_us) > 0
     assert ProfiledCost.from_dict(tables.as_dict()) == tables
+
+
+def fit_as_each_processor_does(flags: str, fails: bool) -> Any:
+    """The measured cost where every rank would fit another one, or none."""
+    import torch
+
+    from megatron_wlb.runtime import measure as measuring
+    from megatron_wlb.testing.ranks import build_runner
+    from megatron_wlb.testing.workload import make_workload
+
+    rank = torch.distributed.get_rank()
+
+    def fit(samples: Any) -> Fit:
+        assert len(list(samples)) > 3
+        if fails:
+            raise ConfigError(f"rank {rank} cannot fit")
+        return Fit(DocumentCost(0.1, 0.0, 0.3 * (1 + rank * 2**-52), 0.0, 5.0), 0.1, 0.2, 9)
+
+    config = parse(flags.split())
+    model = build_runner(config, make_workload([[8]], vocab_size=59)).model
+    with mock.patch.object(measuring, "fit_document_cost", fit):
+        try:
+            return measuring.measure_cost(model, 64, 59, num_repeats=2).as_dict()
+        except ConfigError as error:
+            torch.distributed.barrier()  # nobody is left behind
+            return str(error)
+
+
+def test_ranks_that_would_fit_unlike_costs_hold_the_same(gloo: GlooPool) -> None:
+    flags = FLAGS + "--pipeline-model-parallel-size 2"
+    first, second = gloo.run(2, fit_as_each_processor_does, flags, False)
+    assert first == second
+    assert Fit.from_dict(first).cost.backward_linear_us == 0.3
+    assert gloo.run(2, fit_as_each_processor_does, flags, True) == ["rank 0 cannot fit"] * 2

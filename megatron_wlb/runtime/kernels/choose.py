@@ -1,4 +1,4 @@
-"""Which kernel runs: the first that can run what is demanded and computes it right."""
+"""Which kernel runs: the first that all ranks can run and that computes right."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ class Candidate:
     breaks: tuple[int, ...] = ()
     """Numbers of queries from which on it computes in larger blocks."""
 
+    def make(self, demand: Demand) -> VarlenKernel | str:
+        """The kernel, checked; or in one line why this process cannot run it.
+
+        Whatever a package fails with is such a reason: an error would leave other ranks waiting.
+        """
+        try:
+            reason = self.obstacle(demand)
+            if reason is not None:
+                return reason
+            kernel = self.build(demand)
+        except Exception as error:
+            return f"it cannot be set up ({_one_line(error)})"
+        return kernel if self.is_reference else check_kernel(kernel, demand) or kernel
+
 
 CANDIDATES: dict[str, Candidate] = {
     "flash-attn-3": Candidate(flash.obstacle_3, flash.build_3),
@@ -38,26 +52,38 @@ CANDIDATES: dict[str, Candidate] = {
 }
 """Fastest first; what ``auto`` takes first that can run."""
 
+PROBLEMS = (
+    ((5, 130, 1, 64), (5, 203, 90, 64)),
+    # The longest are equal, and 64 divides them: cuDNN's kernels, of all that TransformerEngine
+    # may choose, take only such ones in some versions, and in some align them to the top left.
+    ((128, 64, 1, 37), (128, 128, 64, 37)),
+)
+"""Query and key lengths of the segments that a kernel is checked with."""
+
 
 def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
     """The kernel called ``name``, or with ``auto`` the first of :data:`CANDIDATES` that can run.
 
-    A kernel runs only after a small problem, forward and backward, gave what it should: some
+    A kernel runs only after small problems, forward and backward, gave what they should: some
     versions take segments with more keys than queries and align their mask to the top left.
     One log line says which kernel runs, and why no faster one.
 
+    In a world of ranks all of them call this (before Megatron builds chunks, in which ranks wait
+    for each other) and get the same kernel: one that all can run.
+    Another kernel would compute other numbers, and a slower one would make all others wait.
+
     Raises:
-        CompatibilityError: the named kernel cannot run this, with the reason.
+        CompatibilityError: the named kernel cannot run this, with the reason; on every rank, if
+            it cannot on any.
     """
     passed_over: dict[str, list[str]] = {}
     for candidate_name, candidate in CANDIDATES.items():
         if name not in ("auto", candidate_name):
             continue
-        reason = candidate.obstacle(demand)
+        made = candidate.make(demand)
+        reason = _reason_of_all(made if isinstance(made, str) else None)
         if reason is None:
-            kernel = candidate.build(demand)
-            reason = None if candidate.is_reference else check_kernel(kernel, demand)
-        if reason is None:
+            assert not isinstance(made, str)
             why = "; ".join(
                 f"not {' or '.join(names)}: {reason}" for reason, names in passed_over.items()
             )
@@ -73,7 +99,7 @@ def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
                 demand.head_dim,
                 f"; {why}" if why else "",
             )
-            return kernel
+            return made
         passed_over.setdefault(reason, []).append(candidate_name)
         if name != "auto":
             raise CompatibilityError(
@@ -84,13 +110,36 @@ def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
     raise CompatibilityError(f"--wlb-attention-kernel {name} is not known; use one of {known}")
 
 
+def _reason_of_all(reason: str | None) -> str | None:
+    """The first reason of any rank, equal on all ranks; it says whose it is unless all have it."""
+    if not torch.distributed.is_initialized():
+        return reason
+    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reasons, reason)
+    if len(set(reasons)) == 1:
+        return reason
+    rank, first = next((rank, said) for rank, said in enumerate(reasons) if said is not None)
+    return f"on rank {rank} {first}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
-    """What ``kernel`` does wrong on a small problem with segments of all kinds, or None.
+    """What ``kernel`` does wrong on small problems with segments of all kinds, or None.
 
     Compared in fp32, output and gradients, with tolerances of the demanded dtype. Takes
     milliseconds; the random-number streams are left alone.
     """
-    segments = Segments.of((5, 130, 1, 64), (5, 203, 90, 64), demand.device)
+    for lengths_q, lengths_k in PROBLEMS:
+        reason = _mistake(kernel, demand, Segments.of(lengths_q, lengths_k, demand.device))
+        if reason is not None:
+            return reason
+    return None
+
+
+def _mistake(kernel: VarlenKernel, demand: Demand, segments: Segments) -> str | None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(num_tokens: int, num_heads: int) -> torch.Tensor:
@@ -111,8 +160,8 @@ def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
 
     try:
         found = run(kernel, demand.dtype)
-    except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
-        return f"it fails on a small problem ({' '.join(str(error).split())[:200]})"
+    except Exception as error:
+        return f"it fails on a small problem ({_one_line(error)})"
     expected = run(sdpa.sdpa_varlen, torch.float32)
     tolerance = 8 * torch.finfo(demand.dtype).eps
     for what, a, b in zip(("output", "dQ", "dK and dV"), found, expected, strict=True):

@@ -18,8 +18,9 @@ from packaging.version import Version
 from megatron_wlb.runtime.kernels.base import Demand, Segments, VarlenKernel
 from megatron_wlb.runtime.kernels.flash import flash_obstacle
 
-MIN_VERSION = Version("1.11")
-"""The first with the mask type below."""
+MIN_VERSION = Version("2.2")
+"""The mask type below is older, but earlier versions align it to the top left where the longest run
+of queries is as long as that of keys."""
 _MASK = "padding_causal_bottom_right"
 _DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
@@ -35,7 +36,10 @@ def obstacle(demand: Demand) -> str | None:
     except (ImportError, OSError) as error:
         return f"transformer_engine cannot be imported ({error})"
     if Version(version) < MIN_VERSION:
-        return f"transformer-engine {version} has no {_MASK} mask; it needs {MIN_VERSION} or later"
+        return (
+            f"transformer-engine {version} aligns its mask to the top left in some calls; it needs "
+            f"{MIN_VERSION} or later"
+        )
     if demand.deterministic and os.environ.get(_DETERMINISM) != "0":
         return f"it is deterministic only with {_DETERMINISM}=0 in the environment"
     return None

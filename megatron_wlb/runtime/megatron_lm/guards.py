@@ -64,6 +64,15 @@ def _is_virtual(args: argparse.Namespace) -> bool:
     )
 
 
+def _defers_gathered(args: argparse.Namespace) -> bool:
+    # With TP 1 Megatron turns sequence parallelism off.
+    return bool(
+        getattr(args, "defer_embedding_wgrad_compute", False)
+        and getattr(args, "sequence_parallel", False)
+        and args.tensor_model_parallel_size > 1
+    )
+
+
 def _no_data(args: argparse.Namespace) -> bool:
     names = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
     return all(not getattr(args, name, None) for name in names)
@@ -150,6 +159,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "--cpu-offloading-num-layers", "cpu_offloading_num_layers",
         f"its buffers have one length, {_LENGTHS_VARY}",
     ),
+    Refusal(
+        "--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute",
+        "with --sequence-parallel it gathers all micro-batches at the length of the first, and "
+        f"{_LENGTHS_VARY}", refused=_defers_gathered,
+    ),
     # The layout.
     Refusal(
         "--hybrid-context-parallel", "hybrid_context_parallel", "it packs documents in its own way"
@@ -197,7 +211,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "--account-for-loss-in-pipeline-split", "account_for_loss_in_pipeline_split",
         "cost and memory models divide the layers evenly",
     ),
-    Refusal("--use-torch-fsdp2", "use_torch_fsdp2", "it is not tested"),
+    Refusal(
+        "--use-torch-fsdp2", "use_torch_fsdp2",
+        "a loss per token divides gradients by the tokens of the step, it leaves them undivided",
+        "use --use-distributed-optimizer",
+    ),
     Refusal("--use-megatron-fsdp", "use_megatron_fsdp", "it is not tested"),
     # The batch.
     Refusal(

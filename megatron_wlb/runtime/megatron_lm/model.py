@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_wlb.config import Config
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.attention import AttentionOptions, DocumentAttention
+from megatron_wlb.runtime.kernels import choose_kernel
 from megatron_wlb.runtime.model import Model, attention_options, with_document_attention
 from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.runtime.patching import PatchSet
@@ -32,6 +33,9 @@ def install(patches: PatchSet, settings: Config) -> None:
     """Makes models that are built from now on attend inside documents."""
     build = GPTModel.__init__
     make_norm = WrappedTorchNorm.__new__
+    # Ranks agree once, before their first chunks: while Megatron builds chunks it exchanges tied
+    # embeddings, and ranks that wait there could not agree with those that build another chunk.
+    choose = functools.cache(choose_kernel)
 
     @functools.wraps(build)
     def __init__(
@@ -40,7 +44,7 @@ def install(patches: PatchSet, settings: Config) -> None:
         # There is no flag: Megatron's arguments say False, and its configuration refuses True with
         # a dispatcher of experts that a dense model never has.
         config.variable_seq_lengths = True
-        spec = packed(transformer_layer_spec, attention_options(settings, config))
+        spec = packed(transformer_layer_spec, attention_options(settings, config, choose))
         build(self, config, spec, *args, **kwargs)
         use_document_positions(self)
 

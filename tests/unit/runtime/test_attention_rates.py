@@ -128,6 +128,64 @@ def test_measured_profile_jumps_where_the_kernel_does(known, monkeypatch):
     assert ratio("sdpa") < 1.05  # of which no break is known: between powers of two all is even
 
 
+class SmallGpu(KnownTimer):
+    """Holds dK and dV for every query head, as flash-attention 2 does, while there is room."""
+
+    room_bytes = 0
+    asked: list[int]
+    """Of each attempt the most bytes."""
+
+    def __init__(self, kernel, demand, query_tokens, key_tokens, seed):
+        super().__init__(kernel, demand, query_tokens, key_tokens, seed)
+        self.asked.append(0)
+
+    def __call__(self, queries, keys):
+        held = 2 * int(keys.sum()) * GPU.num_heads * GPU.head_dim * GPU.dtype.itemsize
+        self.asked[-1] = max(self.asked[-1], held)
+        if held > self.room_bytes:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return super().__call__(queries, keys)
+
+
+GPU = Demand(torch.device("cuda"), torch.bfloat16, 64, 8, 128)  # 16 KiB a key for all query heads
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    monkeypatch.setattr(attention_rates, "AttentionTimer", SmallGpu)
+    monkeypatch.setattr(attention_rates, "named_kernel", lambda name, demand: (name, None))
+    monkeypatch.setattr(SmallGpu, "asked", [], raising=False)
+    monkeypatch.setattr(SmallGpu, "room_bytes", 0)
+    return SmallGpu
+
+
+def measure_on_gpu(longest):
+    return measure_attention(GPU, "flash-attn-2", longest=longest, repeats=1, machine="none")
+
+
+def test_gradients_of_keys_for_all_query_heads_stay_within_their_bound(small_gpu, caplog):
+    small_gpu.room_bytes = 2 * attention_rates.KEY_BYTES
+    assert measure_on_gpu(16384).lengths[-1] == 16384
+    assert len(small_gpu.asked) == 1 and not caplog.messages
+    assert small_gpu.asked[0] > 0.9 * small_gpu.room_bytes  # and it is used
+
+
+def test_out_of_memory_is_survived_by_a_smaller_size(small_gpu, caplog):
+    small_gpu.room_bytes = attention_rates.KEY_BYTES // 2
+    # Two windows of 16,384 keys fit with calls a quarter as large.
+    assert measure_on_gpu(16384).lengths[-1] == 16384
+    assert len(small_gpu.asked) == len(caplog.messages) + 1 == 3
+    # Of 131,072 they do not: their dK and dV take 4 GiB each.
+    profile = measure_on_gpu(131072)
+    assert profile.lengths[-1] == 32768
+    assert "calls half as large, up to 32768 tokens" in caplog.messages[-1]
+
+
+def test_no_memory_at_all_is_an_error(small_gpu):
+    with pytest.raises(ConfigError, match="64 heads of 128 finds no memory on cuda; end what else"):
+        measure_on_gpu(16384)
+
+
 def test_grid_ends_at_the_longest():
     assert grid(8) == (1, 2, 4, 8)
     assert grid(100) == (1, 2, 4, 8, 16, 32, 64, 100)

@@ -129,9 +129,9 @@ def test_packages_that_are_missing_or_old_are_said(
 
 @pytest.mark.parametrize(
     ("version", "is_new_enough"),
-    [("2.0rc1", True), ("2.10.0.dev0+4b5", True), ("1.11", True), ("1.9.1", False)],
+    [("2.2", True), ("2.10.0.dev0+4b5", True), ("2.1.0", False), ("1.11", False)],
 )
-def test_transformer_engine_runs_from_the_version_with_the_mask(
+def test_transformer_engine_runs_from_the_version_that_aligns_its_mask(
     monkeypatch: pytest.MonkeyPatch,
     capability: list[tuple[int, int]],
     version: str,
@@ -143,7 +143,7 @@ def test_transformer_engine_runs_from_the_version_with_the_mask(
     monkeypatch.setitem(sys.modules, f"{te}.pytorch", types.ModuleType(f"{te}.pytorch"))
     reason = CANDIDATES["transformer-engine"].obstacle(HOPPER)
     assert (reason is None) == is_new_enough, reason
-    assert is_new_enough or "1.9.1 has no padding_causal_bottom_right mask" in str(reason)
+    assert is_new_enough or f"{version} aligns its mask to the top left" in str(reason)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,14 @@ def top_left(
     )
 
 
+def top_left_where_longest_are_equal(
+    query: Any, key: Any, value: Any, segments: Segments, scale: float
+) -> torch.Tensor:
+    """As cuDNN's kernels behind some versions of TransformerEngine; others ran at other lengths."""
+    wrong = segments.max_q == segments.max_k and segments.max_q % 64 == 0
+    return (top_left if wrong else sdpa_varlen)(query, key, value, segments, scale)
+
+
 def no_value_gradient(query: Any, key: Any, value: Any, segments: Any, scale: float) -> Any:
     return sdpa_varlen(query, key, value.detach(), segments, scale)
 
@@ -198,12 +206,18 @@ def failing(*args: Any) -> Any:
     raise RuntimeError("no kernel image\nis available")
 
 
+def missing(*args: Any) -> Any:
+    raise ModuleNotFoundError("no module named\ncudnn")
+
+
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
         (top_left, "its output is wrong"),
+        (top_left_where_longest_are_equal, "its output is wrong"),
         (no_value_gradient, "its dK and dV is wrong"),
         (failing, "it fails on a small problem (no kernel image is available)"),
+        (missing, "it fails on a small problem (no module named cudnn)"),
     ],
 )
 def test_kernel_that_computes_something_else_does_not_run(
@@ -221,6 +235,19 @@ def test_kernel_that_computes_something_else_does_not_run(
         with pytest.raises(CompatibilityError) as raised:
             choose_kernel("torch", demand)
         assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [Candidate(missing, lambda demand: sdpa_varlen), Candidate(lambda demand: None, missing)],
+)
+def test_package_that_fails_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, candidate: Candidate
+) -> None:
+    monkeypatch.setitem(choose_module.CANDIDATES, "flash-attn-3", candidate)
+    assert choose_kernel("auto", CPU) is torch_cpu_varlen
+    with pytest.raises(CompatibilityError, match=r"it cannot be set up \(no module named cudnn\)"):
+        choose_kernel("flash-attn-3", CPU)
 
 
 def test_check_leaves_random_numbers_alone() -> None:

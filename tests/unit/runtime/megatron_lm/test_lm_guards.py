@@ -23,6 +23,7 @@ FINE: dict[str, Any] = {
     "no_save_optim": None, "bf16": True, "fp16": False, "num_experts": None,
     "dist_ckpt_optim_fully_reshardable": False,
     "hybrid_attention_ratio": 0.0, "cpu_offloading_num_layers": 0, "tp_comm_overlap": False,
+    "sequence_parallel": True, "defer_embedding_wgrad_compute": False,
 }  # fmt: skip
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -61,6 +62,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--fp4-format": {"fp4": "e2m1"},
     "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
+    "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
     "--hierarchical-context-parallel-sizes": {"hierarchical_context_parallel_sizes": [2, 2]},
     "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
@@ -129,6 +131,9 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         {"data_path": None, "data_args_path": "paths.txt"},
         {"non_persistent_ckpt_type": "global"},
         {"position_embedding_type": "learned_absolute"},
+        {"defer_embedding_wgrad_compute": True, "sequence_parallel": False},
+        # Megatron turns sequence parallelism off.
+        {"defer_embedding_wgrad_compute": True, "tensor_model_parallel_size": 1},
     ],
 )
 def test_what_only_looks_alike_passes(fine: dict[str, Any]) -> None:
@@ -139,6 +144,11 @@ def test_no_option_makes_the_torch_format_load_sharded_optimizers_in_fp32() -> N
     given = {"ckpt_format": "torch", "bf16": False, "dist_ckpt_optim_fully_reshardable": True}
     with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer .* cannot load; add"):
         guards.check(argparse.Namespace(**FINE | given))
+
+
+def test_fsdp2_is_refused_for_what_it_does_to_gradients() -> None:
+    with pytest.raises(ConfigError, match=r"tokens of the step, it leaves them undivided"):
+        guards.check(argparse.Namespace(**FINE | {"use_torch_fsdp2": True}))
 
 
 @pytest.mark.parametrize("words", [["--yaml-cfg", "x.yaml"], ["--yaml-cfg=x.yaml"]])
