@@ -100,16 +100,19 @@ class SaveLock:
         threading.Thread(target=self._beat, name="save-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Empties the lock file, which stays: to delete it would be a race with the next run."""
+        """Deletes the lock file. Whoever opened it meanwhile sees that and makes a new one."""
         self._released.set()
         with contextlib.suppress(OSError):
-            os.ftruncate(self._file, 0)
+            if self._is_in_place():
+                self.path.unlink()
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_UN)  # of children that were forked, too
         os.close(self._file)
 
     def _take(self) -> None:
         granted = _flock(self._file)
+        if not self._is_in_place():
+            raise CheckpointError(self._in_use("a run that has just ended"))
         holder = self._read()
         if granted is False:
             who = holder or "another process, which has not yet written its name"
@@ -123,7 +126,7 @@ class SaveLock:
         os.fsync(self._file)
         if granted is None:
             time.sleep(_SETTLE_S)
-            if (holder := self._read()) != this:
+            if (holder := self._read()) != this or not self._is_in_place():
                 raise CheckpointError(self._in_use(str(holder)))
 
     def _require_gone(self, holder: Holder) -> None:
@@ -150,6 +153,13 @@ class SaveLock:
 
     def _in_use(self, by: str) -> str:
         return f"--save {self.path.parent} is in use by {by}; end that run or choose another folder"
+
+    def _is_in_place(self) -> bool:
+        """Whether the open file is still the one of this name."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def _read(self) -> Holder | None:
         """None where nobody is named."""

@@ -99,7 +99,7 @@ def test_lock_of_a_killed_process_is_taken_over(
     assert written(tmp_path) == dataclasses.replace(Holder.this(), since=written(tmp_path).since)
     assert f"left by process {other.pid}" in caplog.text
     lock.release()
-    assert (tmp_path / NAME).read_text() == ""
+    assert not (tmp_path / NAME).exists()
     caplog.clear()
     SaveLock(tmp_path).release()
     assert caplog.text == ""
@@ -173,6 +173,32 @@ def test_a_process_takes_a_folder_once(tmp_path: Path) -> None:
     save_lock.release_all()
     save_lock.release_all()
     SaveLock(tmp_path).release()
+
+
+def test_release_leaves_the_lock_of_another_run(tmp_path: Path) -> None:
+    lock = SaveLock(tmp_path)
+    (tmp_path / NAME).unlink()  # by hand
+    leave_lock(tmp_path, 0)
+    lock.release()
+    assert written(tmp_path).pid == 77
+
+
+def test_lock_file_deleted_while_it_is_opened_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run opens the file that the run before it deletes."""
+    monkeypatch.setattr(save_lock, "PATIENCE_S", 10.0)
+    before, flock = SaveLock(tmp_path), fcntl.flock
+
+    def late(file: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        before.release()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    lock = SaveLock(tmp_path)
+    assert written(tmp_path).pid == os.getpid()
+    lock.release()
 
 
 def test_a_damaged_lock_is_nobodys(tmp_path: Path) -> None:
