@@ -217,3 +217,21 @@ def yaml_arguments(path: str) -> list[str]:
             values = value if isinstance(value, list) else [value]
             arguments += [flag, *map(str, values)]
     return arguments
+
+
+def with_settings_file(flags: Sequence[str]) -> list[str]:
+    """A command line of Megatron's script with the settings of ``--wlb-config`` before the others,
+    which therefore win.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no mapping.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--wlb-config")
+    known, rest = parser.parse_known_args(flags)
+    if known.wlb_config is None:
+        return list(flags)
+    try:
+        return [*yaml_arguments(known.wlb_config), *rest]
+    except ConfigError as error:
+        raise ConfigError(f"--wlb-config {known.wlb_config}: {error}") from None

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wlb.command_line import Parser, add_flags, unknown_flags, yaml_arguments
+from megatron_wlb.command_line import Parser, add_flags, unknown_flags, with_settings_file
 from megatron_wlb.config import WlbConfig, flag_of
 from megatron_wlb.errors import CompatibilityError, ConfigError, refuse_all
 from megatron_wlb.rank_main import rank_main
@@ -55,7 +55,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
     """
     if not Path(script).is_file():
         raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
-    flags = _with_settings_file(flags)
+    flags = with_settings_file(flags)
     wlb, others = _parser().parse_known_args([script, *flags])
     _reject_unknown(others)
     plans = arguments.asks_for_plans(flags)
@@ -108,19 +108,6 @@ def run_script(script: str, flags: Sequence[str]) -> None:
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
-
-
-def _with_settings_file(flags: Sequence[str]) -> list[str]:
-    """The settings of ``--wlb-config`` go before the command line, which therefore wins."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--wlb-config")
-    known, rest = parser.parse_known_args(flags)
-    if known.wlb_config is None:
-        return list(flags)
-    try:
-        return [*yaml_arguments(known.wlb_config), *rest]
-    except ConfigError as error:
-        raise ConfigError(f"--wlb-config {known.wlb_config}: {error}") from None
 
 
 def _without_device(flags: Sequence[str]) -> list[str]:

@@ -2,9 +2,9 @@
 
 They are what Megatron-LM's functional tests run, and its shell scripts are the only definition:
 environment variables are put into the text; then ``ENV_VARS`` are exported, and each entry of
-``MODEL_ARGS`` becomes arguments: ``--flag: true`` is the bare flag, ``[a b]`` are several values,
-``(…)`` and anything with spaces is one, and an empty value drops the flag. Numbers keep the form
-that they have in the file.
+``MODEL_ARGS`` becomes arguments, with ``ENV_VARS`` put in: ``--flag: true`` is the bare flag,
+``[a b]`` are several values, ``(…)`` and anything with spaces is one, and an empty value drops the
+flag. Numbers keep the form that they have in the file.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: i
     chosen = content[key] if run_number > 1 and key in content else content["MODEL_ARGS"]
     environment = {name: str(value) for name, value in exported.items()}
     arguments = tuple(
-        argument for flag, value in chosen.items() for argument in _arguments(path, flag, value)
+        _substituted(argument, environment)
+        for flag, value in chosen.items()
+        for argument in _arguments(path, flag, value)
     )
     own = {name for name in used if name in environment}  # an ENV_VAR that others refer to
     shown = " ".join([*arguments, *environment.values()])

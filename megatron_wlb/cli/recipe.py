@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_wlb.command_line import with_settings_file
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.forecast import Forecast, forecast
 from megatron_wlb.recipe import Recipe, launch_command, quoted, read_recipe
@@ -90,8 +91,7 @@ def _show(args: argparse.Namespace) -> int:
         values = asdict(recipe) | {"path": str(recipe.path), "command": command}
         print(json.dumps(values))
         return 0
-    # What the shell that it is pasted into knows, or an export above.
-    variables = {*recipe.unresolved, *recipe.environment, "MASTER_ADDR"}
+    variables = {*recipe.unresolved, "MASTER_ADDR"}  # of the shell that it is pasted into
     for name, value in recipe.environment.items():
         print(f"export {name}={quoted(value, variables)}")
     print(_as_shell(command, variables))
@@ -127,7 +127,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) -> int:
-    arguments = [*recipe.arguments, *args.extra]
+    arguments = with_settings_file([*recipe.arguments, *args.extra])
     if not asks_for_plans(arguments):
         raise ConfigError(
             f"{args.file} has no --wlb-… flag: it runs as stock Megatron does, which is not "

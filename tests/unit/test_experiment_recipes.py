@@ -203,6 +203,21 @@ def test_dry_run_reads_the_environment_of_the_recipe(
     assert dry_run(capsys, with_algorithm, "--deterministic-mode")[0] == 0
 
 
+def test_dry_run_reads_the_file_of_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    settings, recipe = tmp_path / "settings.yaml", tmp_path / "recipe.yaml"
+    text = (FOLDER / "550m-64k.yaml").read_text()
+    recipe.write_text(text.replace("  --wlb-packing: hold\n", f"  --wlb-config: {settings}\n"))
+    settings.write_text("wlb_packing: wlb\n")
+    status, said = dry_run(capsys, recipe)
+    assert status == 0 and json.loads(said)["packing"] == "wlb"
+    settings.write_text("wlb_packing: wlb\ntp_comm_overlap: true\n")
+    status, said = dry_run(capsys, recipe)
+    assert status == 2 and "--tp-comm-overlap does not work" in said
+
+
 def test_dry_run_refuses_megatrons_default_of_attention_dropout(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

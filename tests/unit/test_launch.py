@@ -109,11 +109,11 @@ def test_settings_file_that_cannot_be_read_is_one_line(script: Path) -> None:
 
 
 def test_settings_file_goes_before_the_command_line(tmp_path: Path) -> None:
-    from megatron_wlb.launch import _with_settings_file
+    from megatron_wlb.command_line import with_settings_file
 
     path = tmp_path / "run.yaml"
     path.write_text("wlb_packing: wlb\nnum-layers: 4\nbf16: true\nfp16: false\ndata_path: [a, b]\n")
-    words = _with_settings_file(["--wlb-config", str(path), "--wlb-packing", "hold"])
+    words = with_settings_file(["--wlb-config", str(path), "--wlb-packing", "hold"])
     assert words == [
         "--wlb-packing", "wlb", "--num-layers", "4", "--bf16", "--data-path", "a", "b",
         "--wlb-packing", "hold",
