@@ -226,7 +226,7 @@ def with_settings_file(flags: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the file cannot be read, or is no mapping.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--wlb-config")
     known, rest = parser.parse_known_args(flags)
     if known.wlb_config is None:

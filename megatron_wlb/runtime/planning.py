@@ -332,7 +332,7 @@ def _planner(
         step_tokens=training.global_batch_size * data.seq_length,
         seed=training.seed,
         long_documents=wlb.wlb_long_documents,
-        names=[str(corpus.prefix) for corpus in corpora.corpora],
+        names=[corpus.prefix for corpus in corpora.corpora],
     )
     return Planner(
         stream,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_wlb.config import Config
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.testing.gloo import GlooPool
 
@@ -104,11 +105,11 @@ def test_tracker_that_names_no_checkpoint_is_refused(
 def require_same(saved: dict[str, object], now: dict[str, object]) -> None:
     from megatron_wlb.runtime import checkpoint
 
-    checkpoint._require_same_settings("ck", saved, now)
+    checkpoint._require_same_settings("ck", saved, now, {}, Config())
 
 
 def test_checkpoint_of_before_a_setting_existed_had_its_default(gloo: GlooPool) -> None:
     now = {"num_layers": 4, "use_rope_scaling": False}
     gloo.run(1, require_same, {"num_layers": 4}, now)
-    with pytest.raises(CheckpointError, match="use-rope-scaling False, this run has True"):
+    with pytest.raises(CheckpointError, match="--use-rope-scaling False there, True here"):
         gloo.run(1, require_same, {"num_layers": 4}, now | {"use_rope_scaling": True})

@@ -32,6 +32,7 @@ VOCAB = 512
 
 
 class Lengths:
+    prefix = "lengths"
     lengths = np.array([900, 300, 40, 1000, 700, 20, 650, 330] * 20)
 
 
