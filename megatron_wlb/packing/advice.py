@@ -60,26 +60,26 @@ def recommended(
     ``original`` is what speeds are over: the first option if not given.
     """
     base = original or options[0]
-
-    def order(option: Option[T]) -> tuple[float, ...]:
-        speed = round(option.speedup(base), DIGITS)
-        return -speed, option.delay_steps, option.max_tokens, option is not original
-
     within = [option for option in options if option.delay_steps <= max_delay_steps]
-    return min(within, key=order, default=None)
+    return min(
+        within, key=lambda option: (*preference(option, base), option is not original), default=None
+    )
 
 
-def gain(option: Option[T], original: Option[T]) -> str:
+def preference(option: Option[T], base: Option[T]) -> tuple[float, ...]:
+    """What to sort by, the best first; ``base`` is what printed speeds are over."""
+    return -round(option.speedup(base), DIGITS), option.delay_steps, option.max_tokens
+
+
+def gain(option: Option[T], original: Option[T], how: str = "modelled") -> str:
     """How much faster ``option`` is, how that varies, and where it comes from."""
     speedup = option.speedup(original)
     said = f"{speedup:.{DIGITS}f} × the work a second of original"
     spread = option.range_over_parts(original)
     if spread is None:
-        said += ", modelled (too few steps to say how that varies)"
+        said += f", {how} (too few steps to say how that varies)"
     else:
-        said += (
-            f", modelled ({spread[0]:.{DIGITS}f} to {spread[1]:.{DIGITS}f} in parts of the steps)"
-        )
+        said += f", {how} ({spread[0]:.{DIGITS}f} to {spread[1]:.{DIGITS}f} in parts of the steps)"
     remarks = []
     if spread is not None and speedup - 1 <= spread[1] - spread[0]:
         remarks.append("which is less than it varies by, so original may do as well")

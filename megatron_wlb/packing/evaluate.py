@@ -96,7 +96,7 @@ class Setting:
         return ", ".join(parts)
 
     def flags(self) -> list[str]:
-        """What the training command needs of this; for all that it needs :meth:`Workload.flags`."""
+        """What the training command needs of this; the rest is :meth:`Workload.rules`."""
         flags = ["--wlb-packing", self.packing]
         if self.packing not in CUTS_AT_WINDOWS:
             flags += ["--wlb-max-tokens", str(self.max_tokens)]
@@ -165,9 +165,9 @@ class Workload:
         """That arrive in a step, in the mean."""
         return self.num_micro_batches * self.window
 
-    def flags(self, setting: Setting) -> tuple[str, ...]:
-        """What the training command needs to pack as ``setting`` does here: no rule is left out."""
-        flags = setting.flags()
+    def rules(self, setting: Setting) -> tuple[str, ...]:
+        """What the training command needs, beside the setting's own flags, to pack as here."""
+        flags: list[str] = []
         if setting.packing not in CUTS_AT_WINDOWS:
             if self.max_age != MAX_AGE:
                 flags += ["--wlb-max-age", str(self.max_age)]
@@ -360,7 +360,7 @@ def evaluate(
         clock.efficiency,
         metrics.num_tokens / clock.device_us if clock.device_us else 0.0,
         by_part(clock.works_us, clock.devices_us),
-        workload.flags(setting),
+        (*setting.flags(), *workload.rules(setting)),
     )
 
 
