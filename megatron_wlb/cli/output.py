@@ -44,7 +44,7 @@ def progress_bar(task: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, lines where that is no terminal; what it yields takes (done, total)."""
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
-        with _progress_lines(task) as progress:
+        with progress_lines(task) as progress:
             yield progress
         return
     columns = (
@@ -59,7 +59,7 @@ def progress_bar(task: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def _progress_lines(task: str) -> Iterator[Callable[[int, int], None]]:
+def progress_lines(task: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """A line on stderr after :data:`QUIET_S`, and each time that as long again has gone by."""
     state, ended, start_s = [0, 0], Event(), time.monotonic()
 
@@ -71,7 +71,7 @@ def _progress_lines(task: str) -> Iterator[Callable[[int, int], None]]:
         while not ended.wait(wait_s):
             wait_s = time.monotonic() - start_s
             done, total = state
-            so_far = f" {done:,} of {total:,}" if total else ""
+            so_far = f" {done:,} of {total:,}{unit}" if total else ""
             print(f"{task}:{so_far} after {wait_s:.0f} s", file=sys.stderr, flush=True)
 
     teller = Thread(target=tell, daemon=True)

@@ -138,19 +138,21 @@ def _run(args: argparse.Namespace) -> int:
         {**e.row(_comparable(e, originals)), "paper_imbalance": _paper(args, e)}
         for e in evaluations
     ]
-    title = (
-        f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows, "
-        f"{cost_title(args)}"
-    )
+    title = f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows"
+    cost = cost_title(args)
     if args.plot:
         from megatron_wlb.packing.plot import plot_packings
 
-        save_file("--plot", args.plot, lambda path: plot_packings(evaluations, title, path))
+        save_file(
+            "--plot", args.plot, lambda path: plot_packings(evaluations, f"{title}\n{cost}", path)
+        )
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
         return 0
     out = console()
-    out.print(_table(rows, f"{title}: {steps} steps, seed {args.seed}; modelled", out.width))
+    out.print(
+        _table(rows, f"{title}, {cost}: {steps} steps, seed {args.seed}; modelled", out.width)
+    )
     say(out, _advice(evaluations, args.max_delay))
     if args.plot:
         say(out, f"picture: {args.plot}")

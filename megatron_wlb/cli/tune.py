@@ -118,18 +118,23 @@ def _run(args: argparse.Namespace) -> int:
         )
     title = (
         f"{documents.title}, N={number}, window {args.window:,}, S_max up to "
-        f"{args.max_windows:g} windows, {cost_title(args)}"
+        f"{args.max_windows:g} windows"
     )
+    cost = cost_title(args)
     if args.plot:
         from megatron_wlb.packing.plot import plot_trade_off
 
-        save_file("--plot", args.plot, lambda path: plot_trade_off(tuning, title, path))
+        save_file(
+            "--plot", args.plot, lambda path: plot_trade_off(tuning, f"{title}\n{cost}", path)
+        )
     if args.json:
         print(json.dumps(as_dict(tuning), indent=1))
         return 0
     out = console()
-    out.print(_curve(tuning, f"{title}: the best of {len(tuning.tried)} settings, modelled"))
-    held_out = f"on {steps} held-out steps, seed {args.seed}, modelled, {cost_title(args)}"
+    out.print(
+        _curve(tuning, f"{title}, {cost}: the best of {len(tuning.tried)} settings, modelled")
+    )
+    held_out = f"on {steps} held-out steps, seed {args.seed}, modelled, {cost}"
     out.print(_judged(tuning, f"{held_out}; mean delay up to {args.max_delay:g} steps"))
     say(out, _advice(tuning))
     out.print(" ".join(tuning.chosen.flags), style="bold", soft_wrap=True)
