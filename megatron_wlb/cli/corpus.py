@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_wlb.cli import corpus_stats
+from megatron_wlb.cli.output import progress_lines
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
 from megatron_wlb.data.sources import Progress
 from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
@@ -102,17 +103,19 @@ def _build(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """A bar on stderr while it is a terminal; nothing otherwise."""
+    """A bar on stderr while it is a terminal, lines otherwise."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        with progress_lines("building", " bytes") as progress:
+            yield lambda _, bytes_read, total_bytes: progress(bytes_read, total_bytes)
+        return
     columns = (
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
         rich_progress.DownloadColumn(),
         rich_progress.TimeRemainingColumn(),
     )
-    with rich_progress.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bars:
+    with rich_progress.Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, rich_progress.TaskID] = {}
 
         def report(task: str, bytes_read: int, total_bytes: int) -> None:

@@ -18,8 +18,9 @@ BAR = 24
 
 _EPILOG = f"""\
 {SOURCES}
-The window only marks which documents are long; none is cut here. 'attention' is a document's
-share of all causal attention work, the square of its length.
+The window marks which documents are long; documents and tokens are counted as they are stored.
+'attention' is a document's share of all causal attention work: the square of its length, or where
+it is longer than the window, of the pieces that training cuts it into.
 
 examples:
   wlb corpus stats corpora/books --window 32768 --plot lengths.png
@@ -50,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.windows < 1:
         raise ConfigError(f"--windows is {args.windows}; give at least 1")
     statistics = LengthStatistics.of(
-        documents.lengths(args.windows, window=args.window, seed=args.seed)
+        documents.lengths(args.windows, window=args.window, seed=args.seed), args.window
     )
     if args.plot:
         from megatron_wlb.simulator.plot import plot_lengths
@@ -66,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
     out = console()
     out.print(_summary(statistics, documents.title))
     out.print(_long(statistics, args.window))
-    out.print(_histogram(statistics))
+    out.print(_histogram(statistics, args.window))
     say(out, _advice(statistics, args.window))
     if args.plot:
         say(out, f"picture: {args.plot}")
@@ -106,8 +107,10 @@ def _long(statistics: LengthStatistics, window: int) -> Table:
     return table
 
 
-def _histogram(statistics: LengthStatistics) -> Table:
-    table = Table(title="lengths", title_justify="left")
+def _histogram(statistics: LengthStatistics, window: int) -> Table:
+    table = Table(
+        title=f"lengths; attention of pieces of at most {window:,} tokens", title_justify="left"
+    )
     table.add_column("tokens, from", justify="right")
     table.add_column("to below", justify="right")
     table.add_column("documents", justify="right")

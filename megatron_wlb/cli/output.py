@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
 from rich import progress as rich_progress
 from rich.console import Console
@@ -17,6 +19,8 @@ from megatron_wlb.errors import ConfigError
 
 WIDTH = 160
 """Of tables that go to a file or a pipe."""
+QUIET_S = 1.0
+"""Work that takes no longer says nothing where there is no terminal."""
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -37,19 +41,46 @@ def remark(text: str) -> None:
 
 @contextmanager
 def progress_bar(task: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr while that is a terminal; what it yields takes (done, total)."""
+    """A bar on stderr, lines where that is no terminal; what it yields takes (done, total)."""
     stderr = Console(stderr=True)
+    if not stderr.is_terminal:
+        with progress_lines(task) as progress:
+            yield progress
+        return
     columns = (
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
         rich_progress.MofNCompleteColumn(),
         rich_progress.TimeRemainingColumn(),
     )
-    with rich_progress.Progress(
-        *columns, console=stderr, transient=True, disable=not stderr.is_terminal
-    ) as bars:
+    with rich_progress.Progress(*columns, console=stderr, transient=True) as bars:
         bar = bars.add_task(task, total=None)
         yield lambda done, total: bars.update(bar, completed=done, total=total)
+
+
+@contextmanager
+def progress_lines(task: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+    """A line on stderr after :data:`QUIET_S`, and each time that as long again has gone by."""
+    state, ended, start_s = [0, 0], Event(), time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        state[:] = done, total
+
+    def tell() -> None:
+        wait_s = QUIET_S
+        while not ended.wait(wait_s):
+            wait_s = time.monotonic() - start_s
+            done, total = state
+            so_far = f" {done:,} of {total:,}{unit}" if total else ""
+            print(f"{task}:{so_far} after {wait_s:.0f} s", file=sys.stderr, flush=True)
+
+    teller = Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield progress
+    finally:
+        ended.set()
+        teller.join()
 
 
 def check_file(flag: str, path: Path | None) -> None:

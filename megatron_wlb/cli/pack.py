@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.inputs import (
     COSTS,
     SOURCES,
@@ -24,7 +25,8 @@ from megatron_wlb.cli.inputs import (
 )
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PACKINGS
+from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS
+from megatron_wlb.packing.advice import check_max_delay, gain, recommended
 from megatron_wlb.packing.evaluate import WARM_UP_STEPS, Evaluation, Setting, Workload, evaluate
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
 
@@ -34,15 +36,9 @@ ALL = (
 )  # fmt: skip
 PAPER = (*ALL[:5], "wlb:1", "wlb:2", "wlb:3")
 STEPS, SOLVER_STEPS = 400, 20
-WORTH_IT = 1.02
-"""Modelled speed-up over `original` from which on another packing is advised."""
-GENTLE_DELAY = 0.6
-"""More delay, in steps, is not advised where there is less to be had: the paper has 0.5."""
 EXTRA_COLUMNS = ("p95", "worst", "tokens/s", "p99", "CV", "documents")
 MIN_WIDTH = 130
 """Of a terminal that has room for them."""
-NEARLY = 0.99
-"""Of the highest throughput: the least delay is advised among those."""
 
 TABLE_2 = {
     "original": {1: 1.44},
@@ -90,6 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--hold-tau", type=float, default=1.0, metavar="X", help="of hold")
     group.add_argument("--delay-price", type=float, metavar="X", help="of hold")
+    add_max_delay(group)
     group.add_argument(
         "--steps",
         type=int,
@@ -111,6 +108,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
+    check_max_delay(args.max_delay)
     fill_defaults(args)
     documents = source(args)
     base = workload(args, documents, 1)
@@ -119,33 +117,43 @@ def _run(args: argparse.Namespace) -> int:
         for number in numbers_of_micro_batches(args)
         for setting in _settings(args)
     ]
-    steps = STEPS if args.steps is None else args.steps
-    if steps < 1:
-        raise ConfigError(f"--steps is {steps}; give at least 1")
     for case, setting in cases:
         case.check([setting])
     largest = max(case.step_tokens for case, _ in cases)
+    warm_up, steps = num_steps(
+        args,
+        documents,
+        step_tokens=largest,
+        num_cases=len(cases),
+        default=STEPS,
+        warm_up=WARM_UP_STEPS,
+    )
     for text in documents.remarks(
-        (WARM_UP_STEPS + steps) * largest, window=args.window, long_documents=args.long_documents
+        (warm_up + steps) * largest, window=args.window, long_documents=args.long_documents
     ):
         remark(text)
-    evaluations = _evaluate(args, cases, steps)
+    evaluations = _evaluate(args, cases, warm_up, steps)
     originals = {e.num_micro_batches: e for e in evaluations if e.setting.packing == "original"}
     rows = [
         {**e.row(_comparable(e, originals)), "paper_imbalance": _paper(args, e)}
         for e in evaluations
     ]
     title = f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows"
+    cost = cost_title(args)
     if args.plot:
         from megatron_wlb.packing.plot import plot_packings
 
-        save_file("--plot", args.plot, lambda path: plot_packings(evaluations, title, path))
+        save_file(
+            "--plot", args.plot, lambda path: plot_packings(evaluations, f"{title}\n{cost}", path)
+        )
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
         return 0
     out = console()
-    out.print(_table(rows, f"{title}: {steps} steps, seed {args.seed}; modelled", out.width))
-    say(out, _advice(evaluations))
+    out.print(
+        _table(rows, f"{title}, {cost}: {steps} steps, seed {args.seed}; modelled", out.width)
+    )
+    say(out, _advice(evaluations, args.max_delay))
     if args.plot:
         say(out, f"picture: {args.plot}")
     return 0
@@ -174,14 +182,14 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def _evaluate(
-    args: argparse.Namespace, cases: Sequence[tuple[Workload, Setting]], steps: int
+    args: argparse.Namespace, cases: Sequence[tuple[Workload, Setting]], warm_up: int, steps: int
 ) -> list[Evaluation]:
     """Each case; the solver over fewer steps, unless they were asked for."""
 
     def sizes(setting: Setting) -> tuple[int, int]:
         if setting.packing == "fixed-solver":  # holds nothing back, so nothing has to fill
-            return 0, args.steps or SOLVER_STEPS
-        return WARM_UP_STEPS, steps
+            return 0, args.steps or min(steps, SOLVER_STEPS)
+        return warm_up, steps
 
     total, done = sum(sum(sizes(setting)) for _, setting in cases), 0
     evaluations = []
@@ -193,8 +201,8 @@ def _evaluate(
             progress(done, total)
 
         for case, setting in cases:
-            warm_up, counted = sizes(setting)
-            evaluations.append(evaluate(case, setting, counted, warm_up=warm_up, on_step=on_step))
+            before, counted = sizes(setting)
+            evaluations.append(evaluate(case, setting, counted, warm_up=before, on_step=on_step))
     return evaluations
 
 
@@ -262,7 +270,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "worst": number("imbalance_worst", ".2f"),
         "work/s": number("work_speedup", ".3f"),
         "tokens/s": number("tokens_speedup", ".3f"),
-        "delay": number("delay_mean", ".2f"),
+        "delay": number("delay_mean", ".3f"),
         "p99": number("delay_p99", ""),
         "max": number("delay_max", ""),
         "CV": number("tokens_cv", ".2f"),
@@ -272,30 +280,35 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _advice(evaluations: Sequence[Evaluation]) -> str:
+def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
     """One sentence on what to train with, for the largest N."""
     number = max(e.num_micro_batches for e in evaluations)
     at_hand = [e for e in evaluations if e.num_micro_batches == number]
-    original = next((e for e in at_hand if e.setting.packing == "original"), None)
-    gentle = [e for e in at_hand if e.delay <= GENTLE_DELAY] or at_hand
-    most = max(e.efficiency for e in gentle)
-    best = min((e for e in gentle if e.efficiency >= NEARLY * most), key=lambda e: e.delay)
-    said, gain = f"At N={number}", ""
-    if original:
-        speedup = best.efficiency / original.efficiency
-        if best is original or speedup < WORTH_IT:
-            return (
-                f"{said} the packings hardly differ: original has imbalance "
-                f"{original.imbalance:.3f}, and the best here does {most / original.efficiency:.3f}"
-                " × its work a second, modelled."
-            )
-        gain = f" and {speedup:.2f} × the work a second of original"
+    # The solver packs other steps, so it compares with itself alone.
+    same_steps = [e for e in at_hand if e.setting.packing != "fixed-solver"]
+    options = [e.option for e in same_steps or at_hand]
+    original = next((o for o in options if o.of.setting.packing == "original"), None)
+    best = recommended(options, max_delay, original)
+    limit = f"a mean delay of {max_delay:g} steps (--max-delay)"
+    if best is None:
+        least = min(options, key=lambda option: option.delay_steps)
+        return (
+            f"At N={number} nothing here keeps within {limit}: the least is "
+            f"{least.delay_steps:.3f}, of {least.of.setting.title}."
+        )
+    chosen = best.of
+    if best is original:
+        return (
+            f"At N={number} nothing within {limit} is faster than original, which has imbalance "
+            f"{chosen.imbalance:.3f}: keep it ('wlb tune' looks for settings that are)."
+        )
+    gained = "" if original is None else f"; it does {gain(best, original)}"
+    was = "" if original is None else f" instead of {original.imbalance:.3f}"
     memory = ""
-    if not best.setting.packing.startswith("fixed-"):
-        memory = f"needs memory for micro-batches of {best.setting.max_tokens:,} tokens and "
+    if chosen.setting.packing not in CUTS_AT_WINDOWS:
+        memory = f"; it needs memory for micro-batches of {chosen.setting.max_tokens:,} tokens"
     return (
-        f"{said} train with {' '.join(best.setting.flags())}: imbalance {best.imbalance:.3f}"
-        f"{f' instead of {original.imbalance:.3f}' if original else ''}{gain}, modelled; it "
-        f"{memory}delays a token by {best.delay:.2f} steps in the mean ('wlb tune' looks for "
-        "better settings)."
+        f"At N={number} and within {limit} train with {' '.join(chosen.flags)}: imbalance "
+        f"{chosen.imbalance:.3f}{was}{gained}{memory}; it delays a token by {chosen.delay:.3f} "
+        "steps in the mean ('wlb tune' looks for better settings)."
     )

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 from rich.table import Table
 
+from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.inputs import SOURCES, add_long_documents, add_source, source
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
 from megatron_wlb.cli.scenario import (
     MODELS,
     RECOMPUTE,
@@ -24,14 +25,19 @@ from megatron_wlb.cli.scenario import (
 from megatron_wlb.cost import Recompute, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.advice import DIGITS, check_max_delay, gain
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.simulator import recipe
 from megatron_wlb.simulator.compare import WARM_UP_STEPS
-from megatron_wlb.simulator.scenario import title
+from megatron_wlb.simulator.scenario import MEMORY_SHARE, title
 from megatron_wlb.simulator.search import Choice, Search, Space, search
 
 STEP_TOKENS = 1 << 22
 """That a step has if N is not given."""
+STEPS = 40
+HEADROOM = 0.05
+NUM_TUNED = 36
+"""Packings and S_max that are simulated of the best layouts, about."""
 SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size")
 
 _EPILOG = f"""\
@@ -42,10 +48,16 @@ how it searches:
   recomputation as fits, is checked against the model, Megatron's schedule and the memory limit.
   What can run gets one simulated step of even micro-batches; the best --refine layouts many steps
   of your documents; and the best three of those every packing and S_max. Ranked by work (model
-  FLOPs) a second. The same command gives the same ranking.
+  FLOPs) a second among those within --max-delay; of equals that with less delay. The same command
+  gives the same ranking.
+
+table:
+  the best packing and S_max of each layout, and then the other packings on the best layout; --json
+  has all that was simulated
 
 columns:
   coarse     MFU by the coarse pass, of even micro-batches of an average mix: it ranks layouts
+  work/s     work a second over the fastest of original packing
   MFU        simulated over steps of your documents
   others as for wlb simulate
 
@@ -96,9 +108,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--steps",
         type=int,
-        default=40,
         metavar="N",
-        help=f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: 40)",
+        help=f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: {STEPS})",
+    )
+    add_max_delay(group)
+    group.add_argument(
+        "--headroom",
+        type=float,
+        default=HEADROOM,
+        metavar="SHARE",
+        help=f"of the memory limit that is left free (default: {HEADROOM:g})",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="FILE.yaml", help="recipe of the best")
@@ -109,7 +128,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_file("--out", args.out)
-    for flag, value in (("--refine", args.refine), ("--steps", args.steps), ("--rows", args.rows)):
+    check_max_delay(args.max_delay)
+    if not 0 <= args.headroom < 1:
+        raise ConfigError(f"--headroom is {args.headroom:g}; give a share from 0 to below 1")
+    for flag, value in (("--refine", args.refine), ("--rows", args.rows)):
         if value < 1:
             raise ConfigError(f"{flag} is {value}; give at least 1")
     if args.cost is not None:
@@ -120,8 +142,17 @@ def _run(args: argparse.Namespace) -> int:
     fill_from_model(args)
     documents, space = source(args), _space(args)
     documents.check(window=space.window, long_documents=args.long_documents)
+    step_tokens = max(space.num_micro_batches) * space.window
+    warm_up, steps = num_steps(
+        args,
+        documents,
+        step_tokens=step_tokens,
+        num_cases=args.refine + NUM_TUNED,
+        default=STEPS,
+        warm_up=WARM_UP_STEPS,
+    )
     for text in documents.remarks(
-        (WARM_UP_STEPS + args.steps) * max(space.num_micro_batches) * space.window,
+        (warm_up + steps) * step_tokens,
         window=space.window,
         long_documents=args.long_documents,
     ):
@@ -132,8 +163,10 @@ def _run(args: argparse.Namespace) -> int:
             space,
             documents,
             num_refined=args.refine,
-            steps=args.steps,
+            steps=steps,
+            warm_up=warm_up,
             seeds=[args.seed],
+            max_delay=args.max_delay,
             long_documents=args.long_documents,
             # Each pass takes about as long as the others.
             progress=lambda what, done, total: progress(
@@ -157,7 +190,7 @@ def _run(args: argparse.Namespace) -> int:
     out = console()
     out.print(_table(args, space, found))
     out.print(_rejected(found))
-    out.print(_verdict(found))
+    say(out, _verdict(found))
     out.print("\ntrain it with your data, duration and optimizer added:")
     out.print(command, soft_wrap=True)
     if args.out:
@@ -182,6 +215,9 @@ def _space(args: argparse.Namespace) -> Space:
             f"--num-devices {args.num_devices} are no whole nodes of {node}, and torchrun starts "
             f"equally many on each; give {whole} or {whole + node}"
         )
+    limit_gib = args.memory_gib
+    if limit_gib is None:
+        limit_gib = MEMORY_SHARE * hardware.memory_gib
     recompute = tuple(RECOMPUTE.values())
     if args.recompute is not None:
         recompute = (RECOMPUTE[args.recompute],)
@@ -195,7 +231,7 @@ def _space(args: argparse.Namespace) -> Space:
         cast(Mode, args.sharding),
         recompute,
         max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
-        args.memory_gib,
+        limit_gib * (1 - args.headroom) if limit_gib > 0 else limit_gib,
         args.cost_extrapolate,
         fixed,
     )
@@ -209,7 +245,7 @@ def _sections(args: argparse.Namespace, best: Choice) -> dict[str, recipe.Flags]
         "Layout": recipe.layout_flags(scenario),
         "Batch": recipe.batch_flags(scenario),
         "Workload balance": recipe.balance_flags(
-            scenario, outcome.variant, outcome.sharding, args.hardware
+            scenario, outcome.variant, outcome.sharding, args.hardware, outcome.rules
         ),
     }
 
@@ -281,8 +317,9 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
         ),
         title_justify="left",
         caption=(
-            f"simulated: {args.steps} steps of each, seed {args.seed}; memory limit "
-            f"{found.best.candidate.scenario.limit_gib:.1f} GiB"
+            f"simulated: {found.best.outcome.num_steps} steps of each, seed {args.seed}; mean "
+            f"delay up to {found.max_delay:g} steps (--max-delay), memory up to "
+            f"{found.best.candidate.scenario.limit_gib:.1f} GiB ({args.headroom:.0%} left free)"
         ),
         caption_justify="left",
     )
@@ -291,13 +328,18 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
     for header in ("N", "recompute"):
         table.add_column(header, justify="right")
     table.add_column("packing")
-    for header in ("S_max", "coarse", "MFU", "step ms", "tokens/s", "bubble", "peak GiB", "delay"):
+    for header in ("S_max", "coarse", "MFU", "work/s", "step ms", "tokens/s", "bubble", "peak GiB",
+                   "delay"):  # fmt: skip
         table.add_column(header, justify="right")
-    for number, choice in enumerate(found.ranked[: args.rows], start=1):
+    base = (found.original or found.best).outcome
+    layouts = found.layouts[: args.rows]
+    for number, choice in enumerate([*layouts, *found.packings], start=1):
         scenario, outcome = choice.candidate.scenario, choice.outcome
-        peak = f"{outcome.peak_bytes / GIB:.1f}"
+        peak, delay = f"{outcome.peak_bytes / GIB:.1f}", f"{outcome.delay_steps:.3f}"
+        if number == len(layouts) + 1:
+            table.add_section()
         table.add_row(
-            str(number),
+            str(number) if number <= len(layouts) else "",
             title(scenario.parallelism),
             str(scenario.num_micro_batches),
             _recompute(scenario.recompute),
@@ -305,11 +347,12 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
             f"{outcome.setting.max_tokens / space.window:.2f}",
             f"{choice.candidate.mfu:.1%}",
             f"{outcome.mfu:.1%}",
+            f"{outcome.speedup(base):.{DIGITS}f}",
             f"{outcome.step_us / 1e3:,.0f}",
             f"{outcome.tokens_per_s:,.0f}",
             f"{outcome.bubble_share:.1%}",
             peak if choice.fits else f"[red]{peak}[/red]",
-            f"{outcome.delay_steps:.2f}",
+            delay if outcome.delay_steps <= found.max_delay else f"[red]{delay}[/red]",
         )
     return table
 
@@ -342,10 +385,18 @@ def _rejected(found: Search) -> Table:
 
 def _verdict(found: Search) -> str:
     best, original = found.best, found.original
-    said = f"Fastest: {title(best.candidate.scenario.parallelism)}, {best.outcome.title}"
+    scenario, outcome = best.candidate.scenario, best.outcome
+    limit = f"a mean delay of {found.max_delay:g} steps"
+    said = f"Fastest within {limit}"
+    if outcome.delay_steps > found.max_delay:
+        said = f"Nothing that was simulated keeps within {limit} (--max-delay); fastest"
+    said += f": {title(scenario.parallelism)}, {outcome.title}"
     if original is None or original is best:
         return f"{said}."
+    beside = [c for c in found.packings if c.outcome.setting.packing == "original"]
+    if beside:
+        return f"{said}: it does {gain(outcome.option, beside[0].outcome.option, 'simulated')}."
     return (
-        f"{said}: {best.outcome.speedup(original.outcome):.2f} × the work a second of original on "
-        f"{title(original.candidate.scenario.parallelism)}, simulated."
+        f"{said}: {outcome.speedup(original.outcome):.{DIGITS}f} × the work a second of original "
+        f"on {title(original.candidate.scenario.parallelism)}, simulated."
     )

@@ -12,6 +12,7 @@ from typing import cast
 
 from rich.table import Table
 
+from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
 from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
 from megatron_wlb.cli.scenario import (
@@ -31,6 +32,7 @@ from megatron_wlb.simulator.compare import WARM_UP_STEPS, Outcome, Variant, comp
 from megatron_wlb.simulator.scenario import Scenario, title
 
 DEFAULT_PACKINGS = "original,fixed-greedy,wlb,hold"
+STEPS = 50
 SAMPLE_TOKENS = 1 << 25
 """Of documents whose lengths the report shows."""
 
@@ -85,9 +87,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--steps",
         type=int,
-        default=50,
         metavar="N",
-        help=f"of each seed, after {WARM_UP_STEPS} that fill queues (default: 50)",
+        help=f"of each seed, after {WARM_UP_STEPS} that fill queues (default: {STEPS})",
     )
     group.add_argument(
         "--num-seeds", type=int, default=3, metavar="N", help="--seed and those after (default: 3)"
@@ -113,10 +114,8 @@ def _run(args: argparse.Namespace) -> int:
     fill_from_model(args, layout=True)
     documents, base = source(args), scenario(args)
     documents.check(window=base.window, long_documents=args.long_documents)
-    if args.steps < 1 or args.num_seeds < 1:
-        raise ConfigError(
-            f"--steps {args.steps} of --num-seeds {args.num_seeds}; give at least 1 of each"
-        )
+    if args.num_seeds < 1:
+        raise ConfigError(f"--num-seeds is {args.num_seeds}; give at least 1")
     if base.hardware.attention and base.measured_attention is None:
         remark(
             f"--hardware {args.hardware} has no attention table of bfloat16 heads of "
@@ -125,14 +124,23 @@ def _run(args: argparse.Namespace) -> int:
     max_tokens, said = most_tokens(args, base)
     if said:
         remark(said)
+    variants, shardings = _variants(args, max_tokens), _shardings(args)
+    step_tokens = base.num_micro_batches * base.window
+    warm_up, steps = num_steps(
+        args,
+        documents,
+        step_tokens=step_tokens,
+        num_cases=len(variants) * args.num_seeds,
+        default=STEPS,
+        warm_up=WARM_UP_STEPS,
+    )
     for text in documents.remarks(
-        (WARM_UP_STEPS + args.steps) * base.num_micro_batches * base.window,
+        (warm_up + steps) * step_tokens,
         window=base.window,
         long_documents=args.long_documents,
     ):
         remark(text)
-    variants, shardings = _variants(args, max_tokens), _shardings(args)
-    total = len(variants) * args.num_seeds * (WARM_UP_STEPS + args.steps)
+    total = len(variants) * args.num_seeds * (warm_up + steps)
     with progress_bar("simulating") as progress:
         done = 0
 
@@ -146,7 +154,8 @@ def _run(args: argparse.Namespace) -> int:
             documents,
             variants,
             shardings,
-            steps=args.steps,
+            steps=steps,
+            warm_up=warm_up,
             seeds=[args.seed + number for number in range(args.num_seeds)],
             long_documents=args.long_documents,
             max_age=args.max_age,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.inputs import (
     COSTS,
     SOURCES,
@@ -26,11 +27,14 @@ from megatron_wlb.cli.inputs import (
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.advice import check_max_delay, gain
 from megatron_wlb.packing.evaluate import Evaluation
 from megatron_wlb.packing.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
 
 MOST_ROWS = 12
 """Of the trade-off curve, in the table."""
+NUM_SETTINGS = 120
+"""About so many are tried."""
 
 _EPILOG = f"""\
 {SOURCES}
@@ -39,8 +43,8 @@ how it chooses:
   The documents are parted at random. One half is packed with about a hundred settings (number and
   thresholds of wlb's queues; tau and delay price of hold; S_max up to --max-windows), and of those
   with a mean delay within --max-delay the one with the highest modelled throughput is taken. The
-  other half judges it, together with the defaults: if one of them is better, it is recommended,
-  and original if that is faster than all.
+  other half judges it, together with the defaults, original and fixed-greedy: the fastest there
+  within --max-delay is recommended; of equals that with less delay.
 
 examples:
   wlb tune --distribution reference --max-delay 0.3 --plot trade-off.png
@@ -57,13 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--packing", default=",".join(TUNABLE), metavar="a,b", help="default: wlb,hold"
     )
-    group.add_argument(
-        "--max-delay",
-        type=float,
-        default=0.5,
-        metavar="STEPS",
-        help="most that a token may be delayed in the mean (default: 0.5, as in the paper)",
-    )
+    add_max_delay(group)
     group.add_argument(
         "--look-ahead", type=int, default=0, metavar="K", help="let hold look so many steps ahead"
     )
@@ -82,18 +80,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
+    check_max_delay(args.max_delay)
     fill_defaults(args)
     documents = source(args)
     number, *others = numbers_of_micro_batches(args)
     if others:
         raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
-    steps = args.steps
-    if steps is None:
-        steps = max(50, min(250, 1600 // number))
-    if steps < 1:
-        raise ConfigError(f"--steps is {steps}; give at least 1")
     base = workload(args, documents, number)
-    tokens = 2 * (WARM_UP_STEPS + steps) * base.step_tokens
+    warm_up, steps = num_steps(
+        args,
+        documents,
+        step_tokens=base.step_tokens,
+        num_cases=NUM_SETTINGS,
+        default=max(50, min(250, 1600 // number)),
+        warm_up=WARM_UP_STEPS,
+    )
+    tokens = 2 * (warm_up + steps) * base.step_tokens
     for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
         remark(text)
     if documents.num_documents < MIN_TO_SPLIT:
@@ -110,6 +112,7 @@ def _run(args: argparse.Namespace) -> int:
             max_tokens=max_tokens(args),
             max_delay=args.max_delay,
             steps=steps,
+            warm_up=warm_up,
             look_ahead=args.look_ahead,
             progress=progress,
         )
@@ -117,18 +120,24 @@ def _run(args: argparse.Namespace) -> int:
         f"{documents.title}, N={number}, window {args.window:,}, S_max up to "
         f"{args.max_windows:g} windows"
     )
+    cost = cost_title(args)
     if args.plot:
         from megatron_wlb.packing.plot import plot_trade_off
 
-        save_file("--plot", args.plot, lambda path: plot_trade_off(tuning, title, path))
+        save_file(
+            "--plot", args.plot, lambda path: plot_trade_off(tuning, f"{title}\n{cost}", path)
+        )
     if args.json:
         print(json.dumps(as_dict(tuning), indent=1))
         return 0
     out = console()
-    out.print(_curve(tuning, f"{title}: the best of {len(tuning.tried)} settings, modelled"))
-    out.print(_judged(tuning, f"on {steps} held-out steps, seed {args.seed}, modelled"))
+    out.print(
+        _curve(tuning, f"{title}, {cost}: the best of {len(tuning.tried)} settings, modelled")
+    )
+    held_out = f"on {steps} held-out steps, seed {args.seed}, modelled, {cost}"
+    out.print(_judged(tuning, f"{held_out}; mean delay up to {args.max_delay:g} steps"))
     say(out, _advice(tuning))
-    out.print(" ".join(tuning.chosen.setting.flags()), style="bold", soft_wrap=True)
+    out.print(" ".join(tuning.chosen.flags), style="bold", soft_wrap=True)
     if args.plot:
         say(out, f"picture: {args.plot}")
     return 0
@@ -140,7 +149,8 @@ def as_dict(tuning: Tuning) -> dict[str, object]:
     return {
         "max_delay": tuning.max_delay,
         "recommended": tuning.chosen.row(original),
-        "flags": tuning.chosen.setting.flags(),
+        "flags": list(tuning.chosen.flags),
+        "judged": [e.row(original) for e in tuning.judged],
         "is_default": tuning.keeps_default,
         "defaults": [e.row(original) for e in tuning.defaults],
         "baselines": [e.row(original) for e in tuning.baselines],
@@ -164,12 +174,12 @@ def _curve(tuning: Tuning, title: str) -> Table:
 
 def _judged(tuning: Tuning, title: str) -> Table:
     table = _empty_table(title)
-    for evaluation in tuning.baselines:
-        if evaluation is not tuning.chosen:
-            table.add_row(*_cells(evaluation, tuning.original))
-    for evaluation in tuning.defaults:
+    for evaluation in tuning.judged:
         if evaluation.setting != tuning.chosen.setting:
-            table.add_row(*_cells(evaluation, tuning.original, "default"))
+            role = "default" if evaluation in tuning.defaults else ""
+            role = "tuned" if evaluation is tuning.tuned else role
+            style = "" if evaluation.delay <= tuning.max_delay else "dim"
+            table.add_row(*_cells(evaluation, tuning.original, role), style=style)
     table.add_row(*_cells(tuning.chosen, tuning.original, "recommended"), style="bold green")
     return table
 
@@ -211,14 +221,11 @@ def _no_warnings_of_backlogs() -> Iterator[None]:
 
 def _advice(tuning: Tuning) -> str:
     chosen, original = tuning.chosen, tuning.original
+    limit = f"a mean delay of {tuning.max_delay:g} steps (--max-delay)"
     if chosen is original:
-        best = max(e.efficiency for e in tuning.defaults) / original.efficiency
-        return (
-            "Nothing that was tried within the limit is as fast as original here (the defaults do "
-            f"{best:.2f} × its work a second, modelled); keep it:"
-        )
+        return f"Nothing that was tried within {limit} is faster than original here; keep it:"
     kept = "The defaults cannot be bettered here; a" if tuning.keeps_default else "A"
     return (
-        f"{kept}dd this to the training command for {chosen.efficiency / original.efficiency:.2f} "
-        f"× the work a second of original, modelled, at a mean delay of {chosen.delay:.2f} steps:"
+        f"{kept}dd this to the training command; within {limit} it does "
+        f"{gain(chosen.option, original.option)}; it delays a token by {chosen.delay:.3f} steps:"
     )

@@ -251,7 +251,7 @@ class DocumentStream:
 
     def _epoch_order(self) -> npt.NDArray[np.int64]:
         """The numbers of the epoch's documents in the order in which they are drawn."""
-        if not self.shuffle:
+        if not self.shuffle or self.num_documents == 1:  # one has no order, and many epochs
             return self._present
         if self._order is None or self._order[0] != self.epoch:
             # RandomState, because NumPy guarantees its streams for ever; those of Generator may

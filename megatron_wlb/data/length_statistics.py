@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,7 @@ class Part:
     tokens: int
     tokens_share: float
     attention_share: float
-    """Of the causal attention of all documents, which is the square of each one's length."""
+    """Of the causal attention of all documents: :func:`attention_work`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,11 @@ class LengthStatistics:
     counts: npt.NDArray[np.int64]
     """How many documents have each length."""
     num_empty: int
+    window: int | None = None
+    """Longer documents are trained in pieces of at most so many tokens."""
 
     @classmethod
-    def of(cls, lengths: Lengths) -> LengthStatistics:
+    def of(cls, lengths: Lengths, window: int | None = None) -> LengthStatistics:
         """Raises :class:`CorpusError` if all are empty."""
         if not lengths.size or not lengths.max():
             raise CorpusError("no document has tokens; give a corpus with text")
@@ -67,7 +70,8 @@ class LengthStatistics:
             distinct, counts = np.unique(lengths, return_counts=True)
         num_empty = int(counts[0]) if distinct[0] == 0 else 0
         first = int(num_empty > 0)
-        return cls(distinct[first:].astype(np.int64), counts[first:].astype(np.int64), num_empty)
+        lengths, counts = (part[first:].astype(np.int64) for part in (distinct, counts))
+        return cls(lengths, counts, num_empty, window)
 
     @property
     def documents(self) -> int:
@@ -98,8 +102,12 @@ class LengthStatistics:
             documents / self.documents,
             tokens,
             tokens / self.tokens,
-            _work(lengths, counts) / _work(self.lengths, self.counts),
+            float(self._work[chosen].sum() / self._work.sum()),
         )
+
+    @cached_property
+    def _work(self) -> npt.NDArray[np.float64]:
+        return attention_work(self.lengths, self.window) * self.counts
 
     def histogram(self) -> list[Bin]:
         """By powers of two, from the shortest document's to the longest's."""
@@ -133,5 +141,11 @@ class LengthStatistics:
         return [(fraction, self.part(fraction * window)) for fraction in WINDOW_FRACTIONS]
 
 
-def _work(lengths: Lengths, counts: npt.NDArray[np.int64]) -> float:
-    return float((lengths.astype(np.float64) ** 2 * counts).sum())
+def attention_work(lengths: npt.ArrayLike, window: int | None) -> npt.NDArray[np.float64]:
+    """Of each document: the square of its length, or of its pieces' where it is over the window."""
+    whole = np.asarray(lengths, dtype=np.float64)
+    if window is None:
+        return whole**2
+    pieces, rest = np.divmod(whole, window)
+    work: npt.NDArray[np.float64] = pieces * float(window) ** 2 + rest**2
+    return work

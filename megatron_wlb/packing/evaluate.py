@@ -17,6 +17,7 @@ from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, packer
+from megatron_wlb.packing.advice import Option, by_part
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.simulator.costs import StageCosts
@@ -26,6 +27,8 @@ WARM_UP_STEPS = 50
 """Steps that do not count: queues and pools fill."""
 MOST_TOKENS = 1 << 28
 """Longest micro-batch: costs are kept by length, 8 bytes each."""
+MAX_AGE = 12
+"""Of training, if nothing else is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class Setting:
         return ", ".join(parts)
 
     def flags(self) -> list[str]:
-        """What the training command needs to pack like this."""
+        """What the training command needs of this; the rest is :meth:`Workload.rules`."""
         flags = ["--wlb-packing", self.packing]
         if self.packing not in CUTS_AT_WINDOWS:
             flags += ["--wlb-max-tokens", str(self.max_tokens)]
@@ -151,7 +154,7 @@ class Workload:
     cost: Cost
     seed: int
     long_documents: LongDocuments = "split"
-    max_age: int = 12
+    max_age: int = MAX_AGE
     max_step_tokens: int | None = None
     length_multiple: int = 1
     layout: Layout | None = None
@@ -161,6 +164,18 @@ class Workload:
     def step_tokens(self) -> int:
         """That arrive in a step, in the mean."""
         return self.num_micro_batches * self.window
+
+    def rules(self, setting: Setting) -> tuple[str, ...]:
+        """What the training command needs, beside the setting's own flags, to pack as here."""
+        flags: list[str] = []
+        if setting.packing not in CUTS_AT_WINDOWS:
+            if self.max_age != MAX_AGE:
+                flags += ["--wlb-max-age", str(self.max_age)]
+            if self.max_step_tokens is not None:
+                flags += ["--wlb-max-step-tokens", str(self.max_step_tokens)]
+        if self.long_documents != "split":
+            flags += ["--wlb-long-documents", self.long_documents]
+        return tuple(flags)
 
     def packer(self, setting: Setting) -> Packer:
         """A new one. Raises :class:`ConfigError` for settings that cannot work."""
@@ -223,6 +238,20 @@ class Evaluation:
     """Modelled work ÷ (modelled time of the steps × what shares it): 1 keeps all devices busy."""
     tokens_rate: float
     """Tokens ÷ modelled time of the steps, in a unit that only compares."""
+    efficiency_by_part: tuple[float, ...]
+    """``efficiency`` of each part of the steps."""
+    flags: tuple[str, ...]
+    """What the training command needs to pack like this."""
+
+    @property
+    def option(self) -> Option[Evaluation]:
+        """As one of those that are chosen from."""
+        longest = self.setting.max_tokens
+        if self.setting.packing in CUTS_AT_WINDOWS:
+            longest = self.window
+        return Option(
+            self, self.efficiency, self.efficiency_by_part, self.delay, self.imbalance, longest
+        )
 
     @property
     def imbalance(self) -> float:
@@ -266,7 +295,7 @@ class Evaluation:
             "efficiency": self.efficiency,
             "work_speedup": original and self.efficiency / original.efficiency,
             "tokens_speedup": original and self.tokens_rate / original.tokens_rate,
-            "flags": s.flags(),
+            "flags": list(self.flags),
         }
 
 
@@ -331,6 +360,8 @@ def evaluate(
         timed.seconds / steps * 1e3,
         clock.efficiency,
         metrics.num_tokens / clock.device_us if clock.device_us else 0.0,
+        by_part(clock.works_us, clock.devices_us),
+        (*setting.flags(), *workload.rules(setting)),
     )
 
 
@@ -339,23 +370,28 @@ class _Clock:
 
     def __init__(self, workload: Workload) -> None:
         self._cost, self._layout = workload.cost, workload.layout
-        self.work_us = self.device_us = 0.0
+        self.works_us: list[float] = []  # of each step, as below
+        self.devices_us: list[float] = []
         if self._layout is not None:
             self._graph = self._layout.graph(workload.num_micro_batches)
             self._stages = StageCosts.even(self._cost, self._graph.num_stages)
 
     @property
+    def device_us(self) -> float:
+        return sum(self.devices_us)
+
+    @property
     def efficiency(self) -> float:
-        return self.work_us / self.device_us if self.device_us else 1.0
+        return sum(self.works_us) / self.device_us if self.device_us else 1.0
 
     def add(self, plan: StepPlan) -> None:
         times_us = [micro_batch.predicted_us for micro_batch in plan]
-        self.work_us += sum(times_us)
+        self.works_us.append(sum(times_us))
         if self._layout is None:
-            self.device_us += len(times_us) * max(times_us)
+            self.devices_us.append(len(times_us) * max(times_us))
         else:
             slowest_us = max(map(self._rank_us, plan.micro_batches))
-            self.device_us += self._layout.dp_size * self._layout.pp_size * slowest_us
+            self.devices_us.append(self._layout.dp_size * self._layout.pp_size * slowest_us)
 
     def _rank_us(self, micro_batches: Sequence[MicroBatchPlan]) -> float:
         """Time of a data-parallel rank's pipeline."""

@@ -23,7 +23,6 @@ from megatron_wlb.simulator.plot import (
     _title,
 )
 
-GREEN = "#009E73"
 COLOURS = {"wlb": ORANGE, "hold": BLUE}
 
 
@@ -49,26 +48,19 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
             label=f"{packing}: best of {len(tried)} settings tried",
         )
     marks: list[tuple[Sequence[Evaluation], str, dict[str, Any]]] = [
+        ([tuning.chosen], "recommended", {"marker": "*", "color": VERMILION, "s": 330}),
         ([tuning.original], "original", {"marker": "s", "color": INK}),
-        (tuning.baselines[1:], "fixed-greedy, 1 and 4 batches", {"marker": "^", "color": INK}),
-        (tuning.defaults, "defaults", {"marker": "D", "color": GREEN}),
-        ([tuning.chosen], "recommended", {"marker": "*", "color": VERMILION}),
     ]
+    # Named in the legend: settings that do alike lie on each other, and so would their names.
+    for evaluation, marker in zip(tuning.baselines[1:], "^v<>", strict=False):
+        marks.append(([evaluation], evaluation.setting.title, {"marker": marker, "color": INK}))
+    for evaluation in tuning.defaults:
+        colour = COLOURS[evaluation.setting.packing]
+        label = f"default: {evaluation.setting.title}"
+        marks.append(([evaluation], label, {"marker": "D", "color": colour}))
     for evaluations, label, style in marks:
-        size = 330 if style["marker"] == "*" else 70
-        _points(
-            axes, evaluations, tuning.original, label=label, s=size, edgecolors="white", zorder=5,
-            **style,
-        )  # fmt: skip
-    for evaluation in (*tuning.defaults, *tuning.baselines[1:]):
-        axes.annotate(
-            evaluation.setting.title,
-            (evaluation.delay, evaluation.efficiency / tuning.original.efficiency),
-            xytext=(8, -12),
-            textcoords="offset points",
-            fontsize=8.5,
-            color=PALE_INK,
-        )
+        style = {"s": 70, "edgecolors": "white", "zorder": 5} | style
+        _points(axes, evaluations, tuning.original, label=label, **style)
     axes.axvline(
         tuning.max_delay, color=INK, lw=1.2, ls="--", label=f"limit, {tuning.max_delay:g} steps"
     )

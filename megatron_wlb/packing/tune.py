@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from megatron_wlb.errors import ConfigError, PackingError
+from megatron_wlb.packing.advice import check_max_delay, recommended
 from megatron_wlb.packing.evaluate import Evaluation, Setting, Workload, evaluate
 
 TUNABLE = ("wlb", "hold")
@@ -51,10 +52,18 @@ class Tuning:
     """Of the packings that were tuned."""
     baselines: tuple[Evaluation, ...]
     """`original` first, then `fixed-greedy`."""
+    tuned: Evaluation | None = None
+    """Of what was tried, the best that keeps the limit, or what comes nearest to it."""
 
     @property
     def original(self) -> Evaluation:
         return self.baselines[0]
+
+    @property
+    def judged(self) -> tuple[Evaluation, ...]:
+        """All on held-out steps, each setting once; what is recommended is one of them."""
+        every = [*self.baselines, *self.defaults, *([self.tuned] if self.tuned else [])]
+        return tuple({evaluation.setting: evaluation for evaluation in every}.values())
 
     @property
     def keeps_default(self) -> bool:
@@ -79,6 +88,7 @@ def tune(
     max_tokens: int,
     max_delay: float,
     steps: int,
+    warm_up: int | None = None,
     look_ahead: int = 0,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Tuning:
@@ -87,9 +97,9 @@ def tune(
     Throughput is the work of the steps ÷ their time: without a layout that of their slowest
     micro-batches, so it is 1 ÷ time-weighted imbalance. ``max_tokens`` is the largest S_max that
     memory allows; a smaller one is taken where it loses at most ``TOLERANCE``. Settings are chosen
-    on ``steps`` steps of ``workload`` and judged on as many of ``held_out``, and the defaults with
-    them: one that is better there, and within the limit, is recommended instead; and so is
-    `original`, if that is faster by more than ``TOLERANCE``: the others train documents whole.
+    on ``steps`` steps of ``workload``, after ``warm_up``, and the best is judged on as many of
+    ``held_out``, with the defaults and the baselines: the fastest there within the limit is
+    recommended (:mod:`~megatron_wlb.packing.advice`).
 
     ``progress`` is told how many evaluations are done and about how many there will be.
 
@@ -101,11 +111,10 @@ def tune(
             raise ConfigError(f"{packing} has nothing to tune; use {' or '.join(TUNABLE)}")
     if not packings:
         raise ConfigError(f"no packing to tune; give {' or '.join(TUNABLE)}")
-    if not max_delay >= 0:
-        raise ConfigError(f"max_delay is {max_delay}; give at least 0 steps")
+    check_max_delay(max_delay)
     if look_ahead < 0:
         raise ConfigError(f"look_ahead is {look_ahead}; give at least 0")
-    window = workload.window
+    window, warm_up_steps = workload.window, WARM_UP_STEPS if warm_up is None else warm_up
     defaults = [Setting(packing, min(max_tokens, 2 * window)) for packing in packings]
     baselines = [
         Setting("original", max_tokens),
@@ -117,7 +126,7 @@ def tune(
     counted = _Counter(progress, 1 + len(first) + len(defaults) + len(baselines) + 1)
 
     def run(on: Workload, setting: Setting) -> Evaluation:
-        evaluation = evaluate(on, setting, steps, warm_up=WARM_UP_STEPS)
+        evaluation = evaluate(on, setting, steps, warm_up=warm_up_steps)
         counted.add()
         return evaluation
 
@@ -130,28 +139,28 @@ def tune(
     chosen = _judge(
         _ranked(tried.values(), max_delay), lambda setting: run(held_out, setting), max_delay
     )
-    considered = [*([chosen] if chosen else []), *judged]
-    within = [evaluation for evaluation in considered if evaluation.delay <= max_delay]
-    if not within:
+    found = [*([chosen] if chosen else []), *judged]
+    if not any(evaluation.delay <= max_delay for evaluation in found):
         at_hand = chosen or min(tried.values(), key=lambda e: (e.delay, -e.efficiency))
         raise PackingError(
             f"no setting of {' or '.join(packings)} keeps the mean delay within {max_delay:g} "
             f"steps; the nearest has {at_hand.delay:.3g} at imbalance {at_hand.imbalance:.3f} "
-            f"({' '.join(at_hand.setting.flags())}): raise --max-delay"
+            f"({' '.join(at_hand.flags)}): raise --max-delay"
             + ("" if "hold" in packings else ", or tune hold too")
         )
     tried_original = run(workload, baselines[0])
     judged_baselines = tuple(run(held_out, setting) for setting in baselines)
-    best = max(within, key=lambda e: e.efficiency)  # the first of equals: the chosen one
-    if best.efficiency < (1 - TOLERANCE) * judged_baselines[0].efficiency:
-        best = judged_baselines[0]
+    options = [evaluation.option for evaluation in (*found, *judged_baselines)]
+    best = recommended(options, max_delay, options[len(found)])
+    assert best is not None  # `original` delays nothing
     return Tuning(
         max_delay,
         tuple(tried.values()),
         tried_original,
-        best,
+        best.of,
         tuple(judged),
         judged_baselines,
+        chosen,
     )
 
 

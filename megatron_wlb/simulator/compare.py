@@ -15,6 +15,7 @@ from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.packing import Meter, check_shaping
+from megatron_wlb.packing.advice import Option, by_part
 from megatron_wlb.packing.evaluate import Setting, Workload
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
@@ -57,7 +58,7 @@ class Variant:
         return self.setting.title + (", shaped" if self.shaped else "")
 
     def flags(self) -> list[str]:
-        """What the training command needs to pack like this."""
+        """What the training command needs of this; the rules are the workload's."""
         return self.setting.flags() + (["--wlb-shape", "on"] if self.shaped else [])
 
 
@@ -86,6 +87,8 @@ class Outcome:
     mfu: float
     """Model FLOPs ÷ (time × peak of all devices)."""
     mfu_by_seed: tuple[float, ...]
+    mfu_by_part: tuple[float, ...]
+    """Of parts of the steps."""
     bubble_share: float
     """Of the ranks' time in the pipeline, that they wait."""
     peak_bytes: float
@@ -107,6 +110,8 @@ class Outcome:
     shares: dict[str, float]
     """Of the micro-batches, that each kind of sharding was chosen for."""
     example: Example
+    rules: tuple[str, ...]
+    """What the training command needs of the workload to pack like this."""
 
     @property
     def setting(self) -> Setting:
@@ -115,6 +120,18 @@ class Outcome:
     @property
     def title(self) -> str:
         return self.variant.title
+
+    @property
+    def option(self) -> Option[Outcome]:
+        """As one of those that are chosen from."""
+        return Option(
+            self,
+            self.mfu,
+            self.mfu_by_part,
+            self.delay_steps,
+            self.packing_imbalance,
+            self.longest_tokens,
+        )
 
     def speedup(self, original: Outcome) -> float:
         """In work a second: the ratio of MFUs.
@@ -161,7 +178,7 @@ class Outcome:
             "delay_steps": self.delay_steps,
             "step_tokens": self.step_tokens,
             "sharding_shares": self.shares,
-            "flags": self.variant.flags(),
+            "flags": [*self.variant.flags(), *self.rules],
         }
 
 
@@ -210,7 +227,8 @@ def compare(
     outcomes = []
     for variant in variants:
         memory = _Memory(scenario)
-        tallies = [_Tally(scenario, variant, mode, memory) for mode in shardings]
+        rules = workloads[0].rules(variant.setting)
+        tallies = [_Tally(scenario, variant, mode, memory, rules) for mode in shardings]
         for workload in workloads:
             for tally in tallies:
                 tally.next_seed()
@@ -291,10 +309,15 @@ class _Tally:
     """Simulates steps of one setting and sharding, and adds them up."""
 
     def __init__(
-        self, scenario: Scenario, variant: Variant, sharding: Mode | Kind, memory: _Memory
+        self,
+        scenario: Scenario,
+        variant: Variant,
+        sharding: Mode | Kind,
+        memory: _Memory,
+        rules: tuple[str, ...],
     ) -> None:
         self.scenario, self.variant, self.sharding = scenario, variant, sharding
-        self.memory = memory
+        self.memory, self.rules = memory, rules
         self.imbalances: list[float] = []
         self.delays: list[float] = []
         self._simulator = Simulator(scenario.costs, scenario.parallelism)
@@ -302,6 +325,8 @@ class _Tally:
         self._tokens: list[float] = []  # by seed, as the next
         self._time_us: list[float] = []
         self._flops: list[float] = []
+        self._step_us: list[float] = []  # of all seeds, as the next
+        self._step_flops: list[float] = []
         self._num_steps = 0
         self._bubble_us = self._pipeline_us = 0.0
         self._pp = self._dp = self._slowest_us = self._mean_us = 0.0
@@ -320,7 +345,9 @@ class _Tally:
         self._tokens[-1] += plan.num_tokens
         self._time_us[-1] += line.step_us
         self._num_steps += 1
-        self._flops[-1] += self.scenario.flops(d.length for d in plan.documents)
+        self._step_us.append(line.step_us)
+        self._step_flops.append(self.scenario.flops(d.length for d in plan.documents))
+        self._flops[-1] += self._step_flops[-1]
         self._bubble_us += line.bubble_share * line.pipeline_us
         self._pipeline_us += line.pipeline_us
         self._pp += line.pp_imbalance
@@ -353,6 +380,7 @@ class _Tally:
                 flops / (peak_flops_per_us * us)
                 for flops, us in zip(self._flops, self._time_us, strict=True)
             ),
+            tuple(rate / peak_flops_per_us for rate in by_part(self._step_flops, self._step_us)),
             self._bubble_us / self._pipeline_us,
             self.memory.peak_bytes,
             self.memory.out_of_memory,
@@ -365,6 +393,7 @@ class _Tally:
             sum(self._tokens) / n,
             {kind: count / total for kind, count in sorted(self._chosen.items())},
             self._example(),
+            self.rules,
         )
 
     def _scale(self, plan: StepPlan, chosen: Sequence[Sequence[Prediction]]) -> list[list[float]]:

@@ -26,6 +26,7 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
+from megatron_wlb.data.length_statistics import attention_work
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import replacing
 from megatron_wlb.simulator.engine import Timeline
@@ -50,7 +51,8 @@ def plot_lengths(
 ) -> None:
     """Document lengths, and which share of the tokens and of the attention work they hold.
 
-    The attention work of a document of ``d`` tokens is ``d²``. Lengths and ``window`` are in
+    The attention work of a document of ``d`` tokens is ``d²``, of one over the window that of its
+    pieces. Lengths and ``window`` are in
     tokens; ``counts`` says how many documents have each length, one if not given. Raises
     :class:`ConfigError` if there are no documents, or empty ones.
     """
@@ -78,7 +80,7 @@ def plot_lengths(
     for name, weights, colour in (
         ("documents", documents, BLUE),
         ("tokens", documents * ordered, ORANGE),
-        ("attention work", documents * ordered**2, VERMILION),
+        ("attention work", documents * attention_work(ordered, window), VERMILION),
     ):
         cumulative = np.cumsum(weights) / weights.sum()
         below.step(ordered, cumulative, where="post", color=colour, lw=2.2, label=name)

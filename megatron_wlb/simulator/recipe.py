@@ -5,7 +5,7 @@ A recipe is a YAML file in the form of Megatron-LM's ``model_config.yaml``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import yaml
@@ -92,10 +92,12 @@ def batch_flags(scenario: Scenario) -> Flags:
     }
 
 
-def balance_flags(scenario: Scenario, variant: Variant, sharding: str, hardware: str) -> Flags:
-    """Packing, sharding and the machine that costs are modelled for."""
+def balance_flags(
+    scenario: Scenario, variant: Variant, sharding: str, hardware: str, rules: Sequence[str] = ()
+) -> Flags:
+    """Packing with the ``rules`` of the workload, sharding, and the machine that costs are for."""
     flags: dict[str, Value] = {}
-    words = variant.flags()
+    words = [*variant.flags(), *rules]
     for at, word in enumerate(words):
         if word.startswith("--"):
             until = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), None)

@@ -24,8 +24,9 @@ from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS
+from megatron_wlb.packing.advice import MAX_DELAY_STEPS, check_max_delay, preference
 from megatron_wlb.sharding.select import Mode
-from megatron_wlb.simulator.compare import SHAPED, Outcome, Variant, compare
+from megatron_wlb.simulator.compare import SHAPED, WARM_UP_STEPS, Outcome, Variant, compare
 from megatron_wlb.simulator.scenario import Scenario, title
 from megatron_wlb.simulator.step import Simulator
 
@@ -122,10 +123,12 @@ class Search:
     """What was found."""
 
     ranked: tuple[Choice, ...]
-    """Fastest first (by work a second); those that ran out of memory come last."""
+    """By :func:`~megatron_wlb.packing.advice.preference`, so the fastest first; those above the
+    limit of delay come after all others, and those that ran out of memory last."""
     candidates: tuple[Candidate, ...]
     """All that can run, by the coarse pass, fastest first; the first ones were refined."""
     rejected: tuple[Rejected, ...]
+    max_delay: float
 
     @property
     def best(self) -> Choice:
@@ -134,8 +137,24 @@ class Search:
     @cached_property
     def original(self) -> Choice | None:
         """The fastest with `original` packing that fits."""
-        plain = [c for c in self.ranked if c.outcome.setting.packing == "original" and c.fits]
-        return plain[0] if plain else None
+        return _original(self.ranked)
+
+    @cached_property
+    def layouts(self) -> list[Choice]:
+        """The best of each layout with its N and recomputation."""
+        first: dict[Scenario, Choice] = {}
+        for choice in self.ranked:
+            first.setdefault(choice.candidate.scenario, choice)
+        return [*first.values()]
+
+    @cached_property
+    def packings(self) -> list[Choice]:
+        """The other packings on the best layout, each with its best S_max."""
+        first = {self.best.outcome.title: self.best}
+        for choice in self.ranked:
+            if choice.candidate.scenario == self.best.candidate.scenario:
+                first.setdefault(choice.outcome.title, choice)
+        return [*first.values()][1:]
 
     @property
     def num_rejected(self) -> dict[str, int]:
@@ -150,7 +169,9 @@ def search(
     num_refined: int = 8,
     num_tuned: int = 3,
     steps: int = 40,
+    warm_up: int = WARM_UP_STEPS,
     seeds: Sequence[int] = (1,),
+    max_delay: float = MAX_DELAY_STEPS,
     long_documents: LongDocuments = "split",
     progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> Search:
@@ -162,6 +183,8 @@ def search(
         num_refined: of the coarse pass's best layouts, how many are simulated with documents.
         num_tuned: of these, how many are with every packing and S_max.
         steps: simulated steps that count, of each seed.
+        warm_up: steps before them.
+        max_delay: steps that a token is delayed at most, in the mean, by what is ranked first.
         seeds: of the documents' order.
         long_documents: what becomes of those over the window.
         progress: called with the pass's name, and how much of how much is done.
@@ -169,6 +192,7 @@ def search(
     Raises:
         ConfigError: nothing can run; the message says why, and what comes nearest.
     """
+    check_max_delay(max_delay)
     possible, rejected = _possible(space, progress)
     if not possible:
         raise ConfigError(_nothing(space, rejected))
@@ -187,6 +211,7 @@ def search(
             variants,
             [sharding],
             steps=steps,
+            warm_up=warm_up,
             seeds=seeds,
             long_documents=long_documents,
         )
@@ -200,7 +225,7 @@ def search(
         variant = _variant(refining, candidate, candidate.windows)
         refined += simulate(candidate, [variant])
         progress("refined", number + 1, len(chosen))
-    refined.sort(key=_rank)
+    refined = _ranked(refined, max_delay)
     tuned: list[Choice] = []
     for number, choice in enumerate(refined[:num_tuned]):
         others = [
@@ -210,19 +235,33 @@ def search(
         ]
         tuned += simulate(choice.candidate, others)
         progress("tuned", number + 1, min(num_tuned, len(refined)))
-    ranked = sorted([*refined, *tuned], key=_rank)
-    return Search(tuple(ranked), tuple(candidates), tuple(rejected))
+    ranked = _ranked([*refined, *tuned], max_delay)
+    return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
 
 
-def _rank(choice: Choice) -> tuple[object, ...]:
-    outcome = choice.outcome
-    return (
-        not choice.fits,
-        -outcome.mfu,
-        outcome.setting.max_tokens,
-        _order(choice.candidate.scenario),
-        outcome.title,
-    )
+def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
+    """What fits, keeps the limit and is fastest first."""
+    base = (_original(choices) or max(choices, key=lambda c: c.outcome.mfu)).outcome.option
+
+    def order(choice: Choice) -> tuple[object, ...]:
+        outcome = choice.outcome
+        return (
+            not choice.fits,
+            outcome.delay_steps > max_delay,
+            preference(outcome.option, base),
+            outcome.setting.packing != "original",
+            outcome.setting.max_tokens,
+            _order(choice.candidate.scenario),
+            outcome.title,
+        )
+
+    return sorted(choices, key=order)
+
+
+def _original(choices: Sequence[Choice]) -> Choice | None:
+    """The fastest with `original` packing that fits."""
+    plain = [c for c in choices if c.outcome.setting.packing == "original" and c.fits]
+    return max(plain, key=lambda choice: choice.outcome.mfu, default=None)
 
 
 def _order(scenario: Scenario) -> tuple[int, ...]:

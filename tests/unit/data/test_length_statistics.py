@@ -42,6 +42,17 @@ def test_part_is_counted_by_documents_tokens_and_squares(statistics: LengthStati
     assert part.attention_share == pytest.approx((64**2 + 500**2 + 900**2) / squares)
 
 
+def test_attention_of_long_documents_is_that_of_their_pieces() -> None:
+    statistics = LengthStatistics.of(LENGTHS, window=512)
+    pieces = {900: 512**2 + 388**2, 1024: 2 * 512**2}
+    total = 2 * 9 + 49 + 1600 + 64**2 + 500**2 + sum(pieces.values())
+    for length, work in pieces.items():
+        assert statistics.part(length, length + 1).attention_share == pytest.approx(work / total)
+    one = LengthStatistics.of(np.array([1 << 20] + [8192] * 1000), window=8192)
+    assert one.part(8193).attention_share == pytest.approx(128 / 1128)
+    assert one.part(8193).tokens == 1 << 20
+
+
 def test_histogram_has_every_document_in_one_bin_of_a_power_of_two(statistics) -> None:
     bins = statistics.histogram()
     assert [(bin.start, bin.stop) for bin in bins] == [(2**e, 2 ** (e + 1)) for e in range(1, 11)]

@@ -57,7 +57,8 @@ def test_trade_off_marks_the_choice_beside_everything_it_was_chosen_from(tuning,
     (figure,) = drawn
     (axes,) = figure.axes
     assert figure.get_suptitle() == "A corpus"
-    assert {"original", "recommended", "defaults", "limit, 0.4 steps"} <= set(legend(figure))
+    assert {"original", "recommended", "limit, 0.4 steps"} <= set(legend(figure))
+    assert {"default: wlb", "default: hold", "fixed-greedy, 1 batch"} <= set(legend(figure))
     assert "wlb: best of 2 settings tried" in legend(figure)
     assert "modelled" in axes.get_ylabel() and "delay" in axes.get_xlabel()
     points = {c.get_label(): c.get_offsets().tolist() for c in axes.collections}
@@ -68,6 +69,16 @@ def test_trade_off_marks_the_choice_beside_everything_it_was_chosen_from(tuning,
     assert left <= 0 and all(left <= e.delay <= right for e in (chosen, *tuning.defaults))
     title = axes.get_title(loc="left")
     assert title.startswith("recommended: hold, price 0.2, ") and "default" not in title
+
+
+def test_trade_off_has_no_labels_that_could_lie_on_each_other(tuning, drawn, tmp_path):
+    plot_trade_off(tuning, "A corpus", tmp_path / "plot.png")
+    (figure,) = drawn
+    assert not [text for text in figure.axes[0].texts if text.get_text()]
+    boxes = [text.get_window_extent() for text in figure.legends[0].get_texts()]
+    assert len(boxes) > 6
+    for number, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:number])
 
 
 def test_trade_off_says_where_a_default_is_recommended(tuning, drawn, tmp_path):

@@ -107,7 +107,9 @@ def test_thresholds_follow_the_corpus_where_the_defaults_miss_it() -> None:
 
 def test_smaller_s_max_is_taken_where_it_loses_nothing() -> None:
     equal = np.full(2000, WINDOW // 8)
-    assert tuned(halves(equal), packings=["hold"]).chosen.setting.max_tokens == WINDOW
+    found = tuned(halves(equal), packings=["hold"])
+    assert found.tuned is not None and found.tuned.setting.max_tokens == WINDOW
+    assert found.chosen is found.original  # nothing else is faster, so nothing else is advised
     uneven = tuned(packings=["hold"], max_tokens=2 * WINDOW, max_delay=0.5)
     assert uneven.chosen.setting.max_tokens > WINDOW
 

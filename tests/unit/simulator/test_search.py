@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -70,13 +71,25 @@ def test_candidates_fit_and_what_memory_rejects_does_not(found: Search) -> None:
 
 
 def test_ranking_is_by_simulated_work_a_second(found: Search) -> None:
-    mfu = [choice.outcome.mfu for choice in found.ranked if choice.fits]
-    assert mfu == sorted(mfu, reverse=True) and len(mfu) > 5
-    assert found.best.outcome.mfu == max(mfu)
     assert found.original is not None
+    original = found.original.outcome
+    kept = [c.outcome for c in found.ranked if c.fits and c.outcome.delay_steps <= 0.5]
+    assert list(found.ranked[: len(kept)]) == [c for c in found.ranked if c.outcome in kept]
+    speeds = [round(outcome.speedup(original), 3) for outcome in kept]
+    assert speeds == sorted(speeds, reverse=True) and len(speeds) > 3
+    for first, second in pairwise(kept):
+        if round(first.speedup(original), 3) == round(second.speedup(original), 3):
+            assert first.delay_steps <= second.delay_steps
     assert found.best.outcome.speedup(found.original.outcome) > 1
     coarse = [candidate.mfu for candidate in found.candidates]
     assert coarse == sorted(coarse, reverse=True)
+
+
+def test_more_delay_is_ranked_first_only_where_it_is_allowed() -> None:
+    strict, free = (find(space(), max_delay=limit) for limit in (0.0, 9.0))
+    assert strict.best.outcome.delay_steps == 0
+    assert free.best.outcome.delay_steps > 0
+    assert free.best.outcome.mfu > strict.best.outcome.mfu
 
 
 def test_coarse_pass_predicts_the_refined_order_of_unlike_layouts() -> None:

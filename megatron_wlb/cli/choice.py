@@ -1,0 +1,77 @@
+"""What commands that recommend have in common: their limit, how many steps they try, their cost."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_wlb.cli.output import remark
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.errors import ConfigError, CorpusError
+from megatron_wlb.packing.advice import MAX_DELAY_STEPS
+
+MOST_DOCUMENTS = 20_000
+"""That a command packs of very few; a distribution has no end of them."""
+MOST_REPEATS = 50
+"""Of each stored document, a packing: more say nothing new."""
+
+
+def add_max_delay(group: argparse._ArgumentGroup) -> None:
+    """``--max-delay``, which bounds what is recommended."""
+    group.add_argument(
+        "--max-delay",
+        type=float,
+        default=MAX_DELAY_STEPS,
+        metavar="STEPS",
+        help="most that a token may be delayed in the mean by what is recommended (default: "
+        f"{MAX_DELAY_STEPS:g}, as in the paper)",
+    )
+
+
+def num_steps(
+    args: argparse.Namespace,
+    documents: LengthSource,
+    *,
+    step_tokens: int,
+    num_cases: int,
+    default: int,
+    warm_up: int,
+) -> tuple[int, int]:
+    """Steps that fill queues and steps that count, of each of ``num_cases``.
+
+    As many as ``--steps`` says; without it ``default``, but fewer where a few short documents would
+    only be packed again and again, and that is said. Raises :class:`CorpusError` where not one step
+    is left.
+    """
+    if args.steps is not None:
+        if args.steps < 1:
+            raise ConfigError(f"--steps is {args.steps}; give at least 1")
+        return warm_up, args.steps
+    if documents.stored is None:
+        return warm_up, default
+    pieces = int((-(-documents.stored // args.window)).sum())
+    tokens = max(1, int(documents.stored.sum()))
+    documents_a_step = -(-step_tokens * pieces // tokens)
+    fitting = (MOST_DOCUMENTS // num_cases + MOST_REPEATS * pieces) // documents_a_step
+    if fitting >= warm_up + default:
+        return warm_up, default
+    few = (
+        f"a step of {step_tokens:,} tokens takes {documents_a_step:,} documents of "
+        f"{tokens / pieces:.4g} tokens, and there are {documents.num_documents:,.0f}"
+    )
+    if fitting < 1:
+        raise CorpusError(
+            f"{documents.title}: {few}; lower --window, give more documents, or insist with --steps"
+        )
+    warm_up = min(warm_up, fitting // 2)
+    remark(f"{few}: {fitting - warm_up} steps instead of {default} (--steps)")
+    return warm_up, fitting - warm_up
+
+
+def cost_title(args: argparse.Namespace) -> str:
+    """What documents cost by, in a few words."""
+    if args.cost is not None:
+        return f"cost of {Path(args.cost).name}"
+    if args.model is not None:
+        return f"cost of {Path(args.model).stem} on {args.hardware or 'its hardware'}"
+    return "cost of LLaMA2-7B at 128K"

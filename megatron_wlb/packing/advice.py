@@ -1,0 +1,104 @@
+"""One rule for what is recommended, of every table that recommends something.
+
+The fastest that stays within the limit of delay. Speeds are those that tables print, over
+`original` to three digits; of equals the least delay, the least S_max, then `original`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from megatron_wlb.errors import ConfigError
+
+T = TypeVar("T")
+
+MAX_DELAY_STEPS = 0.5
+"""Most that a token may be delayed in the mean, if nothing else is asked for: the paper's."""
+DIGITS = 3
+"""Of speeds over `original`, behind the point."""
+PARTS = 4
+"""Into so many parts, one after the other, steps are divided to see how a gain varies."""
+
+
+@dataclass(frozen=True)
+class Option(Generic[T]):
+    """One row of a table."""
+
+    of: T
+    work_rate: float
+    """Work ÷ time, in a unit that only compares."""
+    work_rate_by_part: tuple[float, ...]
+    """The same of each part of the steps."""
+    delay_steps: float
+    imbalance: float
+    max_tokens: int
+    """Longest micro-batch."""
+
+    def speedup(self, original: Option[T]) -> float:
+        return self.work_rate / original.work_rate if original.work_rate else 1.0
+
+    def range_over_parts(self, original: Option[T]) -> tuple[float, float] | None:
+        """Lowest and highest speed-up of a part of the steps; None of fewer than two parts."""
+        pairs = [*zip(self.work_rate_by_part, original.work_rate_by_part, strict=False)]
+        ratios = [ours / theirs for ours, theirs in pairs if theirs]
+        return (min(ratios), max(ratios)) if len(ratios) > 1 else None
+
+
+def check_max_delay(max_delay_steps: float) -> None:
+    """Raises :class:`ConfigError` for a limit that is none."""
+    if not max_delay_steps >= 0:
+        raise ConfigError(f"max_delay is {max_delay_steps}; give at least 0 steps")
+
+
+def recommended(
+    options: Sequence[Option[T]], max_delay_steps: float, original: Option[T] | None = None
+) -> Option[T] | None:
+    """The fastest of ``options`` within the limit; None where none of them is.
+
+    ``original`` is what speeds are over: the first option if not given.
+    """
+    base = original or options[0]
+    within = [option for option in options if option.delay_steps <= max_delay_steps]
+    return min(
+        within, key=lambda option: (*preference(option, base), option is not original), default=None
+    )
+
+
+def preference(option: Option[T], base: Option[T]) -> tuple[float, ...]:
+    """What to sort by, the best first; ``base`` is what printed speeds are over."""
+    return -round(option.speedup(base), DIGITS), option.delay_steps, option.max_tokens
+
+
+def gain(option: Option[T], original: Option[T], how: str = "modelled") -> str:
+    """How much faster ``option`` is, how that varies, and where it comes from."""
+    speedup = option.speedup(original)
+    said = f"{speedup:.{DIGITS}f} × the work a second of original"
+    spread = option.range_over_parts(original)
+    if spread is None:
+        said += f", {how} (too few steps to say how that varies)"
+    else:
+        said += f", {how} ({spread[0]:.{DIGITS}f} to {spread[1]:.{DIGITS}f} in parts of the steps)"
+    remarks = []
+    if spread is not None and speedup - 1 <= spread[1] - spread[0]:
+        remarks.append("which is less than it varies by, so original may do as well")
+    by_balance = original.imbalance / option.imbalance
+    if speedup > 1 and by_balance - 1 < 0.5 * (speedup - 1):
+        remarks.append(
+            "which comes from the order in which micro-batches run, and on which rank, rather than "
+            "from their balance"
+        )
+    return ", ".join([said, *remarks])
+
+
+def by_part(work: Iterable[float], times_us: Iterable[float]) -> tuple[float, ...]:
+    """Work ÷ time of each of :data:`PARTS` parts of consecutive steps, or of each step."""
+    steps = [*zip(work, times_us, strict=True)]
+    num = min(PARTS, len(steps))
+    rates = []
+    for part in range(num):
+        chosen = steps[part * len(steps) // num : (part + 1) * len(steps) // num]
+        part_us = sum(us for _, us in chosen)
+        rates.append(sum(done for done, _ in chosen) / part_us if part_us else 0.0)
+    return tuple(rates)
