@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_wlb.command_line import yaml_arguments
@@ -260,10 +260,7 @@ def cost_of_file(args: argparse.Namespace) -> Cost:
     """What ``--cost`` names. Raises :class:`ConfigError` for a file that holds none."""
     try:
         values = read_cost_file(args.cost)
-        inner = values.get("cost", values)
-        if not isinstance(inner, Mapping):
-            raise ConfigError(f"cost is {inner!r}; give coefficients by name")
-        found = cost_from_dict(inner)
+        found = cost_from_dict(values.get("cost", values))
     except ConfigError as error:
         reason = str(error).removeprefix(f"{args.cost}: ")
         raise ConfigError(f"--cost {args.cost}: {reason}") from None

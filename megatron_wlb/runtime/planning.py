@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -133,8 +133,6 @@ def _cost_of_file(config: Config, shape: ModelShape) -> Cost:
     wlb, p = config.wlb, config.parallel
     values = read_cost_file(wlb.wlb_cost)
     inner = values.get("cost", values)
-    if not isinstance(inner, Mapping):
-        raise ConfigError(f"cost is {inner!r}; give coefficients by name")
     if inner is not values and "model" in values:
         check_model(values["model"], shape)
     cost = cost_from_dict(inner)
