@@ -40,6 +40,15 @@ _PARSE_ERRORS = (
 )  # fmt: skip
 
 
+class Loader(yaml.SafeLoader):
+    """YAML of plain values, a few levels deep: looking for a deep one's end takes for ever."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level > MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)
+
+
 def one_line(error: BaseException) -> str:
     """What an error says, in one line."""
     if isinstance(error, OSError) and error.strerror:
@@ -71,7 +80,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def parse_mapping(
-    text: str, *, is_json: bool = False, loader: type[yaml.SafeLoader] = yaml.SafeLoader
+    text: str, *, is_json: bool = False, loader: type[Loader] = Loader
 ) -> dict[str, Any]:
     """The names and values that YAML or JSON holds.
 
@@ -96,7 +105,7 @@ def read_mapping(
     what: str = "",
     remedy: str = "",
     *,
-    loader: type[yaml.SafeLoader] = yaml.SafeLoader,
+    loader: type[Loader] = Loader,
 ) -> dict[str, Any]:
     """:func:`parse_mapping` of a file: JSON or YAML by its ending, else by its first character.
 
@@ -115,7 +124,8 @@ def read_mapping(
 
 
 def _check_tree(content: dict[Any, Any]) -> None:
-    left, stack = MAX_ENTRIES, [(content, 0)]
+    left = MAX_ENTRIES
+    stack: list[tuple[Any, int]] = [(content, 0)]
     while stack:
         value, depth = stack.pop()
         left -= 1
@@ -145,7 +155,7 @@ def whole_number(name: str, value: object, least: int, most: int = MAX_SIZE) -> 
     return value
 
 
-def number(name: str, value: object, least: float = 0.0, most: float = math.inf) -> float:
+def real_number(name: str, value: object, least: float = 0.0, most: float = math.inf) -> float:
     """``value``, if it is a finite number in ``[least, most]``.
 
     Raises :class:`ConfigError`, which names it ``name``.
@@ -172,12 +182,14 @@ def _check_limits(name: str, value: float, least: float, most: float) -> None:
         raise ConfigError(f"{name} is {shown(value)}; give at most {most}")
 
 
-def numbers(name: str, values: object, least: float = 0.0, most: float = math.inf) -> list[float]:
-    """A list of :func:`number`. Raises :class:`ConfigError` for anything else."""
-    return [number(name, value, least, most) for value in rows(name, values)]
+def real_numbers(
+    name: str, values: object, least: float = 0.0, most: float = math.inf
+) -> list[float]:
+    """A list of :func:`real_number`. Raises :class:`ConfigError` for anything else."""
+    return [real_number(name, value, least, most) for value in listed(name, values)]
 
 
-def rows(name: str, values: object) -> Sequence[Any]:
+def listed(name: str, values: object) -> Sequence[Any]:
     """``values``, if it is a list. Raises :class:`ConfigError` otherwise."""
     if not isinstance(values, list | tuple):
         raise ConfigError(f"{name} is {shown(values)}; give a list")
@@ -209,10 +221,8 @@ def unknown(what: str, name: str, names: Iterable[str], other: str = "") -> Conf
     names = list(names)
     near = [known for known in names if name and known.startswith(name.lower())]
     near = near or difflib.get_close_matches(name.lower(), names, n=1)
-    hint = f"{' or '.join(near)} (all names: {', '.join(names)})"
-    if not near:
-        hint = f"one of {', '.join(names)}"
-    return ConfigError(f"unknown {what} {shown(name)[1:-1]}; use {hint}{other}")
+    hint = f"did you mean {' or '.join(near)}? There are" if near else "use one of"
+    return ConfigError(f"unknown {what} {shown(name)[1:-1]}; {hint} {', '.join(names)}{other}")
 
 
 def decimal(text: str) -> float:
@@ -247,11 +257,12 @@ def path_of_flag(text: str) -> Path:
 class Several(argparse.Action):
     """A flag that takes a list: ``16 32``, ``16,32`` and ``16, 32`` are the same.
 
-    ``of`` makes a value of each word.
+    ``of`` makes a value of each word. A corpus that comes after the list is no part of it, but goes
+    to the parser's ``prefixes``. Raises :class:`ConfigError` for words that are no values.
     """
 
-    def __init__(self, *args: Any, of: Callable[[str], Any] = str, **kwargs: Any) -> None:
-        super().__init__(*args, nargs="+", **kwargs)
+    def __init__(self, *, of: Callable[[str], Any] = str, **kwargs: Any) -> None:
+        super().__init__(**kwargs, nargs="+")
         self._of = of
 
     def __call__(
@@ -262,14 +273,17 @@ class Several(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Splits the words, and makes values of them."""
+        corpora = [word for word in values[1:] if os.path.isfile(f"{word}.idx")]
+        if corpora and hasattr(namespace, "prefixes"):
+            values = [word for word in values if word not in corpora]
+            namespace.prefixes = [*(namespace.prefixes or []), *corpora]
         words = [word for value in values for word in value.split(",") if word]
         if not words:
-            parser.error(f"argument {option_string}: it names none")
+            raise ConfigError(f"{option_string} names none; give some, as in a,b or a b")
         try:
             setattr(namespace, self.dest, [self._of(word) for word in words])
-        except (ValueError, argparse.ArgumentTypeError):
-            kind = "whole numbers" if self._of is int else "values"
-            parser.error(
-                f"argument {option_string}: {' '.join(values)[:MAX_SHOWN]} are no {kind}; write "
-                "several as 4 16 or 4,16, and a PREFIX before them"
-            )
+        except ValueError:
+            raise ConfigError(
+                f"{option_string} {shown(' '.join(values))[1:-1]} is no list of whole numbers; "
+                "write several as 4 16 or 4,16"
+            ) from None

@@ -20,7 +20,7 @@ import yaml
 
 from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import parse_mapping, read_text, shown, whole_number
+from megatron_wlb.reading import Loader, parse_mapping, read_text, shown, whole_number
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _LIST = re.compile(r"\[([^]]+)\]")
@@ -128,7 +128,7 @@ def launch_command(
     ]
 
 
-class _TextLoader(yaml.SafeLoader):
+class _TextLoader(Loader):
     """YAML whose scalars stay the text that they are: ``1.0e-5`` is passed on as ``1.0e-5``."""
 
 

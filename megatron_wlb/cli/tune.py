@@ -8,7 +8,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rich.table import Table
 
@@ -26,8 +25,10 @@ from megatron_wlb.cli.inputs import (
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.base import MOST_STEPS
 from megatron_wlb.packing.evaluate import Evaluation
 from megatron_wlb.packing.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
+from megatron_wlb.reading import Several, decimal, path_of_flag, whole_number
 
 MOST_ROWS = 12
 """Of the trade-off curve, in the table."""
@@ -55,11 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     group = parser.add_argument_group("search")
     group.add_argument(
-        "--packing", default=",".join(TUNABLE), metavar="a,b", help="default: wlb,hold"
+        "--packing", action=Several, default=list(TUNABLE), metavar="a,b", help="default: wlb,hold"
     )
     group.add_argument(
         "--max-delay",
-        type=float,
+        type=decimal,
         default=0.5,
         metavar="STEPS",
         help="most that a token may be delayed in the mean (default: 0.5, as in the paper)",
@@ -75,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "they are large)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="trade-off curve, PNG")
+    output.add_argument("--plot", type=path_of_flag, metavar="FILE", help="trade-off curve, PNG")
     output.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
@@ -90,8 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     steps = args.steps
     if steps is None:
         steps = max(50, min(250, 1600 // number))
-    if steps < 1:
-        raise ConfigError(f"--steps is {steps}; give at least 1")
+    whole_number("--steps", steps, 1, MOST_STEPS)
     base = workload(args, documents, number)
     tokens = 2 * (WARM_UP_STEPS + steps) * base.step_tokens
     for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
     with _no_warnings_of_backlogs(), progress_bar("trying settings") as progress:
         tuning = tune(
             *halves,
-            packings=[name for name in args.packing.split(",") if name],
+            packings=args.packing,
             max_tokens=max_tokens(args),
             max_delay=args.max_delay,
             steps=steps,

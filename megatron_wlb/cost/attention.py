@@ -20,7 +20,15 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.document import LEAST_US, MOST_US
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import check_names, number, numbers, rows, shown, truth, whole_number
+from megatron_wlb.reading import (
+    check_names,
+    listed,
+    real_number,
+    real_numbers,
+    shown,
+    truth,
+    whole_number,
+)
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -161,10 +169,10 @@ class AttentionProfile:
             )
         times_us = [us for row in (*self.forward_us, *self.backward_us, *wholes) for us in row]
         for us in times_us:
-            number("attention profile: a time", us, LEAST_US, MOST_US)
+            real_number("attention profile: a time", us, LEAST_US, MOST_US)
         for name in ("call_forward_us", "call_backward_us", "unlike_forward_us",
                      "unlike_backward_us", "spread", "error"):  # fmt: skip
-            number(f"attention profile: {name}", getattr(self, name), 0, MOST_US)
+            real_number(f"attention profile: {name}", getattr(self, name), 0, MOST_US)
         for name in ("num_heads", "num_groups", "head_dim", "tile_queries", "tile_keys"):
             whole_number(f"attention profile: {name}", getattr(self, name), 1, MAX_LENGTH)
         if self.tile_queries % self.tile_keys:
@@ -282,14 +290,14 @@ class AttentionProfile:
         converters: dict[str, Callable[[str, Any], Any]] = {
             "str": lambda name, value: str(value),
             "int": lambda name, value: whole_number(name, value, 0),
-            "float": number,
+            "float": real_number,
             "bool": truth,
             "tuple[int, ...]": lambda name, row: tuple(
-                whole_number(name, length, 1, MAX_LENGTH) for length in rows(name, row)
+                whole_number(name, length, 1, MAX_LENGTH) for length in listed(name, row)
             ),
-            "tuple[float, ...]": lambda name, row: tuple(numbers(name, row)),
+            "tuple[float, ...]": lambda name, row: tuple(real_numbers(name, row)),
             "tuple[tuple[float, ...], ...]": lambda name, table: tuple(
-                tuple(numbers(name, row)) for row in rows(name, table)
+                tuple(real_numbers(name, row)) for row in listed(name, table)
             ),
         }
         return cls(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import check_names, number
+from megatron_wlb.reading import check_names, real_number
 
 LEAST_US, MOST_US = 1e-12, 1e12
 """Of a time that is given or measured; the most is eleven days. Beyond them sums overflow."""
@@ -89,7 +89,7 @@ class DocumentCost:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            number(f"document cost: {name}", value, 0, MOST_US)
+            real_number(f"document cost: {name}", value, 0, MOST_US)
         if self.document_us(1) < LEAST_US:
             raise ConfigError(
                 "document cost: all coefficients are 0, so nothing can be balanced; "
@@ -133,4 +133,4 @@ class DocumentCost:
         """Raises :class:`ConfigError` for a missing, unknown or non-numeric coefficient."""
         known = [f.name for f in fields(cls)]
         check_names("document cost: ", "coefficient", values, known, known[:4])
-        return cls(**{n: number(f"document cost: {n}", v) for n, v in values.items()})
+        return cls(**{n: real_number(f"document cost: {n}", v) for n, v in values.items()})

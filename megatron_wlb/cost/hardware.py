@@ -19,9 +19,9 @@ from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import (
     check_names,
-    number,
+    listed,
     read_mapping,
-    rows,
+    real_number,
     shown,
     unknown,
     whole_number,
@@ -82,9 +82,9 @@ class Hardware:
             if name == "devices_per_node":
                 whole_number(what, value, 1, MOST_DEVICES)
             elif name.endswith(("_overlap", "_us")):
-                number(what, value, 0, 1 if name in _SHARES else MOST)
+                real_number(what, value, 0, 1 if name in _SHARES else MOST)
             else:
-                number(what, value, LEAST, 1 if name in _SHARES else MOST)
+                real_number(what, value, LEAST, 1 if name in _SHARES else MOST)
 
     @property
     def linear_tflops(self) -> float:
@@ -149,7 +149,7 @@ def _from_figures(path: Path, content: Mapping[str, Any]) -> Hardware:
         for name, figure in figures.items():
             if not isinstance(figure, Mapping) or set(figure) != {"value", "source"}:
                 raise ConfigError(f"{name} is {shown(figure)}; give {{value, source}}")
-        tables = rows("attention (`wlb profile` writes it)", content.get("attention", []))
+        tables = listed("attention (`wlb profile` writes it)", content.get("attention", []))
         return Hardware(
             **{name: figure["value"] for name, figure in figures.items()},
             attention=tuple(map(AttentionProfile.from_dict, tables)),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import number, truth, whole_number
+from megatron_wlb.reading import real_number, truth, whole_number
 
 MOST, MOST_LAYERS, MOST_DEVICES = 2**31 - 1, 10_000, 2**20
 """Sizes above them are mistakes, and planning would not come to an end with them."""
@@ -57,7 +57,7 @@ class ModelShape:
             if f.type == "bool":
                 truth(name, value)
             elif f.type == "float":
-                number(name, value, 0, 1)
+                real_number(name, value, 0, 1)
             else:
                 least = 0 if name == "learned_positions" else 1
                 whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MOST)

@@ -19,9 +19,9 @@ from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import (
     check_names,
-    number,
+    listed,
     read_mapping,
-    rows,
+    real_number,
     shown,
     truth,
     whole_number,
@@ -69,7 +69,7 @@ class Curve:
         rising: list[float] = []
         for at, (tokens, us) in enumerate(points):
             whole_number(f"cost table {name}: tokens", tokens, 1)
-            number(f"cost table {name}: µs for {tokens} tokens", us, LEAST_US, MOST_US)
+            real_number(f"cost table {name}: µs for {tokens} tokens", us, LEAST_US, MOST_US)
             if at and tokens == points[at - 1][0]:
                 raise ConfigError(f"cost table {name}: {tokens} tokens appear twice; keep one row")
             before_us = rising[-1] if rising else 0.0
@@ -225,19 +225,19 @@ def check_model(measured: Mapping[str, Any], shape: ModelShape) -> None:
 
 def _table(name: str, values: object) -> tuple[Row, ...]:
     what = f"cost table: {name}"
-    return tuple(_row(what, row) for row in rows(what, values))
+    return tuple(_row(what, row) for row in listed(what, values))
 
 
 def _row(what: str, values: object) -> Row:
     if isinstance(values, Mapping):
         values = [values.get(name) for name in ("tokens", "forward_us", "backward_us")]
-    if len(rows(what, values)) != 3:
+    if len(listed(what, values)) != 3:
         raise ConfigError(f"{what} has {shown(values)}; give [tokens, forward µs, backward µs]")
-    tokens, forward_us, backward_us = rows(what, values)
+    tokens, forward_us, backward_us = listed(what, values)
     return Row(
         whole_number(f"{what} tokens", tokens, 1),
-        number(f"{what} forward_us", forward_us),
-        number(f"{what} backward_us", backward_us),
+        real_number(f"{what} forward_us", forward_us),
+        real_number(f"{what} backward_us", backward_us),
     )
 
 

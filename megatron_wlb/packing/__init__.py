@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 
 from megatron_wlb.cost import CostModel
-from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import Limits, Packer
 from megatron_wlb.packing.fixed import FixedGreedyPacker, Grouping
 from megatron_wlb.packing.hold import HoldPacker
@@ -14,6 +12,7 @@ from megatron_wlb.packing.metrics import Meter, PackingMetrics, measure
 from megatron_wlb.packing.original import OriginalPacker
 from megatron_wlb.packing.solver import SOLVER_LIMIT, FixedSolverPacker
 from megatron_wlb.packing.wlb import WLBPacker
+from megatron_wlb.reading import unknown
 
 __all__ = [
     "CUTS_AT_WINDOWS",
@@ -85,7 +84,5 @@ def packer(
         ),
     }
     if name not in packers:
-        near = difflib.get_close_matches(name, packers, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(packers)}"
-        raise ConfigError(f"unknown packing {name}; {hint}")
+        raise unknown("packing", name, packers)
     return packers[name]()

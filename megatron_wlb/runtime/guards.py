@@ -11,7 +11,10 @@ import math
 
 from megatron_wlb.config import Config, ModelConfig, flag_of
 from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost.shape import MOST_DEVICES, MOST_LAYERS
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
+from megatron_wlb.reading import MAX_SIZE
 
 _AT_LEAST = {
     **dict.fromkeys(
@@ -49,6 +52,36 @@ _AT_LEAST = {
     ),
 }
 
+_AT_MOST = {
+    "num_layers": MOST_LAYERS,
+    "global_batch_size": MOST_MICRO_BATCHES,
+    "seq_length": MOST_TOKENS,
+    "wlb_max_tokens": MOST_TOKENS,
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "num_virtual_stages_per_pipeline_rank",
+        ),
+        MOST_DEVICES,
+    ),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+            "max_position_embeddings",
+        ),
+        MAX_SIZE,
+    ),
+}
+"""Above these nothing comes to an end, or fits a number of the kernels."""
+
 _WITHIN = {
     # Half-open.
     "seed": (0, 2**32),
@@ -77,7 +110,7 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: the first thing that cannot run, such as a ``--wlb-hardware`` without figures.
     """
-    _check_ranges(config)
+    check_ranges(config)
     _check_layout(config, world_size)
     _check_model(config)
     _check_recompute(config)
@@ -94,8 +127,12 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     )
 
 
-def _check_ranges(config: Config) -> None:
+def check_ranges(config: Config) -> None:
+    """Checks each number by itself. Raises :class:`ConfigError` for the first that cannot be."""
     values = config.flat()
+    for name, most in _AT_MOST.items():
+        if values[name] is not None and values[name] > most:
+            raise ConfigError(f"{flag_of(name)} is {values[name]}; it must be at most {most}")
     for name, least in _AT_LEAST.items():
         if values[name] is not None and values[name] < least:
             raise ConfigError(f"{flag_of(name)} is {values[name]}; it must be at least {least}")

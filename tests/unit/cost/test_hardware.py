@@ -67,9 +67,9 @@ def test_rates_are_shares_of_peaks() -> None:
     [
         (
             "h100",
-            r"unknown hardware h100; use h100-sxm \(all names: a100, .*\), or give a YAML file",
+            r"unknown hardware h100; did you mean h100-sxm\? There are a100, .*, or give a YAML file",
         ),
-        ("h20O", "unknown hardware h20O; use h200 "),
+        ("h20O", "unknown hardware h20O; did you mean h200"),
         ("abacus", "use one of a100, cpu, h100-sxm, h200, or give"),
         ("nowhere/to/be/found.yaml", "No such file"),
     ],
