@@ -252,7 +252,7 @@ def test_plot_is_written_whole_and_alone(folder: Path, capsys) -> None:
         (
             [*REFERENCE, "--num-micro-batches", "4,x"],
             2,
-            "--num-micro-batches x is no list of whole numbers",
+            "--num-micro-batches 4,x is no list of whole",
         ),
         ([*REFERENCE, "--num-micro-batches", ","], 2, "--num-micro-batches names none"),
         ([*REFERENCE, "--steps", "0"], 2, "--steps is 0; give at least 1"),

@@ -230,7 +230,7 @@ def test_memory_that_is_too_small_is_said_not_refused(capsys) -> None:
         (["--pp-size", "4", "--vpp-size", "2", "--num-micro-batches", "3"], 2, "group_size"),
         (["--dp-size", "0"], 2, "dp_size is 0; give at least 1"),
         (["--num-micro-batches", "-1"], 2, "num_micro_batches is -1"),
-        (["--memory-gib", "-3"], 2, "memory limit is -3.0 GiB"),
+        (["--memory-gib", "-3"], 2, "memory limit in GiB is -3.0"),
         (["--hardware", "h1000"], 2, "unknown hardware h1000"),
         (["--hardware", "slow.yaml"], 2, "peak_tflops is missing; add it"),
         (["--hardware", "negative.yaml"], 2, "latency_us is -5"),
