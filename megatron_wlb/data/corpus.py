@@ -131,7 +131,7 @@ def build_corpus(
     if tokenizer == "bpe":
         suffixes.insert(0, ".tokenizer.json")
     outputs = [Path(prefix + suffix) for suffix in suffixes]
-    existing = [str(path) for path in outputs if path.exists()]
+    existing = [str(path) for path in outputs if os.path.exists(path)]
     if existing and not (force or reuse):
         raise CorpusError(f"{existing[0]} exists; choose another prefix, or replace it (--force)")
 

@@ -210,6 +210,23 @@ def test_odd_flags_are_refused_or_taken(command: str) -> None:
         end([*words, f"{flag}={text}"])
 
 
+@pytest.mark.parametrize("path", ["a\0b", LONG_NAME, "n" * 253, "/".join(["n"] * 3000), "none"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["corpus", "build", "training.yaml", "--out"], ["corpus", "build", "--out", "x"],
+        ["corpus", "build", "training.yaml", "--out", "x", "--tokenizer"], ["corpus", "stats"],
+        ["corpus", "stats", "corpus", "--plot"], ["doctor", "--megatron"], ["patch", "check"],
+        ["recipe", "show"], ["recipe", "run", "recipe.yaml", "--megatron"],
+        ["profile", "--out", "x.yaml", "--base"], ["pack", "--lengths"], [*PACK, "--cost"],
+        [*PACK, "--model"], [*PACK, "--model", "550m", "--hardware"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_odd_paths_are_refused_or_taken(argv: list[str], path: str) -> None:
+    end([*argv, path])
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -67,7 +67,7 @@ def test_rates_are_shares_of_peaks() -> None:
     [
         (
             "h100",
-            r"unknown hardware h100; did you mean h100-sxm\? There are a100, .*, or give a YAML file",
+            r"unknown hardware h100; did you mean h100-sxm\? There are a100, .* a YAML file",
         ),
         ("h20O", "unknown hardware h20O; did you mean h200"),
         ("abacus", "use one of a100, cpu, h100-sxm, h200, or give"),
