@@ -15,13 +15,11 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any, Literal, NoReturn
-
-import yaml
 
 from megatron_wlb.config import Config, flag_of, from_flat, groups_of_settings
 from megatron_wlb.errors import ConfigError, refuse_all
+from megatron_wlb.reading import Several, decimal, parse_mapping, read_text, text_of_flag
 
 
 @cache
@@ -80,8 +78,13 @@ def _type_options(hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     if typing.get_origin(hint) is tuple:
-        return {"nargs": "+", "type": typing.get_args(hint)[0], "metavar": "X"}
-    return {"type": hint, "metavar": {int: "N", float: "X", str: "TEXT"}[hint]}
+        of = typing.get_args(hint)[0]
+        if of is int:
+            return {"action": Several, "of": int, "metavar": "X"}
+        return {"nargs": "+", "type": text_of_flag, "metavar": "X"}
+    kinds = {int: (int, "N"), float: (decimal, "X"), str: (text_of_flag, "TEXT")}
+    convert, metavar = kinds[hint]
+    return {"type": convert, "metavar": metavar}
 
 
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -198,15 +201,9 @@ def yaml_arguments(path: str) -> list[str]:
     Raises:
         ConfigError: it cannot be read, or is no mapping.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(" ".join(str(error).split())) from None
-    if not isinstance(content, dict):
-        raise ConfigError("expected settings as `name: value`")
     arguments: list[str] = []
-    for key, value in content.items():
-        flag = flag_of(str(key).lstrip("-"))
+    for key, value in parse_mapping(read_text(path)).items():
+        flag = flag_of(key.lstrip("-"))
         if flag in ("--help", "--wlb-config"):
             raise ConfigError(f"{flag} belongs on the command line; leave it out of the file")
         if isinstance(value, bool) and flag in _switches():  # YAML reads on as true

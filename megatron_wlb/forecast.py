@@ -89,6 +89,7 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
         ConfigError: a flag that neither side knows, or one of a model that is not modelled.
     """
     config, others = parse_known(arguments, defaults)
+    guards.check_ranges(config)
     given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
     if found := sorted(given & _NOT_MODELLED):
         raise ConfigError(f"{found[0]} is not modelled: nothing can be predicted; leave it out")

@@ -18,7 +18,9 @@ from typing import Any
 
 import yaml
 
+from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import Loader, parse_mapping, read_text, shown, whole_number
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _LIST = re.compile(r"\[([^]]+)\]")
@@ -58,9 +60,9 @@ class Recipe:
 
     def _count(self, name: str, default: int) -> int:
         value = self.environment.get(name, str(default))
-        if not (value.isdecimal() and int(value) >= 1):
-            raise ConfigError(f"{self.path}: {name} is {value}; give a number, at least 1")
-        return int(value)
+        if not value.isdecimal():
+            raise ConfigError(f"{self.path}: {name} is {shown(value)}; give a number, at least 1")
+        return whole_number(f"{self.path}: {name}", int(value[:20]), 1, MOST_DEVICES)
 
 
 def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: int = 1) -> Recipe:
@@ -74,22 +76,26 @@ def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: i
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        text = read_text(path)
         # Not expanded: what an unset variable is to become is for the run to say.
         used = {a or b for a, b in _VARIABLE.findall(text)}
-        content = yaml.load(_substituted(text, variables), Loader=_TextLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"recipe {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, Mapping) or not isinstance(content.get("MODEL_ARGS"), Mapping):
+        content = parse_mapping(_substituted(text, variables), loader=_TextLoader)
+    except ConfigError as error:
+        raise ConfigError(f"recipe {path}: {error}") from None
+    if not isinstance(content.get("MODEL_ARGS"), Mapping):
         raise ConfigError(
             f"recipe {path}: there is no MODEL_ARGS; give a model_config.yaml as in Megatron-LM's "
             "tests/functional_tests/test_cases"
         )
     exported = content.get("ENV_VARS") or {}
     if not isinstance(exported, Mapping):
-        raise ConfigError(f"recipe {path}: ENV_VARS is {exported}; give `NAME: value` entries")
+        raise ConfigError(
+            f"recipe {path}: ENV_VARS is {shown(exported)}; give `NAME: value` entries"
+        )
     key = f"MODEL_ARGS_{run_number}"
     chosen = content[key] if run_number > 1 and key in content else content["MODEL_ARGS"]
+    if not isinstance(chosen, Mapping):
+        raise ConfigError(f"recipe {path}: {key} is {shown(chosen)}; give `--flag: value` entries")
     environment = {name: str(value) for name, value in exported.items()}
     arguments = tuple(
         _substituted(argument, environment)
@@ -97,8 +103,8 @@ def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: i
         for argument in _arguments(path, flag, value)
     )
     own = {name for name in used if name in environment}  # an ENV_VAR that others refer to
-    shown = " ".join([*arguments, *environment.values()])
-    unresolved = {a or b for a, b in _VARIABLE.findall(shown)} & used - own
+    said = " ".join([*arguments, *environment.values()])
+    unresolved = {a or b for a, b in _VARIABLE.findall(said)} & used - own
     return Recipe(
         path,
         environment,
@@ -141,7 +147,7 @@ def quoted(word: str, variables: Collection[str]) -> str:
     return "".join(map("".join, zip(literals, [*references, ""], strict=True))) or "''"
 
 
-class _TextLoader(yaml.SafeLoader):
+class _TextLoader(Loader):
     """YAML whose scalars stay the text that they are: ``1.0e-5`` is passed on as ``1.0e-5``."""
 
 
@@ -165,7 +171,7 @@ def _arguments(path: Path, flag: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [flag, *(word for item in value for word in _words(str(item)))]
     if not isinstance(value, str):
-        raise ConfigError(f"recipe {path}: {flag} is {value}; give a plain value")
+        raise ConfigError(f"recipe {path}: {flag} is {shown(value)}; give a plain value")
     if value == "":
         return []
     value = " ".join(_words(value))

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from megatron_wlb.cli.output import remark
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.errors import ConfigError, CorpusError
+from megatron_wlb.errors import CorpusError
 from megatron_wlb.packing.advice import MAX_DELAY_STEPS
+from megatron_wlb.packing.base import MOST_STEPS
+from megatron_wlb.reading import decimal, whole_number
 
 MOST_DOCUMENTS = 20_000
 """That a command packs of very few; a distribution has no end of them."""
@@ -20,7 +22,7 @@ def add_max_delay(group: argparse._ArgumentGroup) -> None:
     """``--max-delay``, which bounds what is recommended."""
     group.add_argument(
         "--max-delay",
-        type=float,
+        type=decimal,
         default=MAX_DELAY_STEPS,
         metavar="STEPS",
         help="most that a token may be delayed in the mean by what is recommended (default: "
@@ -44,9 +46,7 @@ def num_steps(
     is left.
     """
     if args.steps is not None:
-        if args.steps < 1:
-            raise ConfigError(f"--steps is {args.steps}; give at least 1")
-        return warm_up, args.steps
+        return warm_up, whole_number("--steps", args.steps, 1, MOST_STEPS)
     if documents.stored is None:
         return warm_up, default
     pieces = int((-(-documents.stored // args.window)).sum())

@@ -18,6 +18,7 @@ from megatron_wlb.cli.output import progress_lines
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
 from megatron_wlb.data.sources import Progress
 from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
+from megatron_wlb.reading import text_of_flag
 
 _EPILOG = f"""\
 what a document is:
@@ -45,10 +46,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    build.add_argument("paths", nargs="+", metavar="PATH", help="file or folder")
-    build.add_argument("--out", required=True, metavar="PREFIX", help="corpus to write")
+    build.add_argument("paths", nargs="+", type=text_of_flag, metavar="PATH", help="file or folder")
     build.add_argument(
-        "--tokenizer", default="bytes", metavar="bytes|bpe|FILE", help="default: bytes"
+        "--out", required=True, type=text_of_flag, metavar="PREFIX", help="corpus to write"
+    )
+    build.add_argument(
+        "--tokenizer",
+        default="bytes",
+        type=text_of_flag,
+        metavar="bytes|bpe|FILE",
+        help="default: bytes",
     )
     build.add_argument("--vocab-size", type=int, metavar="N", help="token ids (bpe only)")
     build.add_argument(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from rich.table import Table
 
 from megatron_wlb.cli.inputs import SOURCES, add_source, fill_defaults, source
 from megatron_wlb.cli.output import check_picture, console, save_file, say
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import path_of_flag, whole_number
 
 BAR = 24
 """Characters of the longest bar."""
@@ -39,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of --distribution: so many windows' worth is drawn (default: 4096)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture, PNG")
+    parser.add_argument("--plot", type=path_of_flag, metavar="FILE", help="picture, PNG")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
@@ -48,8 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     fill_defaults(args)
     documents = source(args)
-    if args.windows < 1:
-        raise ConfigError(f"--windows is {args.windows}; give at least 1")
+    whole_number("--windows", args.windows, 1)
     statistics = LengthStatistics.of(
         documents.lengths(args.windows, window=args.window, seed=args.seed), args.window
     )

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from megatron_wlb.doctor import Finding, examine
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.reading import text_of_flag
 
 _EPILOG = """\
 Exit status: 0 if everything that is needed is there and fits, 7 if something is wrong. Packages and
@@ -36,7 +37,10 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument(
-        "--megatron", metavar="PATH", help="the tree to examine (default: the installed one)"
+        "--megatron",
+        type=text_of_flag,
+        metavar="PATH",
+        help="the tree to examine (default: the installed one)",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=_run)

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from megatron_wlb.command_line import yaml_arguments
-from megatron_wlb.config import Config, flag_of, from_flat
-from megatron_wlb.cost import Cost, ProfiledCost, cost_from_dict, read_cost_file
+from megatron_wlb.cli.model import DEFAULT_VOCAB_SIZE, MODELS, Model, add_model_flag, read_model
+from megatron_wlb.config import Config, from_flat
+from megatron_wlb.cost import (
+    Cost,
+    ModelShape,
+    Parallelism,
+    ProfiledCost,
+    Recompute,
+    analytic_cost,
+    check_model,
+    cost_from_dict,
+    load_hardware,
+    read_cost_file,
+)
+from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.forecast import settings_of
+from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.packing.evaluate import Layout, Workload
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
-from megatron_wlb.recipe import read_recipe
+from megatron_wlb.reading import (
+    Several,
+    decimal,
+    path_of_flag,
+    real_number,
+    text_of_flag,
+    whole_number,
+)
 from megatron_wlb.runtime.planning import known_cost, padded_vocab_size
 
 NUM_MICRO_BATCHES = 4
-DEFAULT_VOCAB_SIZE = 32000
-"""Of a model file that names none, where the corpus does not either."""
 
 SOURCES = f"""\
 documents, one of:
@@ -31,23 +45,29 @@ documents, one of:
   --distribution NAME  synthetic: {", ".join(DISTRIBUTIONS)}
   --lengths FILE       one length a line, or an .npy array
 """
-COSTS = """\
+COSTS = f"""\
 cost of a document, one of:
   (nothing)            LLaMA2-7B at a window of 128K on 16 GPUs, modelled: the paper's Table 2
-  --model FILE         the analytic cost of your model on --hardware: a YAML file of training
-                       settings, as for --wlb-config (num_layers: 32, hidden_size: 4096, …), or a
-                       Megatron recipe (MODEL_ARGS). What it says of the window, the global batch
-                       and the pipeline is taken as well
+  --model NAME|FILE    the analytic cost of that model on --hardware
   --cost FILE          tables that megatron_wlb.measure_cost wrote, or coefficients
-"""
+{MODELS}"""
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     """The flags that :func:`source` reads."""
     group = parser.add_argument_group("documents")
-    group.add_argument("prefixes", nargs="*", metavar="PREFIX", help="corpus, .bin/.idx left off")
+    group.add_argument(
+        "prefixes",
+        nargs="*",
+        action="extend",
+        type=text_of_flag,
+        metavar="PREFIX",
+        help="corpus, .bin/.idx left off",
+    )
     group.add_argument("--distribution", metavar="NAME", help="synthetic lengths: reference, …")
-    group.add_argument("--lengths", type=Path, metavar="FILE", help="a length a line, or .npy")
+    group.add_argument(
+        "--lengths", type=path_of_flag, metavar="FILE", help="a length a line, or .npy"
+    )
     group.add_argument(
         "--window",
         type=int,
@@ -62,16 +82,15 @@ def fill_defaults(args: argparse.Namespace) -> None:
 
     Raises :class:`ConfigError` for a file that is none.
     """
-    config, written = Config(), set[str]()
+    model = Model(Config())
     if getattr(args, "model", None) is not None:
-        config, written = model_settings(args), set(_model_arguments(args.model))
+        model = read_model(args.model)
+    config, written = model.config, model.written
     if args.window is None:
         args.window = config.data.seq_length if "--seq-length" in written else REFERENCE_WINDOW
     if getattr(args, "num_micro_batches", 0) is None:
-        number = NUM_MICRO_BATCHES
-        if "--global-batch-size" in written:
-            number = config.training.global_batch_size
-        args.num_micro_batches = [str(number)]
+        given = "--global-batch-size" in written
+        args.num_micro_batches = [config.training.global_batch_size if given else NUM_MICRO_BATCHES]
     # Without a pipeline the file does not tell what shares the work, as it has no DP size.
     p = config.parallel
     if getattr(args, "pp_size", 0) is None and p.pipeline_model_parallel_size > 1:
@@ -82,15 +101,12 @@ def fill_defaults(args: argparse.Namespace) -> None:
 
 def numbers_of_micro_batches(args: argparse.Namespace) -> list[int]:
     """Each N once. Raises :class:`ConfigError` for what is no number above 0."""
-    numbers = [number for text in args.num_micro_batches for number in text.split(",") if number]
-    for number in numbers:
-        if not number.isdecimal() or int(number) < 1:
-            raise ConfigError(
-                f"--num-micro-batches {number} is no number above 0; write several like 4,16"
-            )
-    if not numbers:
-        raise ConfigError("--num-micro-batches names none; write several like 4,16")
-    return list(dict.fromkeys(map(int, numbers)))
+    return list(
+        dict.fromkeys(
+            whole_number("--num-micro-batches", number, 1, MOST_MICRO_BATCHES)
+            for number in args.num_micro_batches
+        )
+    )
 
 
 def source(args: argparse.Namespace) -> LengthSource:
@@ -101,10 +117,8 @@ def source(args: argparse.Namespace) -> LengthSource:
             f"{'several sources of documents' if any(given) else 'no documents'}; give one of a "
             "corpus PREFIX, --distribution NAME and --lengths FILE"
         )
-    if args.window < 2:
-        raise ConfigError(f"--window is {args.window}; give at least 2 tokens")
-    if not 0 <= args.seed < 2**32 - 1:
-        raise ConfigError(f"--seed is {args.seed}; give 0 to {2**32 - 2}")
+    whole_number("--window", args.window, 2, MOST_TOKENS)
+    whole_number("--seed", args.seed, 0, 2**32 - 2)
     if args.distribution is not None:
         return LengthSource.of_distribution(args.distribution)
     if args.lengths is not None:
@@ -135,14 +149,15 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch and cost")
     group.add_argument(
         "--num-micro-batches",
-        nargs="+",
+        action=Several,
+        of=int,
         metavar="N",
         help="micro-batches of a step over all data-parallel ranks (default: --model's "
         f"global_batch_size, or {NUM_MICRO_BATCHES})",
     )
     group.add_argument(
         "--max-windows",
-        type=float,
+        type=decimal,
         default=2.0,
         metavar="X",
         help="S_max in windows: longest micro-batch that memory allows (default: 2)",
@@ -170,9 +185,16 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "simulation; without any, as long as their slowest micro-batch",
     )
     group.add_argument("--vpp-size", type=int, metavar="N", help="model chunks a stage (VPP)")
-    group.add_argument("--model", type=Path, metavar="FILE", help="training settings, YAML")
-    group.add_argument("--hardware", metavar="NAME|FILE", help="of --model (default: h100-sxm)")
-    group.add_argument("--cost", type=Path, metavar="FILE", help="measured tables, coefficients")
+    add_model_flag(group)
+    group.add_argument(
+        "--hardware",
+        type=text_of_flag,
+        metavar="NAME|FILE",
+        help="of --model (default: h100-sxm)",
+    )
+    group.add_argument(
+        "--cost", type=path_of_flag, metavar="FILE", help="measured tables, coefficients"
+    )
     group.add_argument(
         "--cost-extrapolate",
         "--wlb-cost-extrapolate",  # as errors about tables call it
@@ -183,9 +205,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 def max_tokens(args: argparse.Namespace) -> int:
     """S_max in tokens."""
-    if not 0 < args.max_windows < 2**31:
-        raise ConfigError(f"--max-windows is {args.max_windows:g}; give a number of at least 1")
-    return int(args.max_windows * args.window)
+    return int(real_number("--max-windows", args.max_windows, 1, MOST_TOKENS) * args.window)
 
 
 def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batches: int) -> Workload:
@@ -218,7 +238,10 @@ def cost(args: argparse.Namespace) -> Cost:
         if args.hardware is not None:
             raise ConfigError("--hardware is the machine of --model FILE; give that as well")
         return REFERENCE_COST if args.cost is None else cost_of_file(args)
-    config = model_settings(args)
+    model = read_model(args.model)
+    if model.sizes is not None:
+        return _cost_of_sizes(args, model.sizes)
+    config = _overridden(args, model.config)
     vocab_size = config.data.vocab_size
     if vocab_size is None:
         known = [Corpus.open(prefix).vocab_size for prefix in args.prefixes]
@@ -232,20 +255,20 @@ def cost(args: argparse.Namespace) -> Cost:
     return found
 
 
-def _model_arguments(path: Path) -> Sequence[str]:
-    """The command line that a file of settings, or a Megatron recipe, stands for."""
-    words = yaml_arguments(str(path))
-    if flag_of("MODEL_ARGS") in words:
-        return read_recipe(path, os.environ).arguments
-    return words
+def _cost_of_sizes(args: argparse.Namespace, sizes: ModelShape) -> Cost:
+    """Of a model that is sizes alone: analytic, undivided, or what ``--cost`` measured of it."""
+    shape = padded_vocabulary(sizes, 1)
+    if args.cost is None:
+        hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
+        return analytic_cost(shape, hardware, Parallelism(), Recompute())
+    found = cost_of_file(args)
+    if isinstance(found, ProfiledCost):
+        check_model(found.model, shape)
+    return found
 
 
-def model_settings(args: argparse.Namespace) -> Config:
-    """Of ``--model`` FILE. Raises :class:`ConfigError` for a file that is none."""
-    try:
-        config = settings_of(_model_arguments(args.model))
-    except ConfigError as error:
-        raise ConfigError(f"--model {args.model}: {error}") from None
+def _overridden(args: argparse.Namespace, config: Config) -> Config:
+    """The settings with what the command line says of machine and cost."""
     settings = config.flat()
     if args.hardware is not None:
         settings["wlb_hardware"] = args.hardware
@@ -260,10 +283,7 @@ def cost_of_file(args: argparse.Namespace) -> Cost:
     """What ``--cost`` names. Raises :class:`ConfigError` for a file that holds none."""
     try:
         values = read_cost_file(args.cost)
-        inner = values.get("cost", values)
-        if not isinstance(inner, Mapping):
-            raise ConfigError(f"cost is {inner!r}; give coefficients by name")
-        found = cost_from_dict(inner)
+        found = cost_from_dict(values.get("cost", values))
     except ConfigError as error:
         reason = str(error).removeprefix(f"{args.cost}: ")
         raise ConfigError(f"--cost {args.cost}: {reason}") from None

@@ -112,7 +112,7 @@ def save_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
     Raises :class:`ConfigError` where that fails.
     """
     handle, name = tempfile.mkstemp(
-        dir=path.absolute().parent, prefix=f".{path.stem}.", suffix=path.suffix
+        dir=path.absolute().parent, prefix=".draft.", suffix=path.suffix[:16]
     )
     os.close(handle)
     draft = Path(name)

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -24,11 +23,11 @@ from megatron_wlb.cli.inputs import (
     workload,
 )
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
-from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS
 from megatron_wlb.packing.advice import check_max_delay, gain, recommended
 from megatron_wlb.packing.evaluate import WARM_UP_STEPS, Evaluation, Setting, Workload, evaluate
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
+from megatron_wlb.reading import Several, decimal, path_of_flag
 
 ALL = (
     "original", "fixed-greedy:1", "fixed-greedy:2", "fixed-greedy:4", "fixed-greedy:8", "wlb",
@@ -80,12 +79,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     add_workload(parser)
     group = parser.add_argument_group("what is compared")
-    group.add_argument("--packing", metavar="a,b,…", help="default: all but fixed-solver")
     group.add_argument(
-        "--queue-thresholds", nargs="+", type=int, default=[], metavar="L", help="of wlb, in tokens"
+        "--packing", action=Several, metavar="a,b,…", help="default: all but fixed-solver"
     )
-    group.add_argument("--hold-tau", type=float, default=1.0, metavar="X", help="of hold")
-    group.add_argument("--delay-price", type=float, metavar="X", help="of hold")
+    group.add_argument(
+        "--queue-thresholds",
+        action=Several,
+        of=int,
+        default=[],
+        metavar="L",
+        help="of wlb, in tokens",
+    )
+    group.add_argument("--hold-tau", type=decimal, default=1.0, metavar="X", help="of hold")
+    group.add_argument("--delay-price", type=decimal, metavar="X", help="of hold")
     add_max_delay(group)
     group.add_argument(
         "--steps",
@@ -95,13 +101,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--solver-limit",
-        type=float,
+        type=decimal,
         default=1.0,
         metavar="S",
         help="of fixed-solver: about so many seconds a search (default: 1)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="picture of the table, PNG")
+    output.add_argument(
+        "--plot", type=path_of_flag, metavar="FILE", help="picture of the table, PNG"
+    )
     output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
     parser.set_defaults(run=_run)
 
@@ -160,12 +168,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> list[Setting]:
-    named = [name for name in (args.packing or "").split(",") if name]
+    named = args.packing or ALL
     names = [n for name in named for n in (PAPER if name == "paper" else (name,))]
-    if args.packing is not None and not names:
-        raise ConfigError(f"--packing names none; give some of {', '.join(PACKINGS)}")
     settings = []
-    for name in dict.fromkeys(names or ALL):
+    for name in dict.fromkeys(names):
         settings.append(
             Setting.parse(
                 name,

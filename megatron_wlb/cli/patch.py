@@ -8,6 +8,7 @@ import json
 from rich.console import Console
 from rich.markup import escape
 
+from megatron_wlb.reading import text_of_flag
 from megatron_wlb.runtime.patch_files import PatchSeries
 from megatron_wlb.runtime.source import MegatronSource
 
@@ -38,7 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     for name, summary in _HELP.items():
         action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        action.add_argument("path", nargs="?", metavar="PATH", help="default: the installed one")
+        action.add_argument(
+            "path", nargs="?", type=text_of_flag, metavar="PATH", help="default: the installed one"
+        )
         action.add_argument("--json", action="store_true", help="print the result as JSON")
         action.set_defaults(run=_run)
 

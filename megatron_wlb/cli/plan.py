@@ -6,26 +6,28 @@ import argparse
 import json
 import shlex
 import sys
-from pathlib import Path
 from typing import Any, cast
 
 from rich.table import Table
 
 from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.inputs import SOURCES, add_long_documents, add_source, source
+from megatron_wlb.cli.model import MODELS, read_model
 from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
 from megatron_wlb.cli.scenario import (
-    MODELS,
+    MACHINES,
     RECOMPUTE,
     add_model,
     fill_from_model,
     machine_title,
-    model_shape,
 )
 from megatron_wlb.cost import Recompute, load_hardware
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.advice import DIGITS, check_max_delay, gain
+from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_STEPS
+from megatron_wlb.reading import Several, decimal, path_of_flag, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.simulator import recipe
 from megatron_wlb.simulator.compare import WARM_UP_STEPS
@@ -42,7 +44,8 @@ SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size")
 
 _EPILOG = f"""\
 {SOURCES}
-{MODELS}
+{MODELS}\
+{MACHINES}
 how it searches:
   Every way to divide the devices over TP, CP, PP, VPP and DP, with each N and as little
   recomputation as fits, is checked against the model, Megatron's schedule and the memory limit.
@@ -77,8 +80,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-devices", type=int, required=True, metavar="N", help="GPUs")
     group.add_argument(
         "--num-micro-batches",
-        type=int,
-        nargs="+",
+        action=Several,
+        of=int,
         metavar="N",
         help="of a step over all replicas: --global-batch-size; several are compared "
         f"(default: what has {STEP_TOKENS:,} tokens)",
@@ -94,7 +97,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--packing",
-        default="original,wlb,hold,hold+shape",
+        action=Several,
+        default=["original", "wlb", "hold", "hold+shape"],
         metavar="a,b,…",
         help="as for wlb simulate (default: original,wlb,hold,hold+shape)",
     )
@@ -114,13 +118,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_max_delay(group)
     group.add_argument(
         "--headroom",
-        type=float,
+        type=decimal,
         default=HEADROOM,
         metavar="SHARE",
         help=f"of the memory limit that is left free (default: {HEADROOM:g})",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=Path, metavar="FILE.yaml", help="recipe of the best")
+    output.add_argument("--out", type=path_of_flag, metavar="FILE.yaml", help="recipe of the best")
     output.add_argument("--rows", type=int, default=12, metavar="N", help="of the table: 12")
     output.add_argument("--json", action="store_true", help="print everything, also the rejected")
     parser.set_defaults(run=_run)
@@ -132,8 +136,7 @@ def _run(args: argparse.Namespace) -> int:
     if not 0 <= args.headroom < 1:
         raise ConfigError(f"--headroom is {args.headroom:g}; give a share from 0 to below 1")
     for flag, value in (("--refine", args.refine), ("--rows", args.rows)):
-        if value < 1:
-            raise ConfigError(f"{flag} is {value}; give at least 1")
+        whole_number(flag, value, 1, MOST_STEPS)
     if args.cost is not None:
         raise ConfigError(
             "--cost holds for the layout it was measured with, but layouts are searched here; "
@@ -200,12 +203,13 @@ def _run(args: argparse.Namespace) -> int:
 
 def _space(args: argparse.Namespace) -> Space:
     numbers = args.num_micro_batches or [max(1, STEP_TOKENS // args.window)]
-    names = tuple(dict.fromkeys(name for name in args.packing.split(",") if name))
-    if not names:
-        raise ConfigError("--packing names none; give some, like wlb,hold")
-    for flag, value in (("--num-micro-batches", min(numbers)), ("--max-tp", args.max_tp)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} is {value}; give at least 1")
+    names = tuple(dict.fromkeys(args.packing))
+    for number in numbers:
+        whole_number("--num-micro-batches", number, 1, MOST_MICRO_BATCHES)
+    whole_number("--num-devices", args.num_devices, 1, MOST_DEVICES)
+    for size in ("max_tp", *SIZES):
+        if getattr(args, size) is not None:
+            whole_number(f"--{size.replace('_', '-')}", getattr(args, size), 1, MOST_DEVICES)
     fixed = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     hardware = load_hardware(args.hardware)
     node = hardware.devices_per_node
@@ -222,7 +226,7 @@ def _space(args: argparse.Namespace) -> Space:
     if args.recompute is not None:
         recompute = (RECOMPUTE[args.recompute],)
     return Space(
-        model_shape(args),
+        read_model(args.model).shape,
         hardware,
         args.num_devices,
         args.window,
@@ -239,7 +243,7 @@ def _space(args: argparse.Namespace) -> Space:
 
 def _sections(args: argparse.Namespace, best: Choice) -> dict[str, recipe.Flags]:
     scenario, outcome = best.candidate.scenario, best.outcome
-    shape = model_shape(args)
+    shape = read_model(args.model).shape
     return {
         "Model": recipe.model_flags(shape),
         "Layout": recipe.layout_flags(scenario),

@@ -14,9 +14,15 @@ from rich.table import Table
 
 from megatron_wlb.cli import output
 from megatron_wlb.config import WlbConfig
-from megatron_wlb.cost.attention import BACKWARD_FLOPS, AttentionProfile, forward_flops
+from megatron_wlb.cost.attention import (
+    BACKWARD_FLOPS,
+    MAX_LENGTH,
+    AttentionProfile,
+    forward_flops,
+)
 from megatron_wlb.cost.hardware import FIGURES, hardware_names, load_hardware, read_hardware
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import Several, path_of_flag, text_of_flag, whole_number
 
 if TYPE_CHECKING:
     from megatron_wlb.runtime.rates import Rates
@@ -51,12 +57,14 @@ then:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="YAML to write")
+    parser.add_argument(
+        "--out", type=path_of_flag, required=True, metavar="FILE", help="YAML to write"
+    )
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto"
     )
     parser.add_argument(
-        "--heads", nargs="+", metavar="H/GxD",
+        "--heads", action=Several, metavar="H/GxD",
         help="query heads / key/value heads x head dimension (default: 32/32x128 64/8x128 on a "
         "GPU, 4/4x64 on a CPU)",
     )  # fmt: skip
@@ -78,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=int, metavar="N", help=f"runs of each point (default: {REPEATS})"
     )
     parser.add_argument(
-        "--base", metavar="NAME|FILE",
+        "--base", type=text_of_flag, metavar="NAME|FILE",
         help=f"for what is not measured: {', '.join(hardware_names())} or a file; attention tables "
         "of a file are kept (default: by the device's name)",
     )  # fmt: skip
@@ -117,8 +125,8 @@ def _profile(args: argparse.Namespace) -> int:
     load_hardware(base)  # its errors now, not after measuring
     machine = machine_name(device)
     for flag, value, least in (("--longest", args.longest, 2), ("--repeats", args.repeats, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"{flag} is {value}; give at least {least}")
+        if value is not None:
+            whole_number(flag, value, least, MAX_LENGTH)
     longest = args.longest or (SMALL_LONGEST[device] if args.small else defaults["longest"])
     profiles = []
     for num_heads, num_groups, head_dim in shapes:

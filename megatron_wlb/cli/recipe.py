@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_wlb.command_line import with_settings_file
+from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.forecast import Forecast, forecast
+from megatron_wlb.reading import text_of_flag, whole_number
 from megatron_wlb.recipe import Recipe, launch_command, quoted, read_recipe
 from megatron_wlb.runtime.megatron_lm import check_arguments, words
 from megatron_wlb.runtime.megatron_lm.arguments import asks_for_plans
@@ -64,12 +66,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arguments(action: argparse.ArgumentParser) -> None:
-    action.add_argument("file", metavar="FILE", help="the recipe")
+    action.add_argument("file", type=text_of_flag, metavar="FILE", help="the recipe")
     action.add_argument(
-        "--megatron", metavar="PATH", help="Megatron-LM checkout (default: $MEGATRON_LM_PATH)"
+        "--megatron",
+        type=text_of_flag,
+        metavar="PATH",
+        help="Megatron-LM checkout (default: $MEGATRON_LM_PATH)",
     )
     action.add_argument(
-        "--script", default=_SCRIPT, metavar="NAME", help=f"in the checkout (default: {_SCRIPT})"
+        "--script",
+        default=_SCRIPT,
+        type=text_of_flag,
+        metavar="NAME",
+        help=f"in the checkout (default: {_SCRIPT})",
     )
     action.add_argument("--nnodes", type=int, metavar="N", help="default: NUM_NODES of the recipe")
     action.add_argument(
@@ -179,9 +188,7 @@ def _num_devices(args: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def _at_least_one(flag: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{flag} is {value}; give at least 1")
-    return value
+    return None if value is None else whole_number(flag, value, 1, MOST_DEVICES)
 
 
 def _as_shell(command: list[str], variables: Collection[str]) -> str:

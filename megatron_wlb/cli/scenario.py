@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
-import yaml
-
-from megatron_wlb.cli.inputs import DEFAULT_VOCAB_SIZE, cost_of_file, model_settings
-from megatron_wlb.config import Config
+from megatron_wlb.cli.inputs import cost_of_file, max_tokens
+from megatron_wlb.cli.model import Model, add_model_flag, read_model
 from megatron_wlb.cost import (
     Cost,
     ModelShape,
@@ -18,10 +15,11 @@ from megatron_wlb.cost import (
     Recompute,
     load_hardware,
 )
-from megatron_wlb.cost.model_file import is_shape, load_model, padded_vocabulary
+from megatron_wlb.cost.model_file import padded_vocabulary
+from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
-from megatron_wlb.recipe import read_recipe
+from megatron_wlb.reading import decimal, path_of_flag, text_of_flag, whole_number
 from megatron_wlb.simulator.scenario import MEMORY_SHARE, Scenario
 
 RECOMPUTE = {
@@ -31,11 +29,8 @@ RECOMPUTE = {
 }
 """Core attention, or every layer for itself."""
 
-MODELS = """\
-model and machine:
-  --model NAME         550m, 7b, 30b or 70b: shapes of WLB-LLM's Table 1 (configs/model)
-  --model FILE         a YAML file of such sizes, of training settings (as for --wlb-config), or a
-                       Megatron recipe (model_config.yaml)
+MACHINES = """\
+machine:
   --hardware NAME|FILE h100-sxm, h200, a100, cpu, or a YAML file like those in configs/hardware
   --cost FILE          measured instead of modelled: what megatron_wlb.measure_cost wrote
 """
@@ -44,17 +39,23 @@ model and machine:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The flags of model, machine and memory."""
     group = parser.add_argument_group("model and machine")
-    group.add_argument("--model", required=True, metavar="NAME|FILE", help="7b, …, or sizes")
+    add_model_flag(group, required=True)
     group.add_argument(
-        "--hardware", default="h100-sxm", metavar="NAME|FILE", help="default: h100-sxm"
+        "--hardware",
+        type=text_of_flag,
+        default="h100-sxm",
+        metavar="NAME|FILE",
+        help="default: h100-sxm",
     )
     group.add_argument(
         "--memory-gib",
-        type=float,
+        type=decimal,
         metavar="GIB",
         help=f"what tensors may take on a device (default: {MEMORY_SHARE:.0%}% of its memory)",
     )
-    group.add_argument("--cost", type=Path, metavar="FILE", help="measured tables, coefficients")
+    group.add_argument(
+        "--cost", type=path_of_flag, metavar="FILE", help="measured tables, coefficients"
+    )
     group.add_argument(
         "--cost-extrapolate",
         "--wlb-cost-extrapolate",  # as errors about tables call it
@@ -97,12 +98,14 @@ def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
 
     The window, and with ``layout`` also N and the sizes.
     """
-    config = _settings(args)
+    model = read_model(args.model)
+    config = model.config
     if args.window is None:
-        args.window = REFERENCE_WINDOW if config is None else config.data.seq_length
+        given = "--seq-length" in model.written
+        args.window = config.data.seq_length if given else REFERENCE_WINDOW
     if not layout:
         return
-    p = (config or Config()).parallel
+    p = config.parallel
     for name, size in (
         ("tp_size", p.tensor_model_parallel_size),
         ("cp_size", p.context_parallel_size),
@@ -112,44 +115,26 @@ def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
         if getattr(args, name) is None:
             setattr(args, name, size)
     if args.dp_size is None:
-        args.dp_size = 1 if config is None else _dp_size_of_recipe(args)
-    if config is not None and args.num_micro_batches is None:
+        args.dp_size = _dp_size(args, model)
+    if args.num_micro_batches is None and "--global-batch-size" in model.written:
         args.num_micro_batches = config.training.global_batch_size
 
 
-def _dp_size_of_recipe(args: argparse.Namespace) -> int:
-    """What is left of the devices that a recipe says it runs on; 1 where ``--model`` says none."""
-    content = yaml.safe_load(Path(args.model).read_text())
-    if not {"NUM_NODES", "GPUS_PER_NODE"} & set(content.get("ENV_VARS") or ()):
+def _dp_size(args: argparse.Namespace, model: Model) -> int:
+    """What is left of the devices that a recipe says it runs on; 1 where it says none."""
+    recipe = model.recipe
+    if recipe is None or not {"NUM_NODES", "GPUS_PER_NODE"} & set(recipe.environment):
         return 1
-    recipe = read_recipe(args.model, os.environ)
     num_devices = recipe.num_nodes * recipe.devices_per_node
-    inner: int = args.tp_size * args.cp_size * args.pp_size
+    inner = 1
+    for name in ("tp_size", "cp_size", "pp_size"):
+        inner *= whole_number(f"--{name.replace('_', '-')}", getattr(args, name), 1, MOST_DEVICES)
     if num_devices % inner:
         raise ConfigError(
             f"the {num_devices} devices of --model {args.model} do not divide over TP × CP × PP = "
             f"{inner}; give --dp-size"
         )
     return num_devices // inner
-
-
-def model_shape(args: argparse.Namespace) -> ModelShape:
-    """The model that the flags name, its vocabulary not padded."""
-    config = _settings(args)
-    if config is None:
-        return load_model(args.model)
-    # Not at the top: only this needs the runtime's reading of settings.
-    from megatron_wlb.runtime.planning import model_shape as shape_of
-
-    return shape_of(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
-
-
-def _settings(args: argparse.Namespace) -> Config | None:
-    """Of ``--model``, if it is a file of training settings."""
-    path = Path(args.model)
-    if path.suffix not in (".yaml", ".yml") or not path.is_file() or is_shape(path):
-        return None
-    return model_settings(argparse.Namespace(**vars(args) | {"model": path}))
 
 
 def measured_cost(args: argparse.Namespace, shape: ModelShape, layout: Parallelism) -> Cost | None:
@@ -164,8 +149,8 @@ def measured_cost(args: argparse.Namespace, shape: ModelShape, layout: Paralleli
 
 def scenario(args: argparse.Namespace) -> Scenario:
     """What the flags describe. Raises :class:`ConfigError` for what cannot be."""
-    shape, hardware = model_shape(args), load_hardware(args.hardware)
-    config = _settings(args) or Config()
+    model, hardware = read_model(args.model), load_hardware(args.hardware)
+    shape, config = model.shape, model.config
     layout = Parallelism(
         tp_size=args.tp_size,
         cp_size=args.cp_size,
@@ -208,9 +193,7 @@ def most_tokens(args: argparse.Namespace, base: Scenario) -> tuple[int, str]:
     """
     window = base.window
     if args.max_windows is not None:
-        if not 0 < args.max_windows < 2**31:
-            raise ConfigError(f"--max-windows is {args.max_windows:g}; give a number of at least 1")
-        return int(args.max_windows * window), ""
+        return max_tokens(args), ""
     try:
         fitting = base.max_tokens()
     except ConfigError as error:

@@ -14,9 +14,10 @@ from rich.table import Table
 
 from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
+from megatron_wlb.cli.model import MODELS
 from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
 from megatron_wlb.cli.scenario import (
-    MODELS,
+    MACHINES,
     add_layout,
     add_model,
     fill_from_model,
@@ -27,6 +28,7 @@ from megatron_wlb.cli.scenario import (
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import Several, decimal, path_of_flag, unknown, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.simulator.compare import WARM_UP_STEPS, Outcome, Variant, compare
 from megatron_wlb.simulator.scenario import Scenario, title
@@ -38,7 +40,8 @@ SAMPLE_TOKENS = 1 << 25
 
 _EPILOG = f"""\
 {SOURCES}
-{MODELS}
+{MODELS}\
+{MACHINES}
 columns:
   speed-up   work (model FLOPs) a second over original with per-sequence sharding; in brackets
              the lowest and highest seed
@@ -68,18 +71,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is compared")
     group.add_argument(
         "--packing",
+        action=Several,
         metavar="a,b,…",
         help="as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
         f"{DEFAULT_PACKINGS}; with stages hold+shape too)",
     )
     group.add_argument(
         "--sharding",
+        action=Several,
         metavar="a,b,…",
         help=f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)",
     )
     group.add_argument(
         "--max-windows",
-        type=float,
+        type=decimal,
         metavar="X",
         help="S_max in windows (default: 2, or what fits memory)",
     )
@@ -95,13 +100,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--report", type=Path, metavar="FILE.html", help="one page to look at, without a network"
+        "--report",
+        type=path_of_flag,
+        metavar="FILE.html",
+        help="one page to look at, without a network",
     )
     output.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="a step of each packing, for Perfetto"
+        "--trace",
+        type=path_of_flag,
+        metavar="FILE.json",
+        help="a step of each packing, for Perfetto",
     )
     output.add_argument(
-        "--plot", type=Path, metavar="FILE", help="a step of each packing, PNG or SVG"
+        "--plot", type=path_of_flag, metavar="FILE", help="a step of each packing, PNG or SVG"
     )
     output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
     parser.set_defaults(run=_run)
@@ -114,8 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     fill_from_model(args, layout=True)
     documents, base = source(args), scenario(args)
     documents.check(window=base.window, long_documents=args.long_documents)
-    if args.num_seeds < 1:
-        raise ConfigError(f"--num-seeds is {args.num_seeds}; give at least 1")
+    whole_number("--num-seeds", args.num_seeds, 1, 1000)
     if base.hardware.attention and base.measured_attention is None:
         remark(
             f"--hardware {args.hardware} has no attention table of bfloat16 heads of "
@@ -187,17 +197,17 @@ def _variants(args: argparse.Namespace, max_tokens: int) -> list[Variant]:
     """What is asked for, after `original`, which all are compared with."""
     named = args.packing
     if named is None:
-        named = DEFAULT_PACKINGS + (",hold+shape" if args.pp_size > 1 else "")
-    names = ["original", *(name for name in named.split(",") if name)]
+        named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
+    names = ["original", *named]
     return [Variant.parse(name, args.window, max_tokens) for name in dict.fromkeys(names)]
 
 
 def _shardings(args: argparse.Namespace) -> list[Mode]:
     """What is asked for, after per-sequence, which all are compared with."""
-    named = [name for name in (args.sharding or "").split(",") if name]
+    named = args.sharding or []
     for name in named:
         if name not in MODES:
-            raise ConfigError(f"unknown sharding {name}; use some of {', '.join(MODES)}")
+            raise unknown("sharding", name, MODES)
     if args.cp_size == 1:
         if set(named) - {"per-sequence"}:
             raise ConfigError(

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rich.table import Table
 
@@ -30,6 +29,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.advice import check_max_delay, gain
 from megatron_wlb.packing.evaluate import Evaluation
 from megatron_wlb.packing.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
+from megatron_wlb.reading import Several, path_of_flag
 
 MOST_ROWS = 12
 """Of the trade-off curve, in the table."""
@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_workload(parser)
     group = parser.add_argument_group("search")
     group.add_argument(
-        "--packing", default=",".join(TUNABLE), metavar="a,b", help="default: wlb,hold"
+        "--packing", action=Several, default=list(TUNABLE), metavar="a,b", help="default: wlb,hold"
     )
     add_max_delay(group)
     group.add_argument(
@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "they are large)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="trade-off curve, PNG")
+    output.add_argument("--plot", type=path_of_flag, metavar="FILE", help="trade-off curve, PNG")
     output.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     with _no_warnings_of_backlogs(), progress_bar("trying settings") as progress:
         tuning = tune(
             *halves,
-            packings=[name for name in args.packing.split(",") if name],
+            packings=args.packing,
             max_tokens=max_tokens(args),
             max_delay=args.max_delay,
             steps=steps,

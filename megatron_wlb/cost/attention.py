@@ -9,7 +9,6 @@ and reaches less on few of them (§5.2).
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,11 +18,23 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from megatron_wlb.cost.document import LEAST_US, MOST_US
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import (
+    check_names,
+    listed,
+    real_number,
+    real_numbers,
+    shown,
+    truth,
+    whole_number,
+)
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
+MAX_LENGTH = 1 << 24
+"""Of a profile, in tokens: each has its place in memory."""
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass in forwards: flash attention computes the scores again."""
 
@@ -140,11 +151,12 @@ class AttentionProfile:
         rising = all(a < b for a, b in zip(self.lengths, self.lengths[1:], strict=False))
         if n < 2 or self.lengths[0] != 1 or not rising:
             raise ConfigError(
-                f"attention profile: lengths {list(self.lengths)}; give two or more, ascending "
-                "from 1"
+                f"attention profile: lengths {shown(list(self.lengths))}; give two or more, "
+                "ascending from 1"
             )
-        for name, rows in (("forward_us", self.forward_us), ("backward_us", self.backward_us)):
-            if [len(row) for row in rows] != list(range(n, 0, -1)):
+        whole_number("attention profile: the longest of lengths", self.lengths[-1], 1, MAX_LENGTH)
+        for name, table in (("forward_us", self.forward_us), ("backward_us", self.backward_us)):
+            if [len(row) for row in table] != list(range(n, 0, -1)):
                 raise ConfigError(
                     f"attention profile: {name} needs a row for each of {n} lengths, with a time "
                     "for each key length from that on; measure again"
@@ -156,15 +168,17 @@ class AttentionProfile:
                 f"of {n} lengths; measure again"
             )
         times_us = [us for row in (*self.forward_us, *self.backward_us, *wholes) for us in row]
-        if not all(math.isfinite(us) and us > 0 for us in times_us):
-            raise ConfigError("attention profile: a time is not positive; measure again")
-        if min(self.tile_keys, self.num_heads, self.num_groups, self.head_dim) < 1 or (
-            self.tile_queries % self.tile_keys
-        ):
+        for us in times_us:
+            real_number("attention profile: a time", us, LEAST_US, MOST_US)
+        for name in ("call_forward_us", "call_backward_us", "unlike_forward_us",
+                     "unlike_backward_us", "spread", "error"):  # fmt: skip
+            real_number(f"attention profile: {name}", getattr(self, name), 0, MOST_US)
+        for name in ("num_heads", "num_groups", "head_dim", "tile_queries", "tile_keys"):
+            whole_number(f"attention profile: {name}", getattr(self, name), 1, MAX_LENGTH)
+        if self.tile_queries % self.tile_keys:
             raise ConfigError(
-                f"attention profile: tiles of {self.tile_queries} × {self.tile_keys}, "
-                f"{self.num_heads} heads in {self.num_groups} groups of {self.head_dim}; give "
-                "positive sizes, and a query tile that is a multiple of the key tile"
+                f"attention profile: tiles of {self.tile_queries} × {self.tile_keys}; give a query "
+                "tile that is a multiple of the key tile"
             )
 
     @property
@@ -269,24 +283,26 @@ class AttentionProfile:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionProfile:
         """Raises :class:`ConfigError` for a missing, unknown or impossible entry."""
-        known = {f.name: f.type for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1) or list(known)
-                raise ConfigError(f"attention profile: unknown entry {name}; use {near[0]}")
-        missing = [name for name in list(known)[:13] if name not in values]
-        if missing:
-            raise ConfigError(f"attention profile: {missing[0]} is missing; measure again")
-        converters: dict[str, Callable[[Any], Any]] = {
-            "str": str, "int": int, "float": float, "bool": bool,
-            "tuple[int, ...]": lambda row: tuple(map(int, row)),
-            "tuple[float, ...]": lambda row: tuple(map(float, row)),
-            "tuple[tuple[float, ...], ...]": lambda rows: tuple(tuple(map(float, r)) for r in rows),
-        }  # fmt: skip
-        try:
-            return cls(**{n: converters[str(known[n])](value) for n, value in values.items()})
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"attention profile: {error}; measure again") from None
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"attention profile: {shown(values)} is no table; run `wlb profile`")
+        known = {f.name: str(f.type) for f in fields(cls)}
+        check_names("attention profile: ", "entry", values, known, list(known)[:13])
+        converters: dict[str, Callable[[str, Any], Any]] = {
+            "str": lambda name, value: str(value),
+            "int": lambda name, value: whole_number(name, value, 0),
+            "float": real_number,
+            "bool": truth,
+            "tuple[int, ...]": lambda name, row: tuple(
+                whole_number(name, length, 1, MAX_LENGTH) for length in listed(name, row)
+            ),
+            "tuple[float, ...]": lambda name, row: tuple(real_numbers(name, row)),
+            "tuple[tuple[float, ...], ...]": lambda name, table: tuple(
+                tuple(real_numbers(name, row)) for row in listed(name, table)
+            ),
+        }
+        return cls(
+            **{n: converters[known[n]](f"attention profile: {n}", v) for n, v in values.items()}
+        )
 
 
 def nearest_profile(

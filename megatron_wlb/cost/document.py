@@ -6,13 +6,15 @@ with the tokens of a micro-batch, ``W_a`` (causal attention) with the square of 
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import check_names, real_number
+
+LEAST_US, MOST_US = 1e-12, 1e12
+"""Of a time that is given or measured; the most is eleven days. Beyond them sums overflow."""
 
 
 class CostModel(Protocol):
@@ -87,15 +89,11 @@ class DocumentCost:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(
-                    f"document cost: {name} is {value}, but must be finite and not negative; "
-                    "measure again or correct it"
-                )
-        if self.document_us(1) == 0:
+            real_number(f"document cost: {name}", value, 0, MOST_US)
+        if self.document_us(1) < LEAST_US:
             raise ConfigError(
                 "document cost: all coefficients are 0, so nothing can be balanced; "
-                "give at least one positive coefficient"
+                f"give at least one of {LEAST_US} µs"
             )
 
     def forward_us(self, length: int) -> float:
@@ -134,13 +132,5 @@ class DocumentCost:
     def from_dict(cls, values: Mapping[str, Any]) -> DocumentCost:
         """Raises :class:`ConfigError` for a missing, unknown or non-numeric coefficient."""
         known = [f.name for f in fields(cls)]
-        for name, value in values.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1) or known
-                raise ConfigError(f"document cost: unknown coefficient {name}; use {near[0]}")
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"document cost: {name} is {value!r}; give a number of µs")
-        missing = [name for name in known[:4] if name not in values]
-        if missing:
-            raise ConfigError(f"document cost: coefficient {missing[0]} is missing; add it")
-        return cls(**{name: float(value) for name, value in values.items()})
+        check_names("document cost: ", "coefficient", values, known, known[:4])
+        return cls(**{n: real_number(f"document cost: {n}", v) for n, v in values.items()})

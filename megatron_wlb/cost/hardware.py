@@ -8,17 +8,24 @@ measured tables of attention kernels.
 
 from __future__ import annotations
 
-import difflib
-import math
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import (
+    check_names,
+    listed,
+    read_mapping,
+    real_number,
+    shown,
+    unknown,
+    whole_number,
+)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE / "configs" / "hardware", _PACKAGE.parent / "configs" / "hardware")
@@ -29,12 +36,16 @@ _SHARES = (
 )  # fmt: skip
 
 
+LEAST, MOST = 1e-9, 1e9
+"""Of a figure. Machines are far from both; beyond them times and rates overflow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Rates of one device and its links.
 
-    Raises :class:`ConfigError` for a figure that is not positive, or a share outside (0, 1]
-    (an overlap outside [0, 1]).
+    Raises :class:`ConfigError` for a figure outside [:data:`LEAST`, :data:`MOST`], or a share above
+    1; overlaps and latencies may be 0.
     """
 
     peak_tflops: float
@@ -67,14 +78,13 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name in FIGURES:
-            value = getattr(self, name)
-            least = 0.0 if name.endswith(("_overlap", "_us")) else math.ulp(0.0)
-            most = 1.0 if name in _SHARES else math.inf
-            if not (math.isfinite(value) and least <= value <= most):
-                raise ConfigError(
-                    f"hardware: {name} is {value}; give a positive number"
-                    + (", at most 1" if name in _SHARES else "")
-                )
+            what, value = f"hardware: {name}", getattr(self, name)
+            if name == "devices_per_node":
+                whole_number(what, value, 1, MOST_DEVICES)
+            elif name.endswith(("_overlap", "_us")):
+                real_number(what, value, 0, 1 if name in _SHARES else MOST)
+            else:
+                real_number(what, value, LEAST, 1 if name in _SHARES else MOST)
 
     @property
     def linear_tflops(self) -> float:
@@ -110,7 +120,7 @@ def load_hardware(name_or_path: str) -> Hardware:
     """The machine called so (``h100-sxm``), or that of a YAML file.
 
     Raises:
-        ConfigError: an unknown name (the nearest one is named), an unreadable file, or one with an
+        ConfigError: an unknown name (all are listed), an unreadable file, or one with an
             unknown, missing or impossible figure, or a figure without its source.
     """
     path, content = read_hardware(name_or_path)
@@ -122,52 +132,27 @@ def read_hardware(name_or_path: str) -> tuple[Path, Mapping[str, Any]]:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml", ".json"):
         found = [folder / f"{name_or_path.lower()}.yaml" for folder in _FOLDERS]
-        existing = [candidate for candidate in found if candidate.is_file()]
+        existing = [candidate for candidate in found if os.path.isfile(candidate)]
         if not existing:
-            names, wanted = hardware_names(), name_or_path.lower()
-            near = [name for name in names if name.startswith(wanted)]
-            near = near or difflib.get_close_matches(wanted, names, n=1) or names
-            raise ConfigError(
-                f"unknown hardware {name_or_path}; use {' or '.join(near)}, or give a YAML file"
-            )
+            names = hardware_names()
+            raise unknown("hardware", name_or_path, names, ", or give a YAML file")
         path = existing[0]
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"hardware {path}: {' '.join(str(error).split())}; give {' or '.join(hardware_names())}"
-            ", or a file such as `wlb profile` writes"
-        ) from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"hardware {path}: expected figures as `name: {{value, source}}`")
-    return path, content
+    remedy = f"give {' or '.join(hardware_names())}, or a file such as `wlb profile` writes"
+    return path, read_mapping(path, "hardware", remedy)
 
 
 def _from_figures(path: Path, content: Mapping[str, Any]) -> Hardware:
-    known = [*FIGURES, "attention"]
-    values: dict[str, float] = {}
-    for name, figure in content.items():
-        if name in ("description", "attention"):
-            continue
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1) or known
-            raise ConfigError(f"hardware {path}: unknown figure {name}; use {near[0]}")
-        if not isinstance(figure, Mapping) or set(figure) != {"value", "source"}:
-            raise ConfigError(f"hardware {path}: {name} is {figure}; give {{value, source}}")
-        value = figure["value"]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"hardware {path}: {name} is {value!r}; give a number")
-        if name == "devices_per_node" and not isinstance(value, int):
-            raise ConfigError(f"hardware {path}: {name} is {value}; give a whole number")
-        values[name] = value
-    missing = [f.name for f in fields(Hardware) if f.default is MISSING and f.name not in values]
-    if missing:
-        raise ConfigError(f"hardware {path}: {missing[0]} is missing; add it with its source")
-    tables = content.get("attention", [])
-    if not (isinstance(tables, list) and all(isinstance(table, Mapping) for table in tables)):
-        raise ConfigError(f"hardware {path}: attention is no list of tables; run `wlb profile`")
+    figures = {n: f for n, f in content.items() if n not in ("description", "attention")}
+    needed = [f.name for f in fields(Hardware) if f.default is MISSING]
     try:
-        attention = tuple(map(AttentionProfile.from_dict, tables))
-        return Hardware(**values, attention=attention)  # type: ignore[arg-type]  # an int is one
+        check_names("", "figure", figures, FIGURES, needed)
+        for name, figure in figures.items():
+            if not isinstance(figure, Mapping) or set(figure) != {"value", "source"}:
+                raise ConfigError(f"{name} is {shown(figure)}; give {{value, source}}")
+        tables = listed("attention (`wlb profile` writes it)", content.get("attention", []))
+        return Hardware(
+            **{name: figure["value"] for name, figure in figures.items()},
+            attention=tuple(map(AttentionProfile.from_dict, tables)),
+        )
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"hardware {path}: {str(error).removeprefix('hardware: ')}") from None

@@ -6,16 +6,14 @@ A file gives :class:`~megatron_wlb.cost.shape.ModelShape` by field, and may say 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+import os
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import check_names, read_mapping, unknown
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE / "configs" / "model", _PACKAGE.parent / "configs" / "model")
@@ -35,19 +33,15 @@ def load_model(name_or_path: str) -> ModelShape:
     """The model called so (``7b``), or that of a YAML file; ``vocab_size`` is not padded yet.
 
     Raises:
-        ConfigError: an unknown name (the nearest one is named), an unreadable file, or one with an
+        ConfigError: an unknown name (all are listed), an unreadable file, or one with an
             unknown, missing or impossible size.
     """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml", ".json"):
         found = [folder / f"{name_or_path.lower()}.yaml" for folder in _FOLDERS]
-        existing = [candidate for candidate in found if candidate.is_file()]
+        existing = [candidate for candidate in found if os.path.isfile(candidate)]
         if not existing:
-            names = model_names()
-            near = difflib.get_close_matches(name_or_path.lower(), names, n=1) or names
-            raise ConfigError(
-                f"unknown model {name_or_path}; use {' or '.join(near)}, or give a YAML file"
-            )
+            raise unknown("model", name_or_path, model_names(), ", or give a YAML file")
         path = existing[0]
     return _from_sizes(path, _content(path))
 
@@ -61,7 +55,7 @@ def is_shape(path: Path) -> bool:
     # These are called so in both.
     ours = known - {"hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads",
                     "num_query_groups", "kv_channels", "vocab_size", "rotary_percent"}  # fmt: skip
-    names = set(map(str, _content(path)))
+    names = set(_content(path))
     return names <= known or bool(names & ours)
 
 
@@ -71,35 +65,15 @@ def padded_vocabulary(shape: ModelShape, tp_size: int) -> ModelShape:
     return replace(shape, vocab_size=-(-shape.vocab_size // multiple) * multiple)
 
 
-def _content(path: Path) -> Mapping[Any, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"model {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"model {path}: expected sizes as `name: value`")
-    return content
+def _content(path: Path) -> dict[str, Any]:
+    return read_mapping(path, "model")
 
 
-def _from_sizes(path: Path, content: Mapping[Any, Any]) -> ModelShape:
-    known = {f.name: f for f in fields(ModelShape)}
-    values: dict[str, Any] = {}
-    for name, value in content.items():
-        if name == "description":
-            continue
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1) or list(known)
-            raise ConfigError(f"model {path}: unknown size {name}; use {near[0]}")
-        wanted = known[name].type
-        right = isinstance(value, bool) if wanted == "bool" else not isinstance(value, bool)
-        if not right or not isinstance(value, int | float if wanted == "float" else int):
-            kind = {"bool": "true or false", "int": "a whole number"}.get(str(wanted), "a number")
-            raise ConfigError(f"model {path}: {name} is {value!r}; give {kind}")
-        values[name] = value
-    missing = [name for name, f in known.items() if f.default is MISSING and name not in values]
-    if missing:
-        raise ConfigError(f"model {path}: {missing[0]} is missing; add it")
+def _from_sizes(path: Path, content: dict[str, Any]) -> ModelShape:
+    values = {name: value for name, value in content.items() if name != "description"}
+    known = {f.name: f.default is MISSING for f in fields(ModelShape)}
     try:
+        check_names("", "size", values, known, [n for n, needed in known.items() if needed])
         return ModelShape(**values)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"model {path}: {error}") from None

@@ -6,17 +6,22 @@ Names are Megatron's. Plain values; the runtime makes them from its settings.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import real_number, truth, whole_number
+
+MOST, MOST_LAYERS, MOST_DEVICES = 2**31 - 1, 10_000, 2**20
+"""Sizes above them are mistakes, and planning would not come to an end with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a dense GPT. FLOPs depend on the first eight, memory on all.
 
-    Raises :class:`ConfigError` for a size below 1, or heads that groups do not divide.
+    Raises :class:`ConfigError` for a size below 1 or above any model's, or heads that groups do
+    not divide.
     """
 
     hidden_size: int
@@ -48,9 +53,15 @@ class ModelShape:
     """Whether there is dropout after attention and MLP."""
 
     def __post_init__(self) -> None:
-        for name, value in list(asdict(self).items())[:7]:
-            if value < 1:
-                raise ConfigError(f"model shape: {name} is {value}; give at least 1")
+        for f in fields(self):
+            name, value = f.name, getattr(self, f.name)
+            if f.type == "bool":
+                truth(name, value)
+            elif f.type == "float":
+                real_number(name, value, 0, 1)
+            else:
+                least = 0 if name == "learned_positions" else 1
+                whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MOST)
         if self.num_attention_heads % self.num_query_groups:
             raise ConfigError(
                 f"model shape: {self.num_attention_heads} attention heads do not divide into "
@@ -118,8 +129,7 @@ class Parallelism:
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"parallelism: {name} is {getattr(self, name)}; give at least 1")
+            whole_number(f"parallelism: {name}", getattr(self, name), 1, MOST_DEVICES)
 
     @property
     def sequence_shards(self) -> int:
@@ -181,8 +191,8 @@ class Recompute:
                 f"recompute: granularity {self.granularity} with method {self.method} and "
                 f"num_layers {self.num_layers}; full needs both, the others neither"
             )
-        if self.num_layers is not None and self.num_layers < 1:
-            raise ConfigError(f"recompute: num_layers is {self.num_layers}; give at least 1")
+        if self.num_layers is not None:
+            whole_number("recompute: num_layers", self.num_layers, 1, MOST_LAYERS)
 
     def groups(self, num_layers: int) -> list[tuple[int, bool]]:
         """``(layers, recomputed)`` of one chunk of ``num_layers``, in order."""

@@ -6,8 +6,6 @@ the micro-batch, as its kernels run over all of them together.
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +14,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megatron_wlb.cost.document import Work
+from megatron_wlb.cost.document import LEAST_US, MOST_US, Work
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import (
+    check_names,
+    listed,
+    read_mapping,
+    real_number,
+    shown,
+    truth,
+    whole_number,
+)
 
 MAX_FALL = 0.1
 """How much less a longer measurement may take, as noise, before the table is refused."""
@@ -62,13 +67,10 @@ class Curve:
             raise ConfigError(f"cost table {name}: no rows; measure at least one length")
         points = sorted(points)
         rising: list[float] = []
-        for number, (tokens, us) in enumerate(points):
-            if tokens < 1 or not (math.isfinite(us) and us > 0):
-                raise ConfigError(
-                    f"cost table {name}: {us} µs for {tokens} tokens is no measurement; both must "
-                    "be positive"
-                )
-            if number and tokens == points[number - 1][0]:
+        for at, (tokens, us) in enumerate(points):
+            whole_number(f"cost table {name}: tokens", tokens, 1)
+            real_number(f"cost table {name}: µs for {tokens} tokens", us, LEAST_US, MOST_US)
+            if at and tokens == points[at - 1][0]:
                 raise ConfigError(f"cost table {name}: {tokens} tokens appear twice; keep one row")
             before_us = rising[-1] if rising else 0.0
             if us < (1 - MAX_FALL) * before_us:
@@ -188,27 +190,19 @@ class ProfiledCost:
     def from_dict(cls, values: Mapping[str, Any]) -> ProfiledCost:
         """Raises :class:`ConfigError` for a missing, unknown or impossible entry."""
         known = list(cls.__dataclass_fields__)
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1) or known
-                raise ConfigError(f"cost table: unknown entry {name}; use {near[0]}")
-        missing = [name for name in known[:5] if name not in values]
-        if missing:
-            raise ConfigError(f"cost table: {missing[0]} is missing; measure again")
-        try:
-            tables = {
-                name: tuple(_row(row) for row in values[name]) for name in ("attention", "linear")
-            }
-            return cls(
-                model=dict(values["model"]),
-                tp_size=int(values["tp_size"]),
-                cp_size=int(values["cp_size"]),
-                machine=str(values.get("machine", "")),
-                extrapolate=bool(values.get("extrapolate", False)),
-                **tables,
-            )
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"cost table: {error}; measure again") from None
+        check_names("cost table: ", "entry", values, known, known[:5])
+        model = values["model"]
+        if not isinstance(model, Mapping):
+            raise ConfigError(f"cost table: model is {shown(model)}; give its sizes by name")
+        return cls(
+            model=dict(model),
+            tp_size=whole_number("cost table: tp_size", values["tp_size"], 1),
+            cp_size=whole_number("cost table: cp_size", values["cp_size"], 1),
+            machine=str(values.get("machine", "")),
+            extrapolate=truth("cost table: extrapolate", values.get("extrapolate", False)),
+            attention=_table("attention", values["attention"]),
+            linear=_table("linear", values["linear"]),
+        )
 
 
 def model_identity(shape: ModelShape) -> dict[str, Any]:
@@ -218,6 +212,8 @@ def model_identity(shape: ModelShape) -> dict[str, Any]:
 
 def check_model(measured: Mapping[str, Any], shape: ModelShape) -> None:
     """Raises :class:`ConfigError` if a cost that was measured for one model is to serve another."""
+    if not isinstance(measured, Mapping):
+        raise ConfigError(f"model is {shown(measured)}; give its sizes by name")
     for name, ours in model_identity(shape).items():
         theirs = measured.get(name)
         if ours != theirs:
@@ -227,23 +223,30 @@ def check_model(measured: Mapping[str, Any], shape: ModelShape) -> None:
             )
 
 
-def _row(values: Mapping[str, Any] | Sequence[Any]) -> Row:
+def _table(name: str, values: object) -> tuple[Row, ...]:
+    what = f"cost table: {name}"
+    return tuple(_row(what, row) for row in listed(what, values))
+
+
+def _row(what: str, values: object) -> Row:
     if isinstance(values, Mapping):
         values = [values.get(name) for name in ("tokens", "forward_us", "backward_us")]
-    tokens, forward_us, backward_us = values
-    return Row(int(tokens), float(forward_us), float(backward_us))
+    if len(listed(what, values)) != 3:
+        raise ConfigError(f"{what} has {shown(values)}; give [tokens, forward µs, backward µs]")
+    tokens, forward_us, backward_us = listed(what, values)
+    return Row(
+        whole_number(f"{what} tokens", tokens, 1),
+        real_number(f"{what} forward_us", forward_us),
+        real_number(f"{what} backward_us", backward_us),
+    )
 
 
 def read_cost_file(path: str | Path) -> Mapping[str, Any]:
-    """The mapping in a JSON or YAML file. Raises :class:`ConfigError` where there is none."""
-    path = Path(path)
-    try:
-        text = path.read_text()
-        values = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"{path}: {' '.join(str(error).split())}; give the path of a JSON or YAML file"
-        ) from None
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{path}: expected names and values")
+    """The mapping in a JSON or YAML file: a cost, or a fit that has one under ``cost``.
+
+    Raises :class:`ConfigError` where there is none.
+    """
+    values = read_mapping(path, remedy="give the path of a JSON or YAML file")
+    if not isinstance(values.get("cost", values), Mapping):
+        raise ConfigError(f"{path}: cost is {shown(values['cost'])}; give coefficients by name")
     return values

@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -36,9 +36,12 @@ from megatron_wlb.data.tokenizer import (
     train_bpe,
 )
 from megatron_wlb.errors import ConfigError, CorpusError
+from megatron_wlb.reading import check_names, parse_mapping, whole_number
 
 _FORMAT = "megatron-wlb corpus 1"
 _MAX_INFO_CHARACTERS = 1 << 16
+MAX_INFO_NUMBER = 1 << 53
+"""Of what is counted: tokens, files."""
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document bounds
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # by type code; 6 and 7 are floats
@@ -82,15 +85,20 @@ class CorpusInfo:
         try:
             with path.open(encoding="utf-8") as stream:
                 text = stream.read(_MAX_INFO_CHARACTERS)
-        except (OSError, UnicodeDecodeError):
+        except (OSError, ValueError):
             return None
         if _FORMAT not in text:  # Somebody else's file, perhaps the text of the corpus itself.
             return None
         try:
-            values = json.loads(text)
+            values = parse_mapping(text, is_json=True)
             del values["format"]
+            known = {f.name: f.type for f in fields(cls) if f.name != "prefix"}
+            check_names("", "entry", values, known, known)
+            for name, kind in known.items():
+                if kind == "int":
+                    whole_number(name, values[name], int(name == "vocab_size"), MAX_INFO_NUMBER)
             return cls(prefix=str(prefix), **values)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ConfigError, KeyError) as error:
             raise CorpusError(f"{path} is damaged ({error}); build the corpus anew") from error
 
 
@@ -124,7 +132,7 @@ def build_corpus(
     if tokenizer == "bpe":
         suffixes.insert(0, ".tokenizer.json")
     outputs = [Path(prefix + suffix) for suffix in suffixes]
-    existing = [str(path) for path in outputs if path.exists()]
+    existing = [str(path) for path in outputs if os.path.exists(path)]
     if existing and not (force or reuse):
         raise CorpusError(f"{existing[0]} exists; choose another prefix, or replace it (--force)")
 
@@ -244,7 +252,7 @@ class Corpus:
         """
         prefix = str(prefix)
         for suffix in (".idx", ".bin"):
-            if not Path(prefix + suffix).is_file():
+            if not os.path.isfile(prefix + suffix):  # False of names that cannot be
                 raise CorpusError(f"no such corpus file: {prefix}{suffix}{_suggestion(prefix)}")
         lengths = _read_lengths(prefix)
         info = CorpusInfo.load(prefix)
@@ -311,7 +319,7 @@ def _file_prefix(prefix: str | Path) -> str:
 def _suggestion(prefix: str) -> str:
     """What the user may have meant, from the files that are there."""
     stem = prefix.removesuffix(".bin").removesuffix(".idx")
-    if stem != prefix and Path(f"{stem}.idx").is_file():
+    if stem != prefix and os.path.isfile(f"{stem}.idx"):
         return f"; give the prefix alone: {stem}"
     others = sorted(glob.glob(f"{glob.escape(stem)}*_document.idx"))
     if others:

@@ -17,6 +17,7 @@ from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.lengths import Lengths, distribution, sample_lengths
 from megatron_wlb.errors import CorpusError
+from megatron_wlb.reading import one_line
 
 MAX_LENGTH = 2**31 - 1
 """Tokens of a document: Megatron's index counts them in an int32."""
@@ -53,9 +54,9 @@ class LengthSource:
         path = Path(path)
         try:
             lengths = _read_array(path) if path.suffix == ".npy" else _read_lines(path)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a NUL in the path
             raise CorpusError(
-                f"cannot read {path}: {error.strerror or error}; give a file of lengths"
+                f"cannot read {path}: {one_line(error)}; give a file of lengths"
             ) from error
         if not lengths.size:
             raise CorpusError(f"{path} has no lengths; give at least one")
@@ -195,8 +196,10 @@ def _read_array(path: Path) -> Lengths:
     try:
         with path.open("rb") as stream:
             lengths = np.load(stream, allow_pickle=False)
-    except (ValueError, EOFError, SyntaxError) as error:
-        _refuse(path, f"is no intact .npy array ({' '.join(str(error).split())})")
+    except OSError:
+        raise
+    except Exception as error:  # numpy raises anything for a damaged header, or one of 10¹² entries
+        _refuse(path, f"is no intact .npy array ({one_line(error)})")
     if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         what = getattr(lengths, "dtype", "several arrays")
         _refuse(path, f"holds {what} of shape {getattr(lengths, 'shape', '')}")

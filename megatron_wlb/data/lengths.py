@@ -7,20 +7,21 @@ published statements about corpora; what is ours is said.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import unknown, whole_number
 
 Lengths: TypeAlias = npt.NDArray[np.int64]
 Draw: TypeAlias = Callable[[np.random.Generator, int], npt.NDArray[Any]]
 """So many lengths of uncut documents, at least 1 each; fractions are dropped."""
 
 REFERENCE_WINDOW = 131072
+MOST_DRAWN_TOKENS = 1 << 38
+"""Their documents take some GB and as many seconds."""
 
 
 def reference(random: np.random.Generator, size: int) -> npt.NDArray[Any]:
@@ -70,9 +71,7 @@ DISTRIBUTIONS: dict[str, Draw] = {
 def distribution(name: str) -> Draw:
     """The one called so. Raises :class:`ConfigError` otherwise, and names the nearest."""
     if name not in DISTRIBUTIONS:
-        near = difflib.get_close_matches(name, DISTRIBUTIONS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(DISTRIBUTIONS)}"
-        raise ConfigError(f"unknown distribution {name}; {hint}")
+        raise unknown("distribution", name, DISTRIBUTIONS)
     return DISTRIBUTIONS[name]
 
 
@@ -88,8 +87,8 @@ def sample_lengths(
     """
     draw = distribution(name)
     for what, value in (("num_windows", num_windows), ("window", window)):
-        if value < 1:
-            raise ConfigError(f"{what} is {value}; give at least 1")
+        whole_number(what, value, 1)
+    whole_number("tokens to draw (windows × window)", num_windows * window, 1, MOST_DRAWN_TOKENS)
     random = np.random.default_rng(seed)
     total = num_windows * window
     parts: list[Lengths] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 
 from megatron_wlb.cost import CostModel
@@ -14,6 +13,7 @@ from megatron_wlb.packing.metrics import Meter, PackingMetrics, measure
 from megatron_wlb.packing.original import OriginalPacker
 from megatron_wlb.packing.solver import SOLVER_LIMIT, FixedSolverPacker
 from megatron_wlb.packing.wlb import WLBPacker
+from megatron_wlb.reading import unknown
 
 __all__ = [
     "CUTS_AT_WINDOWS",
@@ -108,7 +108,5 @@ def packer(
         ),
     }
     if name not in packers:
-        near = difflib.get_close_matches(name, packers, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(packers)}"
-        raise ConfigError(f"unknown packing {name}; {hint}")
+        raise unknown("packing", name, packers)
     return packers[name]()

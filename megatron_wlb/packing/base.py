@@ -8,6 +8,18 @@ from typing import Any, ClassVar, Protocol
 
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.plan import Document
+from megatron_wlb.reading import whole_number
+
+MOST_TOKENS = 1 << 28
+"""Longest micro-batch: costs are kept by length, 8 bytes each."""
+MOST_MICRO_BATCHES = 1 << 17
+"""Of a step: planning one takes seconds then."""
+MOST_STEPS_AHEAD = 1000
+"""Steps that may be read ahead, batches repacked together, or queues: all wait in memory."""
+MOST_STEP_TOKENS = 1 << 48
+"""Of a step."""
+MOST_STEPS = 1_000_000
+"""Of a trial without training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +44,11 @@ class Limits:
     """Steps after which a delayed document runs whatever it costs, if S_max leaves room."""
 
     def __post_init__(self) -> None:
-        for name in ("num_micro_batches", "window", "step_tokens", "max_age"):
-            value, least = getattr(self, name), int(name != "max_age")
-            if value < least:
-                raise ConfigError(f"{name} is {value}; give at least {least}")
+        whole_number("window", self.window, 1, MOST_TOKENS)
+        whole_number("step_tokens", self.step_tokens, 1, MOST_STEP_TOKENS)
+        whole_number("max_tokens (S_max)", self.max_tokens, 0, MOST_TOKENS)
+        whole_number("num_micro_batches", self.num_micro_batches, 1, MOST_MICRO_BATCHES)
+        whole_number("max_age", self.max_age, 0)
         if self.max_tokens < self.window:
             raise ConfigError(
                 f"max_tokens (S_max) {self.max_tokens} is below the window of {self.window}; "

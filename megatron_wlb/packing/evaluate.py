@@ -18,6 +18,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, packer
 from megatron_wlb.packing.advice import Option, by_part
+from megatron_wlb.packing.base import MOST_STEPS_AHEAD
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.simulator.costs import StageCosts
@@ -25,8 +26,6 @@ from megatron_wlb.simulator.graph import Graph, graph_of
 
 WARM_UP_STEPS = 50
 """Steps that do not count: queues and pools fill."""
-MOST_TOKENS = 1 << 28
-"""Longest micro-batch: costs are kept by length, 8 bytes each."""
 MAX_AGE = 12
 """Of training, if nothing else is asked for."""
 
@@ -59,10 +58,10 @@ class Setting:
         if not colon:
             return cls(name, max_tokens, **settings)
         least = 0 if name == "hold" else 1
-        if not number.isdecimal() or int(number) < least:
+        if not (number.isdecimal() and least <= int(number[:9]) <= MOST_STEPS_AHEAD):
             raise ConfigError(
-                f"packing {text}: {number!r} is no number of batches, queues or steps; write it "
-                "like fixed-greedy:4, wlb:3 or hold:2"
+                f"packing {text}: {number!r} is no number of batches, queues or steps, at most "
+                f"{MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3 or hold:2"
             )
         count = int(number)
         if name.startswith("fixed-"):
@@ -179,11 +178,6 @@ class Workload:
 
     def packer(self, setting: Setting) -> Packer:
         """A new one. Raises :class:`ConfigError` for settings that cannot work."""
-        if setting.max_tokens > MOST_TOKENS:
-            raise ConfigError(
-                f"S_max of {setting.max_tokens} tokens is above {MOST_TOKENS}, the most that is "
-                "planned for; lower the window or --max-windows"
-            )
         return packer(
             setting.packing,
             num_micro_batches=self.num_micro_batches,

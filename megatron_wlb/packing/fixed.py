@@ -13,10 +13,11 @@ import numpy as np
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.packing.base import Limits, load_state, save_state
+from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, load_state, save_state
 from megatron_wlb.packing.original import check_windows, cut_windows
 from megatron_wlb.packing.placement import CostTable, rank
 from megatron_wlb.plan import Document
+from megatron_wlb.reading import whole_number
 
 Grouping: TypeAlias = Literal["sorted", "arrival"]
 """Which windows of several global batches run in one step: those of like work, or those whose
@@ -36,8 +37,7 @@ class FixedPacker(ABC):
 
     def __init__(self, limits: Limits, cost: CostModel, num_batches: int = 1) -> None:
         check_windows(self.name, limits)
-        if num_batches < 1:
-            raise ConfigError(f"fixed_batches is {num_batches}; give at least 1")
+        whole_number("fixed_batches", num_batches, 1, MOST_STEPS_AHEAD)
         self.limits = limits
         self.look_ahead = num_batches - 1
         self._costs_us = CostTable(cost, limits)

@@ -12,9 +12,10 @@ import numpy as np
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import Limits, load_state, save_state
+from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, load_state, save_state
 from megatron_wlb.packing.placement import CostTable, Placement, Ranking, rank
 from megatron_wlb.plan import Document
+from megatron_wlb.reading import real_number, whole_number
 
 DELAY_PRICE, LOOK_AHEAD_DELAY_PRICE = 0.15, 0.45
 """Imbalance that a whole step's tokens are worth for one step of delay. Both are where the mean
@@ -106,12 +107,10 @@ class HoldPacker:
     ) -> None:
         if not tau >= 1:
             raise ConfigError(f"tau is {tau}; give at least 1, which is perfect balance")
-        if look_ahead < 0:
-            raise ConfigError(f"look_ahead is {look_ahead}; give at least 0")
+        whole_number("look_ahead", look_ahead, 0, MOST_STEPS_AHEAD)
         if delay_price is None:
             delay_price = LOOK_AHEAD_DELAY_PRICE if look_ahead else DELAY_PRICE
-        if not delay_price >= 0:
-            raise ConfigError(f"delay_price is {delay_price}; give at least 0")
+        real_number("delay_price", delay_price)
         self.limits = limits
         self.tau = tau
         self.delay_price = delay_price

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -57,7 +58,7 @@ class FixedSolverPacker(FixedPacker):
         limit: float = SOLVER_LIMIT,
     ) -> None:
         super().__init__(limits, cost, num_batches)
-        if not limit > 0:
+        if not 0 < limit < math.inf:
             raise ConfigError(f"solver_limit is {limit}; give a positive number of seconds")
         self.limit = limit
         _cp_model()  # Missing OR-tools is an error now, not at the first step.

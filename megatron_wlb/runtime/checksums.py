@@ -116,15 +116,22 @@ def remedy(folder: str | os.PathLike[str]) -> str:
     Those with checksums come first: they are whole, where others may be of interrupted saves.
     """
     folder = Path(folder)
+    damaged = _iteration(folder)
     before = [
-        ((other / NAME).exists(), int(other.name[5:]))
+        ((other / NAME).exists(), iteration)
         for other in folder.parent.glob("iter_*")
-        if other.name[5:].isdigit() and other.name < folder.name
+        if (iteration := _iteration(other)) is not None and (damaged is None or iteration < damaged)
     ]
     if not before:
         return f"there is no checkpoint before it in {folder.parent}"
     tracker = folder.parent / "latest_checkpointed_iteration.txt"
     return f"to go on from the checkpoint before it, write {max(before)[1]} into {tracker}"
+
+
+def _iteration(folder: Path) -> int | None:
+    """Of ``iter_0000012``, 12: names are compared as numbers, as from 10⁷ on they grow longer."""
+    number = folder.name.removeprefix("iter_")
+    return int(number) if number.isascii() and number.isdigit() else None
 
 
 def seal_state(state: dict[str, Any]) -> str:

@@ -12,8 +12,11 @@ from collections.abc import Iterator, Mapping
 
 from megatron_wlb.config import Config, ModelConfig, flag_of
 from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost.shape import MOST_DEVICES, MOST_LAYERS
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.packing import check_shaping
+from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
+from megatron_wlb.reading import MAX_SIZE
 
 _AT_LEAST = {
     **dict.fromkeys(
@@ -50,6 +53,36 @@ _AT_LEAST = {
         ("lr_warmup_iters", "eval_interval", "wlb_max_age", "wlb_verify_plan_interval"), 0
     ),
 }
+
+_AT_MOST = {
+    "num_layers": MOST_LAYERS,
+    "global_batch_size": MOST_MICRO_BATCHES,
+    "seq_length": MOST_TOKENS,
+    "wlb_max_tokens": MOST_TOKENS,
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "num_virtual_stages_per_pipeline_rank",
+        ),
+        MOST_DEVICES,
+    ),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+            "max_position_embeddings",
+        ),
+        MAX_SIZE,
+    ),
+}
+"""Above these nothing comes to an end, or fits a number of the kernels."""
 
 _WITHIN = {
     # Half-open.
@@ -126,6 +159,9 @@ def check_ranges(config: Config) -> None:
 
 def _check_ranges(config: Config) -> Iterator[str]:
     values = config.flat()
+    for name, most in _AT_MOST.items():
+        if values[name] is not None and values[name] > most:
+            yield f"{flag_of(name)} is {values[name]}; it must be at most {most}"
     for name, least in _AT_LEAST.items():
         if values[name] is not None and values[name] < least:
             yield f"{flag_of(name)} is {values[name]}; it must be at least {least}"

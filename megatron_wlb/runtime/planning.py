@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -27,12 +27,14 @@ from megatron_wlb.cost import (
     read_cost_file,
 )
 from megatron_wlb.cost.attention import AnalyticAttention, AttentionLatency, nearest_profile
+from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
 from megatron_wlb.planner import Planner
+from megatron_wlb.reading import real_number
 from megatron_wlb.runtime.corpora import Corpora
 from megatron_wlb.shaping import Shaper
 from megatron_wlb.sharding import Selector
@@ -133,8 +135,6 @@ def _cost_of_file(config: Config, shape: ModelShape) -> Cost:
     wlb, p = config.wlb, config.parallel
     values = read_cost_file(wlb.wlb_cost)
     inner = values.get("cost", values)
-    if not isinstance(inner, Mapping):
-        raise ConfigError(f"cost is {inner!r}; give coefficients by name")
     if inner is not values and "model" in values:
         check_model(values["model"], shape)
     cost = cost_from_dict(inner)
@@ -157,8 +157,7 @@ def max_tokens(config: Config, padded_vocab_size: int, dp_size: int) -> int | No
     given, memory_gib = config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib
     if memory_gib is None:
         return given
-    if not memory_gib > 0:
-        raise ConfigError(f"--wlb-memory-gib is {memory_gib}; give a positive number")
+    real_number("--wlb-memory-gib", memory_gib, LEAST, MOST)
     training, window = config.training, config.data.seq_length
     fitting = memory_model(config, padded_vocab_size, dp_size).max_tokens(
         memory_gib * GIB,

@@ -103,6 +103,10 @@ def gpipe(pp_size: int, num_micro_batches: int) -> Order:
     return [_warm_up_then_alternate(units, 1, num_micro_batches) for _ in range(pp_size)]
 
 
+MOST_PASSES = 1 << 20
+"""Forward passes of a pipeline and step: as many more take seconds and gigabytes."""
+
+
 def schedule(
     pp_size: int, vpp_size: int, num_micro_batches: int, group_size: int | None = None
 ) -> Order:
@@ -246,6 +250,11 @@ def _check_sizes(pp_size: int, vpp_size: int, num_micro_batches: int) -> None:
     ):
         if size < 1:
             raise ConfigError(f"{name} is {size}; it must be at least 1")
+    if pp_size * vpp_size * num_micro_batches > MOST_PASSES:
+        raise ConfigError(
+            f"pp_size {pp_size} × vpp_size {vpp_size} × {num_micro_batches} micro-batches is above "
+            f"{MOST_PASSES}, the most that is laid out; lower one of them"
+        )
 
 
 def _check_interleaved(

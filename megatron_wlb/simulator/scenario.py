@@ -29,8 +29,11 @@ from megatron_wlb.cost.attention import (
     AttentionProfile,
     nearest_profile,
 )
+from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
+from megatron_wlb.reading import real_number, whole_number
 from megatron_wlb.sharding.select import MODES, Mode, Prediction, Selector, predict
 from megatron_wlb.sharding.shard import Kind, Sharding
 from megatron_wlb.simulator.costs import StageCosts, StepCosts, analytic_costs
@@ -68,11 +71,10 @@ class Scenario:
 
     def __post_init__(self) -> None:
         p = self.parallelism
-        for name, value in (("window", self.window), ("num_micro_batches", self.num_micro_batches)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; give at least 1")
-        if self.memory_gib is not None and not self.memory_gib > 0:
-            raise ConfigError(f"memory limit is {self.memory_gib} GiB; give a positive number")
+        whole_number("window", self.window, 1, MOST_TOKENS)
+        whole_number("num_micro_batches", self.num_micro_batches, 1, MOST_MICRO_BATCHES)
+        if self.memory_gib is not None:
+            real_number("memory limit in GiB", self.memory_gib, LEAST, MOST)
         if self.num_micro_batches % p.dp_size:
             raise ConfigError(
                 f"{self.num_micro_batches} micro-batches a step do not divide over "

@@ -115,7 +115,7 @@ def test_launch_command_appends_what_overrides(path: Path) -> None:
     [
         ("ENV_VARS: {}", "there is no MODEL_ARGS"),
         ("MODEL_ARGS:", "there is no MODEL_ARGS"),
-        ("- a", "there is no MODEL_ARGS"),
+        ("- a", "expected names and values"),
         ("MODEL_ARGS: {trainer.devices: 8}", "trainer.devices is not a flag; a recipe of another"),
         ("MODEL_ARGS: {--lr: {a: 1}}", "--lr is {'a': '1'}; give a plain value"),
         ("MODEL_ARGS: [", "while parsing a flow"),
@@ -135,7 +135,7 @@ def test_missing_file_and_bad_counts_are_refused(tmp_path: Path) -> None:
         read_recipe(tmp_path / "absent.yaml", {})
     path = tmp_path / "r.yaml"
     path.write_text("ENV_VARS: {NUM_NODES: none}\nMODEL_ARGS: {--lr: 1}")
-    with pytest.raises(ConfigError, match="NUM_NODES is none; give a number"):
+    with pytest.raises(ConfigError, match="NUM_NODES is 'none'; give a number"):
         _ = read_recipe(path, {}).num_nodes
 
 

@@ -130,8 +130,8 @@ def test_n_without_a_number_is_what_has_four_million_tokens(capsys) -> None:
     ("arguments", "says"),
     [
         (["--memory-gib", "0.05"], "no layout of 4 devices can run"),
-        (["--memory-gib", "-1"], "memory limit is -1.0 GiB"),
-        (["--num-devices", "0"], "0 devices"),
+        (["--memory-gib", "-1"], "memory limit in GiB is -1.0"),
+        (["--num-devices", "0"], "--num-devices is 0; give at least 1"),
         (["--num-devices", "63"], "63 are no whole nodes of 8"),
         (["--tp-size", "3"], "no layout of 4 devices has tp_size 3"),
         (["--num-micro-batches", "0"], "--num-micro-batches is 0"),

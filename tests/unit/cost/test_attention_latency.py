@@ -132,13 +132,16 @@ def test_profile_survives_json():
         ({"lengths": [1, 16, 8]}, "ascending from 1"),
         ({"lengths": [16, 32]}, "ascending from 1"),
         ({"forward_us": [[1.0, 2.0]]}, "needs a row for each of 11 lengths"),
-        ({"backward_us": [[1.0] * (11 - i) for i in range(10)] + [[-1.0]]}, "not positive"),
+        (
+            {"backward_us": [[1.0] * (11 - i) for i in range(10)] + [[-1.0]]},
+            "backward_us is -1.0; give at least",
+        ),
         ({"whole_forward_us": [1.0]}, "need a time for each of 11 lengths"),
         ({"tile_queries": 3, "tile_keys": 2}, "a multiple of the key tile"),
-        ({"num_heads": 0}, "positive sizes"),
+        ({"num_heads": 0}, "num_heads is 0; give at least 1"),
         ({"head_dims": 3}, "unknown entry head_dims; use head_dim"),
-        ({"lengths": ["a", "b"]}, "invalid literal"),
-        ({"forward_us": 7}, "not iterable"),
+        ({"lengths": ["a", "b"]}, "lengths is 'a'; give a whole number"),
+        ({"forward_us": 7}, "forward_us is 7; give a list"),
     ],
 )
 def test_profile_refuses_what_is_no_table(change, complaint):

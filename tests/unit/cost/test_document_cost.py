@@ -48,7 +48,7 @@ def test_stored_cost_comes_back_as_what_it_was() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"forward_linear_us": -1.0}, "forward_linear_us is -1.0, but must be finite"),
+        ({"forward_linear_us": -1.0}, "forward_linear_us is -1.0; give at least 0"),
         ({"backward_quadratic_us": math.nan}, "backward_quadratic_us is nan"),
         ({"micro_batch_us": math.inf}, "micro_batch_us is inf"),
         ({"forward_linear_us": "2"}, "forward_linear_us is '2'; give a number"),

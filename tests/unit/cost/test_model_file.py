@@ -76,7 +76,9 @@ def test_impossible_file_is_an_error_of_one_line(
 
 
 def test_unknown_model_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown model 7bb; use 7b"):
+    with pytest.raises(
+        ConfigError, match=r"unknown model 7bb; did you mean 7b\? There are 550m, 7b, 30b, 70b, or"
+    ):
         load_model("7bb")
     with pytest.raises(ConfigError, match=r"No such file"):
         load_model(str(tmp_path / "none.yaml"))

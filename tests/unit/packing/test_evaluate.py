@@ -15,7 +15,8 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PACKINGS, measure, packer
-from megatron_wlb.packing.evaluate import MOST_TOKENS, Layout, Setting, Workload, evaluate
+from megatron_wlb.packing.base import MOST_TOKENS
+from megatron_wlb.packing.evaluate import Layout, Setting, Workload, evaluate
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.planner import Planner
 from megatron_wlb.simulator.engine import replay
@@ -198,7 +199,7 @@ def test_titles_tell_settings_apart() -> None:
         (workload(), replace(setting(), max_tokens=WINDOW - 1), "is below the window of 4096"),
         (workload(max_step_tokens=5), setting(), "max_step_tokens 5 is below the 16384 tokens"),
         (workload(), setting("hodl"), "unknown packing hodl; did you mean hold"),
-        (workload(), replace(setting(), max_tokens=MOST_TOKENS + 1), "the most that is planned"),
+        (workload(), replace(setting(), max_tokens=MOST_TOKENS + 1), "give at most 268435456"),
         (workload(layout=Layout(dp_size=3)), setting(), "do not divide over 3 data-parallel"),
         (workload(layout=Layout(1, 3, 2)), setting(), "in groups of 3 leave 1"),
     ],

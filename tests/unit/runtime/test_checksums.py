@@ -211,6 +211,16 @@ def test_remedy_is_the_newest_checkpoint_before_that_is_whole(tmp_path: Path) ->
     assert "there is no checkpoint before it" in checksums.remedy(tmp_path / "iter_0000004")
 
 
+def test_remedy_compares_iterations_as_numbers(tmp_path: Path) -> None:
+    for number in (9_999_999, 10_000_000, 10_000_005):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for damaged, before in ((10_000_005, 10_000_000), (10_000_000, 9_999_999)):
+        remedy = checksums.remedy(tmp_path / f"iter_{damaged}")
+        assert remedy.endswith(f"write {before} into {tracker}")
+    assert "there is no checkpoint before it" in checksums.remedy(tmp_path / "iter_9999999")
+
+
 def test_any_changed_character_of_a_planners_state_is_found() -> None:
     state = {"planner": {"stream": {"document": 17}}, "cost": [1.5]}
     sealed = checksums.seal_state(state)

@@ -43,8 +43,8 @@ def scenario(**changes: object) -> Scenario:
         ({"parallelism": Parallelism(pp_size=4, vpp_size=2, dp_size=2)}, "group_size 4"),
         ({"window": 0}, "window is 0; give at least 1"),
         ({"num_micro_batches": -4}, "num_micro_batches is -4; give at least 1"),
-        ({"memory_gib": -1.0}, "memory limit is -1.0 GiB; give a positive number"),
-        ({"memory_gib": float("nan")}, "memory limit is nan GiB"),
+        ({"memory_gib": -1.0}, "memory limit in GiB is -1.0; give at least"),
+        ({"memory_gib": float("nan")}, "memory limit in GiB is nan"),
     ],
 )
 def test_impossible_scenario_is_an_error_of_one_line(changes: dict, says: str) -> None:

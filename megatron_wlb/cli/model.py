@@ -1,0 +1,79 @@
+"""``--model NAME|FILE``: read alike by every command that takes it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron_wlb.command_line import yaml_arguments
+from megatron_wlb.config import Config, flag_of
+from megatron_wlb.cost import ModelShape
+from megatron_wlb.cost.model_file import is_shape, load_model
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.forecast import settings_of
+from megatron_wlb.reading import text_of_flag
+from megatron_wlb.recipe import Recipe, read_recipe
+from megatron_wlb.runtime.planning import model_shape
+
+DEFAULT_VOCAB_SIZE = 32000
+"""Of settings that name none, where no corpus does either."""
+
+MODELS = """\
+model:
+  --model NAME         550m, 7b, 30b or 70b: shapes of WLB-LLM's Table 1 (configs/model)
+  --model FILE         a YAML file of such sizes, of training settings as for --wlb-config
+                       (num_layers: 32, hidden_size: 4096, …), or a Megatron recipe (MODEL_ARGS);
+                       what settings say of window, batch and layout is taken as well
+"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What ``--model`` names."""
+
+    config: Config
+    """Training settings; the defaults where it is sizes alone."""
+    written: frozenset[str] = frozenset()
+    """Flags that the file gives; none where it is sizes alone."""
+    sizes: ModelShape | None = None
+    """Of a name or a file of sizes; the vocabulary is not padded."""
+    recipe: Recipe | None = None
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Its sizes, the vocabulary not padded."""
+        if self.sizes is not None:
+            return self.sizes
+        return model_shape(self.config, self.config.data.vocab_size or DEFAULT_VOCAB_SIZE)
+
+
+def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:
+    """``--model``, for :func:`read_model`."""
+    group.add_argument(
+        "--model",
+        required=required,
+        type=text_of_flag,
+        metavar="NAME|FILE",
+        help="7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe",
+    )
+
+
+def read_model(name_or_path: str) -> Model:
+    """The model of that name, or that a file describes in any of its three forms.
+
+    Raises :class:`ConfigError` for an unknown name (all are listed) or a file that is none.
+    """
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml", ".json") or is_shape(path):
+        return Model(Config(), sizes=load_model(name_or_path))
+    try:
+        words, recipe = yaml_arguments(name_or_path), None
+        if flag_of("MODEL_ARGS") in words:
+            recipe = read_recipe(path, os.environ)
+            words = list(recipe.arguments)
+        return Model(settings_of(words), frozenset(words), recipe=recipe)
+    except ConfigError as error:
+        raise ConfigError(f"--model {name_or_path}: {error}") from None

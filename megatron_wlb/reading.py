@@ -1,0 +1,289 @@
+"""What a user gives, read with care: files of YAML and JSON, numbers, names, lists of flags.
+
+Whatever is in a file or a flag, it is read or refused in one line. There is one reader of files and
+one of each kind of number, so that a limit holds wherever a value comes from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_wlb.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 18
+"""Of a file of settings or measurements; the largest that the project writes has some 30 KB."""
+MAX_ENTRIES = 1 << 18
+"""Of such a file, counted again wherever an alias repeats them."""
+MAX_DEPTH = 20
+MAX_BITS = 1000
+"""Of a whole number in a file: any such fits a float."""
+MAX_SIZE = 2**31 - 1
+"""Of a whole number that nothing narrower limits."""
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
+"""Of a file's name and path on Linux."""
+MAX_SHOWN = 60
+"""Characters of a wrong value that an error repeats."""
+
+# What tagged scalars that are none (`!!int foo`, `!!bool foo`, a 40th of May) raise, and deep ones.
+_PARSE_ERRORS = (
+    yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError,
+    RecursionError,
+)  # fmt: skip
+
+
+class Loader(yaml.SafeLoader):
+    """YAML of plain values, a few levels deep: looking for a deep one's end takes for ever."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level > MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, RecursionError):
+        return f"it is nested more than {MAX_DEPTH} deep"
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def shown(value: object) -> str:
+    """A wrong value as an error repeats it: in one line, cut where it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):
+        return "a number of thousands of digits" if isinstance(value, int) else "nested too deep"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """A small text file. Raises :class:`ConfigError` where it cannot be read or is no such file."""
+    try:
+        with Path(path).open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"it is larger than {MAX_FILE_BYTES} bytes, which no such file is")
+        return content.decode()
+    except (OSError, ValueError) as error:  # a NUL in the path, bytes that are no UTF-8
+        raise ConfigError(one_line(error)) from None
+
+
+def parse_mapping(
+    text: str, *, is_json: bool = False, loader: type[Loader] = Loader
+) -> dict[str, Any]:
+    """The names and values that YAML or JSON holds.
+
+    All names in it are text, all whole numbers fit a float, and it can be walked and printed: no
+    alias makes it endless. Raises :class:`ConfigError` otherwise.
+    """
+    try:
+        content = json.loads(text) if is_json else yaml.load(text, Loader=loader)
+    except _PARSE_ERRORS as error:
+        reason = one_line(error)
+        if isinstance(error, KeyError):  # of `!!bool foo`
+            reason = f"{reason} is no value of its kind"
+        raise ConfigError(reason) from None
+    if not isinstance(content, dict):
+        raise ConfigError("expected names and values as `name: value`")
+    _check_tree(content)
+    return content
+
+
+def read_mapping(
+    path: str | os.PathLike[str],
+    what: str = "",
+    remedy: str = "",
+    *,
+    loader: type[Loader] = Loader,
+) -> dict[str, Any]:
+    """:func:`parse_mapping` of a file: JSON or YAML by its ending, else by its first character.
+
+    Raises :class:`ConfigError` that begins with ``what`` and the path and ends with ``remedy``.
+    """
+    path = Path(path)
+    try:
+        text = read_text(path)
+        is_json = path.suffix == ".json"
+        if path.suffix not in (".json", ".yaml", ".yml"):
+            is_json = text.lstrip().startswith("{")
+        return parse_mapping(text, is_json=is_json, loader=loader)
+    except ConfigError as error:
+        remedy = f"; {remedy}" if remedy else ""
+        raise ConfigError(f"{what} {path}: {error}{remedy}".lstrip()) from None
+
+
+def _check_tree(content: dict[Any, Any]) -> None:
+    left = MAX_ENTRIES
+    stack: list[tuple[Any, int]] = [(content, 0)]
+    while stack:
+        value, depth = stack.pop()
+        left -= 1
+        if left < 0:
+            raise ConfigError(f"it has more than {MAX_ENTRIES} entries")
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"it is nested more than {MAX_DEPTH} deep")
+        if isinstance(value, dict):
+            for name in value:
+                if not isinstance(name, str):
+                    raise ConfigError(f"the name {shown(name)} is no text; put it in quotes")
+            stack += [(inner, depth + 1) for inner in value.values()]
+        elif isinstance(value, list | tuple | set):
+            stack += [(inner, depth + 1) for inner in value]
+        elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise ConfigError("it has a whole number of hundreds of digits; give a smaller one")
+
+
+def whole_number(name: str, value: object, least: int, most: int = MAX_SIZE) -> int:
+    """``value``, if it is a whole number in ``[least, most]``.
+
+    Raises :class:`ConfigError`, which names it ``name``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is {shown(value)}; give a whole number")
+    _check_limits(name, value, least, most)
+    return value
+
+
+def real_number(name: str, value: object, least: float = 0.0, most: float = math.inf) -> float:
+    """``value``, if it is a finite number in ``[least, most]``.
+
+    Raises :class:`ConfigError`, which names it ``name``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} is {shown(value)}; give a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} is {value}; give a finite number")
+    _check_limits(name, value, least, most)
+    return float(value)
+
+
+def truth(name: str, value: object) -> bool:
+    """``value``, if it is true or false. Raises :class:`ConfigError` otherwise."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {shown(value)}; give true or false")
+    return value
+
+
+def _check_limits(name: str, value: float, least: float, most: float) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is {shown(value)}; give at least {least}")
+    if value > most:
+        raise ConfigError(f"{name} is {shown(value)}; give at most {most}")
+
+
+def real_numbers(
+    name: str, values: object, least: float = 0.0, most: float = math.inf
+) -> list[float]:
+    """A list of :func:`real_number`. Raises :class:`ConfigError` for anything else."""
+    return [real_number(name, value, least, most) for value in listed(name, values)]
+
+
+def listed(name: str, values: object) -> Sequence[Any]:
+    """``values``, if it is a list. Raises :class:`ConfigError` otherwise."""
+    if not isinstance(values, list | tuple):
+        raise ConfigError(f"{name} is {shown(values)}; give a list")
+    return values
+
+
+def check_names(
+    what: str,
+    kind: str,
+    values: Mapping[str, Any],
+    known: Iterable[str],
+    required: Iterable[str] = (),
+) -> None:
+    """Raises :class:`ConfigError` for a name that is not ``known`` (the nearest one is named), or
+    a ``required`` one that is missing.
+    """
+    known = list(known)
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1) or known
+            raise ConfigError(f"{what}unknown {kind} {shown(name)[1:-1]}; use {near[0]}")
+    for name in required:
+        if name not in values:
+            raise ConfigError(f"{what}{name} is missing; add it")
+
+
+def unknown(what: str, name: str, names: Iterable[str], other: str = "") -> ConfigError:
+    """The error for a name that is none of ``names``: it lists them all, the nearest first."""
+    names = list(names)
+    near = [known for known in names if name and known.startswith(name.lower())]
+    near = near or difflib.get_close_matches(name.lower(), names, n=1)
+    hint = f"did you mean {' or '.join(near)}? There are" if near else "use one of"
+    return ConfigError(f"unknown {what} {shown(name)[1:-1]}; {hint} {', '.join(names)}{other}")
+
+
+def decimal(text: str) -> float:
+    """A flag's value that is a finite number, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not finite; give a finite number")
+    return value
+
+
+def text_of_flag(text: str) -> str:
+    """A flag's value that may be a path, for argparse: no NUL in it, no name that is too long."""
+    if "\0" in text:
+        raise argparse.ArgumentTypeError("it has a NUL; give a name without")
+    longest = max(len(os.fsencode(name)) for name in text.split("/"))
+    if longest > MAX_NAME_BYTES or len(os.fsencode(text)) > MAX_PATH_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"{text[:20]}… has {longest} bytes between slashes and {len(os.fsencode(text))} in all;"
+            f" names have at most {MAX_NAME_BYTES}, paths {MAX_PATH_BYTES}"
+        )
+    return text
+
+
+def path_of_flag(text: str) -> Path:
+    """As :func:`text_of_flag`, of a path."""
+    return Path(text_of_flag(text))
+
+
+class Several(argparse.Action):
+    """A flag that takes a list: ``16 32``, ``16,32`` and ``16, 32`` are the same.
+
+    ``of`` makes a value of each word. A corpus that comes after the list is no part of it, but goes
+    to the parser's ``prefixes``. Raises :class:`ConfigError` for words that are no values.
+    """
+
+    def __init__(self, *, of: Callable[[str], Any] = str, **kwargs: Any) -> None:
+        super().__init__(**kwargs, nargs="+")
+        self._of = of
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Splits the words, and makes values of them."""
+        corpora = [word for word in values[1:] if os.path.isfile(f"{word}.idx")]
+        if corpora and hasattr(namespace, "prefixes"):
+            values = [word for word in values if word not in corpora]
+            namespace.prefixes = [*(namespace.prefixes or []), *corpora]
+        words = [word for value in values for word in value.split(",") if word]
+        if not words:
+            raise ConfigError(f"{option_string} names none; give some, as in a,b or a b")
+        try:
+            setattr(namespace, self.dest, [self._of(word) for word in words])
+        except ValueError:
+            raise ConfigError(
+                f"{option_string} {shown(' '.join(values))[1:-1]} is no list of whole numbers; "
+                "write several as 4 16 or 4,16"
+            ) from None

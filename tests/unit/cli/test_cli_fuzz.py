@@ -1,0 +1,294 @@
+"""Whatever stands in a file or a flag, a command ends soon, and with one line if it is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.command_line import parse
+from megatron_wlb.cost.hardware import read_hardware
+from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.reading import read_mapping
+from megatron_wlb.runtime import guards
+from megatron_wlb.testing.index import write_index
+
+MAX_S = 10.0
+"""Of the processor, so that a busy machine fails nothing."""
+STRIDE = int(os.environ.get("WLB_FUZZ_STRIDE", "13"))
+"""Every so many-th pair of a place and a value is tried; 1 tries all, in some minutes."""
+LONG_NAME = "n" * 5000
+ODD_VALUES = (
+    "0", "-1", "1", "1.5", "true", "null", "''", "x", "[]", "{}", "[1, 2]", "{a: 1}", "{1: 2}",
+    ".inf", "-.inf", ".nan", "1.0e308", "1.0e-320", "100000000000", "1" + "0" * 400, "9" * 5000,
+    "0x" + "f" * 5000, "2024-05-40", "2024-05-04", "!!int foo", "!!bool foo", "!!float foo",
+    "!!timestamp foo", "!!binary a", "!!set {a}", "!!python/object:os.system x", '"\\0"',
+    '"a/\\0/b.yaml"', LONG_NAME, f"{LONG_NAME}.yaml", "[" * 3000, "[" * 30 + "]" * 30, "&a [*a]",
+    "*b", '"\\ud800"', "1:59:59:59",
+)  # fmt: skip
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 15))
+ODD_FILES = {
+    "empty": b"", "number": b"3", "list": b"- 1", "open": b"a: [", "not utf-8": b"\xff\xfe\x00a",
+    "nul": b"a: \0", "bomb": BOMB.encode(), "deep": b"a: " + b"[" * 100_000,
+    "deep json": b'{"a": ' * 100_000, "large": b"a: 1\n" * 100_000, "number key": b"1: 2",
+    "list key": b"? [1, 2]\n: 3", "null key": b"~: 3", "date key": b"2024-05-40: 3",
+}  # fmt: skip
+RUN = ["--steps", "1", "--packing", "original", "--num-micro-batches", "2", "--window", "4096"]
+PACK = ["pack", "corpus", *RUN]
+SIMULATE = ["simulate", "corpus", *RUN, "--num-seeds", "1"]
+SIZES = {
+    "hidden_size": 64, "ffn_hidden_size": 256, "num_layers": 4, "num_attention_heads": 4,
+    "num_query_groups": 2, "kv_channels": 16, "vocab_size": 500, "gated": True,
+    "rotary_percent": 1.0, "learned_positions": 0, "dropout": False,
+}  # fmt: skip
+TRAINING = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "kv_channels": 16,
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "global_batch_size": 2,
+    "make_vocab_size_divisible_by": 128, "vocab_size": 500, "seq_length": 4096, "bf16": True,
+    "wlb_hardware": "h200", "wlb_cost": "analytic", "wlb_memory_gib": 3.0, "lr": 0.1,
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+    "wlb_hold_tau": 1.0, "wlb_queue_thresholds": [3, 4],
+    "wlb_look_ahead": 1, "seed": 1, "data_path": ["corpus"], "split": "1,1,1", "save": "folder",
+}  # fmt: skip
+COST = {
+    "forward_linear_us": 1.0, "forward_quadratic_us": 0.001, "backward_linear_us": 2.0,
+    "backward_quadratic_us": 0.002, "micro_batch_us": 5.0,
+}  # fmt: skip
+TABLE = {
+    "model": {"hidden_size": 64}, "tp_size": 1, "cp_size": 1, "machine": "here",
+    "extrapolate": True, "attention": [[1, 1.0, 2.0], [64, 9.0, 18.0]],
+    "linear": [[1, 1.0, 2.0], [64, 9.0, 18.0]],
+}  # fmt: skip
+ATTENTION = {
+    "kernel": "sdpa", "machine": "here", "dtype": "bfloat16", "num_heads": 4, "num_groups": 4,
+    "head_dim": 16, "tile_queries": 128, "tile_keys": 64, "lengths": [1, 64],
+    "forward_us": [[1.0, 2.0], [3.0]], "backward_us": [[1.0, 2.0], [3.0]],
+    "whole_forward_us": [1.0, 3.0], "whole_backward_us": [1.0, 3.0], "call_forward_us": 1.0,
+    "spread": 0.1, "extrapolate": True,
+}  # fmt: skip
+RECIPE = {
+    "ENV_VARS": {"NUM_NODES": 1, "GPUS_PER_NODE": 2},
+    "MODEL_ARGS": {"--num-layers": 4, "--hidden-size": 64, "--num-attention-heads": 4},
+    "MODEL_ARGS_2": {"--num-layers": 4},
+}
+LENGTHS = np.random.default_rng(1).integers(1, 4000, 100).tolist()
+NOTE = {
+    "format": "megatron-wlb corpus 1", "tokenizer": "bytes", "vocab_size": 256, "eod": 0,
+    "num_documents": 100, "num_tokens": sum(LENGTHS), "num_files": 1, "num_binary_files": 0,
+    "num_unparsable_files": 0, "num_empty": 0, "num_utf8_errors": 0, "fingerprint": "x",
+}  # fmt: skip
+HARDWARE = {name: 1 for name in ("peak_tflops", "latency_us", "devices_per_node", "linear_share")}
+
+KINDS: dict[str, tuple[dict, list[str]]] = {
+    # What a right file holds, and the command that reads it.
+    "model.yaml": (SIZES, [*PACK, "--model", "model.yaml"]),
+    "shape.yaml": (SIZES, [*SIMULATE, "--model", "shape.yaml"]),
+    "training.yaml": (TRAINING, [*PACK, "--model", "training.yaml"]),
+    "recipe.yaml": (RECIPE, [*SIMULATE, "--model", "recipe.yaml"]),
+    "shown.yaml": (RECIPE, ["recipe", "show", "shown.yaml", "--run-number", "2"]),
+    "cost.yaml": (COST, [*PACK, "--cost", "cost.yaml"]),
+    "table.yaml": (TABLE, [*PACK, "--cost", "table.yaml"]),
+    "hardware.yaml": (HARDWARE, [*PACK, "--model", "550m", "--hardware", "hardware.yaml"]),
+    "attention.yaml": (
+        ATTENTION,
+        [*SIMULATE, "--model", "model.yaml", "--hardware", "hw.yaml", "--cost-extrapolate"],
+    ),
+    "config.yaml": (TRAINING, ["--wlb-config", "config.yaml"]),
+    "corpus.json": (NOTE, [*PACK, "--model", "training.yaml"]),
+}
+FLAGS = (
+    "--window", "--seed", "--num-micro-batches", "--max-windows", "--max-age", "--max-step-tokens",
+    "--length-multiple", "--dp-size", "--pp-size", "--vpp-size", "--steps", "--packing",
+    "--queue-thresholds", "--hold-tau", "--delay-price", "--solver-limit", "--distribution",
+    "--lengths", "--model", "--hardware", "--cost", "--plot", "--tp-size", "--cp-size",
+    "--memory-gib", "--num-seeds", "--sharding", "--report", "--trace", "--num-devices", "--max-tp",
+    "--refine", "--rows", "--out", "--max-delay", "--look-ahead",
+)  # fmt: skip
+ODD_FLAGS = (
+    "0", "-1", "1", "nan", "inf", "-inf", "1e308", "1e-320", "100000000000", "9" * 5000, "²", "x",
+    "", ",", "1,2", "a\0b", LONG_NAME, f"{LONG_NAME}.yaml", "/", ".", "hold:1000000",
+    "fixed-greedy:100000", "wlb:100000000", f"hold:{'9' * 5000}", "hold:²",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_index("corpus", LENGTHS)
+    for name, (content, _) in KINDS.items():
+        write(name, content)
+    return tmp_path
+
+
+def write(name: str, content: dict, changed: str = "", text: str = "") -> None:
+    """A file of that kind in which the entry ``changed`` is the YAML ``text``."""
+    lines = [
+        f"{key}: {text if key == changed else json.dumps(value)}\n"
+        for key, value in content.items()
+    ]
+    if name == "corpus.json":
+        entries = [f'"{line}'.replace(":", '":', 1).rstrip() for line in lines]
+        lines = ["{", ", ".join(entries), "}"]
+    if name == "hardware.yaml":
+        known = dict(read_hardware("h100-sxm")[1])
+        known = {key: value for key, value in known.items() if key != changed}
+        lines = [yaml.safe_dump(known)]
+        lines += [f"{changed}: {{value: {text}, source: x}}\n"] if changed else []
+    if name == "attention.yaml":
+        table = "".join(f"  {line}" for line in lines)
+        known = yaml.safe_dump(dict(read_hardware("h100-sxm")[1]))
+        Path("hw.yaml").write_text(f"{known}attention:\n-\n{table}", "utf-8", "surrogatepass")
+    Path(name).write_text("".join(lines), "utf-8", "surrogatepass")
+
+
+def end(argv: list[str]) -> int:
+    """The exit status. Any error but our own fails the test, and so does a long wait."""
+    begin = time.process_time()
+    try:
+        if argv[0].startswith("--"):
+            guards.check(parse(argv), 1)
+            status = 0
+        else:
+            status = main(argv)
+    except WLBError as error:
+        assert "\n" not in str(error), error
+        status = error.exit_code
+    except SystemExit as usage:
+        status = int(usage.code or 0)
+    assert time.process_time() - begin < MAX_S, argv
+    return status
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_right_files_are_taken(name: str) -> None:
+    assert end(KINDS[name][1]) == 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_odd_entries_are_refused_or_taken(name: str) -> None:
+    content, argv = KINDS[name]
+    pairs = [(key, text) for text in ODD_VALUES for key in content]
+    for key, text in pairs[::STRIDE]:
+        write(name, content, key, text)
+        end(argv)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("odd", ODD_FILES)
+def test_odd_files_are_refused(name: str, odd: str) -> None:
+    if name == "corpus.json":  # another program's file, unless it says what it is
+        text = b'{"format": "megatron-wlb corpus 1", "x": ' + ODD_FILES[odd]
+        Path(name).write_bytes(text)
+    else:
+        Path("hw.yaml" if name == "attention.yaml" else name).write_bytes(ODD_FILES[odd])
+    status = end(KINDS[name][1])
+    # An empty training file says nothing, which is no error; nor is a note that is not ours.
+    assert status in (1, 2, 3) if name != "corpus.json" else status in (0, 3)
+
+
+@pytest.mark.parametrize("command", ["pack", "tune", "simulate", "plan", "corpus"])
+def test_odd_flags_are_refused_or_taken(command: str) -> None:
+    words = {
+        "pack": PACK,
+        "tune": ["tune", "corpus", "--window", "4096", "--num-micro-batches", "2", "--steps", "1"],
+        "simulate": [*SIMULATE, "--model", "model.yaml"],
+        "plan": ["plan", "corpus", "--model", "model.yaml", "--num-devices", "2", "--steps", "1",
+                 "--refine", "1", "--packing", "original", "--num-micro-batches", "2"],
+        "corpus": ["corpus", "stats", "corpus", "--windows", "2"],
+    }[command]  # fmt: skip
+    pairs = [(flag, text) for text in ODD_FLAGS for flag in FLAGS]
+    for flag, text in pairs[::STRIDE]:
+        end([*words, f"{flag}={text}"])
+
+
+@pytest.mark.parametrize("path", ["a\0b", LONG_NAME, "n" * 253, "/".join(["n"] * 3000), "none"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["corpus", "build", "training.yaml", "--out"], ["corpus", "build", "--out", "x"],
+        ["corpus", "build", "training.yaml", "--out", "x", "--tokenizer"], ["corpus", "stats"],
+        ["corpus", "stats", "corpus", "--plot"], ["doctor", "--megatron"], ["patch", "check"],
+        ["recipe", "show"], ["recipe", "run", "recipe.yaml", "--megatron"],
+        ["profile", "--out", "x.yaml", "--base"], ["pack", "--lengths"], [*PACK, "--cost"],
+        [*PACK, "--model"], [*PACK, "--model", "550m", "--hardware"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_odd_paths_are_refused_or_taken(argv: list[str], path: str) -> None:
+    end([*argv, path])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*PACK, "--num-micro-batches", "100000000000"],
+        [*PACK, "--packing", "hold:1000000"],
+        [*PACK, "--packing", "fixed-greedy:100000"],
+        ["pack", "--distribution", "reference", "--num-micro-batches", "100000"],
+        [*SIMULATE, "--model", "550m", "--memory-gib", "inf"],
+        [*SIMULATE, "--model", "550m", "--memory-gib", "nan"],
+        [*SIMULATE, "--model", "550m", "--pp-size", "24", "--num-micro-batches", "120000"],
+        ["plan", "corpus", "--model", "550m", "--num-devices", "100000000000"],
+        ["--num-layers", "100000000000"],
+        ["--global-batch-size", "100000000000"],
+        ["--wlb-memory-gib", "inf"],
+        ["--data-path", "a\0b"],
+        ["--save", LONG_NAME],
+    ],
+    ids=lambda argv: " ".join(argv)[-60:],
+)
+def test_absurd_sizes_are_refused(argv: list[str]) -> None:
+    assert end(argv) == 2
+
+
+@pytest.mark.parametrize("shape", ["(1000000000000,)", "(10, 10)", "(-3,)", "()", f"({'9' * 40},)"])
+@pytest.mark.parametrize("kind", ["<i8", "<f8", "|O", "x"])
+def test_npy_header_that_claims_what_is_not_there_is_refused(shape: str, kind: str) -> None:
+    header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+    for length in (len(content), len(content) - 30, 8, 3):
+        Path("lengths.npy").write_bytes(content[:length] + bytes(16))
+        assert end(["pack", "--lengths", "lengths.npy", *RUN]) == 3
+
+
+@settings(
+    derandomize=True, deadline=None, max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(data=st.data())
+def test_garbled_files_are_refused_or_taken(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(list(KINDS)))
+    content, argv = KINDS[name]
+    write(name, content)
+    path = Path("hw.yaml" if name == "attention.yaml" else name)
+    garbled = bytearray(path.read_bytes())
+    for at in data.draw(st.lists(st.integers(0, len(garbled) - 1), min_size=1, max_size=5)):
+        garbled[at] = data.draw(st.sampled_from(b"\0{}[]:,&*!#-.\"'\n\t 019eE~?|>%@\xff"))
+    path.write_bytes(bytes(garbled))
+    end(argv)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    yield "a: !!int foo", "invalid literal"
+    yield "a: " + "[" * 5000, "nested more than 20 deep"
+    yield "a: 2024-05-40", "day is out of range"
+    yield "1: 2", "the name 1 is no text"
+    yield "a: 1" + "0" * 400, "hundreds of digits"
+    yield BOMB, "more than 262144 entries"
+
+
+@pytest.mark.parametrize(("text", "says"), [*texts()])
+def test_reader_says_what_is_wrong(text: str, says: str) -> None:
+    Path("a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says) as error:
+        read_mapping("a.yaml", "file")
+    assert str(error.value).startswith("file a.yaml: ") and "\n" not in str(error.value)

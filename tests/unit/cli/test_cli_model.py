@@ -1,0 +1,99 @@
+"""``--model`` and lists mean the same in every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_wlb.cli.main import main
+from megatron_wlb.cli.model import read_model
+from megatron_wlb.cost.model_file import load_model
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.testing.index import write_index
+
+TRAINING = {
+    "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 2048,
+    "global-batch-size": 6, "vocab-size": 500,
+}  # fmt: skip
+RECIPE = {"MODEL_ARGS": {f"--{name}": value for name, value in TRAINING.items()}}
+SHAPES = Path(__file__).parents[3] / "configs" / "model"
+LENGTHS = [100, 900, 30, 2000, 700, 50, 1500, 60] * 20
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_index("corpus", LENGTHS)
+    Path("training.yaml").write_text(yaml.safe_dump(TRAINING))
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return tmp_path
+
+
+COMMANDS = {
+    "pack": ["--steps", "2", "--packing", "original"],
+    "tune": ["--steps", "2", "--packing", "hold"],
+    "simulate": ["--steps", "2", "--num-seeds", "1", "--packing", "original"],
+    "plan": ["--steps", "1", "--refine", "1", "--packing", "original", "--num-devices", "4"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "model", ["550m", str(SHAPES / "550m.yaml"), "training.yaml", "recipe.yaml"]
+)
+def test_model_is_a_name_or_any_file_of_one(command: str, model: str, capsys) -> None:
+    batch = ["--num-micro-batches", "4", "--window", "2048"]
+    argv = [command, "corpus", "--model", model, *batch, *COMMANDS[command], "--json"]
+    assert main(argv) == 0, capsys.readouterr().err
+    json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unknown_model_lists_all_names(command: str, capsys) -> None:
+    assert main([command, "corpus", "--model", "7bb", *COMMANDS[command]]) == 2
+    error = capsys.readouterr().err
+    assert "unknown model 7bb; did you mean 7b? There are 550m, 7b, 30b, 70b" in error
+
+
+def test_name_and_its_file_are_the_same_model() -> None:
+    assert read_model("7b").shape == read_model(str(SHAPES / "7b.yaml")).shape == load_model("7b")
+
+
+def test_settings_give_window_and_batch_to_every_command(capsys) -> None:
+    for model in ("training.yaml", "recipe.yaml"):
+        model_read = read_model(model)
+        assert {"--seq-length", "--global-batch-size"} <= model_read.written
+        for command in ("pack", "simulate"):
+            assert main([command, "corpus", "--model", model, *COMMANDS[command]]) == 0
+            assert "window 2,048" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"num-attention-heads": 0},
+        {"tensor-model-parallel-size": 0},
+        {"pipeline-model-parallel-size": 0},
+        {"make-vocab-size-divisible-by": 0},
+        {"num-layers": 10**11},
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_they_are_used(setting) -> None:
+    Path("odd.yaml").write_text(yaml.safe_dump(TRAINING | setting))
+    with pytest.raises(ConfigError, match=f"--{next(iter(setting))} is .*; it must be at"):
+        read_model("odd.yaml")
+
+
+@pytest.mark.parametrize("words", [["2,3"], ["2", "3"], ["2,", "3"], ["2,3", "corpus"]])
+def test_lists_are_written_with_blanks_or_commas(words: list[str], capsys) -> None:
+    corpus = [] if "corpus" in words else ["corpus"]
+    argv = ["pack", *corpus, "--json", "--window", "2048", "--steps", "2"]
+    argv += ["--packing", "original", "hold", "--num-micro-batches", *words]
+    assert main(argv) == 0, capsys.readouterr().err
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["num_micro_batches"], row["packing"]) for row in rows] == [
+        (2, "original"), (2, "hold"), (3, "original"), (3, "hold"),
+    ]  # fmt: skip
