@@ -82,12 +82,12 @@ def test_workers_end_when_torchrun_is_killed(tmp_path: Path, corpus: Path) -> No
     for process in alive:
         process.kill()
     assert not alive
-    assert f"error: torchrun (process {run.roots[0]}) is gone" in run.log.read_text()
+    # Of the other rank the end may be that it lost this one.
+    assert f"torchrun (process {run.roots[0]}) is gone, so this ends too" in run.log.read_text()
 
     lines = num_lines(tmp_path / "metrics")
     time.sleep(0.2)
     assert num_lines(tmp_path / "metrics") == lines
-    assert (tmp_path / "run" / save_lock.NAME).stat().st_size
     save_lock.take(tmp_path / "run")
     save_lock.release_all()
 
