@@ -28,7 +28,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             f"cannot write {path}: {error.strerror or error}; make room or choose another place"
         ) from None
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a name that is too long was told above
+            draft.unlink(missing_ok=True)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -69,3 +69,14 @@ def test_demanded_kernel_that_one_rank_lacks_is_an_error_on_all(gloo: GlooPool, 
     for error, line in gloo.run(3, chosen, name, unlike):
         assert error.startswith(f"--wlb-attention-kernel {name} cannot run: on rank 2 {LACKING};")
         assert not line
+
+
+def chosen_by_rank(names: tuple[str, ...]) -> tuple[str, str]:
+    import torch
+
+    return chosen(names[torch.distributed.get_rank()], ((),) * len(names))
+
+
+def test_ranks_that_demand_unlike_kernels_are_told_on_all(gloo: GlooPool) -> None:
+    for error, _ in gloo.run(3, chosen_by_rank, ("auto", "torch", "auto")):
+        assert "--wlb-attention-kernel differs over ranks (auto, torch)" in error

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_wlb.errors import ConfigError
@@ -22,3 +24,9 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path):
 def test_place_that_cannot_be_written_is_named_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*no/figures.json: No such file"):
         write_text(tmp_path / "no" / "figures.json", "x")
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "x" * 300])
+def test_name_that_is_too_long_is_one_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot write .*too long"):
+        write_text(tmp_path / name, "text")

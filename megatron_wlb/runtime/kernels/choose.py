@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from megatron_wlb.runtime.kernels import flash, sdpa, torch_cpu, torch_varlen, t
 from megatron_wlb.runtime.kernels.base import Demand, Segments, VarlenKernel
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,15 @@ def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
     Another kernel would compute other numbers, and a slower one would make all others wait.
 
     Raises:
-        CompatibilityError: the named kernel cannot run this, with the reason; on every rank, if
-            it cannot on any.
+        CompatibilityError: on every rank, if the named kernel cannot run this on any, with the
+            reason, or if ranks name different ones.
     """
     passed_over: dict[str, list[str]] = {}
+    if len(set(names := _of_all_ranks(name))) > 1:
+        raise CompatibilityError(
+            f"--wlb-attention-kernel differs over ranks ({', '.join(dict.fromkeys(names))}); give "
+            "the same to all"
+        )
     for candidate_name, candidate in CANDIDATES.items():
         if name not in ("auto", candidate_name):
             continue
@@ -112,14 +119,19 @@ def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
 
 def _reason_of_all(reason: str | None) -> str | None:
     """The first reason of any rank, equal on all ranks; it says whose it is unless all have it."""
-    if not torch.distributed.is_initialized():
-        return reason
-    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reasons, reason)
+    reasons = _of_all_ranks(reason)
     if len(set(reasons)) == 1:
         return reason
     rank, first = next((rank, said) for rank, said in enumerate(reasons) if said is not None)
     return f"on rank {rank} {first}"
+
+
+def _of_all_ranks(said: T) -> list[T]:
+    if not torch.distributed.is_initialized():
+        return [said]
+    gathered: list[T] = [said] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, said)
+    return gathered
 
 
 def _one_line(error: Exception) -> str:
