@@ -17,11 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wlb.command_line import Parser, add_flags, unknown_flags, with_settings_file
-from megatron_wlb.config import WlbConfig, flag_of
 from megatron_wlb.errors import CompatibilityError, ConfigError, refuse_all
-from megatron_wlb.rank_main import rank_main
 from megatron_wlb.runtime.megatron_lm import arguments, guards
+from megatron_wlb.runtime.rank_main import rank_main
+from megatron_wlb.settings.command_line import Parser, add_flags, unknown_flags, with_settings_file
+from megatron_wlb.settings.config import WlbConfig, flag_of
 
 EXAMPLES = """examples:
   torchrun --nproc-per-node 8 -m megatron_wlb.launch ~/Megatron-LM/pretrain_gpt.py \\
@@ -66,7 +66,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
     sys.path[0] = str(Path(script).resolve().parent)  # as Python does; Megatron is found there
     try:
         # These import torch, and then Megatron under the device's conditions.
-        from megatron_wlb.runtime import cpu
+        from megatron_wlb.runtime.emulation import cpu
 
         if cpu.device_for(wlb.wlb_device) == "cpu":
             from megatron_wlb.runtime.megatron_lm import cpu as megatron_lm_cpu

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wlb.command_line import Parser, parse
-from megatron_wlb.config import Config
 from megatron_wlb.files import write_text
-from megatron_wlb.rank_main import check_writable, rank_main
+from megatron_wlb.runtime.rank_main import check_writable, rank_main
+from megatron_wlb.settings.command_line import Parser, parse
+from megatron_wlb.settings.config import Config
 
 
 def run(config: Config, path: Path) -> None:
@@ -25,16 +25,16 @@ def run(config: Config, path: Path) -> None:
         ConfigError: ``path`` cannot be written (found before measuring), or no vocabulary is known.
     """
     check_writable("--tables", path)
-    from megatron_wlb.runtime import distributed
+    from megatron_wlb.runtime.trainer import distributed
 
     device = distributed.choose_device(config.wlb.wlb_device)
     distributed.initialize(config, device)
     import torch
 
-    from megatron_wlb.runtime.corpora import Corpora
+    from megatron_wlb.data.corpora import Corpora
+    from megatron_wlb.planning.from_config import max_tokens, model_shape, padded_vocab_size
     from megatron_wlb.runtime.measure import measure_tables
     from megatron_wlb.runtime.model import build_model
-    from megatron_wlb.runtime.planning import max_tokens, model_shape, padded_vocab_size
 
     vocab_size = config.data.vocab_size or Corpora.open(config).vocab_size
     padded = padded_vocab_size(config, vocab_size)

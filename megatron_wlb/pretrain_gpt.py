@@ -9,19 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_wlb.command_line import parse
-from megatron_wlb.rank_main import rank_main
+from megatron_wlb.runtime.rank_main import rank_main
+from megatron_wlb.settings.command_line import parse
 
 
 def train(argv: Sequence[str]) -> None:
     """Trains as the command line says."""
     config = parse(argv)
     # Imports torch, and then Megatron under the device's conditions.
-    from megatron_wlb.runtime import distributed
+    from megatron_wlb.runtime.trainer import distributed
 
     device = distributed.choose_device(config.wlb.wlb_device)
     distributed.initialize(config, device)
-    from megatron_wlb.runtime.trainer import Trainer
+    from megatron_wlb.runtime.trainer.loop import Trainer
 
     Trainer(config, device).train()
     distributed.shutdown()

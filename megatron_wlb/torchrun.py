@@ -2,7 +2,7 @@
 
 When a process fails, torchrun prints a traceback and a report of its own below that process's one
 line, and ends with 1. Here nothing follows where all that failed have told their error by
-:func:`megatron_wlb.rank_main.rank_main`, or were ended for it by torchrun; the exit code is that of
+:func:`megatron_wlb.runtime.rank_main.rank_main`, or were ended for it by torchrun; the exit code is that of
 the error. All else is torchrun's.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_wlb.rank_main import TOLD
+from megatron_wlb.runtime.rank_main import TOLD
 
 _LOGGERS = tuple(
     logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}")

@@ -33,6 +33,8 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from megatron_wlb.bench.attention_rates import AttentionTimer, measure_attention, named_kernel
+from megatron_wlb.bench.rates import machine_name
 from megatron_wlb.cli import output
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.attention import (
@@ -44,11 +46,9 @@ from megatron_wlb.cost.attention import (
 )
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.runtime.attention_rates import AttentionTimer, measure_attention, named_kernel
-from megatron_wlb.runtime.kernels import Demand
-from megatron_wlb.runtime.rates import machine_name
+from megatron_wlb.runtime.attention.kernels import Demand
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
-from megatron_wlb.simulator.plot_attention import plot_shardings
+from megatron_wlb.study.plot_attention import plot_shardings
 
 FIXED = ("per-sequence", "per-document", "per-document-remainder")
 SHARDINGS = (*FIXED, "adaptive", "hybrid", "best-of")

@@ -41,7 +41,7 @@ from megatron_wlb.files import replacing
 from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, measure, packer
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.testing.ledger import Ledger
 
 WARM_UP_STEPS = 50

@@ -31,16 +31,16 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_wlb.cost import DocumentCost, Parallelism
+from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import DISTRIBUTIONS, REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.packing import packer
 from megatron_wlb.plan import Document, MicroBatchPlan
-from megatron_wlb.planner import Planner
-from megatron_wlb.shaping import Shaper
-from megatron_wlb.simulator.costs import StageCosts, StepCosts
-from megatron_wlb.simulator.plot import plot_timelines
+from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.shaping import Shaper
 from megatron_wlb.simulator.step import simulate_step
+from megatron_wlb.study.plot import plot_timelines
 
 COST = DocumentCost(
     forward_linear_us=1e6 / REFERENCE_WINDOW,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megatron_wlb.runtime.rates import measure_rates
+from megatron_wlb.bench.rates import measure_rates
 from megatron_wlb.testing.gloo import GlooPool
 
 NUM_REPEATS = 5

@@ -31,9 +31,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.files import replacing, write_text
-from megatron_wlb.simulator import paper
-from megatron_wlb.simulator.paper import Effort, K
-from megatron_wlb.simulator.plot import BLUE, GREY, INK, ORANGE
+from megatron_wlb.study import paper
+from megatron_wlb.study.paper import Effort, K
+from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE
 
 VPP_SIZES = (1, 2, 4)
 BATCHES = (1, 2, 4, 8, 16)

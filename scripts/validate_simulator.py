@@ -37,14 +37,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_wlb import quickstart
-from megatron_wlb.command_line import parse
+from megatron_wlb.bench import quickstart
+from megatron_wlb.bench.recorder import PROGRESS
+from megatron_wlb.bench.recording import FEWEST_ROUNDS, Recording
+from megatron_wlb.bench.validation import summarize
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.runtime import guards
-from megatron_wlb.simulator.compare import SHAPED
-from megatron_wlb.testing.recorder import PROGRESS
-from megatron_wlb.testing.recording import FEWEST_ROUNDS, Recording
-from megatron_wlb.testing.validation import summarize
+from megatron_wlb.planning import guards
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.study.compare import SHAPED
 
 PACKINGS = ("original", "wlb", "hold")
 MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2"]
@@ -112,7 +112,7 @@ def record(
     """Trains under torchrun. Raises :class:`ConfigError` with the cause and the log if it fails."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(layout.num_processes), "-m", "megatron_wlb.testing.recorder"),
+        *("--nproc-per-node", str(layout.num_processes), "-m", "megatron_wlb.bench.recorder"),
         *("--packings", ",".join(options.packings), "--rounds", str(options.rounds)),
         *("--repeats", str(options.repeats)),
         *("--memory-rounds", str(options.memory_rounds), "--recording", str(path)),

@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron_wlb.cli.output import remark
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CorpusError
-from megatron_wlb.packing.advice import MAX_DELAY_STEPS
 from megatron_wlb.packing.base import MOST_STEPS
 from megatron_wlb.reading import decimal, whole_number
+from megatron_wlb.study.advice import MAX_DELAY_STEPS
 
 MOST_DOCUMENTS = 20_000
 """That a command packs of very few; a distribution has no end of them."""

@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace) -> int:
         documents.lengths(args.windows, window=args.window, seed=args.seed), args.window
     )
     if args.plot:
-        from megatron_wlb.simulator.plot import plot_lengths
+        from megatron_wlb.study.plot import plot_lengths
 
         save_file(
             "--plot",

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_wlb.doctor import Finding, examine
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.reading import text_of_flag
+from megatron_wlb.runtime.doctor import Finding, examine
 
 _EPILOG = """\
 Exit status: 0 if everything that is needed is there and fits, 7 if something is wrong. Packages and

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 
 from megatron_wlb.cli.model import DEFAULT_VOCAB_SIZE, MODELS, Model, add_model_flag, read_model
-from megatron_wlb.config import Config, from_flat
 from megatron_wlb.cost import (
     Cost,
     ModelShape,
@@ -25,8 +24,8 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
-from megatron_wlb.packing.evaluate import Layout, Workload
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.planning.from_config import known_cost, padded_vocab_size
 from megatron_wlb.reading import (
     Several,
     decimal,
@@ -35,7 +34,8 @@ from megatron_wlb.reading import (
     text_of_flag,
     whole_number,
 )
-from megatron_wlb.runtime.planning import known_cost, padded_vocab_size
+from megatron_wlb.settings.config import Config, from_flat
+from megatron_wlb.study.evaluate import Layout, Workload
 
 NUM_MICRO_BATCHES = 4
 

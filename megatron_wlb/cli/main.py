@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron_wlb import __version__
-from megatron_wlb.command_line import Parser
 from megatron_wlb.errors import WLBError
+from megatron_wlb.settings.command_line import Parser
 
 COMMANDS = {
     "corpus": (

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatron_wlb.command_line import yaml_arguments
-from megatron_wlb.config import Config, flag_of
 from megatron_wlb.cost import ModelShape
 from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.forecast import settings_of
+from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.reading import text_of_flag
-from megatron_wlb.recipe import Recipe, read_recipe
-from megatron_wlb.runtime.planning import model_shape
+from megatron_wlb.settings.command_line import yaml_arguments
+from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.settings.recipe import Recipe, read_recipe
+from megatron_wlb.study.forecast import settings_of
 
 DEFAULT_VOCAB_SIZE = 32000
 """Of settings that name none, where no corpus does either."""

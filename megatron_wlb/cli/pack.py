@@ -24,10 +24,10 @@ from megatron_wlb.cli.inputs import (
 )
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS
-from megatron_wlb.packing.advice import check_max_delay, gain, recommended
-from megatron_wlb.packing.evaluate import WARM_UP_STEPS, Evaluation, Setting, Workload, evaluate
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.reading import Several, decimal, path_of_flag
+from megatron_wlb.study.advice import check_max_delay, gain, recommended
+from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, Setting, Workload, evaluate
 
 ALL = (
     "original", "fixed-greedy:1", "fixed-greedy:2", "fixed-greedy:4", "fixed-greedy:8", "wlb",
@@ -149,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
     title = f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows"
     cost = cost_title(args)
     if args.plot:
-        from megatron_wlb.packing.plot import plot_packings
+        from megatron_wlb.study.plot_packings import plot_packings
 
         save_file(
             "--plot", args.plot, lambda path: plot_packings(evaluations, f"{title}\n{cost}", path)

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_wlb.reading import text_of_flag
-from megatron_wlb.runtime.patch_files import PatchSeries
-from megatron_wlb.runtime.source import MegatronSource
+from megatron_wlb.runtime.compat.patch_files import PatchSeries
+from megatron_wlb.runtime.compat.source import MegatronSource
 
 _EPILOG = """\
 The patches give Megatron's P2PCommunicator a public shape_provider, and let its pipeline schedules

@@ -25,14 +25,14 @@ from megatron_wlb.cost import Recompute, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.advice import DIGITS, check_max_delay, gain
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_STEPS
 from megatron_wlb.reading import Several, decimal, path_of_flag, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
-from megatron_wlb.simulator import recipe
-from megatron_wlb.simulator.compare import WARM_UP_STEPS
-from megatron_wlb.simulator.scenario import MEMORY_SHARE, title
-from megatron_wlb.simulator.search import Choice, Search, Space, search
+from megatron_wlb.study import write_recipe as recipe
+from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
+from megatron_wlb.study.compare import WARM_UP_STEPS
+from megatron_wlb.study.scenario import MEMORY_SHARE, title
+from megatron_wlb.study.search import Choice, Search, Space, search
 
 STEP_TOKENS = 1 << 22
 """That a step has if N is not given."""

@@ -13,7 +13,6 @@ import yaml
 from rich.table import Table
 
 from megatron_wlb.cli import output
-from megatron_wlb.config import WlbConfig
 from megatron_wlb.cost.attention import (
     BACKWARD_FLOPS,
     MAX_LENGTH,
@@ -23,9 +22,10 @@ from megatron_wlb.cost.attention import (
 from megatron_wlb.cost.hardware import FIGURES, hardware_names, load_hardware, read_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import Several, path_of_flag, text_of_flag, whole_number
+from megatron_wlb.settings.config import WlbConfig
 
 if TYPE_CHECKING:
-    from megatron_wlb.runtime.rates import Rates
+    from megatron_wlb.bench.rates import Rates
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"heads": ["32/32x128", "64/8x128"], "dtype": "bfloat16", "longest": 131072},
@@ -109,9 +109,9 @@ def _profile(args: argparse.Namespace) -> int:
     output.check_file("--out", out)
     import torch
 
-    from megatron_wlb.runtime.attention_rates import measure_attention
-    from megatron_wlb.runtime.kernels import Demand
-    from megatron_wlb.runtime.rates import machine_name, measure_rates
+    from megatron_wlb.bench.attention_rates import measure_attention
+    from megatron_wlb.bench.rates import machine_name, measure_rates
+    from megatron_wlb.runtime.attention.kernels import Demand
 
     device = args.device
     if device == "auto":
@@ -255,7 +255,7 @@ def _yaml(content: Mapping[str, Any]) -> str:
 
 
 def _plot(out: Path, profiles: Sequence[AttentionProfile]) -> list[str]:
-    from megatron_wlb.simulator.plot_attention import plot_attention
+    from megatron_wlb.study.plot_attention import plot_attention
 
     paths = []
     for profile in profiles:

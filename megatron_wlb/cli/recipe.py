@@ -13,14 +13,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_wlb.command_line import with_settings_file
 from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.forecast import Forecast, forecast
 from megatron_wlb.reading import text_of_flag, whole_number
-from megatron_wlb.recipe import Recipe, launch_command, quoted, read_recipe
 from megatron_wlb.runtime.megatron_lm import check_arguments, words
 from megatron_wlb.runtime.megatron_lm.arguments import asks_for_plans
+from megatron_wlb.settings.command_line import with_settings_file
+from megatron_wlb.settings.recipe import Recipe, launch_command, quoted, read_recipe
+from megatron_wlb.study.forecast import Forecast, forecast
 
 _EPILOG = """\
 FILE is a recipe of Megatron-LM (tests/functional_tests/test_cases/**/model_config.yaml) or one of

@@ -20,7 +20,7 @@ from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.reading import decimal, path_of_flag, text_of_flag, whole_number
-from megatron_wlb.simulator.scenario import MEMORY_SHARE, Scenario
+from megatron_wlb.study.scenario import MEMORY_SHARE, Scenario
 
 RECOMPUTE = {
     "none": Recompute(),

@@ -30,8 +30,8 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import Several, decimal, path_of_flag, unknown, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
-from megatron_wlb.simulator.compare import WARM_UP_STEPS, Outcome, Variant, compare
-from megatron_wlb.simulator.scenario import Scenario, title
+from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, Variant, compare
+from megatron_wlb.study.scenario import Scenario, title
 
 DEFAULT_PACKINGS = "original,fixed-greedy,wlb,hold"
 STEPS = 50
@@ -223,9 +223,9 @@ def _write(
 ) -> list[str]:
     """The files that are asked for; what to say of them."""
     # Not at the top: matplotlib takes a second.
-    from megatron_wlb.simulator.page import Page, examples, name
-    from megatron_wlb.simulator.plot import plot_timelines
     from megatron_wlb.simulator.trace import trace
+    from megatron_wlb.study.page import Page, examples, name
+    from megatron_wlb.study.plot import plot_timelines
 
     heading = machine_title(args, base.num_devices)
     drawn = {name(outcome): outcome.example.timeline for outcome in examples(outcomes)}

@@ -26,10 +26,10 @@ from megatron_wlb.cli.inputs import (
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.advice import check_max_delay, gain
-from megatron_wlb.packing.evaluate import Evaluation
-from megatron_wlb.packing.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
 from megatron_wlb.reading import Several, path_of_flag
+from megatron_wlb.study.advice import check_max_delay, gain
+from megatron_wlb.study.evaluate import Evaluation
+from megatron_wlb.study.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
 
 MOST_ROWS = 12
 """Of the trade-off curve, in the table."""
@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     cost = cost_title(args)
     if args.plot:
-        from megatron_wlb.packing.plot import plot_trade_off
+        from megatron_wlb.study.plot_packings import plot_trade_off
 
         save_file(
             "--plot", args.plot, lambda path: plot_trade_off(tuning, f"{title}\n{cost}", path)
@@ -210,7 +210,7 @@ def _cells(evaluation: Evaluation, original: Evaluation, role: str = "") -> Sequ
 @contextlib.contextmanager
 def _no_warnings_of_backlogs() -> Iterator[None]:
     """One setting that lets documents pile up is no reason to warn: it will not be chosen."""
-    logger = logging.getLogger("megatron_wlb.planner")
+    logger = logging.getLogger("megatron_wlb.planning.planner")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from megatron_wlb.cost.activations import FP32, ActivationModel, Kernels, Tape
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.simulator.order import Action, schedule
+from megatron_wlb.schedule.order import Action, schedule
 
 GIB = 2**30
 MOST_KNOWN = 2**16

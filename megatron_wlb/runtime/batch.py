@@ -18,9 +18,9 @@ import torch
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.plan import MicroBatchPlan, Span
-from megatron_wlb.runtime.attention import PlanSeqParams
-from megatron_wlb.runtime.context import KeyGather
-from megatron_wlb.runtime.kernels import Segments
+from megatron_wlb.runtime.attention.context_parallel import KeyGather
+from megatron_wlb.runtime.attention.core import PlanSeqParams
+from megatron_wlb.runtime.attention.kernels import Segments
 from megatron_wlb.runtime.transfer import to_device
 from megatron_wlb.sharding import Sharding, rank_layout
 

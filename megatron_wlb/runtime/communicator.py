@@ -20,7 +20,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_wlb.errors import PlanError
-from megatron_wlb.simulator.order import receive_order
+from megatron_wlb.schedule.order import receive_order
 
 Shape = list[int]
 NO_SHAPE: Shape = [0, 0, 0]
@@ -34,7 +34,7 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
 
     Call :meth:`begin` before each run of a schedule and :meth:`end` after it. In between, the
     n-th activation received is the n-th one the previous stage sends, and so on for gradients:
-    the order is a property of the schedule (:func:`megatron_wlb.simulator.order.receive_order`).
+    the order is a property of the schedule (:func:`megatron_wlb.schedule.order.receive_order`).
 
     With ``verify`` each receive also runs Megatron's own exchange and compares: for debugging,
     as it costs what the plan saves.

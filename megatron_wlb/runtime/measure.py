@@ -21,8 +21,8 @@ from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.batch import local_params
-from megatron_wlb.runtime.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
 from megatron_wlb.sharding import Sharding, length_multiple
 
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.rank_main import writing
+from megatron_wlb.runtime.rank_main import writing
 
 
 class MetricsFile:

@@ -24,13 +24,13 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_wlb.config import Config
 from megatron_wlb.errors import CompatibilityError, ConfigError
-from megatron_wlb.runtime.attention import AttentionOptions, DocumentAttention, check_config
-from megatron_wlb.runtime.kernels import Demand, VarlenKernel, choose_kernel
+from megatron_wlb.planning.from_config import padded_vocab_size
+from megatron_wlb.runtime.attention.core import AttentionOptions, DocumentAttention, check_config
+from megatron_wlb.runtime.attention.kernels import Demand, VarlenKernel, choose_kernel
+from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.norm import TorchNorm
-from megatron_wlb.runtime.planning import padded_vocab_size
-from megatron_wlb.runtime.rope import use_document_positions
+from megatron_wlb.settings.config import Config
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def build_model(config: Config, vocab_size: int, *, wrap: bool = True) -> Model:
     """Builds this rank's chunks; Megatron's process groups must exist.
 
     Args:
-        config: settings, already checked (:mod:`megatron_wlb.runtime.guards`).
+        config: settings, already checked (:mod:`megatron_wlb.planning.guards`).
         vocab_size: of the tokenizer; padded here.
         wrap: whether to wrap for data parallelism (needed to train).
 

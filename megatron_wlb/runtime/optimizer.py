@@ -12,9 +12,9 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_wlb.config import Config
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.settings.config import Config
 
 
 def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamScheduler]:

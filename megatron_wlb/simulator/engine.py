@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.simulator.graph import Floats, Graph, Replay, Sends
-from megatron_wlb.simulator.order import Action, sizes
+from megatron_wlb.schedule.graph import Floats, Graph, Replay, Sends
+from megatron_wlb.schedule.order import Action, sizes
 
 StageTimes: TypeAlias = Sequence[Sequence[Sequence[float]]]
 """µs, ``[pp_size][vpp_size][num_micro_batches]``: what one action of each kind takes."""
@@ -72,7 +72,7 @@ def replay(
     with blocking ``sends`` it is the time of both ranks, and begins when both have come to it.
 
     Raises :class:`PlanError` if the order deadlocks, or the times do not cover it exactly or are
-    negative or not finite. A search builds the :class:`~megatron_wlb.simulator.graph.Graph` once.
+    negative or not finite. A search builds the :class:`~megatron_wlb.schedule.graph.Graph` once.
     """
     graph = Graph(order, sends)
     times_us = np.zeros((2, graph.num_stages, graph.num_micro_batches))

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from megatron_wlb.cost.memory import GIB, ActivationBytes, MemoryModel, StateBytes
 from megatron_wlb.errors import PlanError
-from megatron_wlb.simulator.order import Action
+from megatron_wlb.schedule.order import Action
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 ``simulate_step`` is a pure function from micro-batches, costs and layout to a
 :class:`StepTimeline`; :class:`Simulator` is the same for many steps of one run. Each data-parallel
-rank's pipeline is a graph of its own (:mod:`megatron_wlb.simulator.graph`); they meet where
+rank's pipeline is a graph of its own (:mod:`megatron_wlb.schedule.graph`); they meet where
 gradients are reduced, and all ranks meet at the update, as the norm of all gradients comes first.
 
 Everything here is *simulated*. Times are in µs and start at 0.
@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
+from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.schedule.graph import Floats, Graph, Replay, Sends, graph_of
+from megatron_wlb.schedule.order import Order
 from megatron_wlb.sharding import Selector
-from megatron_wlb.simulator.costs import StepCosts
 from megatron_wlb.simulator.engine import check_times
-from megatron_wlb.simulator.graph import Floats, Graph, Replay, Sends, graph_of
 from megatron_wlb.simulator.memory import StepMemory, step_memory
-from megatron_wlb.simulator.order import Order
 from megatron_wlb.simulator.step_timeline import Segment, StepTimeline
 
 Lengths: TypeAlias = Sequence[Sequence[Sequence[int]]]
@@ -39,7 +39,7 @@ class Simulator:
         costs: of stages, transfers, reduction and update.
         parallelism: the layout; TP and CP only matter through ``costs``.
         order: another schedule than Megatron's 1F1B or interleaved one, such as
-            :func:`~megatron_wlb.simulator.order.gpipe`; all steps then have its N.
+            :func:`~megatron_wlb.schedule.order.gpipe`; all steps then have its N.
         sends: whether ranks wait in sends; if not given, as Megatron's schedule does, and with an
             ``order`` they wait.
         memory: for what each rank holds; left out if None, which is faster.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.schedule.graph import Floats, Graph, Replay
 from megatron_wlb.simulator.engine import Timeline, timeline
-from megatron_wlb.simulator.graph import Floats, Graph, Replay
 from megatron_wlb.simulator.memory import StepMemory
 
 

@@ -8,9 +8,13 @@ from unittest import mock
 
 import torch
 
-from megatron_wlb.runtime import context
-from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
-from megatron_wlb.runtime.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.attention import context_parallel as context
+from megatron_wlb.runtime.attention.context_parallel import (
+    ContextParallel,
+    KeyGather,
+    context_attention,
+)
+from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.sharding import Sharding, rank_layout
 
 

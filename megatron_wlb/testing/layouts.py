@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_wlb.command_line import parse
-from megatron_wlb.config import Config
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import Config
 from megatron_wlb.testing.workload import make_workload
 
 WORKLOAD = make_workload(

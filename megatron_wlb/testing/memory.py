@@ -19,8 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_wlb.config import Config
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import Sharding
 from megatron_wlb.testing.workload import make_workload
 

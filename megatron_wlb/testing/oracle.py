@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.config import Config
+from megatron_wlb.settings.config import Config
 from megatron_wlb.testing.workload import Workload
 
 Array = npt.NDArray[np.float32]

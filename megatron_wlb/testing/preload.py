@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron_wlb.runtime import cpu
+from megatron_wlb.runtime.emulation import cpu
 
 cpu.install()
 

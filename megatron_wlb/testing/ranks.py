@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_wlb.config import Config
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import Sharding, length_multiple
 from megatron_wlb.testing.oracle import State
 from megatron_wlb.testing.shards import Held, RankRun, held_by, whole_name
@@ -29,10 +29,11 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
     """A ``StepRunner`` with Megatron's groups and a fresh model behind it."""
     import torch
 
-    from megatron_wlb.runtime import distributed, guards
+    from megatron_wlb.planning import guards
     from megatron_wlb.runtime.batch import BatchBuilder
     from megatron_wlb.runtime.model import build_model
     from megatron_wlb.runtime.step import StepRunner
+    from megatron_wlb.runtime.trainer import distributed
 
     world_size = torch.distributed.get_world_size()
     guards.check(config, world_size)
@@ -49,7 +50,7 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
 
 def scatter_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
     """:func:`scatter` for a layout."""
-    from megatron_wlb.runtime import guards
+    from megatron_wlb.planning import guards
 
     p = config.parallel
     return scatter(

@@ -13,7 +13,7 @@ from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
-from megatron_wlb.planner import Planner, Stream
+from megatron_wlb.planning.planner import Planner, Stream
 from megatron_wlb.testing.strategies import costs
 
 PACKINGS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ from unittest import mock
 
 import numpy as np
 
-from megatron_wlb.command_line import parse
 from megatron_wlb.errors import CompatibilityError, PlanError
+from megatron_wlb.settings.command_line import parse
 from megatron_wlb.testing.gloo import GlooPool
 
 # On a rank, where Megatron is imported under the CPU emulation.
@@ -24,8 +24,8 @@ def config(**settings: Any) -> Any:
 
 
 def options() -> Any:
-    from megatron_wlb.runtime.attention import AttentionOptions
-    from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.attention.core import AttentionOptions
+    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
 
     return AttentionOptions(sdpa_varlen)
 
@@ -43,7 +43,7 @@ def refused(function: Callable[[], object], *words: str) -> None:
 def check_settings() -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_wlb.runtime.attention import DocumentAttention, check_config
+    from megatron_wlb.runtime.attention.core import DocumentAttention, check_config
 
     check_config(config())
     refused(
@@ -87,9 +87,9 @@ def check_micro_batches() -> None:
     import torch
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_wlb.runtime.attention import DocumentAttention, PlanSeqParams
+    from megatron_wlb.runtime.attention.core import DocumentAttention, PlanSeqParams
+    from megatron_wlb.runtime.attention.kernels import Segments
     from megatron_wlb.runtime.batch import local_params
-    from megatron_wlb.runtime.kernels import Segments
     from megatron_wlb.sharding import Sharding
 
     attention = DocumentAttention(config(), 1, AttnMaskType.causal, "self", options=options())
@@ -109,9 +109,9 @@ def check_scale() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_wlb.runtime import distributed
-    from megatron_wlb.runtime.attention import DocumentAttention, PlanSeqParams
-    from megatron_wlb.runtime.kernels import Segments
+    from megatron_wlb.runtime.attention.core import DocumentAttention, PlanSeqParams
+    from megatron_wlb.runtime.attention.kernels import Segments
+    from megatron_wlb.runtime.trainer import distributed
 
     distributed.initialize_groups(parse([]))
     qkv = [torch.randn(6, 1, 2, 4) for _ in range(3)]
@@ -132,7 +132,7 @@ def check_specs() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
     from megatron_wlb.runtime import model
-    from megatron_wlb.runtime.attention import DocumentAttention
+    from megatron_wlb.runtime.attention.core import DocumentAttention
     from megatron_wlb.runtime.norm import TorchNorm
 
     chosen = options()

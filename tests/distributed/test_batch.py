@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 
-from megatron_wlb.command_line import parse
+from megatron_wlb.settings.command_line import parse
 from megatron_wlb.testing.gloo import GlooPool
 
 FLAGS = (
@@ -19,7 +19,7 @@ def kept_after_steps() -> list[int]:
 
     The steps' micro-batches have other numbers, as those of a data-parallel rank have.
     """
-    from megatron_wlb.runtime.attention import PlanSeqParams
+    from megatron_wlb.runtime.attention.core import PlanSeqParams
     from megatron_wlb.testing.ranks import build_runner, scatter_for
     from megatron_wlb.testing.workload import make_workload
 

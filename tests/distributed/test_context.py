@@ -64,9 +64,13 @@ def ours(layout: RankLayout, inputs: Sequence[Any], **options: Any) -> list[Any]
     """Output, dQ, dK and dV of the local tokens."""
     import torch
 
-    from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
-    from megatron_wlb.runtime.kernels import Segments
-    from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.attention.context_parallel import (
+        ContextParallel,
+        KeyGather,
+        context_attention,
+    )
+    from megatron_wlb.runtime.attention.kernels import Segments
+    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
 
     local = torch.from_numpy(layout.tokens)
     query, key, value, grad = (t[local] for t in inputs)
@@ -182,13 +186,13 @@ def layer_bytes(
     """Kept, most in forward and most in backward: measured and by the formula."""
     import torch
 
-    from megatron_wlb.runtime import context
-    from megatron_wlb.runtime.context import (
+    from megatron_wlb.runtime.attention import context_parallel as context
+    from megatron_wlb.runtime.attention.context_parallel import (
         ContextParallel,
         KeyGather,
         context_attention,
     )
-    from megatron_wlb.runtime.kernels import Segments
+    from megatron_wlb.runtime.attention.kernels import Segments
     from megatron_wlb.testing.memory import LiveBytes
 
     layout = layout_of(lengths, sharding)
@@ -234,9 +238,13 @@ def layer_bytes(
 def misuse(what: str) -> None:
     import torch
 
-    from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
-    from megatron_wlb.runtime.kernels import Segments
-    from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.attention.context_parallel import (
+        ContextParallel,
+        KeyGather,
+        context_attention,
+    )
+    from megatron_wlb.runtime.attention.kernels import Segments
+    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
 
     layout = layout_of([8, 4], SHARDINGS[0])
     query, key, value, grad = tensors(len(layout.tokens) - (what == "tokens"), 2, torch.float32)
@@ -302,9 +310,13 @@ def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
     """In the order in which a GPU's streams are given work; waits come as late as they can."""
     import torch
 
-    from megatron_wlb.runtime import context
-    from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
-    from megatron_wlb.runtime.kernels import Segments
+    from megatron_wlb.runtime.attention import context_parallel as context
+    from megatron_wlb.runtime.attention.context_parallel import (
+        ContextParallel,
+        KeyGather,
+        context_attention,
+    )
+    from megatron_wlb.runtime.attention.kernels import Segments
 
     events: list[str] = []
 
@@ -366,7 +378,7 @@ def test_ranks_in_turn_are_attention_by_definition(sharding: Sharding) -> None:
     """What GPU tests run, where collectives are stood in for."""
     import torch
 
-    from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
     from megatron_wlb.testing.attention import ranks_in_turn
 
     lengths = padded(LENGTHS, 4)

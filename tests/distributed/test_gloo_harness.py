@@ -79,7 +79,7 @@ def exit_on_rank(dying_rank: int) -> None:
 def environment() -> dict[str, Any]:
     import sys
 
-    from megatron_wlb.runtime import cpu
+    from megatron_wlb.runtime.emulation import cpu
 
     return {
         "threads": torch.get_num_threads(),

@@ -19,8 +19,8 @@ def chosen(name: str, unlike: tuple[tuple[str, ...], ...]) -> tuple[str, str]:
     """The kernel's name or the error, and the log's line, of ranks that have what they have."""
     import torch
 
-    from megatron_wlb.runtime.kernels import Demand, choose, choose_kernel
-    from megatron_wlb.runtime.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.attention.kernels import Demand, choose, choose_kernel
+    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
 
     def kernel(called: str) -> choose.Candidate:
         def run(*inputs: object) -> torch.Tensor:

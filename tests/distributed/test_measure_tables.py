@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
-from megatron_wlb.command_line import parse
 from megatron_wlb.cost import DocumentCost, ProfiledCost
 from megatron_wlb.cost.profile import Fit
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.runtime.planning import model_shape
+from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.settings.command_line import parse
 from megatron_wlb.testing.gloo import GlooPool
 
 LONGEST = 130
@@ -27,8 +27,8 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
     """The tables, and what measuring changed: gradients that are not zero, random numbers."""
     import torch
 
-    from megatron_wlb.runtime.checkpoint import rng_state
     from megatron_wlb.runtime.measure import measure_tables
+    from megatron_wlb.runtime.saving.checkpoint import rng_state
     from megatron_wlb.testing.ranks import build_runner
     from megatron_wlb.testing.workload import make_workload
 

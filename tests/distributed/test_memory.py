@@ -11,10 +11,10 @@ import dataclasses
 
 import pytest
 
-from megatron_wlb.command_line import parse
-from megatron_wlb.config import Config
 from megatron_wlb.cost import MemoryModel, Recompute
-from megatron_wlb.runtime.planning import memory_model, padded_vocab_size
+from megatron_wlb.planning.from_config import memory_model, padded_vocab_size
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import Config
 from megatron_wlb.testing.gloo import GlooPool
 from megatron_wlb.testing.memory import VOCAB_SIZE, MeasuredMemory, measure_step
 

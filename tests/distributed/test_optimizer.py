@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_wlb.command_line import parse
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.settings.command_line import parse
 from megatron_wlb.testing.gloo import GlooPool
 from megatron_wlb.testing.workload import make_workload
 

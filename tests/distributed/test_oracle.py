@@ -184,8 +184,8 @@ def broken_batches(runner, change) -> Iterator[None]:
 
 def leak_one_boundary(runner):
     """The first two documents of one micro-batch see each other; positions stay right."""
-    from megatron_wlb.runtime.attention import PlanSeqParams
-    from megatron_wlb.runtime.kernels import Segments
+    from megatron_wlb.runtime.attention.core import PlanSeqParams
+    from megatron_wlb.runtime.attention.kernels import Segments
 
     def leak(batch):
         if batch.plan.index != 0:

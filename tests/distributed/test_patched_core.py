@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wlb.runtime.patch_files import PatchSeries
-from megatron_wlb.runtime.source import MegatronSource
+from megatron_wlb.runtime.compat.patch_files import PatchSeries
+from megatron_wlb.runtime.compat.source import MegatronSource
 from megatron_wlb.testing.versions import CASES, run_with_core
 
 

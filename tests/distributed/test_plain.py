@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_wlb.command_line import parse
-from megatron_wlb.config import Config
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.original import OriginalPacker
 from megatron_wlb.plan import Document, StepPlan
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.planner import Planner
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import Config
 from megatron_wlb.testing.gloo import GlooPool
 from megatron_wlb.testing.oracle import State, initial_weights
 from megatron_wlb.testing.ranks import build_runner, load
@@ -142,8 +142,8 @@ def train_plain(config: Config, initial: State, reset: bool) -> list[float]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_wlb.runtime import distributed
     from megatron_wlb.runtime.model import Model
+    from megatron_wlb.runtime.trainer import distributed
 
     distributed.initialize_groups(config)
     groups = ProcessGroupCollection.use_mpu_process_groups()

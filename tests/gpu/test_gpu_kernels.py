@@ -10,7 +10,13 @@ import pytest
 import torch
 from test_gpu_smoke import train
 
-from megatron_wlb.runtime.kernels import CANDIDATES, Demand, Segments, VarlenKernel, choose_kernel
+from megatron_wlb.runtime.attention.kernels import (
+    CANDIDATES,
+    Demand,
+    Segments,
+    VarlenKernel,
+    choose_kernel,
+)
 from megatron_wlb.sharding import KINDS, Sharding
 from megatron_wlb.testing.attention import document_attention, ranks_in_turn
 
@@ -97,7 +103,11 @@ def nccl() -> Iterator[None]:
 @pytest.mark.parametrize("keep", [False, True])
 def test_freed_and_gathered_again_over_nccl(nccl: None, num_head_groups: int, keep: bool) -> None:
     """NCCL's stream, the memory that is given back and taken again: many layers in a row."""
-    from megatron_wlb.runtime.context import ContextParallel, KeyGather, context_attention
+    from megatron_wlb.runtime.attention.context_parallel import (
+        ContextParallel,
+        KeyGather,
+        context_attention,
+    )
     from megatron_wlb.sharding import rank_layout
 
     kernel = choose_kernel("auto", demand(2, 128))

@@ -21,15 +21,15 @@ NUM_STEPS = 6
 
 def run(result: Path, weights: Path, argv: Sequence[str]) -> None:
     """Trains from ``weights``, which the first run leaves there; writes the losses."""
-    from megatron_wlb.command_line import parse
-    from megatron_wlb.runtime import distributed
+    from megatron_wlb.runtime.trainer import distributed
+    from megatron_wlb.settings.command_line import parse
 
     config = parse(argv)
     device = distributed.choose_device(config.wlb.wlb_device)
     distributed.initialize(config, device)
     import torch
 
-    from megatron_wlb.runtime.trainer import Trainer
+    from megatron_wlb.runtime.trainer.loop import Trainer
 
     trainer = Trainer(config, device)
     (gpt,) = trainer.model.gpts

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from trainer_runs import TINY, Flags, assert_refused, losses, start
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime import checksums
+from megatron_wlb.runtime.saving import checksums
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

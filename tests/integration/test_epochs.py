@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from trainer_runs import TINY, Flags, read_metrics, start
 
-from megatron_wlb.config import Config, from_flat
+from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.runtime.corpora import Corpora
-from megatron_wlb.runtime.planning import known_cost, make_planner
+from megatron_wlb.planning.from_config import known_cost, make_planner
+from megatron_wlb.settings.config import Config, from_flat
 
 Piece = tuple[int, int, int]
 """Tokens ``[start, stop)`` of a stored document, and how many of them have a label."""

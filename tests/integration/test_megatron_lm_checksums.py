@@ -15,7 +15,7 @@ from megatron_lm_runs import BOTH, DP2, PP2, finish, launch, needs_megatron_lm
 from trainer_runs import Flags, assert_refused, losses
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime import checksums
+from megatron_wlb.runtime.saving import checksums
 
 pytestmark = needs_megatron_lm
 

@@ -18,9 +18,9 @@ import yaml
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.recipe import _TextLoader, read_recipe
 from megatron_wlb.runtime.megatron_lm import words
 from megatron_wlb.runtime.megatron_lm.check_arguments import check
+from megatron_wlb.settings.recipe import _TextLoader, read_recipe
 
 PATH = os.environ.get("MEGATRON_LM_PATH")
 pytestmark = pytest.mark.skipif(not PATH, reason="MEGATRON_LM_PATH is not set")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime import targets
-from megatron_wlb.runtime.patch_files import PatchSeries
-from megatron_wlb.runtime.source import MegatronSource
+from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat.patch_files import PatchSeries
+from megatron_wlb.runtime.compat.source import MegatronSource
 from megatron_wlb.testing.versions import CASES, run_with_core
 
 VARIABLE = "MEGATRON_CORE_SOURCES"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from trainer_runs import Finished, assert_refused, spawn, torchrun
 
+from megatron_wlb.bench.report import Recording
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.report import Recording
 
 PACKINGS = ["original", "wlb", "hold"]
 LAYOUTS = ["pp2", "dp2"]
@@ -21,7 +21,7 @@ ROUNDS, SKIPPED = 8, 2
 
 
 def quickstart(folder: Path, *arguments: str, timeout_s: float = 180.0) -> Finished:
-    command = [sys.executable, "-m", "megatron_wlb.quickstart", *arguments]
+    command = [sys.executable, "-m", "megatron_wlb.bench.quickstart", *arguments]
     run = spawn(folder, command)
     run.deadline += timeout_s
     return run.wait()
@@ -167,7 +167,7 @@ def test_recording_that_cannot_be_written_is_refused_before_training(
     tmp_path: Path, corpus: Path
 ) -> None:
     flags = {"data_path": corpus, "recording": "/proc/none/r.json", "rounds": 1}
-    finished = torchrun(tmp_path, 2, flags, module="megatron_wlb.compare").wait()
+    finished = torchrun(tmp_path, 2, flags, module="megatron_wlb.bench.train_packings").wait()
     ours = finished.output.split("torch/distributed/elastic")[0]
     assert_refused(Finished(finished.code, ours), None, "--recording /proc/none/r.json", "choose")
     assert "round 1" not in finished.output

@@ -11,7 +11,7 @@ import pytest
 import torch
 from trainer_runs import Flags, Run, losses, read_metrics, start, torchrun
 
-from megatron_wlb.runtime.checksums import seal_state, unseal_state
+from megatron_wlb.runtime.saving.checksums import seal_state, unseal_state
 
 NUM_STEPS = 9
 BASE: Flags = {

@@ -13,7 +13,7 @@ import psutil
 from megatron_lm_runs import BOTH, launch, needs_megatron_lm
 from trainer_runs import TINY, Flags, assert_refused, losses, read_metrics, start, torchrun
 
-from megatron_wlb import save_lock
+from megatron_wlb.runtime.saving import lock as save_lock
 
 ENDLESS: Flags = {"train_iters": 100_000, "lr_decay_style": "constant"}
 SAVING: Flags = {"save": "run", "load": "run", "exit_signal_handler": True}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wlb.runtime import targets
-from megatron_wlb.runtime.source import MegatronSource
+from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat.source import MegatronSource
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wlb.runtime import targets
+from megatron_wlb.runtime.compat import targets
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

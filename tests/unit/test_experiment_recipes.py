@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.command_line import megatron_flags
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.forecast import USABLE_SHARE, Forecast, forecast, settings_of
-from megatron_wlb.recipe import read_recipe
+from megatron_wlb.settings.command_line import megatron_flags
+from megatron_wlb.settings.recipe import read_recipe
+from megatron_wlb.study.forecast import USABLE_SHARE, Forecast, forecast, settings_of
 from megatron_wlb.testing.index import write_index
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment"

@@ -109,7 +109,7 @@ def test_settings_file_that_cannot_be_read_is_one_line(script: Path) -> None:
 
 
 def test_settings_file_goes_before_the_command_line(tmp_path: Path) -> None:
-    from megatron_wlb.command_line import with_settings_file
+    from megatron_wlb.settings.command_line import with_settings_file
 
     path = tmp_path / "run.yaml"
     path.write_text("wlb_packing: wlb\nnum-layers: 4\nbf16: true\nfp16: false\ndata_path: [a, b]\n")

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_wlb.command_line import add_flags
-from megatron_wlb.config import Config, WlbConfig, from_flat
+from megatron_wlb.settings.command_line import add_flags
+from megatron_wlb.settings.config import Config, WlbConfig, from_flat
 
 ALONE = ("--wlb-device",)
 """Flags of ours that do not ask for plans."""

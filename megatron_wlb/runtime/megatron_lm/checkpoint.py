@@ -6,7 +6,7 @@ of the last plan), and ``megatron_wlb_rng``, the random-number streams of each r
 those of the first data-parallel rank alone, as all draw in step; ranks whose micro-batches differ
 in length do not.
 
-Checksums of the files lie beside them, as in :mod:`megatron_wlb.runtime.checksums`. Those of
+Checksums of the files lie beside them, as in :mod:`megatron_wlb.runtime.saving.checksums`. Those of
 ``torch_dist`` are there before Megatron names the checkpoint its latest, also with
 ``--async-save``; in ``torch`` Megatron leaves no such moment, and they come just after.
 
@@ -24,11 +24,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime import checksums
-from megatron_wlb.runtime.checkpoint import rng_state, set_rng_state
+from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
-from megatron_wlb.runtime.patching import PatchSet
+from megatron_wlb.runtime.saving import checksums
+from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
 
 STATE = "megatron_wlb"
 RNG = "megatron_wlb_rng"

@@ -1,6 +1,6 @@
 """Megatron-LM's training loop under the CPU emulation: what it needs beyond megatron-core.
 
-The emulation of :mod:`megatron_wlb.runtime.cpu` comes first. Each name replaced here has its reason
+The emulation of :mod:`megatron_wlb.runtime.emulation.cpu` comes first. Each name replaced here has its reason
 beside it. Nothing about packing: an unmodified ``pretrain_gpt.py`` trains on CPUs with this alone.
 """
 
@@ -16,8 +16,8 @@ from multiprocessing import spawn
 from typing import Any
 
 from megatron_wlb.errors import refuse_all
-from megatron_wlb.runtime import cpu
-from megatron_wlb.runtime.patching import PatchSet
+from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.emulation import cpu
 
 _BATCH_INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 

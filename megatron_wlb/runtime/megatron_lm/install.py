@@ -1,6 +1,6 @@
 """Puts plans into Megatron-LM's training loop: one explicit call, undone by another.
 
-Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.targets` with
+Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.compat.targets` with
 the parameters counted on; a missing or changed one is an error that names the Megatron version.
 """
 
@@ -14,13 +14,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.command_line import refuse_arguments
 from megatron_wlb.errors import CheckpointError, CompatibilityError, ConfigError
-from megatron_wlb.rank_main import check_writable
-from megatron_wlb.runtime import cpu as emulation
-from megatron_wlb.runtime import guards as layout_guards
-from megatron_wlb.runtime import targets
-from megatron_wlb.runtime.checkpoint import lock_folder
+from megatron_wlb.planning import guards as layout_guards
+from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.emulation import cpu as emulation
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
     checkpoint,
@@ -32,8 +30,10 @@ from megatron_wlb.runtime.megatron_lm import (
 )
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.optimizer import check_checkpoints
-from megatron_wlb.runtime.patching import PatchSet
-from megatron_wlb.runtime.resume import missing_load
+from megatron_wlb.runtime.rank_main import check_writable
+from megatron_wlb.runtime.saving.checkpoint import lock_folder
+from megatron_wlb.runtime.saving.resume import missing_load
+from megatron_wlb.settings.command_line import refuse_arguments
 
 _patches = PatchSet()
 _installed = False

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.metrics import MetricsFile
-from megatron_wlb.runtime.patching import PatchSet
-from megatron_wlb.simulator.costs import StageCosts
-from megatron_wlb.simulator.graph import Graph, graph_of
+from megatron_wlb.schedule.graph import Graph, graph_of
 
 
 class Log:

@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime.resume import differences
+from megatron_wlb.runtime.saving.resume import differences
 
 _SCHEDULE = (
     "global_batch_size", "train_iters", "train_samples", "lr", "min_lr", "lr_decay_style",

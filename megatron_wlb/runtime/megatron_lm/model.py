@@ -19,14 +19,14 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_wlb.config import Config
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.attention import AttentionOptions, DocumentAttention
-from megatron_wlb.runtime.kernels import choose_kernel
+from megatron_wlb.runtime.attention.core import AttentionOptions, DocumentAttention
+from megatron_wlb.runtime.attention.kernels import choose_kernel
+from megatron_wlb.runtime.attention.rope import use_document_positions
+from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.model import Model, attention_options, with_document_attention
 from megatron_wlb.runtime.norm import TorchNorm
-from megatron_wlb.runtime.patching import PatchSet
-from megatron_wlb.runtime.rope import use_document_positions
+from megatron_wlb.settings.config import Config
 
 
 def install(patches: PatchSet, settings: Config) -> None:

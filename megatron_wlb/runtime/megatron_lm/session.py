@@ -15,26 +15,26 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_wlb.config import Config
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.blend import Blend
+from megatron_wlb.data.corpora import SPLITS, Corpora
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.plan_ahead import PlanAhead
-from megatron_wlb.runtime import cpu
+from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
+from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.runtime.batch import BatchBuilder
-from megatron_wlb.runtime.corpora import SPLITS, Corpora
+from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measure_cost
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.model import Model
-from megatron_wlb.runtime.planning import known_cost, make_evaluation_planner, make_planner
-from megatron_wlb.runtime.resume import (
+from megatron_wlb.runtime.saving.resume import (
     machine_digest,
     plan_settings,
     tell_changed_machine,
     tell_changed_settings,
 )
 from megatron_wlb.runtime.step import StepRunner
+from megatron_wlb.settings.config import Config
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_wlb.config import Config, flag_of
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.forecast import settings_of
-from megatron_wlb.runtime import guards as common_guards
+from megatron_wlb.planning import guards as common_guards
 from megatron_wlb.runtime.megatron_lm import arguments, guards
+from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.study.forecast import settings_of
 
 DEFAULTS = {
     "transformer_impl": "transformer_engine",
@@ -80,7 +80,7 @@ def check(words: Sequence[str], num_devices: int, environment: Mapping[str, str]
 
 
 def settings(words: Sequence[str], num_devices: int) -> Config:
-    """As :func:`~megatron_wlb.forecast.settings_of`, with Megatron's defaults.
+    """As :func:`~megatron_wlb.study.forecast.settings_of`, with Megatron's defaults.
 
     Schedule, logs and checkpoints keep ours, as nothing reads them. Raises :class:`ConfigError` for
     flags of which they cannot be read.

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_wlb.cli import output
 from megatron_wlb.cli.main import main
-from megatron_wlb.command_line import parse
-from megatron_wlb.packing import tune as tuning
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.study import tune as tuning
 
 REFERENCE = ["--distribution", "reference", "--window", "32768", "--num-micro-batches", "8"]
 RULES = ["--max-age", "5", "--max-step-tokens", "300000"]

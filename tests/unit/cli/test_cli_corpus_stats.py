@@ -55,7 +55,7 @@ def test_files_and_distributions_are_sources_as_well(capsys) -> None:
 
 
 def test_plot_counts_every_document(capsys, monkeypatch) -> None:
-    from megatron_wlb.simulator import plot
+    from megatron_wlb.study import plot
 
     figures = []
     save = plot._save

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.command_line import parse
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.planning import guards
 from megatron_wlb.reading import read_mapping
-from megatron_wlb.runtime import guards
+from megatron_wlb.settings.command_line import parse
 from megatron_wlb.testing.index import write_index
 
 MAX_S = 10.0

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.command_line import parse
+from megatron_wlb.settings.command_line import parse
 
 SIZES = {
     "hidden_size": 1024, "ffn_hidden_size": 2560, "num_layers": 6, "num_attention_heads": 8,

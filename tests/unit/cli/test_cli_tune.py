@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.command_line import parse
-from megatron_wlb.packing import tune as module
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.study import tune as module
 from megatron_wlb.testing.index import write_index
 
 OPTIONS = ["--window", "65536", "--steps", "12"]

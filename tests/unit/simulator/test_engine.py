@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.schedule.order import Action, gpipe, one_f_one_b, schedule
 from megatron_wlb.simulator.engine import Interval, Timeline, replay, split_stages
-from megatron_wlb.simulator.order import Action, gpipe, one_f_one_b, schedule
 
 F, B = "F", "B"
 

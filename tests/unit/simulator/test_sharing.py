@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.engine import timeline
-from megatron_wlb.simulator.graph import graph_of
 from megatron_wlb.simulator.sharing import replay_shared
 
 

@@ -18,11 +18,11 @@ from megatron_wlb.cost import (
 )
 from megatron_wlb.cost.attention import AnalyticAttention
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.schedule.order import gpipe
 from megatron_wlb.sharding import Selector
-from megatron_wlb.simulator.costs import StageCosts, StepCosts, analytic_costs
-from megatron_wlb.simulator.order import gpipe
 from megatron_wlb.simulator.step import Simulator, attention_scales, simulate_step
 from megatron_wlb.simulator.step_timeline import Segment
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from megatron_wlb.cost import DocumentCost, MemoryModel, ModelShape, Parallelism
+from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.simulator.costs import StageCosts, StepCosts
+from megatron_wlb.schedule.order import Action
 from megatron_wlb.simulator.engine import Interval, Timeline
-from megatron_wlb.simulator.order import Action
 from megatron_wlb.simulator.step import simulate_step
 from megatron_wlb.simulator.trace import trace, write_trace
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.config import Config, WlbConfig
 from megatron_wlb.runtime.megatron_lm import arguments
+from megatron_wlb.settings.config import Config, WlbConfig
 
 CHECKED: dict[str, Any] = {
     # After Megatron's validate_args.

@@ -1,0 +1,1 @@
+"""Measurements: the quickstart, recorded runs, rates of a machine."""

@@ -1,0 +1,308 @@
+"""How well simulated steps meet recorded ones: calibrated on the first third, judged on the rest.
+
+From the recording's first third come: each stage's cost of a micro-batch (a fit of its forwards and
+backwards to documents, tokens and tokens²), what a rank does between two actions, how long a tensor
+takes to the next stage, what a step takes besides its pipeline, and how much longer than its
+simulation the pipeline takes on this machine. With these, and the plan's lengths alone, the other
+steps are simulated.
+
+Where every pipeline rank has a core of its own, times are those of the wall clock. Where they share
+cores, as four do on two, an operation's duration says little: it depends on what its neighbour does
+just then. There operations are fitted by their CPU time, and the replay shares the cores
+(:mod:`megatron_wlb.simulator.sharing`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from megatron_wlb.bench.recorder import RecordedStep
+from megatron_wlb.bench.recording import Recording
+from megatron_wlb.cost.profile import StageSample, fit_stage
+from megatron_wlb.cost.step_costs import StageCosts
+from megatron_wlb.planning.from_config import memory_model, padded_vocab_size, parallelism
+from megatron_wlb.schedule.graph import Floats
+from megatron_wlb.schedule.order import dataflow
+from megatron_wlb.simulator.sharing import replay_shared
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the first third of the steps says."""
+
+    stages: StageCosts
+    fit_error: float
+    between_us: float
+    """Of a rank, from one action to the next for which everything is there."""
+    p2p_us: float
+    """More than that from the stop of an action to the start of one that waits for it elsewhere."""
+    besides_us: float
+    """Of a step, before its first and after its last action."""
+    slowdown: float
+    """By how much pipelines took longer than simulated: what the machine does besides, and what the
+    fit of single operations, whose errors are relative, takes off their sum."""
+
+
+def calibrate(recording: Recording) -> Calibration:
+    """Raises :class:`ConfigError` for too few micro-batches to fit."""
+    graph, steps = recording.graph, recording.calibrating
+    samples: list[list[StageSample]] = [[] for _ in range(graph.num_stages)]
+    between: list[float] = []
+    waited: list[float] = []
+    besides: list[float] = []
+    tasks = dataflow(graph.order)
+    for step in steps:
+        for dp_rank, lengths in enumerate(step.lengths):
+            times = recording.times_us(step, dp_rank)
+            for stage in range(graph.num_stages):
+                for number, segments in enumerate(lengths):
+                    forward_us, backward_us = times[:, stage, number].tolist()
+                    samples[stage].append(StageSample(segments, forward_us, backward_us))
+            stops: list[float] = []
+            at = [0] * graph.pp_size
+            for task in tasks:
+                intervals = step.intervals[recording.process(task.rank, dp_rank)]
+                _, start, stop, _ = intervals[at[task.rank]]
+                before = intervals[at[task.rank] - 1][2] if at[task.rank] else -math.inf
+                at[task.rank] += 1
+                stops.append(stop)
+                arrives = -math.inf
+                if task.source >= 0 and tasks[task.source].rank != task.rank:
+                    arrives = stops[task.source]
+                if arrives > before:
+                    waited.append(max(start - arrives, 0.0))
+                elif before > -math.inf:
+                    between.append(max(start - before, 0.0))
+        first, last = _span(step)
+        besides.append(step.stop_us - step.start_us - (last - first))
+    fits = [fit_stage(own) for own in samples]
+    # The lower quarter: the others also wait for a neighbour to receive.
+    between_us = float(np.percentile(between, 25)) if between else 0.0
+    waited_us = float(np.median(waited)) if waited else 0.0
+    p2p_us = max(waited_us - between_us, 0.0)
+    calibration = Calibration(
+        StageCosts(tuple(fits)),
+        float(np.mean([fit.mean_error for fit in fits])),
+        between_us,
+        p2p_us,
+        float(np.median(besides)),
+        slowdown=1.0,
+    )
+    spans = np.array([last - first for first, last in map(_span, steps)])
+    simulated = np.array([_pipeline_us(recording, calibration, step) for step in steps])
+    return replace(calibration, slowdown=float(np.median(spans / simulated)))
+
+
+def _span(step: RecordedStep) -> tuple[float, float]:
+    """The first start and the last stop of an action."""
+    return (
+        min(process[0][1] for process in step.intervals),
+        max(process[-1][2] for process in step.intervals),
+    )
+
+
+def _own_replay_us(
+    recording: Recording, step: RecordedStep, between_us: float, p2p_us: float
+) -> float:
+    """The pipeline of a step, replayed with the times that its own operations took."""
+    return max(
+        _replayed_us(recording, recording.times_us(step, dp_rank) + between_us, p2p_us)
+        for dp_rank in range(recording.dp_size)
+    )
+
+
+def simulate(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
+    """µs of a whole step, from its lengths alone."""
+    return calibration.besides_us + _pipeline_us(recording, calibration, step)
+
+
+def _pipeline_us(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
+    return calibration.slowdown * max(
+        _replayed_us(
+            recording,
+            calibration.stages.times_us(lengths) + calibration.between_us,
+            calibration.p2p_us,
+        )
+        for lengths in step.lengths
+    )
+
+
+def _replayed_us(recording: Recording, times_us: Floats, p2p_us: float) -> float:
+    graph = recording.graph
+    gaps = np.full(graph.num_micro_batches, p2p_us)
+    if recording.cores is None:
+        return float(graph.step_us(times_us, gaps))
+    return float(replay_shared(graph, times_us, gaps, recording.cores).stop_us.max())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packing in one layout. Errors are means of ``|simulated ÷ measured - 1|``."""
+
+    layout: str
+    packing: str
+    num_steps: int
+    """Judged ones."""
+    step_time_mape: float
+    step_time_bias: float
+    """Mean of ``simulated ÷ measured - 1``: above 0, simulated steps are too long."""
+    replay_error: float
+    """As ``step_time_mape``, but of the pipeline alone with the step's own measured times: what is
+    the schedule's and not the cost's."""
+    operation_mape: float
+    """Of single forwards and backwards, by the fitted costs."""
+    memory_mape: float | None
+    """Of the peak of activations, over processes and steps; None if bytes were not counted."""
+    simulated_tokens_per_s: float
+    measured_tokens_per_s: float
+    simulated_work_per_s: float
+    """Predicted seconds of computation, over all ranks, that are done in a second: how many ranks
+    compute in the mean. Tokens do not compare packings, because a token is less work where
+    documents are cut."""
+    measured_work_per_s: float
+    """The same work by the measured time."""
+    measured_work_error: float
+    """Standard error of that over the steps, relative."""
+
+
+def judge(layout: str, recording: Recording, calibration: Calibration) -> list[Row]:
+    """A row for each packing, from the steps that were not calibrated with."""
+    rows = []
+    for packing in recording.packings:
+        steps = [step for step in recording.judged if step.packing == packing]
+        simulated = np.array([simulate(recording, calibration, step) for step in steps])
+        measured = np.array([step.stop_us - step.start_us for step in steps])
+        operations, replays = [], []
+        for step in steps:
+            first, last = _span(step)
+            for dp_rank, lengths in enumerate(step.lengths):
+                fitted = calibration.stages.times_us(lengths)
+                error = np.abs(fitted / recording.times_us(step, dp_rank) - 1)
+                operations.append(float(np.mean(error)))
+            replayed = _own_replay_us(recording, step, calibration.between_us, calibration.p2p_us)
+            replays.append(abs(replayed / (last - first) - 1))
+        tokens = sum(step.num_tokens for step in steps)
+        work_us = np.array(
+            [
+                sum(calibration.stages.times_us(lengths).sum() for lengths in step.lengths)
+                for step in steps
+            ]
+        )
+        off = work_us / work_us.sum() - measured / measured.sum()
+        memory = [
+            abs(predicted / found - 1)
+            for step in recording.counted
+            if step.packing == packing
+            for predicted, found in _memory(recording, step)
+        ]
+        rows.append(
+            Row(
+                layout,
+                packing,
+                len(steps),
+                float(np.mean(np.abs(simulated / measured - 1))),
+                float(np.mean(simulated / measured - 1)),
+                float(np.mean(replays)),
+                float(np.mean(operations)),
+                float(np.mean(memory)) if memory else None,
+                tokens / float(simulated.sum()) * 1e6,
+                tokens / float(measured.sum()) * 1e6,
+                float(work_us.sum() / simulated.sum()),
+                float(work_us.sum() / measured.sum()),
+                float(np.sqrt(np.square(off).sum() * len(off) / (len(off) - 1))),
+            )
+        )
+    return rows
+
+
+def _memory(recording: Recording, step: RecordedStep) -> Iterable[tuple[float, int]]:
+    """Predicted and measured peaks of activations of each process."""
+    config = recording.config
+    model = memory_model(config, padded_vocab_size(config, recording.vocab_size), recording.dp_size)
+    assert step.activation_bytes is not None
+    cp_size = config.parallel.context_parallel_size
+    for pp_rank, actions in enumerate(recording.graph.order):
+        for dp_rank, lengths in enumerate(step.lengths):
+            uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
+            peak = max(used.peak for used in uses)
+            first = recording.process(pp_rank, dp_rank)
+            for process in range(first, first + cp_size):
+                yield peak, step.activation_bytes[process]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two packings, the one that does more work a second by simulation first."""
+
+    packings: tuple[str, str]
+    simulated_ratio: float
+    """Of the first's work a second to the second's; 1 or more."""
+    measured_ratio: float
+    error: float
+    """Standard error of the measured ratio."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the measurement tells which of the two is faster: by two standard errors."""
+        return abs(self.measured_ratio - 1) > 2 * self.error
+
+    @property
+    def is_contradicted(self) -> bool:
+        return self.is_apart and self.measured_ratio < 1
+
+
+def pairs(rows: Sequence[Row]) -> list[Pair]:
+    """Every two packings of a layout."""
+    ranked = sorted(rows, key=lambda row: -row.simulated_work_per_s)
+    return [
+        Pair(
+            (a.packing, b.packing),
+            a.simulated_work_per_s / b.simulated_work_per_s,
+            a.measured_work_per_s / b.measured_work_per_s,
+            math.hypot(a.measured_work_error, b.measured_work_error),
+        )
+        for a, b in combinations(ranked, 2)
+    ]
+
+
+def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
+    """All figures, JSON-able: totals, a row for each packing and layout, and rankings."""
+    rows: list[dict[str, Any]] = []
+    layouts: dict[str, Any] = {}
+    for layout, recording in recordings.items():
+        calibration = calibrate(recording)
+        own = judge(layout, recording, calibration)
+        rows += map(asdict, own)
+        compared = pairs(own)
+        p = parallelism(recording.config)
+        layouts[layout] = {
+            "pp": p.pp_size,
+            "vpp": p.vpp_size,
+            "cp": p.cp_size,
+            "clock": "wall" if recording.cores is None else "cpu, cores shared",
+            "calibration_steps": len(recording.calibrating),
+            "fit_error": calibration.fit_error,
+            "between_us": calibration.between_us,
+            "p2p_us": calibration.p2p_us,
+            "besides_us": calibration.besides_us,
+            "slowdown": calibration.slowdown,
+            "repeat_error": recording.repeat_error,
+            "pairs": [{**asdict(pair), "packings": list(pair.packings)} for pair in compared],
+            "pairs_apart": sum(pair.is_apart for pair in compared),
+            "ranking_agrees": not any(pair.is_contradicted for pair in compared),
+        }
+    num_steps = sum(row["num_steps"] for row in rows)
+    memory = [row["memory_mape"] for row in rows if row["memory_mape"] is not None]
+    return {
+        "step_time_mape": sum(row["step_time_mape"] * row["num_steps"] for row in rows) / num_steps,
+        "memory_mape": sum(memory) / len(memory) if memory else None,
+        "ranking_agrees": all(layout["ranking_agrees"] for layout in layouts.values()),
+        "rows": rows,
+        "layouts": layouts,
+    }

@@ -1,0 +1,282 @@
+"""What a step is made of, in µs: each stage's forwards and backwards, and all that is between.
+
+Built from a model's shape and a machine (:func:`analytic_costs`), from one cost of the whole model
+(:meth:`StageCosts.even`), or from one measured cost a stage. Collectives of tensor and context
+parallelism are inside a stage's time (:mod:`megatron_wlb.cost.analytic`).
+
+Legend: ``S`` virtual stages (chunk ``c`` of rank ``r`` is ``c · PP + r``), ``N`` micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.cost.analytic import AnalyticModel
+from megatron_wlb.cost.document import DocumentCost, Work
+from megatron_wlb.cost.hardware import Hardware
+from megatron_wlb.cost.memory import MemoryModel
+from megatron_wlb.cost.shape import Parallelism
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.schedule.graph import Floats
+
+BACKWARD_OVERHEAD = 2 / 3
+"""Share of what a micro-batch takes besides its documents that is backward's."""
+
+BUCKET_PARAMETERS = 40_000_000
+"""Megatron reduces the first stage's gradients in buckets of so many, or of a million a DP rank if
+that is more; those of every other stage, whose reduction others hide, at once."""
+
+_FP32 = 4
+_UPDATE_BYTES = 38
+"""A parameter's traffic in Adam's update: both moments and the master weight read and written
+(24), the gradient read for its norm and for the update and set to zero (12), the weight (2)."""
+
+
+class StageCost(Protocol):
+    """What a stage's cost is asked; every :class:`~megatron_wlb.cost.Cost` answers it."""
+
+    def work(self, lengths: Iterable[int]) -> Work:
+        """The parts of a micro-batch's forward and backward."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The cost of documents in each virtual stage.
+
+    Raises :class:`ConfigError` without stages.
+    """
+
+    stages: tuple[StageCost, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ConfigError("stage costs: there are none; give one for each virtual stage")
+
+    @classmethod
+    def even(cls, cost: StageCost, num_stages: int) -> StageCosts:
+        """A cost of the whole model, an equal share of it in every stage.
+
+        For a cost that was measured on the whole: where embedding and LM head weigh is not in it.
+        """
+        return cls.shared(cost, [1 / num_stages] * num_stages)
+
+    @classmethod
+    def shared(cls, cost: StageCost, shares: Sequence[float]) -> StageCosts:
+        """A cost of the whole model in given shares, such as layers of a stage ÷ all layers."""
+        for share in shares:
+            if not share > 0:
+                raise ConfigError(f"a stage's share of the model is {share}; give more than 0")
+        parts = {share: _part(cost, *[share] * len(fields(Work))) for share in shares}
+        return cls(tuple(parts[share] for share in shares))
+
+    @classmethod
+    def spread(cls, cost: StageCost, model: AnalyticModel) -> StageCosts:
+        """A cost of the whole model, spread over the stages as ``model`` predicts its parts to be.
+
+        Layers, embedding and LM head weigh as they do there, attention and all else apart; what a
+        micro-batch takes besides its documents is spread evenly.
+        """
+        whole, stages = model.cost(), model.stage_costs()
+        names = [f.name for f in fields(DocumentCost)][:4]
+        parts: dict[tuple[float, ...], StageCost] = {}
+        result = []
+        for stage in stages:
+            shares = tuple(getattr(stage, n) / (getattr(whole, n) or 1.0) for n in names)
+            if shares not in parts:
+                parts[shares] = _part(cost, *shares, 1 / len(stages))
+            result.append(parts[shares])
+        return cls(tuple(result))
+
+    def times_us(
+        self,
+        micro_batches: Sequence[Sequence[int]],
+        attention_scale: npt.ArrayLike | None = None,
+    ) -> Floats:
+        """Forwards and backwards, ``[2, S, N]``.
+
+        Args:
+            micro_batches: lengths of each micro-batch's attention segments.
+            attention_scale: ``[N]``, or ``[2, N]`` for forward and backward: by how much the
+                attention of the slowest context-parallel rank is more than an even share.
+        """
+        num = len(micro_batches)
+        tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
+        pairs = [sum([length * length for length in lengths]) for lengths in micro_batches]
+        scale = np.ones((2, num))
+        if attention_scale is not None:
+            scale = np.broadcast_to(np.asarray(attention_scale, dtype=np.float64), (2, num))
+        forward_pairs, backward_pairs = np.array(pairs, dtype=np.float64) * scale
+        result = np.empty((2, len(self.stages), num))
+        seen: dict[int, Floats] = {}  # stages with one and the same cost
+        for stage, cost in enumerate(self.stages):
+            if isinstance(cost, DocumentCost):
+                overhead_us = cost.micro_batch_us
+                result[0, stage] = (
+                    cost.forward_linear_us * tokens
+                    + cost.forward_quadratic_us * forward_pairs
+                    + (1 - BACKWARD_OVERHEAD) * overhead_us
+                )
+                result[1, stage] = (
+                    cost.backward_linear_us * tokens
+                    + cost.backward_quadratic_us * backward_pairs
+                    + BACKWARD_OVERHEAD * overhead_us
+                )
+                continue
+            if id(cost) not in seen:
+                seen[id(cost)] = _times(cost, micro_batches, scale)
+            result[:, stage] = seen[id(cost)]
+        return result
+
+
+def _times(cost: StageCost, micro_batches: Sequence[Sequence[int]], scale: Floats) -> Floats:
+    works = [cost.work(lengths) for lengths in micro_batches]
+    rows = [
+        (
+            work.forward_linear_us
+            + work.forward_attention_us * forward_factor
+            + work.overhead_us * (1 - BACKWARD_OVERHEAD),
+            work.backward_linear_us
+            + work.backward_attention_us * backward_factor
+            + work.overhead_us * BACKWARD_OVERHEAD,
+        )
+        for work, forward_factor, backward_factor in zip(works, *scale.tolist(), strict=True)
+    ]
+    return np.array(rows, dtype=np.float64).T
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Shares of a cost that cannot be scaled itself."""
+
+    cost: StageCost
+    shares: tuple[float, ...]
+    """Of linear and attention forward, linear and attention backward, and of the overhead."""
+
+    def work(self, lengths: Iterable[int]) -> Work:
+        work = self.cost.work(lengths)
+        parts = (getattr(work, f.name) for f in fields(Work))
+        return Work(*(share * part for share, part in zip(self.shares, parts, strict=True)))
+
+
+def _part(cost: StageCost, *shares: float) -> StageCost:
+    for share in shares:
+        if not (math.isfinite(share) and share >= 0):
+            raise ConfigError(f"a stage's share of the model is {share}; give a positive number")
+    if isinstance(cost, DocumentCost):
+        values = zip(shares, cost.as_dict().items(), strict=True)
+        return DocumentCost(**{name: share * us for share, (name, us) in values})
+    return _Part(cost, shares)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """All that a step's time is made of.
+
+    Raises :class:`ConfigError` for times that are negative or not finite, or not one for each
+    stage or rank.
+    """
+
+    stages: StageCosts
+    p2p_latency_us: float = 0.0
+    """Of a tensor sent to the next or previous stage; added to what its tokens take."""
+    p2p_us_per_token: float = 0.0
+    """Token of the micro-batch, padding included."""
+    reduce_us: tuple[float, ...] = ()
+    """Of each virtual stage: reducing its gradients over the data-parallel (and CP) ranks."""
+    reduce_buckets: tuple[int, ...] = ()
+    """In how many parts, of which each can start when its gradients are there; 1 if not given."""
+    overlap_reduce: bool = False
+    """Whether parts start during the last backward (``--overlap-grad-reduce``), or all together
+    when the rank's last backward is done."""
+    embedding_us: float = 0.0
+    """Adding up the gradients of tied embeddings on the first and the last pipeline rank."""
+    update_us: tuple[float, ...] = ()
+    """Of each pipeline rank: the optimizer's update, gathering its weights included."""
+    fixed_us: float = 0.0
+    """Once a step, on all ranks: what is none of the above."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self)[1:]:
+            value = getattr(self, f.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if not (math.isfinite(number) and number >= 0):
+                    raise ConfigError(
+                        f"step costs: {f.name} is {number}; give a finite number, not negative"
+                    )
+        for name in ("reduce_us", "reduce_buckets"):
+            if len(getattr(self, name)) not in (0, len(self.stages.stages)):
+                raise ConfigError(
+                    f"step costs: {name} has {len(getattr(self, name))} entries; give one for each "
+                    f"of the {len(self.stages.stages)} virtual stages"
+                )
+
+    def p2p_us(self, num_tokens: Sequence[int]) -> Floats:
+        """Of each micro-batch, to bring its tensor to another stage."""
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        return self.p2p_latency_us + self.p2p_us_per_token * tokens
+
+
+def analytic_costs(
+    model: AnalyticModel, memory: MemoryModel, *, overlap_grad_reduce: bool = True
+) -> StepCosts:
+    """Costs of a step from first principles: one model, its layout and a machine.
+
+    ``memory`` says how large weights and optimizer state are; its layout is ``model``'s.
+    Megatron's order of ranks is meant: TP, CP, DP, then PP outermost, so that neighbours in the
+    pipeline are ``TP · CP · DP`` devices apart. Links are full in both directions and shared by
+    nobody else.
+
+    Raises :class:`ConfigError` for a layout that the model does not divide over.
+    """
+    p, machine = model.parallelism, model.hardware
+    replicas = p.tp_size * p.cp_size * p.dp_size
+    hidden_bytes = model.shape.hidden_size * model.element_bytes / p.cp_size / p.sequence_shards
+    num_reduced = p.cp_size * p.dp_size
+    parameters = [memory.stage_parameters(stage) for stage in range(p.num_stages)]
+    bucket = max(BUCKET_PARAMETERS, 1_000_000 * p.dp_size)
+    ring = (num_reduced - 1) / num_reduced * (1 if memory.distributed_optimizer else 2)
+    embedding = 0
+    if model.shape.tied_embeddings and p.pp_size > 1:
+        embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
+    return StepCosts(
+        StageCosts(model.stage_costs()),
+        p2p_latency_us=machine.latency_us if p.pp_size > 1 else 0.0,
+        p2p_us_per_token=machine.transfer_us(hidden_bytes, 2 * replicas) if p.pp_size > 1 else 0.0,
+        reduce_us=tuple(
+            _collective_us(machine, ring * num * _FP32, num_reduced, replicas) for num in parameters
+        ),
+        reduce_buckets=(max(1, -(-parameters[0] // bucket)), *[1] * (p.num_stages - 1)),
+        overlap_reduce=overlap_grad_reduce,
+        embedding_us=_collective_us(machine, embedding, 2, p.pp_size * replicas)
+        if embedding
+        else 0.0,
+        update_us=tuple(
+            _update_us(machine, memory, p, sum(parameters[rank :: p.pp_size]), replicas)
+            for rank in range(p.pp_size)
+        ),
+    )
+
+
+def _collective_us(machine: Hardware, num_bytes: float, num_ranks: int, num_devices: int) -> float:
+    if num_ranks == 1:
+        return 0.0
+    return machine.latency_us + machine.transfer_us(num_bytes, num_devices)
+
+
+def _update_us(
+    machine: Hardware, memory: MemoryModel, p: Parallelism, parameters: int, replicas: int
+) -> float:
+    num_shards = p.dp_size * p.cp_size if memory.distributed_optimizer else 1
+    update_us = machine.memory_us(_UPDATE_BYTES * parameters / num_shards)
+    if num_shards == 1:
+        return update_us
+    element_bytes = 2 if memory.bf16 else _FP32
+    gathered = element_bytes * parameters * (num_shards - 1) / num_shards
+    return update_us + _collective_us(machine, gathered, num_shards, replicas)

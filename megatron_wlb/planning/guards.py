@@ -1,0 +1,413 @@
+"""Combinations of settings that cannot run, refused before any work is lost.
+
+Each guard names the value, the limit and the remedy. Some of what is refused here Megatron would
+run and silently compute something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost.shape import MOST_DEVICES, MOST_LAYERS
+from megatron_wlb.errors import ConfigError, refuse_all
+from megatron_wlb.packing import check_shaping
+from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
+from megatron_wlb.reading import MAX_SIZE
+from megatron_wlb.settings.config import Config, ModelConfig, flag_of
+
+_AT_LEAST = {
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "distributed_timeout_minutes",
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "make_vocab_size_divisible_by",
+            "rotary_base",
+            "vocab_size",
+            "global_batch_size",
+            "train_iters",
+            "exit_interval",
+            "lr_decay_iters",
+            "recompute_num_layers",
+            "eval_iters",
+            "save_interval",
+            "log_interval",
+            "wlb_epochs",
+            "wlb_cp_overlap_groups",
+            "rotary_seq_len_interpolation_factor",
+            "wlb_yarn_original_max_position_embeddings",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        ("lr_warmup_iters", "eval_interval", "wlb_max_age", "wlb_verify_plan_interval"), 0
+    ),
+}
+
+_AT_MOST = {
+    "num_layers": MOST_LAYERS,
+    "global_batch_size": MOST_MICRO_BATCHES,
+    "seq_length": MOST_TOKENS,
+    "wlb_max_tokens": MOST_TOKENS,
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "num_virtual_stages_per_pipeline_rank",
+        ),
+        MOST_DEVICES,
+    ),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+            "max_position_embeddings",
+        ),
+        MAX_SIZE,
+    ),
+}
+"""Above these nothing comes to an end, or fits a number of the kernels."""
+
+_WITHIN = {
+    # Half-open.
+    "seed": (0, 2**32),
+    "lr": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_eps": (0, math.inf),
+    "sgd_momentum": (0, 1),
+    "clip_grad": (0, math.inf),
+    "hidden_dropout": (0, 1),
+    "norm_epsilon": (0, math.inf),
+    "init_method_std": (0, math.inf),
+    "rope_scaling_factor": (1, math.inf),
+    "wlb_yarn_rotary_scaling_factor": (1, math.inf),
+    "wlb_yarn_beta_fast": (0, math.inf),
+    "wlb_yarn_beta_slow": (0, math.inf),
+    "wlb_yarn_mscale": (0, math.inf),
+    "wlb_yarn_mscale_all_dim": (0, math.inf),
+}
+
+
+NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
+"""What NCCL_ALGO may be in Megatron's deterministic mode."""
+
+
+def check(config: Config, world_size: int) -> None:
+    """Checks settings against each other and against the number of processes.
+
+    Raises:
+        ConfigError: what cannot run, such as a ``--wlb-hardware`` without figures; a line each.
+    """
+    refuse_all(refusals(config, world_size))
+
+
+def refusals(config: Config, world_size: int) -> Iterator[str]:
+    """What cannot run, each as the line that a user reads."""
+    if any(_check_ranges(config)):  # all else counts with these
+        yield from _check_ranges(config)
+        return
+    yield from _check_layout(config, world_size)
+    yield from _check_model(config)
+    yield from _check_recompute(config)
+    yield from _check_optimizer(config)
+    yield from _check_batch(config)
+    if not any(_check_layout(config, world_size)):
+        yield from _check_micro_batches(config, world_size)
+    yield from _check_hardware(config)
+
+
+def check_algorithms(environment: Mapping[str, str]) -> None:
+    """Raises :class:`ConfigError` where NCCL may choose another algorithm each time."""
+    algorithm = environment.get("NCCL_ALGO")
+    if algorithm not in NCCL_ALGORITHMS:
+        raise ConfigError(
+            f"--deterministic-mode with NCCL_ALGO={algorithm}; set that in the environment to one "
+            f"of {', '.join(NCCL_ALGORITHMS)}"
+        )
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """DP: what is left of the world after TP, CP and PP."""
+    p = config.parallel
+    return world_size // (
+        p.tensor_model_parallel_size * p.context_parallel_size * p.pipeline_model_parallel_size
+    )
+
+
+def check_ranges(config: Config) -> None:
+    """Raises :class:`ConfigError` for numbers that cannot be, whatever the others are."""
+    refuse_all(_check_ranges(config))
+
+
+def _check_ranges(config: Config) -> Iterator[str]:
+    values = config.flat()
+    for name, most in _AT_MOST.items():
+        if values[name] is not None and values[name] > most:
+            yield f"{flag_of(name)} is {values[name]}; it must be at most {most}"
+    for name, least in _AT_LEAST.items():
+        if values[name] is not None and values[name] < least:
+            yield f"{flag_of(name)} is {values[name]}; it must be at least {least}"
+    for name, (least, below) in _WITHIN.items():
+        if not least <= values[name] < below:  # NaN is not.
+            yield (f"{flag_of(name)} is {values[name]}; it must be in [{least}, {below})")
+    if not 0 < values["rotary_percent"] <= 1:
+        yield f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]"
+
+
+def _check_layout(config: Config, world_size: int) -> Iterator[str]:
+    p, m = config.parallel, config.model
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    cp = p.context_parallel_size
+    if world_size % (tp * cp * pp):
+        yield (
+            f"{world_size} processes were started, but TP {tp} × CP {cp} × PP {pp} = "
+            f"{tp * cp * pp} does not divide that; start a multiple of {tp * cp * pp} "
+            "(torchrun --nproc-per-node)"
+        )
+    if cp == 1:
+        for name, value in (
+            ("overlap-groups", config.wlb.wlb_cp_overlap_groups),
+            ("keep-gathered", config.wlb.wlb_cp_keep_gathered),
+        ):
+            if value:
+                yield (
+                    f"--wlb-cp-{name} counts only with --context-parallel-size of at least 2; "
+                    "leave it out"
+                )
+    if pp > m.num_layers:
+        yield (
+            f"--pipeline-model-parallel-size is {pp}, but there are only {m.num_layers} layers; "
+            f"use at most {m.num_layers} stages"
+        )
+    vpp = p.num_virtual_stages_per_pipeline_rank
+    if vpp is None and p.microbatch_group_size_per_virtual_pipeline_stage is not None:
+        yield (
+            "--microbatch-group-size-per-virtual-pipeline-stage is "
+            f"{p.microbatch_group_size_per_virtual_pipeline_stage}, but there are no virtual "
+            "stages; give --num-virtual-stages-per-pipeline-rank too, or leave it out"
+        )
+    if vpp is not None:
+        if pp == 1:
+            yield (
+                f"--num-virtual-stages-per-pipeline-rank is {vpp}, but there is no pipeline; "
+                "leave it out or use --pipeline-model-parallel-size of at least 2"
+            )
+        elif vpp < 2:
+            yield (
+                f"--num-virtual-stages-per-pipeline-rank is {vpp}; use at least 2, or leave it out"
+            )
+        if pp == 2 and p.no_overlap_p2p_communication and config.wlb.wlb_verify_shapes:
+            # Both directions go to one peer in one batch, and the exchange cannot tell them apart.
+            yield (
+                "--wlb-verify-shapes cannot check --pipeline-model-parallel-size 2 with virtual "
+                "stages and --no-overlap-p2p-communication: Megatron's exchange of shapes mixes up "
+                "activations and gradients there; leave one of the flags out"
+            )
+    chunks = pp * (vpp or 1)
+    if pp <= m.num_layers and m.num_layers % chunks:
+        yield (
+            f"--num-layers is {m.num_layers}, which PP {pp} × VPP {vpp or 1} = {chunks} model "
+            f"chunks do not divide; use a multiple of {chunks}"
+        )
+    if p.sequence_parallel and tp == 1:
+        yield ("--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out")
+
+
+def _check_model(config: Config) -> Iterator[str]:
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+        yield (
+            f"--hidden-size {m.hidden_size} is not divisible by --num-attention-heads "
+            f"{m.num_attention_heads}; change one of them or give --kv-channels"
+        )
+    head_dim = m.kv_channels or m.hidden_size // m.num_attention_heads
+    if m.position_embedding_type in ("rope", "yarn") and head_dim % 2:
+        yield (
+            f"rotary positions need an even head dimension, but it is {head_dim}; change "
+            "--kv-channels or --num-attention-heads"
+        )
+    for name, value in (
+        ("num-attention-heads", m.num_attention_heads),
+        ("ffn-hidden-size", m.ffn_hidden_size or 4 * m.hidden_size),
+        ("num-query-groups", m.num_query_groups if m.group_query_attention else tp),
+    ):
+        if value % tp:
+            yield (f"--{name} is {value}, which TP {tp} does not divide; use a multiple of {tp}")
+    if m.group_query_attention and m.num_attention_heads % m.num_query_groups:
+        yield (
+            f"--num-attention-heads {m.num_attention_heads} is not divisible by "
+            f"--num-query-groups {m.num_query_groups}"
+        )
+    if config.parallel.sequence_parallel and m.hidden_size % tp:
+        yield f"--hidden-size {m.hidden_size} is not divisible by TP {tp}"
+    if m.attention_dropout:
+        yield (
+            f"--attention-dropout is {m.attention_dropout}, but packed attention has none; set it "
+            "to 0 (long-context pretraining recipes do)"
+        )
+    yield from _check_positions(config)
+    rows = m.max_position_embeddings
+    if rows is not None and rows < config.data.seq_length:
+        yield (
+            f"--max-position-embeddings is {rows}, below --seq-length {config.data.seq_length}; "
+            "documents reach the window's length"
+        )
+
+
+def _check_positions(config: Config) -> Iterator[str]:
+    """Settings of positions that Megatron would leave out without a word."""
+    m = config.model
+    default = ModelConfig()
+    given = {
+        field.name
+        for field in dataclasses.fields(m)
+        if getattr(m, field.name) != getattr(default, field.name)
+    }
+    of_rope = {"use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
+    of_yarn = {name for name in given if name.startswith("wlb_yarn_")}
+    for kind, names in (("rope", of_rope & given), ("yarn", of_yarn)):
+        if names and m.position_embedding_type != kind:
+            yield (
+                f"{flag_of(min(names))} counts only with --position-embedding-type {kind}, but "
+                f"that is {m.position_embedding_type}; leave one of them out"
+            )
+    if "rope_scaling_factor" in given and not m.use_rope_scaling:
+        yield ("--rope-scaling-factor is given without --use-rope-scaling; give both or neither")
+    if m.position_embedding_type == "yarn" and (m.rotary_interleaved or m.rotary_percent != 1):
+        yield (
+            "--position-embedding-type yarn rotates the whole head in halves; leave "
+            "--rotary-interleaved and --rotary-percent out"
+        )
+
+
+def _check_optimizer(config: Config) -> Iterator[str]:
+    t = config.training
+    if not 0 <= t.min_lr <= t.lr:
+        yield f"--min-lr is {t.min_lr}; it must be in [0, {t.lr}], up to --lr"
+    decay_iters = t.lr_decay_iters or t.train_iters
+    if t.lr_warmup_iters >= decay_iters:
+        yield (
+            f"--lr-warmup-iters is {t.lr_warmup_iters}, but the learning rate has decayed after "
+            f"{decay_iters} steps; use fewer, or more --lr-decay-iters (--train-iters if not given)"
+        )
+    if t.optimizer == "sgd" and config.parallel.use_distributed_optimizer:
+        yield (
+            "--use-distributed-optimizer shards the state of Adam only, but --optimizer is sgd; "
+            "leave one of them out"
+        )
+
+
+def _check_batch(config: Config) -> Iterator[str]:
+    t, d, w = config.training, config.data, config.wlb
+    if d.seq_length < 2:
+        yield (
+            f"--seq-length is {d.seq_length}; a window needs at least 2 tokens, one to predict "
+            "the other"
+        )
+    if t.micro_batch_size != 1:
+        yield (
+            f"--micro-batch-size is {t.micro_batch_size}; use 1: a micro-batch is one packed row "
+            "whose length follows its work (raise --seq-length for more tokens)"
+        )
+    if w.wlb_max_tokens is not None and w.wlb_max_tokens < d.seq_length:
+        yield (
+            f"--wlb-max-tokens is {w.wlb_max_tokens}, below --seq-length {d.seq_length}; a "
+            "document of a whole window would fit nowhere: use at least the window, better twice"
+        )
+    if w.wlb_shape == "on":
+        try:
+            check_shaping(w.wlb_packing)
+        except ConfigError as error:
+            yield str(error)
+    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
+        yield "--save-interval is given without --save FOLDER"
+
+
+def _check_hardware(config: Config) -> Iterator[str]:
+    """Reads the file now: the cost and the shardings need it once the model is built."""
+    try:
+        load_hardware(config.wlb.wlb_hardware)
+    except ConfigError as error:
+        yield f"--wlb-hardware: {error}"
+
+
+def _check_recompute(config: Config) -> Iterator[str]:
+    t, p = config.training, config.parallel
+    method, num_layers = t.recompute_method, t.recompute_num_layers
+    if t.recompute_granularity != "full":
+        for name, value in (("method", method), ("num-layers", num_layers)):
+            if value is not None:
+                yield (
+                    f"--recompute-{name} is {value}, which counts only with "
+                    "--recompute-granularity full; give that too, or leave it out"
+                )
+        return
+    if method is None or num_layers is None:
+        yield (
+            "--recompute-granularity full needs --recompute-method uniform or block, and "
+            "--recompute-num-layers, e.g. 1"
+        )
+        return
+    chunks = p.pipeline_model_parallel_size * (p.num_virtual_stages_per_pipeline_rank or 1)
+    layers = config.model.num_layers // chunks
+    if method == "uniform" and layers % num_layers:
+        # Megatron would index beyond the chunk's last layer.
+        yield (
+            f"--recompute-num-layers is {num_layers}, which does not divide the {layers} layers of "
+            "a model chunk; use a divisor of it, or --recompute-method block"
+        )
+
+
+def check_micro_batches(config: Config, world_size: int) -> int:
+    """Micro-batches of each data-parallel rank, M.
+
+    Raises:
+        ConfigError: DP does not divide the global batch, or the interleaved schedule cannot
+            run M micro-batches.
+    """
+    refuse_all(_check_micro_batches(config, world_size))
+    return config.training.global_batch_size // data_parallel_size(config, world_size)
+
+
+def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:
+    dp = data_parallel_size(config, world_size)
+    n = config.training.global_batch_size
+    if n % dp:
+        yield (
+            f"--global-batch-size is {n}, which DP {dp} does not divide; every data-parallel rank "
+            f"runs the same number of micro-batches: use a multiple of {dp}"
+        )
+        return
+    num_micro_batches = n // dp
+    if config.parallel.num_virtual_stages_per_pipeline_rank is not None:
+        pp = config.parallel.pipeline_model_parallel_size
+        group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or pp
+        if not pp <= group <= num_micro_batches:
+            yield (
+                f"--microbatch-group-size-per-virtual-pipeline-stage is {group}; it must lie "
+                f"between PP {pp} and the {num_micro_batches} micro-batches of a rank"
+            )
+        elif 0 < num_micro_batches % group < pp:
+            yield (
+                f"{num_micro_batches} micro-batches a rank leave {num_micro_batches % group} after "
+                f"groups of {group}; the remainder must be 0 or at least PP {pp}: change "
+                "--global-batch-size"
+            )

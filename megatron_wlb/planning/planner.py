@@ -1,0 +1,271 @@
+"""Documents to :class:`~megatron_wlb.plan.StepPlan`. Read this first.
+
+One step, planned from lengths alone::
+
+    stream ── documents that arrive ──▶ packer ── N micro-batches ──▶ ranks ──▶ StepPlan
+              (data/documents.py)       (packing/)  which run now     who runs    (plan.py)
+                                                    and together      which when
+
+Every rank plans for itself, and all come to the same plan: same corpora, settings, seed and state
+give the same steps, bit for bit. ``StepPlan.digest`` lets them check.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, Protocol
+
+from megatron_wlb.cost import Cost
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.packing import Packer, check_shaping
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.sharding.select import Selector
+
+logger = logging.getLogger(__name__)
+
+BACKLOG_STEPS = 4
+"""Waiting tokens, in mean steps, from which on the planner warns. On heavy-tailed lengths `wlb` and
+`hold` keep about two steps' worth back at most; more means that documents arrive faster than they
+run."""
+
+
+class Stream(Protocol):
+    """Where documents come from; see :class:`~megatron_wlb.data.documents.DocumentStream`."""
+
+    step: int
+    """The step that :meth:`next_step` gives the documents of."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no more documents will come."""
+        ...
+
+    def next_step(self) -> list[Document]:
+        """The documents that arrive in the next step, in stream order."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Shaping(Protocol):
+    """Chooses other sizes and another order; see :class:`~megatron_wlb.planning.shaping.Shaper`."""
+
+    def shape(self, ranks: Sequence[Sequence[Sequence[Document]]]) -> list[list[list[Document]]]:
+        """The same documents as ``[dp_size][micro-batches of a rank][documents]``."""
+        ...
+
+
+class Planner:
+    """Plans one step after another: which rank runs which documents in which order.
+
+    ``dp_size`` ranks run N/dp_size micro-batches each. ``length_multiple`` is what a micro-batch's
+    length has to be divisible by (TP with sequence parallel, 2 · CP · TP with context parallel);
+    padding goes to the tail and is masked. ``selector`` chooses how each micro-batch is divided
+    over context-parallel ranks; None is for one rank. ``shaping`` reshapes each balanced step.
+
+    Raises :class:`ConfigError` if N is not divisible by ``dp_size``, S_max not by
+    ``length_multiple`` or that not by 2 · CP, or for shaping of a packing that
+    :func:`check_shaping` refuses.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        packer: Packer,
+        cost: Cost,
+        *,
+        dp_size: int,
+        length_multiple: int = 1,
+        shaping: Shaping | None = None,
+        selector: Selector | None = None,
+    ) -> None:
+        num_micro_batches = packer.limits.num_micro_batches
+        for name, value in (("dp_size", dp_size), ("length_multiple", length_multiple)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; give at least 1")
+        if num_micro_batches % dp_size:
+            raise ConfigError(
+                f"{num_micro_batches} micro-batches a step do not divide over {dp_size} "
+                "data-parallel ranks; choose a multiple"
+            )
+        if shaping is not None:
+            check_shaping(packer.name)
+        if selector and length_multiple % (2 * selector.cp_size):
+            raise ConfigError(
+                f"length_multiple {length_multiple} is not divisible by 2 · CP = "
+                f"{2 * selector.cp_size}; give a multiple of that"
+            )
+        if packer.limits.max_tokens % length_multiple:
+            raise ConfigError(
+                f"max_tokens (S_max) {packer.limits.max_tokens} is no multiple of "
+                f"{length_multiple}, so padding may lead above it; give the packer the same "
+                "length_multiple"
+            )
+        self.stream = stream
+        self.packer = packer
+        self.cost = cost
+        self.dp_size = dp_size
+        self.length_multiple = length_multiple
+        self.shaping = shaping
+        self.selector = selector
+        self.step = 0
+        """The step that :meth:`next_plan` plans next."""
+        self._steps_read = 0  # of the stream: some ahead, where the packer looks ahead
+        self._warn_above_tokens = BACKLOG_STEPS * packer.limits.step_tokens
+
+    def next_plan(self) -> StepPlan | None:
+        """The next step, or None when the stream is exhausted and no document waits.
+
+        It has tokens, unless nothing waits and the stream gives no document without being
+        exhausted, which a stream of at least a window a step does not.
+        """
+        was_exhausted = self.stream.exhausted
+        documents = self._read()
+        if not was_exhausted or (self._steps_read > self.step and self.packer.waiting):
+            packed = self.packer.pack(documents, self.step)
+        elif self.packer.waiting:
+            packed = self.packer.flush(self.step)
+        else:
+            return None
+        micro_batches = [self._micro_batch(index, docs) for index, docs in enumerate(packed)]
+        if self.packer.in_stream_order:
+            ranks = [micro_batches[rank :: self.dp_size] for rank in range(self.dp_size)]
+        else:
+            ranks = [run_order(rank) for rank in assign(micro_batches, self.dp_size)]
+        if self.shaping is not None:
+            ranks = self._shape(self.shaping, ranks)
+        waiting = [d for d in self.packer.waiting if d.step <= self.step]  # not those read ahead
+        plan = StepPlan(
+            step=self.step,
+            packing=self.packer.name,
+            micro_batches=tuple(map(tuple, ranks)),
+            num_waiting=len(waiting),
+            waiting_tokens=sum(document.length for document in waiting),
+        )
+        self._warn_of_backlog(plan)
+        self.step += 1
+        return plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later plans depend on, JSON-able."""
+        return {
+            "step": self.step,
+            "steps_read": self._steps_read,
+            "packer": self.packer.state_dict(),
+            "stream": self.stream.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state`` was taken.
+
+        ``dp_size``, ``length_multiple`` and the packer's look-ahead may differ.
+
+        Raises :class:`CheckpointError` for a state of another stream, packing or N.
+        """
+        try:
+            step, steps_read = int(state["step"]), int(state["steps_read"])
+            packer, stream = state["packer"], state["stream"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"not the state of a planner ({error!r}); use an intact checkpoint"
+            ) from None
+        self.packer.load_state_dict(packer)
+        self.stream.load_state_dict(stream)
+        self.step, self._steps_read = step, steps_read
+
+    def _read(self) -> list[Document]:
+        """What the stream gives up to the step that the packer looks ahead to."""
+        documents: list[Document] = []
+        if self._steps_read < self.step and not self.stream.exhausted:
+            # Steps have passed since its end, which more epochs have moved.
+            self._steps_read = self.stream.step = self.step
+        while self._steps_read <= self.step + self.packer.look_ahead and not self.stream.exhausted:
+            documents += self.stream.next_step()
+            self._steps_read += 1
+        return documents
+
+    def _shape(
+        self, shaping: Shaping, ranks: Sequence[Sequence[MicroBatchPlan]]
+    ) -> list[list[MicroBatchPlan]]:
+        shaped = shaping.shape(
+            [[[span.document for span in m.spans] for m in rank] for rank in ranks]
+        )
+        indices = count()
+        return [[self._micro_batch(next(indices), docs) for docs in rank] for rank in shaped]
+
+    def _micro_batch(self, index: int, documents: Sequence[Document]) -> MicroBatchPlan:
+        lengths = [document.length for document in documents]
+        multiples = max(1, -(-sum(lengths) // self.length_multiple))
+        micro_batch = MicroBatchPlan(
+            index=index,
+            spans=tuple(Span(document, 0, document.length) for document in documents),
+            padded_length=multiples * self.length_multiple,
+            predicted_us=self.cost.total_us(lengths),
+        )
+        return self._sharded(micro_batch, lengths) if self.selector else micro_batch
+
+    def _sharded(self, micro_batch: MicroBatchPlan, lengths: Sequence[int]) -> MicroBatchPlan:
+        """With its sharding, and the time that all wait for the rank with the slowest attention.
+
+        The cost has each rank do 1/CP of the attention; the slowest one does more.
+        """
+        assert self.selector
+        chosen = self.selector.choose(micro_batch.lengths)
+        work = self.cost.work(lengths)
+        waiting_us = work.forward_attention_us * (chosen.forward_imbalance - 1)
+        waiting_us += work.backward_attention_us * (chosen.backward_imbalance - 1)
+        return replace(
+            micro_batch,
+            sharding=chosen.sharding,
+            predicted_us=micro_batch.predicted_us + waiting_us,
+        )
+
+    def _warn_of_backlog(self, plan: StepPlan) -> None:
+        """Warns once, and again each time that the backlog has doubled."""
+        # In stream order nothing is held back: what waits is the rest of a document under way.
+        if self.packer.in_stream_order:
+            return
+        if plan.waiting_tokens > self._warn_above_tokens:
+            logger.warning(
+                "%s, step %d: %d documents with %d tokens wait, %.1f steps' worth; if this goes on "
+                "growing, raise max_tokens (S_max)%s or lower max_age",
+                plan.packing,
+                plan.step,
+                plan.num_waiting,
+                plan.waiting_tokens,
+                plan.waiting_tokens / self.packer.limits.step_tokens,
+                ", max_step_tokens" if self.packer.limits.max_step_tokens else "",
+            )
+            self._warn_above_tokens = 2 * plan.waiting_tokens
+
+
+def assign(micro_batches: Sequence[MicroBatchPlan], dp_size: int) -> list[list[MicroBatchPlan]]:
+    """Equally many micro-batches for each rank, with nearly equal sums of predicted time.
+
+    In descending order of time each goes to the rank with the least so far that still has a place;
+    ties by lowest index, so that all ranks agree.
+    """
+    num_places = len(micro_batches) // dp_size
+    ranks: list[list[MicroBatchPlan]] = [[] for _ in range(dp_size)]
+    loads_us = [0.0] * dp_size
+    for micro_batch in sorted(micro_batches, key=lambda m: (-m.predicted_us, m.index)):
+        open_ranks = [rank for rank in range(dp_size) if len(ranks[rank]) < num_places]
+        rank = min(open_ranks, key=loads_us.__getitem__)
+        ranks[rank].append(micro_batch)
+        loads_us[rank] += micro_batch.predicted_us
+    return ranks
+
+
+def run_order(micro_batches: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
+    """The smallest first and last, the largest in the middle; ties by index.
+
+    The first and last micro-batches fill and drain the pipeline while other stages wait: small
+    ones keep that short.
+    """
+    ascending = sorted(micro_batches, key=lambda m: (m.predicted_us, m.index))
+    return ascending[::2] + ascending[1::2][::-1]

@@ -1,0 +1,1 @@
+"""Attention over documents: kernels, context parallelism, positions."""

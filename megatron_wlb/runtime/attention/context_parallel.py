@@ -1,0 +1,262 @@
+"""Attention over context-parallel ranks: each has its own queries, and gathers keys and values.
+
+Forward: one all-gather of K and V, one gather by index into the order that the kernel takes, one
+kernel call. Backward: K and V are gathered again, the kernel's backward runs, the gradients of
+all keys are added up by row, and one reduce-scatter brings each rank those of its own.
+
+With several *head groups* each of these happens once a group of key/value heads, and the
+communication of the next group runs while the present one is computed: collectives are started
+with ``async_op``, which NCCL runs on a stream of its own and gloo in threads.
+
+What it holds is in :func:`megatron_wlb.cost.exchange.exchange_bytes`.
+
+Legend: ``T`` tokens of the micro-batch, ``Tk`` keys of the kernel call, ``H`` query heads, ``G``
+key/value heads, ``D`` head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.transfer import to_device
+from megatron_wlb.sharding import RankLayout
+
+# Their names from torch 2.13 on; the old ones warn there.
+_all_gather, _reduce_scatter = (
+    getattr(torch.distributed, new, None) or getattr(torch.distributed, old)
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class KeyGather:
+    """Index tensors of one micro-batch, made once and used by every layer."""
+
+    num_rows: int
+    """Rows that an all-gather returns, T."""
+    rows: torch.Tensor
+    """``[Tk]`` int64: the row of each key that the kernel takes."""
+    rounds: tuple[tuple[torch.Tensor | None, torch.Tensor], ...]
+    """Pairs of (places in ``rows``, their rows), see :attr:`RankLayout.rounds`; None is all."""
+
+    @classmethod
+    def of(cls, layout: RankLayout, device: torch.device | str) -> KeyGather:
+        rows = to_device(layout.key_rows, device)
+        rounds = layout.rounds
+        if len(rounds) == 1:
+            return cls(layout.num_tokens, rows, ((None, rows),))
+        pairs = [(to_device(places, device), to_device(to, device)) for places, to in rounds]
+        return cls(layout.num_tokens, rows, tuple(pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """How attention runs over the ranks of a group; the same for all layers."""
+
+    group: torch.distributed.ProcessGroup
+    num_head_groups: int = 1
+    """A divisor of the key/value heads."""
+    keep_gathered: bool = False
+    """Keep gathered keys and values for the backward pass instead of gathering them again."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """One head group between forward and backward; its tensors are the inputs of a small graph."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    pair: torch.Tensor
+    """``[Tk, 2, G/g, D]``: key and value are its halves."""
+
+
+def context_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    gather: KeyGather,
+    kernel: VarlenKernel,
+    scale: float,
+    parallel: ContextParallel,
+) -> torch.Tensor:
+    """Attention of the local queries to the keys of all ranks.
+
+    All ranks of the group call it together, with shards of one micro-batch.
+
+    Args:
+        query: ``[T/CP, H, D]``, local tokens in local order.
+        key: ``[T/CP, G, D]``.
+        value: ``[T/CP, G, D]``.
+        segments: queries and keys of the local chunks.
+        gather: where those keys are.
+        kernel: run on them.
+        scale: factor of the scores.
+        parallel: over whom, and how.
+
+    Returns:
+        ``[T/CP, H, D]``.
+    """
+    if gather.num_rows != len(key) * parallel.group.size():
+        raise PlanError(
+            f"attention got {len(key)} local tokens on each of {parallel.group.size()} "
+            f"context-parallel ranks, where the plan has {gather.num_rows} in all"
+        )
+    run = _Run(segments, gather, kernel, scale, parallel)
+    if torch.is_grad_enabled():
+        apply: Any = _ContextAttention.apply
+        out: torch.Tensor = apply(query, key, value, run)
+        return out
+    return _joined([part.out for part in run.forward(query, key, value, keep=False)])
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: _Run
+    ) -> torch.Tensor:
+        ctx.save_for_backward(key, value)
+        ctx.run = run
+        with torch.enable_grad():
+            ctx.parts = list(run.forward(query, key, value, keep=True))
+        return _joined([part.out.detach() for part in ctx.parts])
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        parts, ctx.parts = ctx.parts, None
+        if parts is None:
+            raise RuntimeError("backward ran through this attention before; run forward again")
+        key, value = ctx.saved_tensors
+        return *ctx.run.backward(parts, key, value, grad), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One layer's attention of one micro-batch."""
+
+    segments: Segments
+    gather: KeyGather
+    kernel: VarlenKernel
+    scale: float
+    parallel: ContextParallel
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, keep: bool
+    ) -> Iterator[_Part]:
+        """Each head group's part, with a graph of its own if gradients are enabled."""
+        for group_query, pair in zip(self._heads(query), self._gathered(key, value), strict=True):
+            part_query, part_key, part_value = (
+                t.detach().requires_grad_(keep) for t in (group_query, pair[:, 0], pair[:, 1])
+            )
+            out = self.kernel(part_query, part_key, part_value, self.segments, self.scale)
+            if not (keep and self.parallel.keep_gathered):
+                _free(pair)
+            yield _Part(part_query, part_key, part_value, out, pair)
+
+    def backward(
+        self, parts: list[_Part], key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the local query, key and value; frees what the parts hold."""
+        pairs = [part.pair for part in parts]
+        gathered = iter(pairs)
+        if not self.parallel.keep_gathered:
+            gathered = self._gathered(key, value, into=pairs)
+        grads_query, reducing = [], []
+        for part, pair, grad_out in zip(parts, gathered, self._heads(grad), strict=True):
+            grad_query, grad_key, grad_value = torch.autograd.grad(
+                part.out, (part.query, part.key, part.value), grad_out
+            )
+            _free(pair)
+            grads_query.append(grad_query)
+            reducing.append(self._start_reduce(grad_key, grad_value))
+            del grad_key, grad_value
+        for _, _, work in reducing:
+            work.wait()
+        pair = _joined([local for local, _, _ in reducing], dim=2)
+        return _joined(grads_query), pair[:, 0], pair[:, 1]
+
+    def _heads(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``[…, heads, D]`` in head groups: query heads go with their key/value heads."""
+        return tensor.chunk(self.parallel.num_head_groups, dim=-2)
+
+    def _gathered(
+        self, key: torch.Tensor, value: torch.Tensor, into: list[torch.Tensor] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Each head group's ``[Tk, 2, G/g, D]``, the next one's collective under way.
+
+        ``into`` are such tensors whose storage was freed: they are filled again.
+        """
+        groups = list(zip(self._heads(key), self._heads(value), strict=True))
+        started = self._start_gather(*groups[0])
+        for number in range(len(groups)):
+            rows, sent, work = started
+            if number + 1 < len(groups):
+                started = self._start_gather(*groups[number + 1])
+            else:
+                del started
+            work.wait()
+            del sent, work
+            if into is None:
+                pair = rows.index_select(0, self.gather.rows)
+            else:
+                pair = into[number]
+                _refill(pair, rows, self.gather.rows)
+            del rows
+            yield pair
+
+    def _start_gather(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """``[T/CP, G/g, D]`` ×2 -> all ranks' ``[T, 2, G/g, D]``, what is sent, and the work."""
+        local = torch.stack((key.detach(), value.detach()), dim=1)
+        rows = local.new_empty(self.gather.num_rows, *local.shape[1:])
+        work = _all_gather(rows, local, group=self.parallel.group, async_op=True)
+        return rows, local, work
+
+    def _start_reduce(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Gradients ``[Tk, G/g, D]`` ×2 -> the sum over ranks of the local ones' ``[T/CP, 2, …]``.
+
+        Also what is sent, and the work.
+        """
+        rows = key.new_zeros(self.gather.num_rows, 2, *key.shape[1:])
+        for half, grad in enumerate((key, value)):
+            for places, to in self.gather.rounds:
+                rows[:, half].index_add_(0, to, grad if places is None else grad[places])
+        local = rows.new_empty(len(rows) // self.parallel.group.size(), *rows.shape[1:])
+        work = _reduce_scatter(local, rows, group=self.parallel.group, async_op=True)
+        return local, rows, work
+
+
+def _joined(tensors: list[torch.Tensor], dim: int = 1) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
+
+
+def _free(pair: torch.Tensor) -> None:
+    """Gives back the memory, though graphs hold the tensor; :func:`_refill` undoes it.
+
+    On a GPU the allocator hands it on in stream order, after the kernels that read it.
+    """
+    pair.untyped_storage().resize_(0)
+
+
+def _refill(pair: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
+    """Puts back what was freed; autograd need not know, as the values are the same."""
+    pair.untyped_storage().resize_(pair.numel() * pair.element_size())
+    with _unsafe_preserve_version_counter(pair):
+        torch.index_select(rows, 0, index, out=pair)

@@ -1,0 +1,205 @@
+"""Core attention for packed documents, as a Megatron ``core_attention`` module.
+
+Legend: ``T`` tokens of the micro-batch, ``H`` query heads and ``G`` key/value heads of this TP
+rank, ``D`` head dimension. Megatron's layout is ``[T, 1, H, D]``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_wlb.errors import CompatibilityError, PlanError
+from megatron_wlb.runtime.attention.context_parallel import (
+    ContextParallel,
+    KeyGather,
+    context_attention,
+)
+from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.transfer import to_device
+
+
+@dataclass
+class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
+    """What one micro-batch's plan tells attention and RoPE, of this context-parallel rank.
+
+    ``qkv_format`` is ``sbhd``, not ``thd``: Megatron's THD code would look for boundaries that are
+    padded and sharded as ring attention needs them. The documents travel in the fields below.
+    """
+
+    segments: Segments | None = None
+    """The local tokens' runs of queries, and the keys of each."""
+    positions: torch.Tensor | None = None
+    """``[T/CP]`` int64 on the device: each local token's position in its document."""
+    gather: KeyGather | None = None
+    """Where the keys are, if tokens are spread over context-parallel ranks."""
+
+    @classmethod
+    def of(
+        cls,
+        segments: Segments,
+        positions: npt.NDArray[np.int64],
+        gather: KeyGather | None = None,
+    ) -> PlanSeqParams:
+        num_positions = int(positions.max()) + 1  # on the host: a GPU would have to be waited for
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=num_positions,
+            max_seqlen_kv=num_positions,
+            segments=segments,
+            positions=to_device(positions, segments.cu_seqlens_q.device),
+            gather=gather,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention runs; the same in all layers."""
+
+    kernel: VarlenKernel
+    num_head_groups: int = 1
+    """Groups of key/value heads whose communication and computation overlap under CP."""
+    keep_gathered: bool = False
+    """Under CP, keep gathered keys and values for the backward pass."""
+
+
+class DocumentAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention inside each document of a micro-batch, and to nothing else.
+
+    Takes the place of ``DotProductAttention``. Its boundaries come from
+    :class:`PlanSeqParams`; without one it refuses to run, because a causal mask over the whole
+    micro-batch would silently let documents see each other. Under context parallelism the keys of
+    all ranks are gathered (:mod:`megatron_wlb.runtime.attention.context_parallel`).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        options: AttentionOptions,
+    ) -> None:
+        super().__init__(config=config)
+        check_config(config)
+        if attn_mask_type != AttnMaskType.causal or attention_type != "self":
+            raise CompatibilityError(
+                f"layer {layer_number} asks for {attn_mask_type.name} {attention_type}-attention; "
+                "attention to packed documents is causal self-attention only"
+            )
+        # apply_query_key_layer_scaling changes no result: Megatron divides scores by the layer's
+        # number to keep them in fp16's range, and multiplies them again. Here they are fp32.
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.kernel = options.kernel
+        self.parallel: ContextParallel | None = None
+        if config.context_parallel_size > 1:
+            assert pg_collection is not None
+            # What is computed again in the backward pass is used at once: no need to gather twice.
+            again = (
+                config.recompute_granularity == "selective"
+                and "core_attn" in config.recompute_modules
+            )
+            self.parallel = ContextParallel(
+                pg_collection.cp, options.num_head_groups, options.keep_gathered or again
+            )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """``[T/CP, 1, H, D], [T/CP, 1, G, D], [T/CP, 1, G, D] -> [T/CP, 1, H·D]``."""
+        params = packed_seq_params
+        if not isinstance(params, PlanSeqParams) or params.segments is None:
+            raise PlanError(
+                "attention was called without the micro-batch's document boundaries; the model "
+                "must be run by megatron-wlb's forward step"
+            )
+        num_tokens = sum(params.segments.lengths_q)
+        if num_tokens != query.shape[0]:
+            raise PlanError(
+                f"attention got {query.shape[0]} tokens where the plan has {num_tokens}; the ranks "
+                "do not run the same plan"
+            )
+        if (self.parallel is None) != (params.gather is None):
+            raise PlanError(
+                f"attention over {self.config.context_parallel_size} context-parallel ranks got a "
+                f"micro-batch that is{'' if params.gather else ' not'} divided over ranks"
+            )
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if self.parallel is None or params.gather is None:
+            out = self.kernel(query, key, value, params.segments, self.softmax_scale)
+        else:
+            out = context_attention(
+                query,
+                key,
+                value,
+                params.segments,
+                params.gather,
+                self.kernel,
+                self.softmax_scale,
+                self.parallel,
+            )
+        return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, D] -> [T/CP, 1, H·D]
+
+
+def check_config(config: TransformerConfig) -> None:
+    """Checks that the model asks of attention nothing that it would silently leave out.
+
+    Raises:
+        CompatibilityError: a setting that cannot be honoured, with the reason.
+    """
+    for name, honoured, reason in _HONOURED:
+        value = getattr(config, name, honoured)
+        if value != honoured:
+            raise CompatibilityError(
+                f"{name} is {value!r}, which attention to packed documents does not honour: "
+                f"{reason}; set it to {honoured!r}"
+            )
+    if config.fine_grained_activation_offloading and "core_attn" in config.offload_modules:
+        raise CompatibilityError(
+            "offload_modules has core_attn, but attention frees gathered keys and values itself; "
+            "leave core_attn out"
+        )
+
+
+_HONOURED: tuple[tuple[str, Any, str], ...] = (
+    ("attention_dropout", 0.0, "its kernels have no dropout"),
+    ("window_size", None, "documents are attended to whole, and the plan's cost assumes it"),
+    ("multi_latent_attention", False, "its keys and values have other shapes than one head's"),
+    ("experimental_attention_variant", None, "only causal softmax attention is known here"),
+    ("softmax_type", "vanilla", "its kernels know no offset or sink in the softmax"),
+    ("qk_clip", False, "its kernels do not report the largest logit"),
+    ("log_max_attention_logit", False, "its kernels do not report the largest logit"),
+    ("fp8_dot_product_attention", False, "keys and values are gathered in bf16 or fp32"),
+    ("fp8_multi_head_attention", False, "keys and values are gathered in bf16 or fp32"),
+    ("cuda_graph_impl", "none", "every micro-batch has other shapes, and a graph only one"),
+    ("enable_cuda_graph", False, "every micro-batch has other shapes, and a graph only one"),
+    ("external_cuda_graph", False, "every micro-batch has other shapes, and a graph only one"),
+    ("tp_comm_overlap", False, "it bakes in one sequence length"),
+    ("flash_decode", False, "it is for inference"),
+    ("batch_invariant_mode", False, "it is for Megatron's own kernels"),
+    ("hybrid_context_parallel", False, "it divides sequences over ranks in its own way"),
+)
+"""Settings, the value that is honoured, and why no other is."""

@@ -1,0 +1,101 @@
+"""The flash-attn packages: version 2 (``flash_attn``) and 3 (``flash_attn_interface``, Hopper).
+
+Both align a causal mask to the bottom right (version 2 since 2.1), and take a flag for a
+deterministic backward pass (since 2.4.1).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+
+_MODULES = {2: "flash_attn", 3: "flash_attn_interface"}
+_NEEDED = ("causal", "softmax_scale", "deterministic", "cu_seqlens_k", "max_seqlen_k")
+
+
+def flash_obstacle(demand: Demand) -> str | None:
+    """Why no FlashAttention 2 or 3 can run this, or None."""
+    if demand.device.type != "cuda":
+        return f"it needs a GPU, and the device is {demand.device.type}"
+    if torch.version.hip is not None:
+        return "it is known here for NVIDIA GPUs only"
+    if torch.cuda.get_device_capability(demand.device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 (Ampere) or later"
+    if demand.dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bf16 or fp16, and the dtype is {str(demand.dtype).removeprefix('torch.')}"
+    if demand.head_dim > 256 or demand.head_dim % 8:
+        return (
+            f"it needs a head dimension of at most 256 and a multiple of 8, not {demand.head_dim}"
+        )
+    return None
+
+
+def obstacle_2(demand: Demand) -> str | None:
+    """Why flash-attn 2 cannot run this, or None."""
+    return flash_obstacle(demand) or _import_obstacle(2)
+
+
+def obstacle_3(demand: Demand) -> str | None:
+    """Why flash-attn 3 cannot run this, or None."""
+    reason = flash_obstacle(demand)
+    if reason is None and torch.cuda.get_device_capability(demand.device)[0] != 9:
+        return "it needs a GPU of compute capability 9.x (Hopper)"
+    return reason or _import_obstacle(3)
+
+
+def build_2(demand: Demand) -> VarlenKernel:
+    return _kernel(_function(2), demand.deterministic)
+
+
+def build_3(demand: Demand) -> VarlenKernel:
+    return _kernel(_function(3), demand.deterministic)
+
+
+def _function(version: int) -> Callable[..., Any]:
+    module = importlib.import_module(_MODULES[version])
+    function: Callable[..., Any] = module.flash_attn_varlen_func
+    return function
+
+
+def _import_obstacle(version: int) -> str | None:
+    try:
+        parameters = inspect.signature(_function(version)).parameters
+    except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch
+        return f"flash_attn_varlen_func of {_MODULES[version]} cannot be imported ({error})"
+    missing = [name for name in _NEEDED if name not in parameters]
+    if missing:
+        return f"flash_attn_varlen_func of {_MODULES[version]} has no {missing[0]}; it is too old"
+    return None
+
+
+def _kernel(function: Callable[..., Any], deterministic: bool) -> VarlenKernel:
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> torch.Tensor:
+        out = function(
+            query,
+            key,
+            value,
+            cu_seqlens_q=segments.cu_seqlens_q,
+            cu_seqlens_k=segments.cu_seqlens_k,
+            max_seqlen_q=segments.max_q,
+            max_seqlen_k=segments.max_k,
+            softmax_scale=scale,
+            causal=True,
+            deterministic=deterministic,
+        )
+        # Early versions of 3 return the log-sum-exp too.
+        result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return result
+
+    return kernel

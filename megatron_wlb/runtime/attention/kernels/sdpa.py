@@ -1,0 +1,78 @@
+"""torch's scaled-dot-product attention, segment by segment: any device, any dtype.
+
+The CPU's kernel has no packed form; a call costs about 20 µs there, which only documents of a few
+dozen tokens notice.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+
+BLOCK_TOKENS = 512
+"""Queries of a call where a segment has more keys than queries.
+
+Such a call takes a mask of all its pairs. In blocks, masks stay small and keys that no query of
+the block sees are left out.
+"""
+
+
+def obstacle(demand: Demand) -> str | None:
+    """Nothing is in its way."""
+    return None
+
+
+def build(demand: Demand) -> VarlenKernel:
+    return sdpa_varlen
+
+
+def sdpa_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scale: float,
+) -> torch.Tensor:
+    """See :class:`megatron_wlb.runtime.attention.kernels.VarlenKernel`."""
+    attend = partial(_attend, scale=scale, grouped=query.shape[1] != key.shape[1])
+    outputs = []
+    queries = torch.split(query, list(segments.lengths_q))
+    keys = torch.split(key, list(segments.lengths_k))
+    values = torch.split(value, list(segments.lengths_k))
+    for q, k, v in zip(queries, keys, values, strict=True):
+        earlier = len(k) - len(q)
+        if not earlier:
+            outputs.append(attend(q, k, v, mask=None))
+            continue
+        stop = earlier
+        for block in torch.split(q, BLOCK_TOKENS):
+            start, stop = stop, stop + len(block)
+            mask = torch.ones(len(block), stop, dtype=torch.bool, device=q.device).tril(start)
+            outputs.append(attend(block, k[:stop], v[:stop], mask=mask))
+    return torch.cat(outputs)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    scale: float,
+    grouped: bool,
+) -> torch.Tensor:
+    """``[q, H, D], [k, G, D], [k, G, D] -> [q, H, D]``; causal without a mask."""
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1).unsqueeze(0),  # [1, H, q, D]
+        key.transpose(0, 1).unsqueeze(0),
+        value.transpose(0, 1).unsqueeze(0),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    return out.squeeze(0).transpose(0, 1)

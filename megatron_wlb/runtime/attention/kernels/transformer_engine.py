@@ -1,0 +1,85 @@
+"""TransformerEngine's ``DotProductAttention`` on packed (``thd``) tensors.
+
+It chooses among cuDNN, flash-attn and its own kernels by rules that change with the version, so
+what it computes for segments with more keys than queries is trusted only after
+:func:`megatron_wlb.runtime.attention.kernels.choose.check_kernel` has compared it on the device at hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from functools import cache
+
+import torch
+from packaging.version import Version
+
+from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.flash import flash_obstacle
+
+MIN_VERSION = Version("2.2")
+"""The mask type below is older, but earlier versions align it to the top left where the longest run
+of queries is as long as that of keys."""
+_MASK = "padding_causal_bottom_right"
+_DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+
+def obstacle(demand: Demand) -> str | None:
+    """Why TransformerEngine cannot run this, or None."""
+    reason = flash_obstacle(demand)  # what its packed backends need too
+    if reason is not None:
+        return reason
+    try:
+        version = importlib.metadata.version("transformer-engine")
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:
+        return f"transformer_engine cannot be imported ({error})"
+    if Version(version) < MIN_VERSION:
+        return (
+            f"transformer-engine {version} aligns its mask to the top left in some calls; it needs "
+            f"{MIN_VERSION} or later"
+        )
+    if demand.deterministic and os.environ.get(_DETERMINISM) != "0":
+        return f"it is deterministic only with {_DETERMINISM}=0 in the environment"
+    return None
+
+
+def build(demand: Demand) -> VarlenKernel:
+    attention = importlib.import_module("transformer_engine.pytorch").DotProductAttention
+
+    @cache  # a module for each number of heads: context parallelism may run them in groups
+    def module(num_heads: int, num_groups: int, head_dim: int, scale: float) -> torch.nn.Module:
+        built: torch.nn.Module = attention(
+            num_heads,
+            head_dim,
+            num_gqa_groups=num_groups,
+            attention_dropout=0.0,
+            qkv_format="thd",
+            attn_mask_type=_MASK,
+            softmax_scale=scale,
+        )
+        return built
+
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> torch.Tensor:
+        num_heads, num_groups, head_dim = query.shape[1], key.shape[1], query.shape[2]
+        out: torch.Tensor = module(num_heads, num_groups, head_dim, scale)(
+            query,
+            key,
+            value,
+            qkv_format="thd",
+            attn_mask_type=_MASK,
+            cu_seqlens_q=segments.cu_seqlens_q,
+            cu_seqlens_kv=segments.cu_seqlens_k,
+            max_seqlen_q=segments.max_q,
+            max_seqlen_kv=segments.max_k,
+        )
+        return out.view(query.shape)  # [T, H·D] -> [T, H, D]
+
+    return kernel

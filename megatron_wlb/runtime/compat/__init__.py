@@ -1,0 +1,1 @@
+"""Megatron's sources and versions: what is hooked, checked and patched."""

@@ -1,0 +1,304 @@
+"""The names of Megatron that this package builds on, with the parameters it counts on: one table
+a version.
+
+Most are not public: a release may change them without a word, and some changes would not fail but
+compute something else. So they are checked once, before anything is built, and from the source, so
+that `wlb doctor` can say of a checkout whether it fits before it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.source import MegatronSource
+
+logger = logging.getLogger(__name__)
+
+_P2P = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
+_TRAINING = "megatron.training.training"
+_PRETRAIN = f"{_TRAINING}:pretrain"
+_SCHEDULE = (
+    "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
+    "forward_only p2p_communicator pg_collection"
+)
+IS_THERE: Final = "*"
+"""In a table: the name must be bound in the module; what it takes does not matter."""
+
+Table = Mapping[str, str]
+"""``module:name`` -> parameters that must be there, in this order; any other has a default."""
+
+CORE: Table = {
+    f"{_P2P}.__init__": "self pp_group config",
+    f"{_P2P}._communicate_shapes": "self tensor_send_next tensor_send_prev recv_prev recv_next",
+    f"{_P2P}._communicate": (
+        "self tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape wait_on_reqs"
+    ),
+    f"{_SCHEDULES}:get_forward_backward_func": "pp_size vp_size",
+    f"{_SCHEDULES}:forward_backward_no_pipelining": _SCHEDULE,
+    f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving": _SCHEDULE,
+    f"{_SCHEDULES}:forward_backward_pipelining_with_interleaving": _SCHEDULE,
+    f"{_SCHEDULES}:get_schedule_table": (
+        "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage"
+    ),
+    f"{_SCHEDULES}:deallocate_output_tensor": "out deallocate_pipeline_outputs",
+    f"{_ROPE}.get_rotary_seq_len": (
+        "self inference_context transformer transformer_input transformer_config packed_seq_params"
+    ),
+    f"{_ROPE}.forward": "self max_seq_len offset packed_seq",
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward": (
+        "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
+    ),
+    "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec": (
+        "qk_layernorm normalization"
+    ),
+    "megatron.core.models.gpt.gpt_model:GPTModel.__init__": (
+        "self config transformer_layer_spec vocab_size max_sequence_length pre_process "
+        "post_process share_embeddings_and_output_weights position_embedding_type rotary_percent "
+        "rotary_base pg_collection vp_stage"
+    ),
+    "megatron.core.models.gpt.gpt_model:GPTModel.forward": (
+        "self input_ids position_ids attention_mask labels packed_seq_params"
+    ),
+    "megatron.core.transformer.transformer_block:TransformerBlockSubmodules": IS_THERE,
+    "megatron.core.transformer.module:Float16Module": "self config module",
+    "megatron.core.packed_seq_params:PackedSeqParams": IS_THERE,
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads": (
+        "model num_tokens pg_collection"
+    ),
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__": (
+        "self config ddp_config module disable_bucketing pg_collection"
+    ),
+    "megatron.core.optimizer:get_megatron_optimizer": "config model_chunks pg_collection",
+    "megatron.core.optimizer:Adam": IS_THERE,
+    "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER": IS_THERE,
+    "megatron.core.optimizer.distrib_optimizer:Adam": IS_THERE,
+    "megatron.core.process_groups_config:ProcessGroupCollection.use_mpu_process_groups": (
+        "cls required_pgs"
+    ),
+    "megatron.core.parallel_state:initialize_model_parallel": (
+        "tensor_model_parallel_size pipeline_model_parallel_size "
+        "virtual_pipeline_model_parallel_size context_parallel_size"
+    ),
+    "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed": "seed force_reset_rng",
+    "megatron.core.tensor_parallel.random:_set_cuda_rng_state": "new_state device graph_safe",
+    "megatron.core.dist_checkpointing.serialization:save": "sharded_state_dict checkpoint_dir",
+    "megatron.core.dist_checkpointing.serialization:load": "sharded_state_dict checkpoint_dir",
+    "megatron.core.datasets.indexed_dataset:IndexedDataset": IS_THERE,
+}
+"""Of ``megatron.core``: alike in all versions of the tables."""
+
+_TRAINING_ALWAYS: Table = {
+    f"{_TRAINING}:get_forward_backward_func": IS_THERE,
+    f"{_TRAINING}:save_checkpoint": IS_THERE,
+    f"{_TRAINING}:load_checkpoint": IS_THERE,
+    f"{_TRAINING}:build_train_valid_test_data_iterators": (
+        "build_train_valid_test_datasets_provider"
+    ),
+    f"{_TRAINING}:train_step": (
+        "forward_step_func data_iterator model optimizer opt_param_scheduler config "
+        "forward_backward_func"
+    ),
+    f"{_TRAINING}:evaluate": (
+        "forward_step_func data_iterator model process_non_loss_data_func config"
+    ),
+    f"{_TRAINING}:training_log": (
+        "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag "
+        "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit"
+    ),
+    f"{_TRAINING}:num_floating_point_operations": "args batch_size",
+    "megatron.training.arguments:add_megatron_arguments": "parser",
+    "megatron.training.arguments:parse_args": "extra_args_provider ignore_unknown_args",
+    "megatron.training.arguments:validate_args": "args defaults",
+    "megatron.training.arguments:core_transformer_config_from_args": IS_THERE,
+    "megatron.training.checkpointing:save_checkpoint": (
+        "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far"
+    ),
+    "megatron.training.checkpointing:load_checkpoint": (
+        "ddp_model optimizer opt_param_scheduler load_arg strict"
+    ),
+    "megatron.training.checkpointing:generate_state_dict": (
+        "args model optimizer opt_param_scheduler rng_state iteration"
+    ),
+    "megatron.training.initialize:_compile_dependencies": "",
+    "megatron.training.initialize:_initialize_distributed": (
+        "get_embedding_ranks get_position_embedding_ranks store"
+    ),
+    "megatron.training.global_vars:get_args": "",
+}
+_TRAINING_TO_0_17: Table = {
+    **_TRAINING_ALWAYS,
+    _PRETRAIN: (
+        "train_valid_test_dataset_provider model_provider model_type forward_step_func "
+        "extra_args_provider args_defaults"
+    ),
+    "megatron.training.initialize:initialize_megatron": (
+        "extra_args_provider args_defaults ignore_unknown_args allow_no_cuda parsed_args"
+    ),
+    "megatron.training.utils:get_blend_and_blend_per_split": "args",
+    "megatron.training.utils:append_to_progress_log": "string",
+    "megatron.training.initialize:validate_args": IS_THERE,
+    "megatron.training.initialize:_warmup_jit_function": "",
+    "megatron.training.checkpointing:_load_base_checkpoint": "load_dir args rank0",
+    "megatron.training.checkpointing:_get_checkpoint_format": "checkpoint_name args",
+    "megatron.training.checkpointing:_load_global_dist_base_checkpoint": (
+        "load_dir args rank0 sharded_state_dict iteration release"
+    ),
+    "megatron.training.checkpointing:get_checkpoint_name": (
+        "checkpoints_path iteration release return_base_dir"
+    ),
+    f"{_TRAINING}:get_model": "model_provider_func model_type wrap_with_ddp",
+    f"{_TRAINING}:dummy_train_step": "data_iterator",
+    f"{_TRAINING}:compute_throughputs_and_append_to_progress_log": (
+        "iteration num_floating_point_operations_so_far"
+    ),
+}
+_TRAINING_FROM_0_18: Table = {
+    # Arguments are parsed before `pretrain`, which takes the configuration that comes of them.
+    **_TRAINING_ALWAYS,
+    "megatron.training.arguments:parse_and_validate_args": (
+        "extra_args_provider ignore_unknown_args args_defaults"
+    ),
+    "megatron.training.argument_utils:pretrain_cfg_container_from_args": "args",
+    "megatron.training.initialize:initialize_megatron": "allow_no_cuda store",
+}
+_TRAINING_0_18: Table = {
+    **_TRAINING_FROM_0_18,
+    _PRETRAIN: (
+        "cfg_container train_valid_test_dataset_provider model_provider model_type "
+        "forward_step_func"
+    ),
+}
+_TRAINING_0_19: Table = {
+    **_TRAINING_FROM_0_18,
+    _PRETRAIN: (
+        "cfg_container train_valid_test_dataset_provider model_type forward_step_func "
+        "model_provider p2p_communicator pg_collection"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Version:
+    """What is hooked in one version, and how far that was tried."""
+
+    tested: bool
+    """Whether the whole test suite runs with it; otherwise its names and signatures are checked,
+    and the ragged pipelines ran under the CPU emulation."""
+    core: Table
+    training: Table
+
+
+VERSIONS: Mapping[str, Version] = {
+    "0.16.1": Version(True, CORE, _TRAINING_TO_0_17),
+    "0.17.1": Version(False, CORE, _TRAINING_TO_0_17),
+    "0.18.2": Version(False, CORE, _TRAINING_0_18),
+    "0.19.2": Version(False, CORE, _TRAINING_0_19),
+}
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One name of a table, held against a source."""
+
+    target: str
+    expected: str
+    problem: str | None
+    """What is wrong, in words that follow the target; None where it fits."""
+
+
+def check(*, source: MegatronSource | None = None, allow_untested: bool = False) -> None:
+    """Checks megatron-core, and ``megatron.training`` where it is there, against the table.
+
+    Args:
+        source: the installed one if not given.
+        allow_untested: warn of an unknown version and hold it against the nearest table below,
+            where a misfit still is an error.
+
+    Raises:
+        CompatibilityError: another version than those of the tables, or a name that is missing
+            or takes other parameters.
+    """
+    source = source or MegatronSource.installed()
+    version = source.version
+    if version not in VERSIONS:
+        if not allow_untested:
+            raise CompatibilityError(
+                f"megatron-core {version} is installed; megatron-wlb knows {', '.join(VERSIONS)}: "
+                "install one of them (constraints.txt has the tested one), or go on at your own "
+                "risk with --wlb-allow-untested-megatron"
+            )
+        logger.warning(
+            "megatron-core %s is unknown to megatron-wlb, which is checked with %s: compare the "
+            "losses with a run of --wlb-packing original on a known one before you trust them",
+            version,
+            ", ".join(VERSIONS),
+        )
+    elif not VERSIONS[version].tested:
+        logger.warning(
+            "megatron-core %s: names and signatures are checked, but training with it is tested "
+            "less than with %s",
+            version,
+            ", ".join(v for v, known in VERSIONS.items() if known.tested),
+        )
+    for hook in hooks(source):
+        if hook.problem:
+            raise CompatibilityError(
+                f"megatron-core {version}: {hook.target} {hook.problem}; it is not the released "
+                f"one: install a release of {', '.join(VERSIONS)}"
+            )
+
+
+def hooks(source: MegatronSource) -> list[Hook]:
+    """Each name of the version's table and whether it fits; of the nearest table below for an
+    unknown version, of the first for one older than all.
+
+    The names of ``megatron.training`` count only where the source has it.
+    """
+    known = version_of(source.version)
+    tables = [known.core] + ([known.training] if source.has_training else [])
+    return [
+        Hook(target, expected, _problem(source, target, expected))
+        for table in tables
+        for target, expected in table.items()
+    ]
+
+
+def version_of(version: str) -> Version:
+    """The table of a version, or else the nearest one below."""
+    below = [v for v in VERSIONS if _numbers(v) <= _numbers(version)]
+    return VERSIONS[version if version in VERSIONS else (below or list(VERSIONS)[:1])[-1]]
+
+
+def needs_triton(version: str) -> bool:
+    """Whether that megatron-core imports triton, whatever the device."""
+    return _numbers(version) >= (0, 18)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``0.17.0rc0`` -> ``(0, 17, 0)``."""
+    parts = version.split(".")[:3]
+    return tuple(int("".join(c for c in part[:3] if c.isdigit()) or 0) for part in parts)
+
+
+def _problem(source: MegatronSource, target: str, expected: str) -> str | None:
+    signature = source.signature(target)
+    if signature is None:
+        return "is missing"
+    if expected == IS_THERE or (signature.is_open and not expected):
+        return None
+    wanted = expected.split()
+    missing = [name for name in wanted if name not in signature.parameters]
+    if missing and not signature.is_open:
+        return f"lacks the parameter {missing[0]}"
+    if [name for name in signature.parameters if name in wanted] != [
+        name for name in wanted if name not in missing
+    ]:
+        return f"takes its parameters in another order than {expected.replace(' ', ', ')}"
+    more = sorted(signature.required - set(wanted))
+    return f"asks for the parameter {more[0]} too" if more else None

@@ -1,0 +1,1 @@
+"""Megatron on a CPU."""

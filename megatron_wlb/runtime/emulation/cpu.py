@@ -1,0 +1,206 @@
+"""Megatron-core on the CPU: requests for ``cuda`` are answered by the CPU. No Megatron edits.
+
+An explicit mode for tests, for the quickstart and for looking at a run without a GPU; never on by
+accident. :func:`install` must run before ``megatron`` is imported, because Megatron decides at
+import which functions to compile. Each replaced name and its reason stands in one table below.
+
+One ``TorchFunctionMode`` (about 1 µs an operation, for the thread that installed it) turns
+``device="cuda"``, ``Tensor.cuda()``, ``.to("cuda")`` and ``pin_memory`` into CPU requests, and
+names tensor types as the optimizer tests for them. ``torch.cuda.is_available`` and
+``get_device_properties`` stay honest: other libraries choose code by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.emulation.adam import install_adam
+from megatron_wlb.runtime.emulation.heap import keep_freed_memory
+
+_patches = PatchSet()
+_mode: _CudaOnCpu | None = None
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _CudaOnCpu(TorchFunctionMode):
+    """Answers device requests; everything else passes through untouched."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _is_cuda(a) else a for a in args)
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": "cpu"}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+class _Stream:
+    """A stream on a device that runs everything in order: nothing to wait for."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, _other: Any) -> None: ...
+    def wait_event(self, _event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        event = event or _Event()
+        event.record()
+        return event
+
+
+class _Event:
+    """An event on such a stream: reached as soon as it is recorded."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self._seconds = 0.0
+
+    def record(self, _stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def wait(self, _stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end._seconds - self._seconds) * 1e3
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    """A function that ignores its arguments. A new one each time: dynamo, where it is loaded,
+    insists that every name of ``torch.cuda`` is an object of its own.
+    """
+    return lambda *_args, **_kwargs: value
+
+
+_STREAM = _Stream()
+
+_TORCH_CUDA: dict[str, Any] = {
+    # Where and how many: one device a process, which is the CPU.
+    "current_device": _answer("cpu"),
+    "set_device": _answer(None),
+    "device_count": _answer(1),
+    # Nothing runs asynchronously, nothing is cached.
+    "synchronize": _answer(None),
+    "empty_cache": _answer(None),
+    "Stream": _Stream,
+    "stream": _answer(contextlib.nullcontext()),
+    "current_stream": _answer(_STREAM),
+    "default_stream": _answer(_STREAM),
+    "Event": _Event,
+    # One generator serves both; Megatron's tracker saves and restores it by name.
+    "manual_seed": lambda seed: torch.manual_seed(seed),
+    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+    "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+    "memory_allocated": _answer(0),
+    "max_memory_allocated": _answer(0),
+    "reset_peak_memory_stats": _answer(None),
+    "memory_stats": lambda device=None: defaultdict(int),
+}
+
+
+def installed() -> bool:
+    """Whether this process runs under the emulation."""
+    return _mode is not None
+
+
+def device_for(requested: str) -> str:
+    """``cuda`` or ``cpu``; for ``auto`` ``cuda`` wherever there is a GPU.
+
+    Raises :class:`ConfigError` if a GPU was asked for where there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if requested == "cuda" and not has_gpu:
+        raise ConfigError(
+            "--wlb-device is cuda, but torch sees no GPU; use --wlb-device cpu to run under the "
+            "CPU emulation"
+        )
+    if requested == "auto":
+        return "cuda" if has_gpu else "cpu"
+    return requested
+
+
+def install() -> None:
+    """Turns the emulation on for this process and thread; a second call does nothing.
+
+    Raises:
+        CompatibilityError: ``megatron.core`` is imported already.
+    """
+    global _mode
+    if _mode is not None:
+        return
+    if "megatron.core" in sys.modules:
+        raise CompatibilityError(
+            "the CPU emulation was asked for after megatron.core was imported; call "
+            "megatron_wlb.runtime.emulation.cpu.install() first"
+        )
+    # Megatron compiles small functions at import; there is no gain in it here and minutes to lose.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    keep_freed_memory()
+    for name, value in _TORCH_CUDA.items():
+        _patches.replace(torch.cuda, name, value)
+    _patches.replace(
+        torch.cuda.random, "get_rng_state", lambda device="cuda": torch.get_rng_state()
+    )
+    _patches.replace(torch.cuda.nvtx, "range_push", _answer(None))
+    _patches.replace(torch.cuda.nvtx, "range_pop", _answer(None))
+    _mode = _CudaOnCpu()
+    _mode.__enter__()  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # That there is neither Apex nor TransformerEngine is the point here.
+        warnings.filterwarnings("ignore", message=".*Apex.*")
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.optimizer  # noqa: F401
+    # One generator serves both devices, so Megatron's check that they do not mix always warns.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+    _patches.replace(
+        "megatron.core.tensor_parallel.random",
+        "_set_cuda_rng_state",
+        lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+    )
+    install_adam(_patches)
+
+
+def uninstall() -> None:
+    """Restores everything that :func:`install` replaced. For tests."""
+    global _mode
+    if _mode is None:
+        return
+    _mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    _mode = None
+    _patches.restore()
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)

@@ -1,0 +1,158 @@
+"""What the programs that torchrun starts have in common: their logs, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from megatron_wlb.errors import CheckpointError, ConfigError, WLBError
+from megatron_wlb.runtime.saving import lock as save_lock
+
+OTHER_RANK_S = 5.0
+"""How long a rank keeps an error to itself. Most are the same on all ranks: torchrun ends the
+others once rank 0 has told it, and one that only this rank has is told a little later."""
+
+LOST_PEER_S = 30.0
+"""How long a rank that lost another one waits to be ended. On other machines than the lost one's
+torchrun needs some seconds to notice."""
+
+ORPHAN_S = 1.0
+"""How often a rank looks for the torchrun that started it."""
+TOLD = "told_by_megatron_wlb"
+"""Key of torchrun's error file: nothing need be added to what the process said."""
+
+
+def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int:
+    """Runs ``program`` on this rank; returns the exit code.
+
+    Errors are one line on stderr unless ``WLB_TRACEBACK=1``; rank 0 logs to stdout, unless logs are
+    the program's own to set up. A rank whose torchrun was killed ends at once, as if killed too:
+    nobody would end it, and a resumed run would meet it in its folders.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if set_up_logs:
+        _set_up_logs(rank)
+    where = f" (rank {rank})" if rank else ""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        watch = threading.Thread(
+            target=_end_as_orphan, args=(os.getppid(), where), name="orphan-watch", daemon=True
+        )
+        watch.start()
+    try:
+        program()
+    except WLBError as error:
+        if os.environ.get("WLB_TRACEBACK") == "1":
+            raise
+        if rank:
+            _await_end(OTHER_RANK_S)
+        _tell(error, where)
+        return error.exit_code
+    except RuntimeError as error:
+        if os.environ.get("WLB_TRACEBACK") == "1" or not _lost_peer(error):
+            raise
+        # Another rank ended and has said why. torchrun ends this one as soon as it notices.
+        _await_end(LOST_PEER_S)
+        _tell(WLBError(f"another rank ended ({' '.join(str(error).split())})"), where)
+        return WLBError.exit_code
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        save_lock.release_all()
+    return 0
+
+
+def _await_end(seconds: float) -> None:
+    """Sleeps unless SIGTERM comes, also where ``--exit-signal-handler`` took it for a wish to save:
+    that is over.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(seconds)
+
+
+def _end_as_orphan(torchrun: int, where: str) -> None:
+    """Ends this process and those that it started, once its parent is not ``torchrun`` any more.
+
+    By looking, and not by a signal at the parent's death: that one would come at the end of the
+    thread that started us, and a program that waits in a collective may never handle it.
+    """
+    while os.getppid() == torchrun:
+        time.sleep(ORPHAN_S)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"error{where}: torchrun (process {torchrun}) is gone, so this ends too\n")
+        sys.stderr.flush()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(WLBError.exit_code)
+
+
+def _tell(error: WLBError, where: str) -> None:
+    """Says it on stderr, and to torchrun, whose report then says it instead of how to trace it."""
+    report = error.report(where)
+    sys.stderr.write(report)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": report.strip(), "timestamp": str(int(time.time())), TOLD: True}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(
+                json.dumps({"message": {"message": report.strip(), "extraInfo": details}})
+            )
+
+
+def _set_up_logs(rank: int) -> None:
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.ERROR,
+        format="%(asctime)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stdout,
+    )
+    # Megatron tells of its buckets and indices at length; its warnings stay.
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+
+
+def check_writable(flag: str, path: Path, writer: int = 0) -> None:
+    """Makes the empty file ``path`` on the rank that writes it, so that no work is lost for want of
+    a place.
+
+    Raises:
+        ConfigError: it cannot be written; names ``flag``.
+    """
+    if os.environ.get("RANK") == str(writer):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {flag} {path}: {error.strerror}; choose another place"
+            ) from None
+
+
+@contextlib.contextmanager
+def writing(flag: str, place: str) -> Iterator[None]:
+    """Makes one line of what a full disk or an unwritable place raises.
+
+    Raises:
+        CheckpointError: for an ``OSError``; names ``flag``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {flag} {place}: {error.strerror}; make room or choose another place"
+        ) from None
+
+
+def _lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because a process at its other end is gone."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return any(sign in str(error) for sign in signs)

@@ -1,0 +1,1 @@
+"""What checkpoints of both trainers share."""

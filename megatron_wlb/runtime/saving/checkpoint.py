@@ -1,0 +1,403 @@
+"""Checkpoints in Megatron's distributed format, with the packing in them: resume is exact.
+
+``FOLDER/iter_0000100/`` holds model, optimizer, schedule, random-number streams and the planner's
+state (stream position, held documents, cost model) after step 100.
+``FOLDER/latest_checkpointed_iteration.txt`` is written last and atomically, when the rest is on
+disk, so a process or machine that dies while saving leaves the checkpoint before it in force.
+Before any of it is loaded, its files are compared with the checksums that were saved with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_wlb.errors import CheckpointError, WLBError
+from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.saving import checksums
+from megatron_wlb.runtime.saving import lock as save_lock
+from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
+from megatron_wlb.settings.config import Config
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "context_parallel_size",
+    "use_distributed_optimizer",
+)
+TRAINING = (
+    "global_batch_size",
+    "bf16",
+    "optimizer",
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_warmup_iters",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "sgd_momentum",
+)
+"""Settings that must be equal when a run resumes, with those of the model and the number of
+processes. Megatron would take some from the checkpoint, whatever the command line says."""
+
+TOLD = ("clip_grad", "hidden_dropout")
+"""Settings that may differ, but not unnoticed, with those by which plans are made."""
+
+FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+"""Settings of the model that may differ: its weights mean the same."""
+
+_FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
+"""Of a save."""
+
+
+def folder_of(root: str, iteration: int) -> Path:
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def latest(root: str) -> int | None:
+    """The newest whole checkpoint's iteration; None where there is none yet.
+
+    Raises:
+        CheckpointError: the folder is a file, or the tracker cannot be read, holds no number, or
+            names a checkpoint that is not there.
+    """
+    if Path(root).exists() and not Path(root).is_dir():
+        raise CheckpointError(f"--load {root} is not a folder; give the folder of a --save")
+    tracker = Path(root) / TRACKER
+    remedy = "write the number of one of the iter_* folders beside it"
+    try:
+        text = tracker.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {tracker} ({error}); {remedy}") from None
+    if not (text.isascii() and text.isdigit()):
+        raise CheckpointError(f"{tracker} holds {text!r}, not an iteration; {remedy}")
+    if not folder_of(root, int(text)).is_dir():
+        raise CheckpointError(
+            f"{tracker} names iteration {text}, but {folder_of(root, int(text))} does not exist; "
+            f"{remedy}"
+        )
+    return int(text)
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _sharded_state(model: Model, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """What is sharded over ranks, as Megatron describes it."""
+    state: dict[str, Any] = {}
+    for number, gpt in enumerate(model.gpts):
+        key = "model" if len(model.gpts) == 1 else f"model{number}"
+        state[key] = gpt.sharded_state_dict(metadata=_metadata())
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state if len(model.gpts) > 1 else state["model"],
+        is_loading=is_loading,
+        metadata=_metadata(),
+    )
+    rng = rng_state()
+    # Of data-parallel ranks too, unlike Megatron: theirs draw in step only while all micro-batches
+    # are of one length.
+    groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
+    state["rng_state"] = ShardedObject(
+        "rng_state", [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)
+    )
+    return state
+
+
+def rng_state() -> dict[str, Any]:
+    """The random-number streams of this rank."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continues the streams that :func:`rng_state` noted."""
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _settings(config: Config, model: Model) -> dict[str, Any]:
+    """What must be equal when a run resumes, JSON-able, with defaults filled in."""
+    settings: dict[str, Any] = {name: getattr(config.parallel, name) for name in PARALLEL}
+    settings["processes"] = torch.distributed.get_world_size()
+    settings |= {k: v for k, v in dataclasses.asdict(config.model).items() if k not in FREE}
+    for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
+        settings[name] = getattr(model.config, name)
+    settings["max_position_embeddings"] = model.gpts[0].max_sequence_length
+    settings["padded_vocab_size"] = model.gpts[0].vocab_size
+    settings |= {name: getattr(config.training, name) for name in TRAINING}
+    if config.training.lr_decay_style != "constant":
+        settings["lr_decay_iters"] = config.training.lr_decay_iters or config.training.train_iters
+    return settings
+
+
+def check_folder(config: Config) -> None:
+    """Tries ``--load``, and tries and locks ``--save``, before any work is lost.
+
+    Called by every rank.
+
+    Raises:
+        CheckpointError: on every rank, if there is nothing to load, if nothing can be written, if
+            another run writes there, or if ``--save`` holds the checkpoints of a run that this one
+            does not resume and would overwrite.
+    """
+    root, resumed, error = config.checkpoint.save, config.checkpoint.load, ""
+    if torch.distributed.get_rank() == 0:
+        error = missing_load(resumed, root)
+    _raise_everywhere(error)
+    lock_folder(root)
+    if root is not None and torch.distributed.get_rank() == 0:
+        resumes = (
+            resumed is not None and os.path.exists(resumed) and os.path.samefile(root, resumed)
+        )
+        if not resumes and (Path(root) / TRACKER).exists():
+            error = (
+                f"--save {root} holds the checkpoints of a run; add --load {root} to go on with "
+                "it, or choose another folder"
+            )
+    _raise_everywhere(error)
+
+
+def lock_folder(root: str | None) -> None:
+    """Keeps other runs out of the folder of ``--save`` until the program ends; called by every
+    rank, of which the first one holds the lock.
+
+    Raises:
+        CheckpointError: on every rank, if another process has it, or if nothing can be written.
+    """
+    error = ""
+    if root is not None and torch.distributed.get_rank() == 0:
+        try:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+            save_lock.take(Path(root))
+        except CheckpointError as failure:
+            error = str(failure)
+        except OSError as failure:
+            error = f"cannot write --save {root}: {failure.strerror}; choose another folder"
+    _raise_everywhere(error)
+
+
+def save(
+    config: Config,
+    iteration: int,
+    model: Model,
+    optimizer: Any,
+    scheduler: Any,
+    planner_state: dict[str, Any],
+) -> Path:
+    """Saves after ``iteration`` steps; called by every rank. Returns the folder.
+
+    Raises:
+        CheckpointError: there is no room or the folder cannot be written; the checkpoint before
+            stays in force. Ranks may be out of step, so the processes must end.
+    """
+    assert config.checkpoint.save is not None
+    folder = folder_of(config.checkpoint.save, iteration)
+    state = _sharded_state(model, optimizer, is_loading=False)
+    state["common"] = {
+        "iteration": iteration,
+        "settings": _settings(config, model),
+        "opt_param_scheduler": scheduler.state_dict(),
+        # As text: Megatron compares common state over ranks value by value.
+        "planner": checksums.seal_state(planner_state),
+        "config": json.dumps(config.flat()),
+        "checksums": not config.wlb.wlb_no_checksums,
+    }
+    error = _prepare(folder, _num_bytes(state)) if torch.distributed.get_rank() == 0 else ""
+    _raise_everywhere(error)
+    try:
+        dist_checkpointing.save(state, str(folder), content_metadata=_content_metadata())
+        if not config.wlb.wlb_no_checksums:
+            checksums.write(folder)
+        if torch.distributed.get_rank() == 0:
+            _put_in_force(folder, iteration)
+    except _FAILURES as failure:
+        # No collective here: a rank that fails alone leaves the others in one of Megatron's.
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(failure, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"cannot save {folder}: {_reason(failure)}; free some room there, or choose another "
+            "folder"
+        ) from failure
+    torch.distributed.barrier()
+    return folder
+
+
+def _put_in_force(folder: Path, iteration: int) -> None:
+    """Points the tracker at ``folder``, all of which is on disk before."""
+    for path in (*folder.iterdir(), folder):
+        _sync(path)
+    tracker = folder.parent / TRACKER
+    partial = tracker.with_suffix(".partial")
+    partial.write_text(f"{iteration}\n")
+    _sync(partial)
+    os.replace(partial, tracker)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    """Puts a file on disk, or a folder's entries where its file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: BaseException) -> str:
+    """One line; of Megatron's collected errors, the first rank's."""
+    if isinstance(error, CheckpointException):
+        for failure, _ in error.failures.values():
+            return _reason(failure)
+        return "it failed on another rank"
+    text = " ".join(str(error).split())[:300]
+    known = isinstance(error, OSError | RuntimeError | WLBError)
+    return text if known else f"{type(error).__name__}: {text}"
+
+
+def _content_metadata() -> dict[str, Any]:
+    return {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
+
+
+def _num_bytes(state: dict[str, Any]) -> int:
+    """Bytes of this rank's tensors × the world: more than what is written (replicas count)."""
+    total = 0
+    stack: list[Any] = [state]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack += value.values()
+        elif isinstance(value, list | tuple):
+            stack += value
+        else:
+            data = getattr(value, "data", value)
+            if isinstance(data, torch.Tensor):
+                total += data.numel() * data.element_size()
+    return total * int(torch.distributed.get_world_size())
+
+
+def _prepare(folder: Path, num_bytes: int) -> str:
+    """Makes the folder and looks for room; returns what is wrong, or nothing."""
+    try:
+        # What an interrupted save left here is not in force; it would mix with ours.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"cannot write --save {folder.parent}: {error.strerror}; choose another folder"
+    if free < num_bytes:
+        folder.rmdir()
+        return (
+            f"--save {folder.parent} has {free / 1e6:.3g} MB free, but the checkpoint may take "
+            f"{num_bytes / 1e6:.3g} MB; free some room there or choose another folder"
+        )
+    return ""
+
+
+def _raise_everywhere(error: str) -> None:
+    """Raises on all ranks if any has an error, so that none waits for the others for ever."""
+    errors: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(errors, error)
+    for message in errors:
+        if message:
+            raise CheckpointError(message)
+
+
+def load(
+    config: Config, model: Model, optimizer: Any, scheduler: Any
+) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+    """Restores the newest checkpoint of ``--load``; called by every rank.
+
+    Returns:
+        The iteration after which it was saved, the planner's state, and all settings by name; or
+        None where the folder has no checkpoint yet.
+
+    Raises:
+        CheckpointError: other settings than those it was saved with, or a damaged checkpoint.
+    """
+    root = config.checkpoint.load
+    iteration = latest(root) if root is not None else None
+    if root is None or iteration is None:
+        return None
+    folder = str(folder_of(root, iteration))
+    skip = config.wlb.wlb_no_checksums
+    verified = checksums.verify(folder, skip=skip)
+    try:
+        common = dist_checkpointing.load_common_state_dict(folder)["common"]
+        if common.get("checksums") and not (verified or skip):
+            raise CheckpointError(f"its {checksums.NAME} is missing")
+        required, settings = common["settings"], json.loads(common["config"])
+        planner_state = checksums.unseal_state(common["planner"])
+    except Exception as error:  # Unpickling damaged files raises anything.
+        _refuse(folder, error)
+    _require_same_settings(folder, required, _settings(config, model), settings, config)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Megatron's own use of torch.
+            state = dist_checkpointing.load(
+                _sharded_state(model, optimizer, is_loading=True), folder
+            )
+    except (Exception, CheckpointException) as error:
+        _refuse(folder, error)
+    for number, gpt in enumerate(model.gpts):
+        gpt.load_state_dict(state["model" if len(model.gpts) == 1 else f"model{number}"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(common["opt_param_scheduler"])
+    (rng,) = state["rng_state"]
+    set_rng_state(rng)
+    return iteration, planner_state, settings
+
+
+def _refuse(folder: str, error: BaseException) -> NoReturn:
+    raise CheckpointError(
+        f"cannot load {folder}, it is damaged ({_reason(error)}); {checksums.remedy(folder)}"
+    ) from error
+
+
+def _require_same_settings(
+    folder: str, saved: dict[str, Any], now: dict[str, Any], given: dict[str, Any], config: Config
+) -> None:
+    # What was not yet a setting when it was saved had its default.
+    defaults = Config().flat()
+    changed = changed_settings(defaults | saved, now, defaults | given, config.flat())
+    if changed:
+        raise CheckpointError(
+            f"{folder} was saved with other settings: {changed}; resume with those it was saved "
+            "with"
+        )

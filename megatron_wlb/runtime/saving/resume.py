@@ -1,0 +1,143 @@
+"""What is said where a run that resumes is not quite the run that was saved.
+
+What cannot go on, such as another packing or other corpora, is refused where that is loaded; the
+rest may change, but not unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wlb.cost import load_hardware
+from megatron_wlb.settings.config import Config, WlbConfig, flag_of
+
+logger = logging.getLogger(__name__)
+
+_NOT_OF_PLANS = {
+    "wlb_device",
+    "wlb_metrics",
+    "wlb_config",
+    "wlb_verify_shapes",
+    "wlb_verify_plan_interval",
+    "wlb_no_checksums",
+    "wlb_allow_untested_megatron",
+    "wlb_attention_kernel",
+    "wlb_cp_overlap_groups",
+    "wlb_cp_keep_gathered",
+    "wlb_cost",  # restored, whatever is said now
+    "wlb_hardware",  # its figures are compared
+}
+_OF_PLANS = tuple(f.name for f in dataclasses.fields(WlbConfig) if f.name not in _NOT_OF_PLANS)
+
+_FOLLOWS = {
+    "max_position_embeddings": ("seq_length",),
+    "lr_decay_iters": ("train_iters",),
+    "ffn_hidden_size": ("hidden_size", "swiglu"),
+    "kv_channels": ("hidden_size", "num_attention_heads"),
+    "num_query_groups": ("num_attention_heads", "group_query_attention"),
+}
+"""Settings that need not be given, and those that decide about them then."""
+
+_NO_FLAGS = {"processes": "processes", "padded_vocab_size": "padded vocabulary"}
+
+
+def missing_load(load: str | None, save: str | None) -> str:
+    """What is wrong with a ``--load`` folder that does not exist, or nothing.
+
+    The first start of ``--save X --load X`` is fine; with another missing folder, such as one that
+    was mistyped, a run would start anew without a word.
+    """
+    if load is None or "://" in load or os.path.exists(load):
+        return ""
+    if save is not None and os.path.realpath(save) == os.path.realpath(load):
+        return ""
+    return (
+        f"--load {load} does not exist; give the folder of a --save, or leave it out to start anew "
+        f"(with --save {load} too, a first start makes it)"
+    )
+
+
+def plan_settings(config: Config, *others: str) -> dict[str, Any]:
+    """Our settings by which plans are made, and ``others``, JSON-able."""
+    settings = json.loads(json.dumps(config.flat()))
+    return {name: settings[name] for name in (*_OF_PLANS, *others)}
+
+
+def tell_changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warns where settings of ``now`` are others than those of the checkpoint."""
+    # What was not yet a setting when it was saved had its default.
+    changed = differences(plan_settings(Config()) | dict(saved), now)
+    if changed:
+        logger.warning(
+            "other settings than the checkpoint's, so steps differ from here on: %s", changed
+        )
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """``--lr 0.001 there, 0.5 here; …``: the settings of ``now`` that are others in ``saved``.
+
+    Empty where none is. A setting that ``saved`` lacks is None there.
+    """
+    return "; ".join(
+        f"{_NO_FLAGS.get(name) or flag_of(name)} {saved.get(name)} there, {value} here"
+        for name, value in now.items()
+        if saved.get(name) != value
+    )
+
+
+def changed_settings(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    given_then: Mapping[str, Any],
+    given_now: Mapping[str, Any],
+) -> str:
+    """:func:`differences` of settings that were filled in, by the flags that make them.
+
+    One that differs though the same was given for it, or nothing, follows from another flag.
+    """
+    then: dict[str, Any] = {}
+    here: dict[str, Any] = {}
+    for name, value in now.items():
+        if saved.get(name) == value:
+            continue
+        sources = []
+        if given_then.get(name) == given_now.get(name):
+            sources = [
+                source
+                for source in _FOLLOWS.get(name, ())
+                if given_then.get(source) != given_now[source]
+            ]
+        for source in sources:
+            then[source], here[source] = given_then.get(source), given_now[source]
+        if not sources:
+            then[name], here[name] = saved.get(name), value
+    return differences(then, here)
+
+
+def machine_digest(config: Config) -> str | None:
+    """Which figures of ``--wlb-hardware`` plans depend on, as 16 hex digits; None if on none.
+
+    A checkpoint holds it, as the file of the same name may have been measured anew meanwhile. The
+    cost is not in it: that is restored itself.
+    """
+    if config.parallel.context_parallel_size == 1 and config.wlb.wlb_shape == "off":
+        return None
+    hardware = repr(load_hardware(config.wlb.wlb_hardware))
+    return hashlib.sha256(hardware.encode()).hexdigest()[:16]
+
+
+def tell_changed_machine(config: Config, saved: str | None) -> None:
+    """Warns where plans are made from other figures than those of the checkpoint."""
+    now = machine_digest(config)
+    if saved is not None and now is not None and saved != now:
+        logger.warning(
+            "--wlb-hardware %s says other figures than when the checkpoint was saved: the same "
+            "documents run, but CP shardings and shapes may differ from here on",
+            config.wlb.wlb_hardware,
+        )

@@ -1,0 +1,116 @@
+"""Processes, devices and Megatron's process groups: set up once, torn down once."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning import guards
+from megatron_wlb.runtime.emulation import cpu
+from megatron_wlb.settings.config import Config
+
+
+def choose_device(requested: str) -> str:
+    """``cuda`` or ``cpu`` for this process; turns the CPU emulation on for ``cpu``.
+
+    Must run before Megatron is imported. ``auto`` is ``cuda`` wherever there is a GPU.
+
+    Raises:
+        ConfigError: a GPU was asked for where there is none, or there is none for this process.
+    """
+    device = cpu.device_for(requested)
+    if device == "cpu":
+        cpu.install()
+    else:
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise ConfigError(
+                f"process {local_rank} of this machine, counted from 0, has no GPU: there are "
+                f"{num_gpus}, one for each; start {num_gpus} processes here (torchrun "
+                "--nproc-per-node), or use --wlb-device cpu"
+            )
+        torch.cuda.set_device(local_rank)
+    return device
+
+
+def initialize(config: Config, device: str) -> int:
+    """Joins the world that torchrun started and builds Megatron's groups in it.
+
+    Returns the number of micro-batches of each data-parallel rank.
+
+    Raises:
+        ConfigError: the world and the settings do not fit, or torchrun is missing.
+    """
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            "RANK is not set; start the trainer with torchrun, e.g. "
+            "torchrun --nproc-per-node 2 -m megatron_wlb.pretrain_gpt …"
+        )
+    world_size = int(os.environ["WORLD_SIZE"])
+    guards.check(config, world_size)
+    num_micro_batches = guards.check_micro_batches(config, world_size)
+    backend = config.parallel.distributed_backend or ("nccl" if device == "cuda" else "gloo")
+    if backend == "nccl" and device == "cpu":
+        raise ConfigError("--distributed-backend is nccl, which needs GPUs; use gloo on CPUs")
+    if config.training.deterministic_mode:
+        _be_deterministic(backend)
+    torch.distributed.init_process_group(
+        backend,
+        timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
+    )
+    initialize_groups(config)
+    return num_micro_batches
+
+
+def _be_deterministic(backend: str) -> None:
+    """Makes torch choose what gives the same bits each time, or raise.
+
+    Raises:
+        ConfigError: NCCL may choose another algorithm each time.
+    """
+    if backend == "nccl":
+        guards.check_algorithms(os.environ)
+    # What cuBLAS asks for; it is read when its first handle is made.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def initialize_groups(config: Config) -> None:
+    """Megatron's process groups and random-number streams for a world that exists already."""
+    from megatron.core import parallel_state
+
+    p = config.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=p.tensor_model_parallel_size,
+        pipeline_model_parallel_size=p.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=p.num_virtual_stages_per_pipeline_rank,
+        context_parallel_size=p.context_parallel_size,
+    )
+    seed(config)
+
+
+def seed(config: Config) -> None:
+    """Starts the random-number streams anew, as at the beginning of a run."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    # As Megatron-LM does: another stream a pipeline stage; TP ranks differ by the tracker.
+    value = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(value)
+    tensor_parallel.model_parallel_cuda_manual_seed(value, force_reset_rng=True)
+
+
+def destroy_groups() -> None:
+    """Undoes :func:`initialize_groups`; the world stays."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def shutdown() -> None:
+    """Leaves the world, if there is one."""
+    if torch.distributed.is_initialized():
+        destroy_groups()
+        torch.distributed.destroy_process_group()

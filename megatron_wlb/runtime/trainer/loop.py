@@ -1,0 +1,320 @@
+"""Everything a training run holds, and its loop: plan, step, update, log, evaluate, save."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_wlb.cost import Cost, DocumentCost, cost_from_dict
+from megatron_wlb.data.corpora import Corpora
+from megatron_wlb.errors import TrainingError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.from_config import (
+    known_cost,
+    make_evaluation_planner,
+    make_planner,
+    padded_vocab_size,
+)
+from megatron_wlb.planning.plan_ahead import PlanAhead
+from megatron_wlb.planning.planner import Planner
+from megatron_wlb.runtime.batch import BatchBuilder
+from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.measure import measure_cost
+from megatron_wlb.runtime.metrics import MetricsFile
+from megatron_wlb.runtime.model import Model, build_model
+from megatron_wlb.runtime.optimizer import build_optimizer
+from megatron_wlb.runtime.rank_main import writing
+from megatron_wlb.runtime.saving import checkpoint
+from megatron_wlb.runtime.saving.exit_signal import ExitSignal
+from megatron_wlb.runtime.saving.resume import (
+    machine_digest,
+    plan_settings,
+    tell_changed_machine,
+    tell_changed_settings,
+)
+from megatron_wlb.runtime.step import StepRunner
+from megatron_wlb.settings.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One training step, as it is logged: what ran, what came out, what it took."""
+
+    iteration: int
+    loss: float
+    """Σ token losses ÷ Σ labelled tokens, in nats."""
+    grad_norm: float
+    lr: float
+    tokens: int
+    targets: int
+    padding: int
+    imbalance: float
+    """Predicted, ``max · N / Σ`` over all micro-batches."""
+    delay_steps: float
+    waiting_documents: int
+    waiting_tokens: int
+    plan_wait_ms: float
+    """Time that the step waited for its plan, which is made ahead."""
+    step_ms: float
+    """Time of the whole step, this wait and the update included."""
+
+
+class Trainer:
+    """A run of the embedded trainer; Megatron's groups must exist (:func:`initialize`).
+
+    ``cost`` replaces what ``--wlb-cost`` would give, for runs that share a measured one.
+    """
+
+    def __init__(self, config: Config, device: str, *, cost: Cost | None = None) -> None:
+        targets.check(allow_untested=config.wlb.wlb_allow_untested_megatron)
+        checkpoint.check_folder(config)
+        self.config = config
+        self.corpora = Corpora.open(config)
+        vocab_size = self.corpora.vocab_size
+        self.model: Model = build_model(config, vocab_size)
+        self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        self.runner = StepRunner(
+            self.model,
+            BatchBuilder(
+                self.corpora.corpora,
+                vocab_size,
+                device,
+                cp_rank=self.model.groups.cp.rank(),
+                cp_size=self.model.groups.cp.size(),
+            ),
+            verify_shapes=config.wlb.wlb_verify_shapes,
+            verify_plan_interval=config.wlb.wlb_verify_plan_interval,
+        )
+        self.iteration = 0
+        restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
+        if restored is None:
+            cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
+            self.cost = cost or self._measure()
+            self.planner = self._make_planner()
+        else:
+            self.iteration, state, settings = restored
+            # The cost is restored, not measured again: other costs would make other plans.
+            self.cost = cost_from_dict(state["cost"])
+            self.planner = self._make_planner()
+            self.planner.load_state_dict(state["planner"])
+            tell_changed_settings(settings, plan_settings(config, *checkpoint.TOLD))
+            tell_changed_machine(config, state.get("machine"))
+            logger.info(
+                "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
+            )
+        self.plans: Planner | PlanAhead = self.planner
+        if config.data.eval_interval:
+            _ = self.evaluation_plans  # An empty split is an error now, not in an hour.
+
+    def _make_planner(self) -> Planner:
+        return make_planner(self.config, self.corpora, self.cost, self.model.groups.dp.size())
+
+    @cached_property
+    def evaluation_plans(self) -> tuple[StepPlan, ...]:
+        """The first ``--eval-iters`` steps of the validation documents, or all if there are fewer.
+
+        Raises:
+            CorpusError: there are none.
+        """
+        planner = make_evaluation_planner(
+            self.config, self.corpora, self.cost, self.model.groups.dp.size()
+        )
+        plans = (planner.next_plan() for _ in range(self.config.data.eval_iters))
+        return tuple(plan for plan in plans if plan is not None)
+
+    def _measure(self) -> DocumentCost:
+        fit = measure_cost(self.model, self.config.data.seq_length, self.corpora.vocab_size)
+        logger.info(
+            "measured cost: %s (relative error mean %.1f %%, max %.1f %%)",
+            {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()},
+            100 * fit.mean_error,
+            100 * fit.max_error,
+        )
+        return fit.cost
+
+    def train_step(self, plan: StepPlan) -> tuple[float, float, float]:
+        """Runs one plan and updates the weights; returns loss, gradient norm and learning rate."""
+        for chunk in self.model.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        loss = self.runner.run(plan)
+        _, grad_norm, _ = self.optimizer.step()
+        # Counted in windows, not in tokens: a schedule keeps its meaning under every packing.
+        self.scheduler.step(increment=self.config.training.global_batch_size)
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        # None with --clip-grad 0, which does not compute it.
+        return loss.mean, math.nan if grad_norm is None else float(grad_norm), lr
+
+    def evaluate(self) -> float:
+        """Mean loss over :attr:`evaluation_plans`."""
+        for chunk in self.model.chunks:
+            chunk.eval()
+        loss_sum, num_targets = 0.0, 0
+        with torch.no_grad():
+            for plan in self.evaluation_plans:
+                loss = self.runner.run(plan, forward_only=True)
+                loss_sum, num_targets = loss_sum + loss.loss_sum, num_targets + loss.num_targets
+        return loss_sum / max(num_targets, 1)
+
+    def save(self) -> None:
+        """Writes a checkpoint after the present iteration."""
+        folder = checkpoint.save(
+            self.config,
+            self.iteration,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            {
+                "planner": self.plans.state_dict(),
+                "cost": self.cost.as_dict(),
+                "machine": machine_digest(self.config),
+            },
+        )
+        logger.info("saved %s", folder)
+
+    def train(self) -> None:
+        """The loop. Ends at ``--train-iters``, ``--exit-interval``, when the data end, or, with
+        ``--exit-signal-handler``, at SIGTERM; after a save each time.
+        """
+        enabled = self.config.training.exit_signal_handler
+        with ExitSignal(enabled=enabled, device=self.runner.batches.device) as exit_signal:
+            self._train(exit_signal)
+
+    def _train(self, exit_signal: ExitSignal) -> None:
+        training, data = self.config.training, self.config.data
+        saved = self.iteration
+        last = None
+        with RunLog(self.config) as log, PlanAhead(self.planner) as self.plans:
+            while self.iteration < training.train_iters:
+                start = time.monotonic()
+                plan = self.plans.next_plan()
+                if plan is None:
+                    logger.info(
+                        "all documents of the %s epochs are trained", self.config.wlb.wlb_epochs
+                    )
+                    break
+                planned, last = time.monotonic(), plan
+                loss, grad_norm, lr = self.train_step(plan)
+                if not math.isfinite(loss):
+                    raise TrainingError(
+                        f"iteration {self.iteration + 1}: the loss is {loss}; lower --lr, or give "
+                        "--clip-grad, and resume from the last checkpoint"
+                    )
+                self.iteration += 1
+                stop = time.monotonic()
+                log.step(
+                    StepReport(
+                        self.iteration,
+                        loss,
+                        grad_norm,
+                        lr,
+                        plan.num_tokens,
+                        plan.num_targets,
+                        plan.padding_tokens,
+                        plan.imbalance,
+                        plan.delay_steps,
+                        plan.num_waiting,
+                        plan.waiting_tokens,
+                        (planned - start) * 1e3,
+                        (stop - start) * 1e3,
+                    )
+                )
+                if data.eval_interval and self.iteration % data.eval_interval == 0:
+                    log.evaluation(self.iteration, self.evaluate())
+                if self._due(self.config.checkpoint.save_interval):
+                    self.save()
+                    saved = self.iteration
+                if exit_signal.received():
+                    logger.info("leaving after iteration %d: SIGTERM was received", self.iteration)
+                    break
+                if self._due(training.exit_interval):
+                    break
+        if self.config.checkpoint.save is not None and saved != self.iteration:
+            self.save()
+        if last is not None and last.num_waiting:
+            where = "are in the checkpoint" if self.config.checkpoint.save else "were not trained"
+            logger.info(
+                "%d documents of %d tokens wait for a later step and %s",
+                last.num_waiting,
+                last.waiting_tokens,
+                where,
+            )
+
+    def _due(self, interval: int | None) -> bool:
+        return interval is not None and self.iteration % interval == 0
+
+
+class RunLog:
+    """Progress lines, TensorBoard and JSON lines; only rank 0 writes."""
+
+    def __init__(self, config: Config) -> None:
+        self._interval = config.logging.log_interval
+        self._total = config.training.train_iters
+        self._writer: Any = None
+        self._metrics: MetricsFile | None = None
+        if torch.distributed.get_rank() != 0:
+            return
+        if config.logging.tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            with writing("--tensorboard-dir", config.logging.tensorboard_dir):
+                self._writer = SummaryWriter(config.logging.tensorboard_dir)
+        if config.wlb.wlb_metrics is not None:
+            self._metrics = MetricsFile(config.wlb.wlb_metrics)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # All was flushed, or the error told, before.
+            if self._writer is not None:
+                self._writer.close()
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def step(self, report: StepReport) -> None:
+        values = asdict(report)
+        self._write(values)
+        del values["iteration"]
+        self._plot("train", values, report.iteration)
+        if report.iteration % self._interval == 0:
+            logger.info(
+                "iteration %5d/%d | lm loss %.5f | grad norm %.3f | lr %.2e | tokens %d | "
+                "imbalance %.3f | delay %.2f | waiting %d | step %.0f ms | %.0f tokens/s",
+                report.iteration,
+                self._total,
+                report.loss,
+                report.grad_norm,
+                report.lr,
+                report.tokens,
+                report.imbalance,
+                report.delay_steps,
+                report.waiting_documents,
+                report.step_ms,
+                report.tokens / report.step_ms * 1e3,
+            )
+
+    def evaluation(self, iteration: int, loss: float) -> None:
+        logger.info("validation after iteration %d | lm loss %.5f", iteration, loss)
+        self._write({"iteration": iteration, "valid_loss": loss})
+        self._plot("valid", {"loss": loss}, iteration)
+
+    def _write(self, values: dict[str, float]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(values)
+
+    def _plot(self, group: str, values: dict[str, float], iteration: int) -> None:
+        if self._writer is not None:
+            with writing("--tensorboard-dir", self._writer.log_dir):
+                for name, value in values.items():
+                    self._writer.add_scalar(f"{group}/{name}", value, iteration)

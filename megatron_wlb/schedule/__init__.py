@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: orders of actions, graphs, text."""

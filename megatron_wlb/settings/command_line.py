@@ -1,0 +1,234 @@
+"""Command lines and YAML files -> settings: flags, their help and the rules come from the tree in
+:mod:`megatron_wlb.settings.config`.
+
+A setting of the YAML file (``--wlb-config``) is the flag's name without dashes in front; the
+command line goes before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, Literal, NoReturn
+
+from megatron_wlb.errors import ConfigError, refuse_all
+from megatron_wlb.reading import Several, decimal, parse_mapping, read_text, text_of_flag
+from megatron_wlb.settings.config import Config, flag_of, from_flat, groups_of_settings
+
+
+@cache
+def megatron_flags() -> frozenset[str]:
+    """Every flag of Megatron-LM's ``pretrain_gpt.py`` at core_v0.16.1, for better errors."""
+    text = resources.files("megatron_wlb.runtime").joinpath("megatron_flags_core_v0.16.1.txt")
+    return frozenset(text.read_text().split())
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises :class:`ConfigError` instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse_arguments(self, message)
+
+
+_UNRECOGNIZED = "unrecognized arguments: "
+
+
+def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """What ``parser.error`` of argparse says, without its usage, as :class:`ConfigError`.
+
+    Flags that are not the parser's are a line each, with the nearest that is.
+    """
+    words = message.removeprefix(_UNRECOGNIZED).split()
+    if message.startswith(_UNRECOGNIZED):
+        refuse_all(unknown_flags(words, _flags_of(parser)))
+    raise ConfigError(message)
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a parser and of its commands."""
+    flags = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            flags = flags.union(*map(_flags_of, action.choices.values()))
+    return flags
+
+
+def unknown_flags(words: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+    """What to say of each flag among ``words`` that is none of ``known``: the nearest one."""
+    flags = sorted(known)
+    for name in (word.split("=")[0] for word in words):
+        if name.startswith("--") and name not in flags:
+            near = difflib.get_close_matches(name, flags, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see --help"
+            yield f"unknown flag {name}{hint}"
+
+
+def _type_options(hint: Any) -> dict[str, Any]:
+    """Argparse options for an annotated type."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (a for a in typing.get_args(hint) if a is not types.NoneType)
+    if hint is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    if typing.get_origin(hint) is tuple:
+        of = typing.get_args(hint)[0]
+        if of is int:
+            return {"action": Several, "of": int, "metavar": "X"}
+        return {"nargs": "+", "type": text_of_flag, "metavar": "X"}
+    kinds = {int: (int, "N"), float: (decimal, "X"), str: (text_of_flag, "TEXT")}
+    convert, metavar = kinds[hint]
+    return {"type": convert, "metavar": metavar}
+
+
+def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """The parser of all settings, grouped as the tree is."""
+    parser = Parser(
+        prog=prog,
+        usage=f"torchrun --nproc-per-node N -m {prog.split()[-1]} --data-path PREFIX [flags]",
+        description=description,
+        epilog="Flags without wlb- mean what they mean in Megatron-LM.",
+        allow_abbrev=False,
+    )
+    for group_name, group_type in groups_of_settings().items():
+        add_flags(parser, group_name, group_type)
+    return parser
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, title: str, group_type: type, *, defaults: bool = False
+) -> None:
+    """Adds the settings of one group of the tree; without ``defaults`` those not given are absent
+    from what is parsed.
+    """
+    group = parser.add_argument_group(title, group_type.__doc__)
+    hints = typing.get_type_hints(group_type)
+    for f in dataclasses.fields(group_type):
+        # By identity: 0 is a default worth showing, though it equals False.
+        hidden = f.default is None or f.default is False or f.default == ()
+        shown = "" if hidden else f" (default: {f.default})"
+        group.add_argument(
+            flag_of(f.name),
+            dest=f.name,
+            default=f.default if defaults else argparse.SUPPRESS,
+            help=f.metadata["help"].replace("%", "%%") + shown,
+            **_type_options(hints[f.name]),
+        )
+
+
+def _reject_unknown(flags: Sequence[str]) -> None:
+    """Raises for flags that are not ours, saying whether they are Megatron's."""
+    known = {"--help"} | {
+        flag_of(f.name) for g in groups_of_settings().values() for f in dataclasses.fields(g)
+    }
+    names = [flag.split("=")[0] for flag in flags]
+    megatrons = [name for name in names if name in megatron_flags() - known]
+    refuse_all(
+        [
+            f"{name} is a Megatron flag that this trainer does not honour; leave it out, "
+            "or train with Megatron-LM's own pretrain_gpt.py"
+            for name in megatrons
+        ]
+        + list(unknown_flags((name for name in names if name not in megatrons), known))
+    )
+
+
+def parse(
+    argv: Sequence[str],
+    *,
+    prog: str = "python -m megatron_wlb.pretrain_gpt",
+    description: str = "Trains a GPT on Megatron-core with workload-balanced micro-batches.",
+) -> Config:
+    """Settings from a command line (and from the YAML file that it names).
+
+    Raises:
+        ConfigError: an unknown flag (the nearest one is named), a Megatron flag that is not
+            honoured, a bad value, or an unknown key in the file.
+    """
+    parser = build_parser(prog, description)
+    _reject_unknown(argv)
+    values = vars(parser.parse_args(argv))
+    if "wlb_config" in values:
+        path = values["wlb_config"]
+        try:
+            values = {**vars(parser.parse_args(_yaml_arguments(path))), **values}
+        except ConfigError as error:
+            raise ConfigError(f"--wlb-config {path}: {error}") from None
+    return from_flat(values)
+
+
+def parse_known(
+    argv: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> tuple[Config, list[str]]:
+    """What a command line of Megatron's ``pretrain_gpt.py`` says of these settings, and the rest:
+    Megatron's other flags with their values. ``defaults`` go before ours.
+
+    Raises:
+        ConfigError: a bad value, or a flag that neither Megatron nor this project has.
+    """
+    parser = build_parser("megatron_wlb.launch", "")
+    values, others = parser.parse_known_args(argv)
+    refuse_all(unknown_flags(others, _flags_of(parser) | megatron_flags()))
+    return from_flat({**(defaults or {}), **vars(values)}), others
+
+
+def _switches() -> set[str]:
+    """Flags that are given as on or off."""
+    return {
+        flag_of(name)
+        for group in groups_of_settings().values()
+        for name, hint in typing.get_type_hints(group).items()
+        if typing.get_args(hint) == ("on", "off")
+    }
+
+
+def _yaml_arguments(path: str) -> list[str]:
+    """The YAML file as if it had been written on the command line: one set of rules for both."""
+    arguments = yaml_arguments(path)
+    _reject_unknown(arguments)
+    return arguments
+
+
+def yaml_arguments(path: str) -> list[str]:
+    """The words of a command line that say what the settings of a YAML file say.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
+    arguments: list[str] = []
+    for key, value in parse_mapping(read_text(path)).items():
+        flag = flag_of(key.lstrip("-"))
+        if flag in ("--help", "--wlb-config"):
+            raise ConfigError(f"{flag} belongs on the command line; leave it out of the file")
+        if isinstance(value, bool) and flag in _switches():  # YAML reads on as true
+            arguments += [flag, "on" if value else "off"]
+        elif value is True:
+            arguments.append(flag)
+        elif value is not None and value is not False:  # 0 is neither
+            values = value if isinstance(value, list) else [value]
+            arguments += [flag, *map(str, values)]
+    return arguments
+
+
+def with_settings_file(flags: Sequence[str]) -> list[str]:
+    """A command line of Megatron's script with the settings of ``--wlb-config`` before the others,
+    which therefore win.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no mapping.
+    """
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--wlb-config")
+    known, rest = parser.parse_known_args(flags)
+    if known.wlb_config is None:
+        return list(flags)
+    try:
+        return [*yaml_arguments(known.wlb_config), *rest]
+    except ConfigError as error:
+        raise ConfigError(f"--wlb-config {known.wlb_config}: {error}") from None

@@ -1,0 +1,322 @@
+"""One tree of settings: the command line, its help and the YAML file are made of the dataclasses
+below (:mod:`megatron_wlb.settings.command_line`).
+
+Names and meanings are Megatron's (``--num-layers`` is ``Config.model.num_layers``); ours begin
+with ``wlb_``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def setting(default: Any, help: str) -> Any:
+    """A dataclass field with the text that ``--help`` shows."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the GPT."""
+
+    num_layers: int = setting(4, "transformer layers")
+    hidden_size: int = setting(64, "hidden size")
+    ffn_hidden_size: int | None = setting(None, "MLP size; 4 × hidden if not given")
+    num_attention_heads: int = setting(4, "query heads")
+    group_query_attention: bool = setting(False, "grouped-query attention")
+    num_query_groups: int = setting(1, "key/value heads with --group-query-attention")
+    kv_channels: int | None = setting(None, "head dimension; hidden ÷ heads if not given")
+    transformer_impl: Literal["local", "transformer_engine"] = setting(
+        "local", "layers of torch and Megatron, or of TransformerEngine; attention is ours in both"
+    )
+    position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = setting(
+        "rope", "positions count from the start of each document"
+    )
+    max_position_embeddings: int | None = setting(
+        None, "rows of learned positions; at least --seq-length"
+    )
+    rotary_base: int = setting(10000, "base of the rotary angles")
+    rotary_percent: float = setting(1.0, "share of the head dimension that is rotated")
+    rotary_interleaved: bool = setting(False, "rotate even/odd pairs instead of halves")
+    rotary_seq_len_interpolation_factor: int | None = setting(
+        None, "positions are divided by this before they are rotated (linear scaling)"
+    )
+    use_rope_scaling: bool = setting(False, "scale rotary frequencies as Llama 3.x does")
+    rope_scaling_factor: float = setting(8.0, "factor of --use-rope-scaling")
+    wlb_yarn_rotary_scaling_factor: float = setting(
+        1.0, "with `yarn`: length that is aimed at ÷ --wlb-yarn-original-max-position-embeddings"
+    )
+    wlb_yarn_original_max_position_embeddings: int = setting(
+        4096, "with `yarn`: length that the model was trained for before"
+    )
+    wlb_yarn_beta_fast: float = setting(
+        32.0, "with `yarn`: rotations above which nothing is scaled"
+    )
+    wlb_yarn_beta_slow: float = setting(1.0, "with `yarn`: rotations below which all is scaled")
+    wlb_yarn_mscale: float = setting(1.0, "with `yarn`: concentration of attention")
+    wlb_yarn_mscale_all_dim: float = setting(0.0, "with `yarn`: concentration that is divided by")
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "kind of layer norm")
+    norm_epsilon: float = setting(1e-5, "epsilon of the layer norm")
+    qk_layernorm: bool = setting(False, "normalise queries and keys")
+    swiglu: bool = setting(False, "gated MLP with SiLU")
+    disable_bias_linear: bool = setting(False, "no bias in linear layers")
+    add_qkv_bias: bool = setting(False, "bias in the QKV projection only")
+    untie_embeddings_and_output_weights: bool = setting(False, "separate output weights")
+    make_vocab_size_divisible_by: int = setting(128, "vocabulary is padded to this × TP")
+    hidden_dropout: float = setting(0.0, "dropout after attention and MLP")
+    attention_dropout: float = setting(0.0, "must be 0: packed attention has no dropout")
+    init_method_std: float = setting(0.02, "standard deviation of initial weights")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is laid out over the processes that torchrun starts."""
+
+    tensor_model_parallel_size: int = setting(1, "TP")
+    pipeline_model_parallel_size: int = setting(1, "PP")
+    num_virtual_stages_per_pipeline_rank: int | None = setting(
+        None, "VPP: model chunks a pipeline rank (interleaved 1F1B)"
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
+        None, "micro-batches that a chunk runs in a row with VPP; PP if not given"
+    )
+    context_parallel_size: int = setting(
+        1, "CP: ranks over which each micro-batch's tokens are divided"
+    )
+    sequence_parallel: bool = setting(False, "shard norms and residuals over TP")
+    no_overlap_p2p_communication: bool = setting(
+        False, "with VPP: do not overlap pipeline communication with computation"
+    )
+    use_distributed_optimizer: bool = setting(False, "shard optimizer state over DP")
+    overlap_grad_reduce: bool = setting(False, "reduce gradients during the backward pass")
+    distributed_backend: Literal["nccl", "gloo"] | None = setting(
+        None, "nccl on GPUs, gloo on CPUs if not given"
+    )
+    distributed_timeout_minutes: int = setting(10, "after which a collective gives up")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batch, precision, optimizer and schedule."""
+
+    micro_batch_size: int = setting(1, "windows a micro-batch; must be 1, lengths vary instead")
+    global_batch_size: int = setting(
+        8, "windows of tokens that arrive a step; also N, its number of micro-batches over DP"
+    )
+    train_iters: int = setting(100, "steps to train; less if --wlb-epochs ends the data before")
+    exit_interval: int | None = setting(None, "leave at a step that this divides, after saving")
+    exit_signal_handler: bool = setting(
+        False, "at SIGTERM, to any rank, save after the step under way and leave with exit code 0"
+    )
+    seed: int = setting(1234, "seed of weights, dropout and document order")
+    deterministic_mode: bool = setting(
+        False, "the same bits each time, or an error: slower on GPUs, where it needs NCCL_ALGO"
+    )
+    bf16: bool = setting(False, "bfloat16 weights and activations, fp32 master weights")
+    recompute_granularity: Literal["full", "selective"] | None = setting(
+        None, "recompute activations in the backward pass"
+    )
+    recompute_method: Literal["uniform", "block"] | None = setting(None, "with full recompute")
+    recompute_num_layers: int | None = setting(None, "with full recompute")
+    optimizer: Literal["adam", "sgd"] = setting("adam", "optimizer")
+    lr: float = setting(1e-3, "peak learning rate")
+    min_lr: float = setting(0.0, "learning rate after decay")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = setting("cosine", "decay")
+    lr_decay_iters: int | None = setting(None, "steps of the decay; --train-iters if not given")
+    lr_warmup_iters: int = setting(0, "steps of linear warm-up")
+    weight_decay: float = setting(0.01, "decoupled weight decay")
+    adam_beta1: float = setting(0.9, "Adam's β₁")
+    adam_beta2: float = setting(0.95, "Adam's β₂")
+    adam_eps: float = setting(1e-8, "Adam's ε")
+    sgd_momentum: float = setting(0.9, "momentum of SGD")
+    clip_grad: float = setting(1.0, "global gradient norm is clipped to this; 0 is off")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Documents."""
+
+    data_path: tuple[str, ...] = setting(
+        (), "prefixes of Megatron .bin/.idx corpora: A B …, or with weights: 0.3 A 0.7 B …"
+    )
+    split: str = setting("969,30,1", "shares of documents for training, validation and test")
+    seq_length: int = setting(8192, "the window, in tokens")
+    vocab_size: int | None = setting(None, "vocabulary; read from PREFIX.json if it is there")
+    eval_interval: int = setting(0, "evaluate every so many steps; 0 is never")
+    eval_iters: int = setting(4, "steps an evaluation")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = setting(None, "folder to save checkpoints in")
+    load: str | None = setting(None, "folder to resume from; an empty one starts afresh")
+    save_interval: int | None = setting(None, "save every so many steps; also at the end")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is written where."""
+
+    log_interval: int = setting(1, "log every so many steps")
+    tensorboard_dir: str | None = setting(None, "folder for TensorBoard")
+
+
+@dataclass(frozen=True)
+class WlbConfig:
+    """Workload balance: everything that stock Megatron does not have."""
+
+    wlb_packing: Literal["original", "fixed-greedy", "fixed-solver", "wlb", "hold"] = setting(
+        "hold",
+        "original: Megatron's fixed windows. fixed-greedy, fixed-solver: fixed windows, repacked "
+        "over --wlb-fixed-batches. wlb: Algorithm 1 of WLB-LLM, with delay queues. hold: holds "
+        "back the fewest heaviest documents",
+    )
+    wlb_max_tokens: int | None = setting(
+        None, "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given"
+    )
+    wlb_memory_gib: float | None = setting(
+        None,
+        "memory of a device for tensors, in GiB: S_max is what fits, and a larger "
+        "--wlb-max-tokens an error",
+    )
+    wlb_max_step_tokens: int | None = setting(
+        None,
+        "most tokens of a step, to even out steps; documents that have waited --wlb-max-age steps "
+        "may run above it. N × S_max if not given",
+    )
+    wlb_queue_thresholds: tuple[int, ...] = setting(
+        (), "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given"
+    )
+    wlb_hold_tau: float = setting(
+        1.0, "`hold`: imbalance of a step below which nothing is gained; at least 1"
+    )
+    wlb_delay_price: float | None = setting(
+        None,
+        "`hold`: imbalance that delaying a whole step's tokens by one step may save; 0.15 if not "
+        "given, 0.45 with --wlb-look-ahead",
+    )
+    wlb_look_ahead: int = setting(
+        0, "`hold`: steps from which documents may run early; that counts as delay too"
+    )
+    wlb_shape: Literal["on", "off"] = setting(
+        "off",
+        "`hold`, `wlb` with a pipeline: small micro-batches first and last, sizes and order chosen "
+        "by simulated step time instead of equal work",
+    )
+    wlb_fixed_batches: int = setting(
+        1, "`fixed-greedy`, `fixed-solver`: global batches that are repacked together"
+    )
+    wlb_fixed_grouping: Literal["sorted", "arrival"] = setting(
+        "sorted",
+        "`fixed-greedy`: which windows of several global batches run in a step: those of like "
+        "work, or those that arrived together",
+    )
+    wlb_solver_limit: float = setting(
+        10.0,
+        "`fixed-solver`: search a step or group of steps, in deterministic time: about so many "
+        "seconds, but the same plan on every rank",
+    )
+    wlb_max_age: int = setting(12, "steps after which a delayed document runs whatever it costs")
+    wlb_long_documents: Literal["split", "truncate", "error"] = setting(
+        "split", "what becomes of documents longer than the window"
+    )
+    wlb_epochs: int | None = setting(None, "end after so many passes over the data, all trained")
+    wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = setting(
+        "adaptive",
+        "with CP: how a micro-batch is divided. per-sequence: 2·CP pieces of the whole. "
+        "per-document: 2·CP pieces of each document. adaptive: of these two the one whose slowest "
+        "rank has the faster attention, as predicted. hybrid: also per-document for long documents "
+        "only, from a length on that is chosen likewise",
+    )
+    wlb_cost: str = setting(
+        "analytic",
+        "analytic: from the model's shape. measured: timed at start. Or a JSON or YAML file of "
+        "coefficients or measured tables",
+    )
+    wlb_hardware: str = setting(
+        "h100-sxm",
+        "machine of the analytic cost and of --wlb-cp-sharding: h100-sxm, h200, a100, cpu, or a "
+        "YAML file such as `wlb profile` writes",
+    )
+    wlb_cost_extrapolate: bool = setting(
+        False, "go beyond the longest length of measured tables; otherwise that is an error"
+    )
+    wlb_attention_kernel: Literal[
+        "auto", "torch", "flash-attn-2", "flash-attn-3", "transformer-engine", "torch-cpu", "sdpa"
+    ] = setting(
+        "auto",
+        "attention kernel; auto is the fastest that can run here, and the log says which and why",
+    )
+    wlb_cp_overlap_groups: int | None = setting(
+        None,
+        "with CP: groups of key/value heads; one is gathered while the one before is attended to. "
+        "A divisor of a TP rank's key/value heads; on GPUs 2 where that divides, else 1",
+    )
+    wlb_cp_keep_gathered: bool = setting(
+        False,
+        "with CP: keep gathered keys and values for the backward pass instead of gathering twice: "
+        "memory for communication",
+    )
+    wlb_device: Literal["auto", "cuda", "cpu"] = setting(
+        "auto", "cpu runs Megatron under the CPU emulation; auto never does where a GPU is"
+    )
+    wlb_verify_plan_interval: int = setting(
+        1, "compare the plan's digest over all ranks every so many steps; 0 is never"
+    )
+    wlb_allow_untested_megatron: bool = setting(
+        False, "go on with a megatron-core that is not in the table of versions, with a warning"
+    )
+    wlb_no_checksums: bool = setting(
+        False,
+        "neither save checksums of a checkpoint's files nor compare them before it is loaded: "
+        "spares a second reading of huge ones, but a damaged one may train on unnoticed",
+    )
+    wlb_verify_shapes: bool = setting(
+        False, "debug: also exchange shapes as stock Megatron does, and compare"
+    )
+    wlb_metrics: str | None = setting(None, "file for one JSON line a step")
+    wlb_config: str | None = setting(None, "YAML file of settings, under the command line")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a training run is told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    wlb: WlbConfig = field(default_factory=WlbConfig)
+
+    def flat(self) -> dict[str, Any]:
+        """Settings by name, JSON-able: what is saved with a run."""
+        return {k: v for group in dataclasses.asdict(self).values() for k, v in group.items()}
+
+
+def groups_of_settings() -> dict[str, type]:
+    """The dataclass of each group of the tree."""
+    return typing.get_type_hints(Config)
+
+
+def flag_of(name: str) -> str:
+    """``num_layers`` -> ``--num-layers``."""
+    return "--" + name.replace("_", "-")
+
+
+def from_flat(values: dict[str, Any]) -> Config:
+    """A :class:`Config` from settings by name; what is missing keeps its default."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    groups = {
+        name: group(
+            **{f.name: values[f.name] for f in dataclasses.fields(group) if f.name in values}
+        )
+        for name, group in groups_of_settings().items()
+    }
+    return Config(**groups)

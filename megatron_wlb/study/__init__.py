@@ -1,0 +1,1 @@
+"""Packings, layouts and papers compared by simulation: tables, plots, pages."""

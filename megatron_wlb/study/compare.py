@@ -1,0 +1,417 @@
+"""Packings and context-parallel shardings side by side: many steps of each, simulated.
+
+Every packing sees the same documents in the same order, and every sharding of a packing the same
+micro-batches. All times, bytes and rates are *simulated*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.documents import LongDocuments
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.packing import Meter, check_shaping
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.shaping import Shaper
+from megatron_wlb.schedule.order import schedule
+from megatron_wlb.sharding.select import Mode, Prediction
+from megatron_wlb.sharding.shard import Kind
+from megatron_wlb.simulator.memory import step_memory
+from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.simulator.step_timeline import StepTimeline
+from megatron_wlb.study.advice import Option, by_part
+from megatron_wlb.study.evaluate import Setting, Workload
+from megatron_wlb.study.scenario import Scenario
+
+SHAPED = "+shape"
+WARM_UP_STEPS = 20
+"""Steps that do not count: queues and pools fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A packing with its settings, and whether its steps are shaped."""
+
+    setting: Setting
+    shaped: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shaped:
+            check_shaping(self.setting.packing)
+
+    @classmethod
+    def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> Variant:
+        """What :meth:`Setting.parse` takes, with ``+shape`` behind it for shaped steps.
+
+        Raises :class:`ConfigError` where it does, and for a packing that is not to be shaped.
+        """
+        name = text.removesuffix(SHAPED)
+        return cls(Setting.parse(name, window, max_tokens, **settings), name != text)
+
+    @property
+    def title(self) -> str:
+        return self.setting.title + (", shaped" if self.shaped else "")
+
+    def flags(self) -> list[str]:
+        """What the training command needs of this; the rules are the workload's."""
+        return self.setting.flags() + (["--wlb-shape", "on"] if self.shaped else [])
+
+
+@dataclass(frozen=True)
+class Example:
+    """One simulated step, to look at."""
+
+    plan: StepPlan
+    timeline: StepTimeline
+    """With memory."""
+    micro_batch_us: tuple[tuple[float, ...], ...]
+    """Of the first counted steps, all data-parallel ranks' micro-batches in running order."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a packing and a sharding do in a scenario."""
+
+    variant: Variant
+    sharding: Mode | Kind
+    num_steps: int
+    step_us: float
+    """Mean."""
+    tokens_per_s: float
+    """Of all devices; padding not counted."""
+    mfu: float
+    """Model FLOPs ÷ (time × peak of all devices)."""
+    mfu_by_seed: tuple[float, ...]
+    mfu_by_part: tuple[float, ...]
+    """Of parts of the steps."""
+    bubble_share: float
+    """Of the ranks' time in the pipeline, that they wait."""
+    peak_bytes: float
+    """The most that any rank held in any step."""
+    out_of_memory: str
+    """Where it first did not fit, or nothing."""
+    longest_tokens: int
+    """Of the micro-batches that ran, padded."""
+    packing_imbalance: float
+    """``max · N / Σ`` of the modelled micro-batch times before sharding, mean over steps."""
+    pp_imbalance: float
+    """The slowest micro-batch of a pipeline over its mean; mean over steps and replicas."""
+    cp_imbalance: float
+    """Attention of the slowest context-parallel rank over the mean, weighted by its time."""
+    dp_imbalance: float
+    """Work of the slowest replica over the mean; mean over steps."""
+    delay_steps: float
+    step_tokens: float
+    shares: dict[str, float]
+    """Of the micro-batches, that each kind of sharding was chosen for."""
+    example: Example
+    rules: tuple[str, ...]
+    """What the training command needs of the workload to pack like this."""
+
+    @property
+    def setting(self) -> Setting:
+        return self.variant.setting
+
+    @property
+    def title(self) -> str:
+        return self.variant.title
+
+    @property
+    def option(self) -> Option[Outcome]:
+        """As one of those that are chosen from."""
+        return Option(
+            self,
+            self.mfu,
+            self.mfu_by_part,
+            self.delay_steps,
+            self.packing_imbalance,
+            self.longest_tokens,
+        )
+
+    def speedup(self, original: Outcome) -> float:
+        """In work a second: the ratio of MFUs.
+
+        Tokens a second say the same in the long run of the same documents, but which of the long
+        ones wait at the end of a few steps moves them; and where `original` cuts documents, its
+        tokens are less work.
+        """
+        return self.mfu / original.mfu
+
+    def speedup_by_seed(self, original: Outcome) -> tuple[float, float]:
+        """Lowest and highest over the seeds."""
+        ratios = [
+            ours / theirs
+            for ours, theirs in zip(self.mfu_by_seed, original.mfu_by_seed, strict=True)
+        ]
+        return min(ratios), max(ratios)
+
+    def row(self, original: Outcome) -> dict[str, Any]:
+        """JSON-able; speed-ups are over ``original``."""
+        lowest, highest = self.speedup_by_seed(original)
+        return {
+            "packing": self.setting.packing,
+            "shaped": self.variant.shaped,
+            "title": self.title,
+            "sharding": self.sharding,
+            "max_tokens": self.setting.max_tokens,
+            "steps": self.num_steps,
+            "step_ms": self.step_us / 1e3,
+            "tokens_per_s": self.tokens_per_s,
+            "speedup": self.speedup(original),
+            "speedup_lowest": lowest,
+            "speedup_highest": highest,
+            "tokens_speedup": self.tokens_per_s / original.tokens_per_s,
+            "mfu": self.mfu,
+            "bubble_share": self.bubble_share,
+            "peak_gib": self.peak_bytes / GIB,
+            "out_of_memory": self.out_of_memory or None,
+            "longest_micro_batch_tokens": self.longest_tokens,
+            "packing_imbalance": self.packing_imbalance,
+            "pp_imbalance": self.pp_imbalance,
+            "cp_imbalance": self.cp_imbalance,
+            "dp_imbalance": self.dp_imbalance,
+            "delay_steps": self.delay_steps,
+            "step_tokens": self.step_tokens,
+            "sharding_shares": self.shares,
+            "flags": [*self.variant.flags(), *self.rules],
+        }
+
+
+def compare(
+    scenario: Scenario,
+    source: LengthSource,
+    variants: Sequence[Variant],
+    shardings: Sequence[Mode | Kind],
+    *,
+    steps: int,
+    seeds: Sequence[int],
+    warm_up: int = WARM_UP_STEPS,
+    long_documents: LongDocuments = "split",
+    max_age: int = 12,
+    on_step: Callable[[], object] = lambda: None,
+) -> list[Outcome]:
+    """Each variant with each sharding; ``on_step`` is called after each planned step.
+
+    Raises:
+        ConfigError: settings that cannot work; found before any step is simulated.
+        PackingError: documents that a packing cannot place.
+    """
+    if steps < 1 or warm_up < 0 or not seeds:
+        raise ConfigError(
+            f"{steps} steps after {warm_up}, {len(seeds)} seeds; give at least one of each"
+        )
+    workloads = [
+        Workload(
+            source=source,
+            window=scenario.window,
+            num_micro_batches=scenario.num_micro_batches,
+            cost=scenario.cost,
+            seed=seed,
+            long_documents=long_documents,
+            max_age=max_age,
+            length_multiple=scenario.length_multiple,
+        )
+        for seed in seeds
+    ]
+    scenario.check_reach()
+    for workload in workloads:
+        workload.check([variant.setting for variant in variants])
+        for variant in variants:
+            if variant.shaped:
+                _planner(scenario, workload, variant, 1)
+    outcomes = []
+    for variant in variants:
+        memory = _Memory(scenario)
+        rules = workloads[0].rules(variant.setting)
+        tallies = [_Tally(scenario, variant, mode, memory, rules) for mode in shardings]
+        for workload in workloads:
+            for tally in tallies:
+                tally.next_seed()
+            meter = Meter()
+            planner = _planner(scenario, workload, variant, warm_up + steps)
+            for number, plan in enumerate(_plans(planner, warm_up + steps)):
+                if number >= warm_up:
+                    meter.add(plan)
+                    memory.add(plan)
+                    for tally in tallies:
+                        tally.add(plan)
+                on_step()
+            for tally in tallies:
+                metrics = meter.metrics(planner.packer.waiting)
+                tally.imbalances.append(metrics.imbalance_mean)
+                tally.delays.append(metrics.delay_mean_steps)
+        outcomes += [tally.outcome() for tally in tallies]
+    return outcomes
+
+
+def _planner(scenario: Scenario, workload: Workload, variant: Variant, steps: int) -> Planner:
+    packing, p = workload.packer(variant.setting), scenario.parallelism
+    shaper = None
+    if variant.shaped:
+        shaper = Shaper(
+            scenario.costs,
+            p,
+            num_micro_batches=scenario.num_micro_batches // p.dp_size,
+            max_tokens=packing.limits.max_tokens,
+            window=scenario.window,
+        )
+    return Planner(
+        workload.stream(variant.setting, steps + packing.look_ahead + 1),
+        packing,
+        scenario.cost,
+        dp_size=p.dp_size,
+        length_multiple=scenario.length_multiple,
+        shaping=shaper,
+    )
+
+
+def _plans(planner: Planner, num: int) -> Iterator[StepPlan]:
+    for _ in range(num):
+        plan = planner.next_plan()
+        assert plan is not None  # The stream has more steps.
+        yield plan
+
+
+EXAMPLE_STEPS = 6
+"""Of which each micro-batch is kept, to be drawn."""
+
+
+class _Memory:
+    """The peaks of a setting's steps, which no sharding changes."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.peak_bytes, self.out_of_memory, self.longest_tokens = 0.0, "", 0
+        self._model, self._limit_bytes = scenario.memory, scenario.limit_gib * GIB
+        p = scenario.parallelism
+        num = scenario.num_micro_batches // p.dp_size
+        self._order = schedule(p.pp_size, p.vpp_size, num, p.group_size)
+
+    def add(self, plan: StepPlan) -> None:
+        many = len(plan.micro_batches) > 1
+        for dp_rank, rank in enumerate(plan.micro_batches):
+            lengths = [m.padded_length for m in rank]
+            self.longest_tokens = max(self.longest_tokens, *lengths)
+            used = step_memory(self._model, self._order, lengths)
+            self.peak_bytes = max(self.peak_bytes, used.peak_bytes)
+            if not self.out_of_memory:
+                try:
+                    used.check(self._limit_bytes, f"data-parallel rank {dp_rank}" if many else "")
+                except PlanError as error:
+                    self.out_of_memory = f"step {plan.step}: {error}"
+
+
+class _Tally:
+    """Simulates steps of one setting and sharding, and adds them up."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        variant: Variant,
+        sharding: Mode | Kind,
+        memory: _Memory,
+        rules: tuple[str, ...],
+    ) -> None:
+        self.scenario, self.variant, self.sharding = scenario, variant, sharding
+        self.memory, self.rules = memory, rules
+        self.imbalances: list[float] = []
+        self.delays: list[float] = []
+        self._simulator = Simulator(scenario.costs, scenario.parallelism)
+        self._choose = scenario.chooser(sharding)
+        self._tokens: list[float] = []  # by seed, as the next
+        self._time_us: list[float] = []
+        self._flops: list[float] = []
+        self._step_us: list[float] = []  # of all seeds, as the next
+        self._step_flops: list[float] = []
+        self._num_steps = 0
+        self._bubble_us = self._pipeline_us = 0.0
+        self._pp = self._dp = self._slowest_us = self._mean_us = 0.0
+        self._chosen: dict[str, int] = {}
+        self._steps: list[tuple[StepPlan, float]] = []
+        self._micro_batch_us: list[tuple[float, ...]] = []
+
+    def next_seed(self) -> None:
+        self._tokens.append(0.0)
+        self._time_us.append(0.0)
+        self._flops.append(0.0)
+
+    def add(self, plan: StepPlan) -> None:
+        chosen = [[self._choose(m.lengths) for m in rank] for rank in plan.micro_batches]
+        line = self._simulator.step(plan, self._scale(plan, chosen))
+        self._tokens[-1] += plan.num_tokens
+        self._time_us[-1] += line.step_us
+        self._num_steps += 1
+        self._step_us.append(line.step_us)
+        self._step_flops.append(self.scenario.flops(d.length for d in plan.documents))
+        self._flops[-1] += self._step_flops[-1]
+        self._bubble_us += line.bubble_share * line.pipeline_us
+        self._pipeline_us += line.pipeline_us
+        self._pp += line.pp_imbalance
+        self._dp += line.dp_imbalance
+        for prediction in (p for rank in chosen for p in rank):
+            self._slowest_us += max(prediction.forward_us)
+            self._mean_us += sum(prediction.forward_us) / len(prediction.forward_us)
+            kind = prediction.sharding.kind
+            self._chosen[kind] = self._chosen.get(kind, 0) + 1
+        if len(self._tokens) == 1:
+            self._steps.append((plan, line.step_us))
+            if len(self._micro_batch_us) < EXAMPLE_STEPS:
+                self._micro_batch_us.append(
+                    tuple(us for rank in line.micro_batch_us for us in rank)
+                )
+
+    def outcome(self) -> Outcome:
+        time_us, n = sum(self._time_us), self._num_steps
+        hardware = self.scenario.hardware
+        peak_flops_per_us = self.scenario.num_devices * hardware.peak_tflops * 1e6
+        total = sum(self._chosen.values())
+        return Outcome(
+            self.variant,
+            self.sharding,
+            n,
+            time_us / n,
+            sum(self._tokens) / time_us * 1e6,
+            sum(self._flops) / (peak_flops_per_us * time_us),
+            tuple(
+                flops / (peak_flops_per_us * us)
+                for flops, us in zip(self._flops, self._time_us, strict=True)
+            ),
+            tuple(rate / peak_flops_per_us for rate in by_part(self._step_flops, self._step_us)),
+            self._bubble_us / self._pipeline_us,
+            self.memory.peak_bytes,
+            self.memory.out_of_memory,
+            self.memory.longest_tokens,
+            sum(self.imbalances) / len(self.imbalances),
+            self._pp / n,
+            self._slowest_us / self._mean_us if self._mean_us else 1.0,
+            self._dp / n,
+            sum(self.delays) / len(self.delays),
+            sum(self._tokens) / n,
+            {kind: count / total for kind, count in sorted(self._chosen.items())},
+            self._example(),
+            self.rules,
+        )
+
+    def _scale(self, plan: StepPlan, chosen: Sequence[Sequence[Prediction]]) -> list[list[float]]:
+        return [
+            [
+                self.scenario.attention_scale(m.lengths, prediction)
+                for m, prediction in zip(rank, predictions, strict=True)
+            ]
+            for rank, predictions in zip(plan.micro_batches, chosen, strict=True)
+        ]
+
+    def _example(self) -> Example:
+        """The step whose time is nearest to the mean."""
+        mean_us = sum(us for _, us in self._steps) / len(self._steps)
+        plan, _ = min(self._steps, key=lambda step: abs(step[1] - mean_us))
+        chosen = [[self._choose(m.lengths) for m in rank] for rank in plan.micro_batches]
+        simulator = Simulator(
+            self.scenario.costs, self.scenario.parallelism, memory=self.scenario.memory
+        )
+        line = simulator.step(plan, self._scale(plan, chosen))
+        return Example(plan, line, tuple(self._micro_batch_us))

@@ -1,0 +1,296 @@
+"""What a training command line will do, before a device is taken: layout, S_max, memory, time.
+
+Everything here is *modelled*: memory by :class:`~megatron_wlb.cost.MemoryModel`, times by
+:class:`~megatron_wlb.cost.AnalyticModel` and the simulator of whole steps, on the documents of the
+run's corpora, or drawn from a named distribution. Context parallelism divides attention perfectly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_wlb.cost import AnalyticModel, Hardware, MemoryModel, load_hardware
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.step_costs import analytic_costs
+from megatron_wlb.data.blend import Blend
+from megatron_wlb.data.corpora import Corpora
+from megatron_wlb.data.corpus import Corpus, CorpusInfo
+from megatron_wlb.data.documents import DocumentStream
+from megatron_wlb.data.lengths import sample_lengths
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import CUTS_AT_WINDOWS
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning import from_config as planning
+from megatron_wlb.planning import guards
+from megatron_wlb.settings.command_line import parse_known
+from megatron_wlb.settings.config import Config, from_flat
+from megatron_wlb.simulator.step import Simulator
+
+USABLE_SHARE = 0.9
+"""Of a device's memory, for tensors: the rest is for what the allocator cannot join, the CUDA
+context, NCCL and the libraries' workspaces. Assumed; ``--wlb-memory-gib`` says it better."""
+
+WARM_UP_STEPS, NUM_STEPS, SPARE_STEPS = 10, 40, 10
+"""Steps in which delay queues fill, over which times are averaged, and that are never reached."""
+
+_NOT_MODELLED = {
+    "--yaml-cfg", "--num-experts", "--multi-latent-attention", "--mtp-num-layers",
+    "--pipeline-model-parallel-layout", "--use-torch-fsdp2", "--use-megatron-fsdp",
+    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--hybrid-override-pattern", "--cpu-offloading-num-layers",
+}  # fmt: skip
+_PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one training command line on one kind of device. Times and bytes are modelled."""
+
+    parameters: int
+    num_devices: int
+    tp_size: int
+    cp_size: int
+    pp_size: int
+    vpp_size: int
+    dp_size: int
+    num_micro_batches: int
+    """Of each data-parallel rank."""
+    window: int
+    max_tokens: int
+    """S_max."""
+    fitting_tokens: int
+    """The largest S_max that would fit, but at most the tokens of a step."""
+    limit_gib: float
+    state_gib: float
+    """Weights, gradients and optimizer, on the pipeline rank that needs most."""
+    peak_gib: float
+    """With them and all micro-batches in flight S_max long."""
+    step_ms: float
+    """Mean over steps of ``documents``."""
+    tokens_per_s: float
+    speedup: float
+    """Work (FLOPs of the model) a second against ``original`` on the same documents. Tokens would
+    not do: where it cuts documents, its tokens are less work."""
+    documents: str
+    """Where their lengths are from."""
+    packing: str
+
+
+def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Config:
+    """The settings that a Megatron command line gives, as far as they matter here.
+
+    What is not given is as in ``defaults``, or else as this project has it.
+
+    Raises:
+        ConfigError: a flag that neither side knows, or one of a model that is not modelled.
+    """
+    config, others = parse_known(arguments, defaults)
+    guards.check_ranges(config)
+    given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
+    if found := sorted(given & _NOT_MODELLED):
+        raise ConfigError(f"{found[0]} is not modelled: nothing can be predicted; leave it out")
+    if _PER_VIRTUAL_STAGE in given:
+        layers = int(_value_of(_PER_VIRTUAL_STAGE, others))
+        stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+        if layers < 1 or stage % layers:
+            raise ConfigError(
+                f"{_PER_VIRTUAL_STAGE} is {layers}, which does not divide the {stage} layers of a "
+                "pipeline rank; use a divisor"
+            )
+        vpp = stage // layers if stage > layers else None
+        parallel = dataclasses.replace(config.parallel, num_virtual_stages_per_pipeline_rank=vpp)
+        config = dataclasses.replace(config, parallel=parallel)
+    return config
+
+
+def forecast(
+    config: Config, num_devices: int, *, distribution: str = "reference", vocab_size: int = 32000
+) -> Forecast:
+    """What ``config`` will do on so many devices of its ``--wlb-hardware``.
+
+    Documents are those of ``--data-path`` where its files exist, else drawn from ``distribution``.
+    ``vocab_size`` is used where neither ``--vocab-size`` nor the corpora say it.
+
+    Raises:
+        ConfigError: settings that the run itself would refuse, or memory that does not suffice for
+            S_max, or not even for a window.
+        CorpusError: ``--data-path`` names files that are damaged.
+    """
+    hardware = load_hardware(config.wlb.wlb_hardware)
+    p, window = config.parallel, config.data.seq_length
+    guards.check(config, num_devices)
+    dp_size = guards.data_parallel_size(config, num_devices)
+    num_micro_batches = guards.check_micro_batches(config, num_devices)
+    documents = _documents(config, distribution, vocab_size)
+    vocabulary = planning.padded_vocab_size(config, documents.corpora.vocab_size)
+    memory = _memory_model(config, vocabulary, dp_size)
+    limit_gib = config.wlb.wlb_memory_gib or hardware.memory_gib * USABLE_SHARE
+    fits = memory.max_tokens(
+        limit_gib * GIB, num_micro_batches, multiple=planning.length_multiple(config)
+    )
+    fitting = min(fits, config.training.global_batch_size * window)
+    max_tokens = config.wlb.wlb_max_tokens
+    if max_tokens is None:
+        max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * window
+    stages = range(p.pipeline_model_parallel_size)
+    peak_gib = max(memory.peak_bytes(r, [max_tokens] * num_micro_batches) for r in stages) / GIB
+    if fits < max(max_tokens, window):
+        name = "S_max (--wlb-max-tokens)" if fits >= window else "--seq-length"
+        raise ConfigError(
+            f"micro-batches of {max_tokens} tokens need {peak_gib:.1f} GiB (modelled), above the "
+            f"{limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fits} tokens "
+            f"fit: lower {name}, recompute activations, or use more TP, CP or PP"
+        )
+    planned = config.wlb.wlb_packing
+    runs = {
+        packing: _run(config, packing, max_tokens, vocabulary, memory, hardware, documents)
+        for packing in (planned, "original")
+    }
+    return Forecast(
+        parameters=sum(memory.num_parameters(r) for r in stages) * p.tensor_model_parallel_size,
+        num_devices=num_devices,
+        tp_size=p.tensor_model_parallel_size,
+        cp_size=p.context_parallel_size,
+        pp_size=p.pipeline_model_parallel_size,
+        vpp_size=p.num_virtual_stages_per_pipeline_rank or 1,
+        dp_size=dp_size,
+        num_micro_batches=num_micro_batches,
+        window=window,
+        max_tokens=max_tokens,
+        fitting_tokens=fitting,
+        limit_gib=limit_gib,
+        state_gib=max(memory.state_bytes(r).total for r in stages) / GIB,
+        peak_gib=peak_gib,
+        step_ms=runs[planned].step_ms,
+        tokens_per_s=runs[planned].tokens_per_s,
+        speedup=runs[planned].flops_per_s / runs["original"].flops_per_s,
+        documents=documents.title,
+        packing=planned,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive simulated steps."""
+
+    num_steps: int
+    num_tokens: int
+    num_flops: float
+    total_us: float
+
+    @property
+    def step_ms(self) -> float:
+        return self.total_us / self.num_steps / 1e3
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.total_us * 1e6
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.num_flops / self.total_us * 1e6
+
+
+def _memory_model(config: Config, vocabulary: int, dp_size: int) -> MemoryModel:
+    """Of a GPU run, whose kernels are fused."""
+    model = planning.memory_model(config, vocabulary, dp_size)
+    return dataclasses.replace(model, kernels="fused")
+
+
+def _run(
+    config: Config,
+    packing: str,
+    max_tokens: int,
+    vocabulary: int,
+    memory: MemoryModel,
+    hardware: Hardware,
+    documents: _Documents,
+) -> _Run:
+    """Steps of a packing, simulated."""
+    layout = memory.parallelism
+    shape = planning.model_shape(config, vocabulary)
+    model = AnalyticModel(
+        shape,
+        hardware,
+        layout,
+        planning.recompute(config),
+        element_bytes=2 if config.training.bf16 else 4,
+    )
+    costs = analytic_costs(model, memory, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
+    simulator = Simulator(costs, layout)
+    # The memory was looked at, by a model of fused kernels.
+    changed = {
+        "wlb_packing": packing,
+        "wlb_shape": "off" if packing in CUTS_AT_WINDOWS else config.wlb.wlb_shape,
+        "wlb_max_tokens": max_tokens,
+        "wlb_memory_gib": None,
+    }
+    planner = planning.make_planner(
+        from_flat(config.flat() | changed), documents.corpora, model.cost(), layout.dp_size
+    )
+    planner.selector = None
+    if documents.stream is not None:
+        planner.stream = documents.stream()
+    plans: list[StepPlan] = []
+    while len(plans) < WARM_UP_STEPS + NUM_STEPS and (plan := planner.next_plan()) is not None:
+        plans.append(plan)
+    plans = plans[WARM_UP_STEPS:] or plans  # of data that end before
+    total_us = sum(simulator.step(plan).step_us for plan in plans)
+    num_flops = shape.training_flops(d.length for plan in plans for d in plan.documents)
+    return _Run(len(plans), sum(plan.num_tokens for plan in plans), num_flops, total_us)
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """What is trained on."""
+
+    title: str
+    corpora: Corpora
+    stream: Callable[[], DocumentStream] | None = None
+    """Of drawn documents, that keep their order, in which they fill windows; else as in a run."""
+
+
+def _documents(config: Config, distribution: str, vocab_size: int) -> _Documents:
+    """Those of ``--data-path`` where all its files exist, else drawn ones."""
+    data, training = config.data, config.training
+    blend = Blend.parse(data.data_path)
+    files = [Path(prefix + suffix) for prefix in blend.prefixes for suffix in (".bin", ".idx")]
+    if files and all(path.is_file() for path in files):
+        noted = [info.vocab_size for p in blend.prefixes if (info := CorpusInfo.load(p))]
+        known = data.vocab_size or max(noted, default=vocab_size)
+        title = f"of {', '.join(blend.prefixes)}"
+        return _Documents(title, Corpora.of_blend(blend, data.split, known))
+    size = training.global_batch_size
+    num_windows = (WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS) * size
+    lengths = sample_lengths(distribution, num_windows, seed=training.seed, window=data.seq_length)
+    stream = partial(
+        DocumentStream,
+        [lengths],
+        window=data.seq_length,
+        step_tokens=size * data.seq_length,
+        seed=0,
+        shuffle=False,
+        num_epochs=1,
+    )
+    drawn = Corpus(distribution, lengths, None, None)
+    ranges = {"train": [(0, len(lengths))]}
+    corpora = Corpora([drawn], data.vocab_size or vocab_size, ranges)
+    absent = "; --data-path has no corpus here" if files else ""
+    return _Documents(f"drawn from {distribution!r}{absent}", corpora, stream)
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str:
+    """What follows a flag, after a space or ``=``; the last one counts."""
+    value = ""
+    for position, argument in enumerate(arguments):
+        name, equals, inline = argument.partition("=")
+        if name == flag:
+            value = inline if equals else "".join(arguments[position + 1 : position + 2])
+    if not value.isdecimal():
+        raise ConfigError(f"{flag} is {value!r}; give a number")
+    return value

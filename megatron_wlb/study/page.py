@@ -1,0 +1,269 @@
+"""One HTML file that shows a comparison: opened from disk, it needs nothing else and no network.
+
+The page is ``report.html`` beside this module, which draws the JSON that is put into it.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_wlb import __version__
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.lengths import Lengths
+from megatron_wlb.simulator.step_timeline import StepTimeline
+from megatron_wlb.study.compare import Outcome
+from megatron_wlb.study.scenario import Scenario
+
+NUM_BINS = 16
+MOST_BARS = 160
+"""Micro-batches of a packing that are drawn, in whole steps."""
+
+COLUMNS = (
+    ("packing, sharding", "what was compared"),
+    (
+        "speed-up",
+        "work (model FLOPs) a second over original; in brackets the lowest and highest seed",
+    ),
+    ("tokens/s", "of all devices, padding not counted"),
+    ("step ms", "mean time of a step"),
+    ("MFU", "model FLOPs over what the devices' peak would be"),
+    ("bubble", "share of the ranks' time in the pipeline that they wait"),
+    ("peak GiB", "the most that any device held in any step"),
+    ("PP", "imbalance of a pipeline's micro-batches, 1 is perfect"),
+    ("CP", "imbalance of attention over the ranks that share a sequence"),
+    ("DP", "imbalance of the replicas"),
+    ("delay", "steps that a token waits in the mean"),
+)
+_MEMORY_COLUMN = 6
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the page shows."""
+
+    scenario: Scenario
+    outcomes: Sequence[Outcome]
+    original: Outcome
+    lengths: Lengths
+    """Of a sample of the documents."""
+    title: str
+    subtitle: str
+    facts: Sequence[tuple[str, str]]
+    command: str
+
+    def html(self) -> str:
+        """The whole file."""
+        template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+        # Nothing in a JSON string may end the script element or open a comment.
+        data = json.dumps(self.data(), separators=(",", ":")).replace("<", "\\u003c")
+        head, rest = template.split("$TITLE")
+        middle, tail = rest.split("$DATA")
+        return f"{head}{html.escape(self.title)}{middle}{data}{tail}"
+
+    def data(self) -> dict[str, Any]:
+        """What the page draws, JSON-able."""
+        best = fastest(self.outcomes)
+        drawn = examples(self.outcomes)
+        return {
+            "title": self.title,
+            "subtitle": self.subtitle,
+            "facts": [list(fact) for fact in self.facts],
+            "cards": self._cards(best),
+            "columns": [list(column) for column in COLUMNS],
+            "memory_column": _MEMORY_COLUMN,
+            "table": [self._row(outcome, outcome is best) for outcome in self.outcomes],
+            "lengths": _histogram(self.lengths, self.scenario.window),
+            "levels": [
+                {
+                    "title": name(outcome),
+                    "values": [
+                        ["PP", round(outcome.pp_imbalance, 4), "blue"],
+                        ["CP", round(outcome.cp_imbalance, 4), "orange"],
+                        ["DP", round(outcome.dp_imbalance, 4), "green"],
+                    ],
+                }
+                for outcome in self.outcomes
+            ],
+            "micro": [
+                {"title": name(outcome), "steps": _first_steps(outcome.example.micro_batch_us)}
+                for outcome in drawn
+            ],
+            "micro_text": (
+                "Forward and backward of all stages, attention as its slowest context-parallel "
+                "rank has it; the line is the mean of the step."
+            ),
+            "timelines": [_timeline(name(outcome), outcome.example.timeline) for outcome in drawn],
+            "memory": [_memory(name(outcome), outcome.example.timeline) for outcome in drawn],
+            "limit_gib": self.scenario.limit_gib,
+            "texts": self._texts(),
+        }
+
+    def _cards(self, best: Outcome) -> list[list[str]]:
+        original = self.original
+        return [
+            [f"{best.speedup(original):.2f}×", f"the work a second of original: {name(best)}"],
+            [f"{best.mfu:.1%}", f"MFU, from {original.mfu:.1%}"],
+            [f"{best.bubble_share:.1%}", f"bubble share, from {original.bubble_share:.1%}"],
+            [f"{best.peak_bytes / GIB:.1f} GiB", f"peak, of {self.scenario.limit_gib:.1f} allowed"],
+        ]
+
+    def _row(self, outcome: Outcome, is_best: bool) -> dict[str, Any]:
+        lowest, highest = outcome.speedup_by_seed(self.original)
+        spread = f" ({lowest:.2f}-{highest:.2f})" if len(outcome.mfu_by_seed) > 1 else ""
+        return {
+            "cells": [
+                name(outcome),
+                f"{outcome.speedup(self.original):.2f}×{spread}",
+                f"{outcome.tokens_per_s:,.0f}",
+                f"{outcome.step_us / 1e3:,.0f}"
+                if outcome.step_us > 1e5
+                else f"{outcome.step_us / 1e3:,.2f}",
+                f"{outcome.mfu:.1%}",
+                f"{outcome.bubble_share:.1%}",
+                f"{outcome.peak_bytes / GIB:.1f}",
+                f"{outcome.pp_imbalance:.2f}",
+                f"{outcome.cp_imbalance:.2f}",
+                f"{outcome.dp_imbalance:.2f}",
+                f"{outcome.delay_steps:.2f}",
+            ],
+            "best": is_best,
+            "over": outcome.out_of_memory,
+        }
+
+    def _texts(self) -> dict[str, str]:
+        steps, seeds = self.outcomes[0].num_steps, len(self.outcomes[0].mfu_by_seed)
+        over = [name(outcome) for outcome in self.outcomes if outcome.out_of_memory]
+        fits = f"Too much for the limit: {'; '.join(over)}. " if over else ""
+        times = (
+            "a cost that was measured and put in"
+            if self.scenario.measured is not None
+            else "the model's shape and the rates in the hardware file, some of them assumed"
+        )
+        return {
+            "compared": (
+                f"{steps:,} steps of each over the same documents"
+                f"{f' of {seeds} seeds' if seeds > 1 else ''}. The fastest that fits memory stands "
+                "out."
+            ),
+            "memory-text": (
+                f"The first replica's ranks in the step drawn above; the dashed line is the limit "
+                f"of {self.scenario.limit_gib:.1f} GiB. {fits}"
+            ),
+            "method": (
+                f"Micro-batches are planned as training would plan them, their times come from "
+                f"{times}, and Megatron's schedule is replayed with them: transfers between "
+                f"stages, gradient reduction and optimizer update included. "
+                f"megatron-wlb {__version__} made this page with:"
+            ),
+            "command": self.command,
+        }
+
+
+def name(outcome: Outcome) -> str:
+    """Packing and sharding in a few words."""
+    return f"{outcome.title}, {outcome.sharding}"
+
+
+def fastest(outcomes: Sequence[Outcome]) -> Outcome:
+    """The one with the most work a second of those that fit memory, or of all if none does."""
+    return max(outcomes, key=lambda outcome: (not outcome.out_of_memory, outcome.mfu))
+
+
+def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """To be drawn: the first, and of each other packing the one with the fastest's sharding."""
+    first, best = outcomes[0], fastest(outcomes)
+    return [
+        outcome
+        for outcome in outcomes
+        if outcome is first
+        or (
+            outcome.sharding == best.sharding
+            and (outcome.variant != first.variant or outcome is best)
+        )
+    ]
+
+
+def _histogram(lengths: Lengths, window: int) -> dict[str, Any]:
+    """Of documents with tokens: others are not packed."""
+    lengths = np.sort(lengths[lengths > 0])
+    low = int(np.log2(lengths[0]))
+    high = max(low + 1, int(np.ceil(np.log2(max(int(lengths[-1]), window)))))
+    edges = 2.0 ** np.arange(max(low, high - NUM_BINS), high + 1)
+    values = lengths.astype(np.float64)
+    series = []
+    for title, weights, colour in (
+        ("documents", np.ones_like(values), "blue"),
+        ("tokens", values, "orange"),
+        ("attention work", values**2, "red"),
+    ):
+        # A bar is of those above its left edge and up to its right one; the first has all shorter.
+        bar = np.searchsorted(edges[1:-1], values, side="left")
+        sums = np.bincount(bar, weights=weights, minlength=len(edges) - 1)
+        shares = (sums / weights.sum()).round(5).tolist()
+        series.append({"name": title, "shares": shares, "colour": colour})
+    long = values >= window / 2
+    return {
+        "edges": edges.tolist(),
+        "series": series,
+        "window": window,
+        "text": (
+            f"{len(lengths):,} documents with {int(lengths.sum()):,} tokens, a sample of what was "
+            f"packed. Those of half a window and more are {long.mean():.2%} of the documents, "
+            f"{values[long].sum() / values.sum():.0%} of the tokens and "
+            f"{(values[long] ** 2).sum() / (values**2).sum():.0%} of the attention work."
+        ),
+    }
+
+
+def _first_steps(steps: Sequence[Sequence[float]]) -> list[list[float]]:
+    fitting = max(1, MOST_BARS // max(1, len(steps[0])))
+    return [[round(us, 1) for us in step[:MOST_BARS]] for step in steps[:fitting]]
+
+
+def _timeline(title: str, line: StepTimeline) -> dict[str, Any]:
+    """Of the replica that is done last."""
+    last = max(range(line.dp_size), key=lambda rank: line.replicas[rank].step_us)
+    replica = line.replicas[last]
+    ranks = []
+    for intervals, parts in zip(replica.intervals, line.collectives, strict=True):
+        actions: list[list[Any]] = [
+            [i.action.kind, i.action.chunk, i.action.micro_batch, i.start_us, i.stop_us]
+            for i in intervals
+        ]
+        # A reduction beside backward takes no time of its own: only what comes after is drawn.
+        stop_us = intervals[-1].stop_us
+        actions += [
+            [part.what, 0, 0, max(part.start_us, stop_us), part.stop_us]
+            for part in parts
+            if part.stop_us > stop_us
+        ]
+        ranks.append([[*a[:3], round(a[3], 1), round(a[4], 1)] for a in actions])
+    if line.dp_size > 1:
+        title += f" (replica {last})"
+    return {
+        "title": title,
+        "step_us": line.step_us,
+        "bubble": line.bubble_share,
+        "chunks": line.graph.vpp_size,
+        "ranks": ranks,
+    }
+
+
+def _memory(title: str, line: StepTimeline) -> dict[str, Any]:
+    ranks = []
+    for rank in line.memory[0].ranks:
+        peak = rank.peak_bytes / GIB
+        parts = [
+            ("weights and gradients", (rank.state.weights + rank.state.gradients) / GIB, "blue"),
+            ("optimizer", rank.state.optimizer / GIB, "green"),
+        ]
+        rest = peak - sum(gib for _, gib, _ in parts)
+        ranks.append({"peak": peak, "parts": [*parts, (f"at {rank.peak_at}", rest, "orange")]})
+    return {"title": title, "ranks": ranks}

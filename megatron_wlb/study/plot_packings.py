@@ -1,0 +1,140 @@
+"""Pictures of packings: what balance costs in delay, and several side by side; PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from megatron_wlb.study.evaluate import Evaluation
+from megatron_wlb.study.plot import (
+    BLUE,
+    GREY,
+    INK,
+    ORANGE,
+    PALE_INK,
+    VERMILION,
+    Path,
+    _figure,
+    _save,
+    _title,
+)
+from megatron_wlb.study.tune import Tuning, frontier
+
+COLOURS = {"wlb": ORANGE, "hold": BLUE}
+
+
+def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
+    """Modelled throughput over delay: all that was tried, the best of it, and what was chosen.
+
+    The dots and lines are of the steps that settings were chosen on, each relative to `original` on
+    them; the large marks are of held-out steps.
+    """
+    figure = _figure(title, height=6.2)
+    axes = figure.subplots()
+    for packing, colour in COLOURS.items():
+        tried = [e for e in tuning.tried if e.setting.packing == packing]
+        if not tried:
+            continue
+        front = frontier(tried)
+        _points(axes, tried, tuning.tried_original, color=colour, s=14, alpha=0.45, lw=0)
+        axes.plot(
+            [e.delay for e in front],
+            [e.efficiency / tuning.tried_original.efficiency for e in front],
+            color=colour,
+            lw=2,
+            label=f"{packing}: best of {len(tried)} settings tried",
+        )
+    marks: list[tuple[Sequence[Evaluation], str, dict[str, Any]]] = [
+        ([tuning.chosen], "recommended", {"marker": "*", "color": VERMILION, "s": 330}),
+        ([tuning.original], "original", {"marker": "s", "color": INK}),
+    ]
+    # Named in the legend: settings that do alike lie on each other, and so would their names.
+    for evaluation, marker in zip(tuning.baselines[1:], "^v<>", strict=False):
+        marks.append(([evaluation], evaluation.setting.title, {"marker": marker, "color": INK}))
+    for evaluation in tuning.defaults:
+        colour = COLOURS[evaluation.setting.packing]
+        label = f"default: {evaluation.setting.title}"
+        marks.append(([evaluation], label, {"marker": "D", "color": colour}))
+    for evaluations, label, style in marks:
+        style = {"s": 70, "edgecolors": "white", "zorder": 5} | style
+        _points(axes, evaluations, tuning.original, label=label, **style)
+    axes.axvline(
+        tuning.max_delay, color=INK, lw=1.2, ls="--", label=f"limit, {tuning.max_delay:g} steps"
+    )
+    perfect = 1 / tuning.original.efficiency
+    if tuning.chosen.efficiency > 0.8:  # Where bubbles keep all far from it, it would squeeze them.
+        axes.axhline(perfect, color=PALE_INK, lw=1, ls=":", label="perfect balance")
+    chosen = tuning.chosen
+    speedup = chosen.efficiency / tuning.original.efficiency
+    _title(
+        axes,
+        f"recommended: {chosen.setting.title}{' (the default)' if tuning.keeps_default else ''}, "
+        f"{speedup:.2f} × the work a second of original at a delay of {chosen.delay:.2f} steps",
+    )
+    # Settings that are far worse would squeeze all others.
+    drawn = (*tuning.baselines, *tuning.defaults, chosen, *frontier(tuning.tried))
+    farthest = max(tuning.max_delay, *(e.delay for e in drawn))
+    axes.set_xlim(-0.03 * farthest, 1.3 * farthest or 1)
+    axes.set_xlabel(
+        "mean delay of a token (steps); lines and dots: steps tuned on, large marks: held-out steps"
+    )
+    axes.set_ylabel("modelled throughput (original = 1)")
+    axes.grid(color=GREY, lw=0.8)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
+    _save(figure, path)
+
+
+def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
+    """Imbalance and delay of each packing: the mean, and how far the worst steps are from it."""
+    figure = _figure(title, height=1.9 + 0.42 * len(evaluations))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.4, 1])
+    several = len({e.num_micro_batches for e in evaluations}) > 1
+    labels = [
+        f"{e.setting.title}, N={e.num_micro_batches}" if several else e.setting.title
+        for e in evaluations
+    ]
+    places = range(len(evaluations))
+    tw = [e.imbalance for e in evaluations]
+    p95 = [e.metrics.imbalance_p95 for e in evaluations]
+    worst = [e.metrics.imbalance_worst for e in evaluations]
+    left.hlines(places, 1, worst, color=GREY, lw=9, label="worst step")
+    left.hlines(places, 1, p95, color=ORANGE, lw=9, label="95 % of the steps")
+    left.scatter(tw, places, color=INK, s=46, zorder=3, label="time-weighted mean")
+    left.set_xlim(left=1)
+    left.set_xlabel("imbalance degree (1 is perfect)")
+    left.set_yticks(places, labels)
+    left.invert_yaxis()
+    for place, value in zip(places, tw, strict=True):
+        left.annotate(
+            f"{value:.3f}", (value, place), xytext=(7, -3), textcoords="offset points", fontsize=9
+        )
+    delays = [e.delay for e in evaluations]
+    right.barh(places, delays, color=BLUE, height=0.5, label="delay")
+    for place, value in zip(places, delays, strict=True):
+        right.annotate(
+            f"{value:.2f}", (value, place), xytext=(5, -3), textcoords="offset points", fontsize=9
+        )
+    right.set_xlim(0, 1.15 * max(delays) or 1)
+    right.set_xlabel("mean delay of a token (steps)")
+    right.tick_params(axis="y", length=0)
+    for axes in (left, right):
+        axes.grid(axis="x", color=GREY, lw=0.8)
+        axes.set_axisbelow(True)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    _save(figure, path)
+
+
+def _points(
+    axes: Axes, evaluations: Sequence[Evaluation], original: Evaluation, **style: Any
+) -> None:
+    axes.scatter(
+        [e.delay for e in evaluations],
+        [e.efficiency / original.efficiency for e in evaluations],
+        **style,
+    )

@@ -1,0 +1,436 @@
+"""Which layout, batch and packing train a model fastest on so many devices under a memory limit.
+
+Three passes, each over fewer candidates and each more exact::
+
+    all layouts ──▶ what cannot run is rejected, with its reason   (divisibility, schedule, memory)
+                ──▶ one step of even micro-batches each            (coarse)
+                ──▶ many steps of real documents of the best       (refined)
+
+Everything is *simulated* and deterministic: the same arguments give the same ranking.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heapify, heapreplace
+from typing import Literal, TypeAlias
+
+from megatron_wlb.cost import Hardware, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.model_file import padded_vocabulary
+from megatron_wlb.data.documents import LongDocuments
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import CUTS_AT_WINDOWS
+from megatron_wlb.sharding.select import Mode
+from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
+from megatron_wlb.study.compare import SHAPED, WARM_UP_STEPS, Outcome, Variant, compare
+from megatron_wlb.study.scenario import Scenario, title
+
+Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]
+
+MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
+"""S_max in windows that are tried on the best layouts, besides the most that fits."""
+DEFAULT_WINDOWS = 2.0
+"""S_max in windows with which layouts are refined, where it fits."""
+MOST_CHUNKS = 8
+"""VPP that is tried at most."""
+SAMPLE_WINDOWS = 64
+"""Windows of documents of which the coarse pass takes the average micro-batch."""
+FULL = Recompute("full", "uniform", 1)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched."""
+
+    shape: ModelShape
+    """Its vocabulary not padded."""
+    hardware: Hardware
+    num_devices: int
+    window: int
+    num_micro_batches: tuple[int, ...]
+    """N: of a step, over all data-parallel ranks."""
+    packings: tuple[str, ...] = ("original", "wlb", "hold", "hold+shape")
+    """As :meth:`Variant.parse` takes them; the last one that is not shaped refines the layouts.
+    Where there is one stage ``+shape`` is left off: there is nothing to shape."""
+    sharding: Mode = "adaptive"
+    """Where CP is above 1."""
+    recompute: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
+    """Least first: more is only tried where S_max is below :data:`DEFAULT_WINDOWS`."""
+    max_tp: int | None = None
+    """A node's devices if not given."""
+    memory_gib: float | None = None
+    extrapolate: bool = False
+    """Whether to go beyond the end of the hardware's measured attention."""
+    fixed: dict[str, int] = field(default_factory=dict)
+    """Sizes that are given, such as ``{"tp_size": 8}``."""
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1 or self.window < 1 or not self.num_micro_batches:
+            raise ConfigError(
+                f"{self.num_devices} devices, a window of {self.window} tokens and "
+                f"{len(self.num_micro_batches)} numbers of micro-batches; give at least 1 of each"
+            )
+        for packing in self.packings:  # Now, not once layouts have been searched for minutes.
+            Variant.parse(packing, self.window, self.window)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that cannot run."""
+
+    layout: Parallelism
+    num_micro_batches: int
+    recompute: Recompute
+    why: Why
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that can run, by the coarse pass."""
+
+    scenario: Scenario
+    max_tokens: int
+    """The largest S_max that fits."""
+    mfu: float
+    """Of even micro-batches of an average mix of documents; only to rank layouts."""
+
+    @property
+    def windows(self) -> float:
+        """S_max that layouts are refined with, in windows."""
+        return min(DEFAULT_WINDOWS, self.max_tokens / self.scenario.window)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with a packing and an S_max, simulated over many steps."""
+
+    candidate: Candidate
+    outcome: Outcome
+
+    @property
+    def fits(self) -> bool:
+        return not self.outcome.out_of_memory
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found."""
+
+    ranked: tuple[Choice, ...]
+    """By :func:`~megatron_wlb.study.advice.preference`, so the fastest first; those above the
+    limit of delay come after all others, and those that ran out of memory last."""
+    candidates: tuple[Candidate, ...]
+    """All that can run, by the coarse pass, fastest first; the first ones were refined."""
+    rejected: tuple[Rejected, ...]
+    max_delay: float
+
+    @property
+    def best(self) -> Choice:
+        return self.ranked[0]
+
+    @cached_property
+    def original(self) -> Choice | None:
+        """The fastest with `original` packing that fits."""
+        return _original(self.ranked)
+
+    @cached_property
+    def layouts(self) -> list[Choice]:
+        """The best of each layout with its N and recomputation."""
+        first: dict[Scenario, Choice] = {}
+        for choice in self.ranked:
+            first.setdefault(choice.candidate.scenario, choice)
+        return [*first.values()]
+
+    @cached_property
+    def packings(self) -> list[Choice]:
+        """The other packings on the best layout, each with its best S_max."""
+        first = {self.best.outcome.title: self.best}
+        for choice in self.ranked:
+            if choice.candidate.scenario == self.best.candidate.scenario:
+                first.setdefault(choice.outcome.title, choice)
+        return [*first.values()][1:]
+
+    @property
+    def num_rejected(self) -> dict[str, int]:
+        """By why, most first."""
+        return dict(Counter(str(one.why) for one in self.rejected).most_common())
+
+
+def search(
+    space: Space,
+    source: LengthSource,
+    *,
+    num_refined: int = 8,
+    num_tuned: int = 3,
+    steps: int = 40,
+    warm_up: int = WARM_UP_STEPS,
+    seeds: Sequence[int] = (1,),
+    max_delay: float = MAX_DELAY_STEPS,
+    long_documents: LongDocuments = "split",
+    progress: Callable[[str, int, int], object] = lambda what, done, total: None,
+) -> Search:
+    """The ranking.
+
+    Args:
+        space: what is searched.
+        source: the documents.
+        num_refined: of the coarse pass's best layouts, how many are simulated with documents.
+        num_tuned: of these, how many are with every packing and S_max.
+        steps: simulated steps that count, of each seed.
+        warm_up: steps before them.
+        max_delay: steps that a token is delayed at most, in the mean, by what is ranked first.
+        seeds: of the documents' order.
+        long_documents: what becomes of those over the window.
+        progress: called with the pass's name, and how much of how much is done.
+
+    Raises:
+        ConfigError: nothing can run; the message says why, and what comes nearest.
+    """
+    check_max_delay(max_delay)
+    possible, rejected = _possible(space, progress)
+    if not possible:
+        raise ConfigError(_nothing(space, rejected))
+    sample = _sample(source, space.window, seeds[0], long_documents)
+    candidates = []
+    for number, (scenario, max_tokens) in enumerate(possible):
+        candidates.append(Candidate(scenario, max_tokens, _coarse_mfu(space, scenario, sample)))
+        progress("coarse", number + 1, len(possible))
+    candidates.sort(key=lambda c: (-c.mfu, _order(c.scenario)))
+
+    def simulate(candidate: Candidate, variants: Sequence[Variant]) -> list[Choice]:
+        sharding = space.sharding if candidate.scenario.parallelism.cp_size > 1 else "per-sequence"
+        outcomes = compare(
+            candidate.scenario,
+            source,
+            variants,
+            [sharding],
+            steps=steps,
+            warm_up=warm_up,
+            seeds=seeds,
+            long_documents=long_documents,
+        )
+        return [Choice(candidate, outcome) for outcome in outcomes]
+
+    plain = [name for name in space.packings if not name.endswith(SHAPED)]
+    refining = (plain or space.packings)[-1]
+    refined: list[Choice] = []
+    chosen = candidates[:num_refined]
+    for number, candidate in enumerate(chosen):
+        variant = _variant(refining, candidate, candidate.windows)
+        refined += simulate(candidate, [variant])
+        progress("refined", number + 1, len(chosen))
+    refined = _ranked(refined, max_delay)
+    tuned: list[Choice] = []
+    for number, choice in enumerate(refined[:num_tuned]):
+        others = [
+            variant
+            for variant in _variants(space, choice.candidate)
+            if not _alike(variant, choice.outcome.variant)
+        ]
+        tuned += simulate(choice.candidate, others)
+        progress("tuned", number + 1, min(num_tuned, len(refined)))
+    ranked = _ranked([*refined, *tuned], max_delay)
+    return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
+
+
+def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
+    """What fits, keeps the limit and is fastest first."""
+    base = (_original(choices) or max(choices, key=lambda c: c.outcome.mfu)).outcome.option
+
+    def order(choice: Choice) -> tuple[object, ...]:
+        outcome = choice.outcome
+        return (
+            not choice.fits,
+            outcome.delay_steps > max_delay,
+            preference(outcome.option, base),
+            outcome.setting.packing != "original",
+            outcome.setting.max_tokens,
+            _order(choice.candidate.scenario),
+            outcome.title,
+        )
+
+    return sorted(choices, key=order)
+
+
+def _original(choices: Sequence[Choice]) -> Choice | None:
+    """The fastest with `original` packing that fits."""
+    plain = [c for c in choices if c.outcome.setting.packing == "original" and c.fits]
+    return max(plain, key=lambda choice: choice.outcome.mfu, default=None)
+
+
+def _order(scenario: Scenario) -> tuple[int, ...]:
+    """Settles ties: the simplest layout first."""
+    p = scenario.parallelism
+    return p.pp_size, p.vpp_size, p.cp_size, p.tp_size, scenario.num_micro_batches
+
+
+def _variants(space: Space, candidate: Candidate) -> list[Variant]:
+    """Every packing; those that S_max matters to, with each that fits."""
+    fits = candidate.max_tokens / candidate.scenario.window
+    windows = [w for w in MAX_WINDOWS if w <= fits]
+    if fits > 1.05 * max(windows, default=0.0) and fits < MAX_WINDOWS[-1]:
+        windows.append(fits)
+    variants = []
+    for packing in space.packings:
+        cuts = packing.partition(":")[0] in CUTS_AT_WINDOWS
+        for number in [candidate.windows] if cuts else windows:
+            variants.append(_variant(packing, candidate, number))
+    return list(dict.fromkeys(variants))
+
+
+def _alike(one: Variant, other: Variant) -> bool:
+    """Equal but for a few tokens of S_max."""
+    tokens = other.setting.max_tokens
+    setting = replace(one.setting, max_tokens=tokens)
+    near = abs(one.setting.max_tokens / tokens - 1) < 0.05
+    return near and replace(one, setting=setting) == other
+
+
+def _variant(packing: str, candidate: Candidate, windows: float) -> Variant:
+    window = candidate.scenario.window
+    if candidate.scenario.parallelism.pp_size == 1:
+        packing = packing.removesuffix(SHAPED)
+    return Variant.parse(packing, window, min(int(windows * window), candidate.max_tokens))
+
+
+def _layouts(space: Space) -> Iterator[Parallelism]:
+    """All ways to take the devices' number apart, with every VPP up to :data:`MOST_CHUNKS`."""
+    divisors = [n for n in range(1, space.num_devices + 1) if space.num_devices % n == 0]
+    for tp_size in divisors:
+        for cp_size in divisors:
+            for pp_size in divisors:
+                inner = tp_size * cp_size * pp_size
+                if space.num_devices % inner:
+                    continue
+                for vpp_size in range(1, MOST_CHUNKS + 1 if pp_size > 1 else 2):
+                    layout = Parallelism(
+                        tp_size=tp_size,
+                        cp_size=cp_size,
+                        pp_size=pp_size,
+                        vpp_size=vpp_size,
+                        dp_size=space.num_devices // inner,
+                        sequence_parallel=tp_size > 1,
+                    )
+                    if all(getattr(layout, name) == size for name, size in space.fixed.items()):
+                        yield layout
+
+
+def _possible(
+    space: Space, progress: Callable[[str, int, int], object]
+) -> tuple[list[tuple[Scenario, int]], list[Rejected]]:
+    """What can run, with the S_max that fits, and what cannot."""
+    possible: list[tuple[Scenario, int]] = []
+    rejected: list[Rejected] = []
+    max_tp = space.max_tp or space.hardware.devices_per_node
+    layouts = list(_layouts(space))
+    for place, layout in enumerate(layouts):
+        progress("memory", place + 1, len(layouts))
+        shape = padded_vocabulary(space.shape, layout.tp_size)
+
+        def refuse(
+            why: Why,
+            reason: str,
+            number: int = 0,
+            recompute: Recompute = space.recompute[0],
+            layout: Parallelism = layout,
+        ) -> None:
+            rejected.append(Rejected(layout, number, recompute, why, reason))
+
+        if layout.tp_size > max_tp:
+            refuse("topology", f"TP {layout.tp_size} is above the limit of {max_tp} (a node)")
+            continue
+        try:
+            layout.layers_of_stages(shape)
+        except ConfigError as error:
+            refuse("divisibility", str(error))
+            continue
+        for number in space.num_micro_batches:
+            for recompute in space.recompute:
+                try:
+                    scenario = Scenario(
+                        shape,
+                        space.hardware,
+                        layout,
+                        space.window,
+                        number,
+                        recompute,
+                        space.memory_gib,
+                        extrapolate=space.extrapolate,
+                    )
+                except ConfigError as error:
+                    refuse("batch and schedule", str(error), number, recompute)
+                    break  # The same with every recompute setting.
+                try:
+                    max_tokens = scenario.max_tokens()
+                except ConfigError as error:
+                    refuse("memory", str(error), number, recompute)
+                    continue
+                if max_tokens < space.window:
+                    reason = (
+                        f"micro-batches of {max_tokens} tokens fit {scenario.limit_gib:.1f} GiB, "
+                        f"but a window has {space.window}"
+                    )
+                    refuse("memory", reason, number, recompute)
+                    continue
+                possible.append((scenario, max_tokens))
+                if max_tokens >= DEFAULT_WINDOWS * space.window:
+                    break  # More recomputation only takes time.
+    return possible, rejected
+
+
+def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
+    """One line: nothing can run, why, and what to do."""
+    counts = Counter(one.why for one in rejected)
+    said = ", ".join(f"{count} for {why}" for why, count in counts.most_common())
+    memory = [one for one in rejected if one.why == "memory"]
+    last = memory or rejected
+    nearest = f"; such as {title(last[-1].layout)}: {last[-1].reason}" if last else ""
+    if not rejected:
+        given = ", ".join(f"{name} {size}" for name, size in space.fixed.items())
+        return f"no layout of {space.num_devices} devices has {given}; leave a size out"
+    return f"no layout of {space.num_devices} devices can run ({said}){nearest}"
+
+
+def _sample(
+    source: LengthSource, window: int, seed: int, long_documents: LongDocuments
+) -> list[int]:
+    """:data:`SAMPLE_WINDOWS` windows of documents as a run would draw them, longer ones cut."""
+    stream = source.stream(
+        1,
+        window=window,
+        longest=window,
+        windows_a_step=SAMPLE_WINDOWS,
+        seed=seed,
+        long_documents=long_documents,
+    )
+    return [document.length for document in stream.next_step()]
+
+
+def _coarse_mfu(space: Space, scenario: Scenario, sample: Sequence[int]) -> float:
+    """Of a step of N times the most average of :data:`SAMPLE_WINDOWS` balanced micro-batches."""
+    cost, p = scenario.cost, scenario.parallelism
+    mean_us = cost.total_us(sample) / SAMPLE_WINDOWS
+    loads = [(0.0, number) for number in range(SAMPLE_WINDOWS)]
+    heapify(loads)
+    bins: list[list[int]] = [[] for _ in loads]
+    for length in sorted(sample, reverse=True):
+        load_us, number = loads[0]
+        bins[number].append(length)
+        heapreplace(loads, (load_us + cost.document_us(length), number))
+    average = min(bins, key=lambda lengths: abs(cost.total_us(lengths) - mean_us))
+    padding = -sum(average) % scenario.length_multiple
+    segments = [*average, padding] if padding else average
+    mode: Mode = space.sharding if p.cp_size > 1 else "per-sequence"
+    scale = scenario.attention_scale(segments, scenario.chooser(mode)(segments))
+    num = scenario.num_micro_batches // p.dp_size
+    line = Simulator(scenario.costs, p).step(
+        [[segments] * num] * p.dp_size, [[scale] * num] * p.dp_size
+    )
+    flops = scenario.flops(average) * scenario.num_micro_batches
+    return flops / (line.step_us * scenario.num_devices * scenario.hardware.peak_tflops * 1e6)

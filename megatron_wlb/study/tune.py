@@ -1,0 +1,245 @@
+"""Settings of `wlb` and `hold` for a user's own documents (WLB-LLM §4.2, "Tuning Hyperparameter").
+
+As the paper has it, a sample of the documents is packed with many settings, and the one with the
+best balance at a low delay is taken. Departures: "low" is a limit that the user gives; the number
+of queues, `hold`'s settings and S_max are tuned as well as the thresholds; and what is chosen is
+judged on documents that it was not chosen on, against the defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from megatron_wlb.errors import ConfigError, PackingError
+from megatron_wlb.study.advice import check_max_delay, recommended
+from megatron_wlb.study.evaluate import Evaluation, Setting, Workload, evaluate
+
+TUNABLE = ("wlb", "hold")
+
+WARM_UP_STEPS = 25
+QUEUES = (1, 2, 3)
+THRESHOLDS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 2 / 3, 5 / 6)
+"""Of the longest document, or of the window where that is longer."""
+DELAY_PRICES = (0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
+TAUS = (1.0, 1.02, 1.05)
+MAX_WINDOWS = (1.0, 1.25, 1.5, 2.0, 3.0)
+"""S_max, in windows; those below the limit are tried where it is good."""
+NEIGHBOUR = 1.15
+"""A threshold or a price is tried again this much higher and lower."""
+NUM_REFINED = 3
+"""So many of the best of each packing are refined."""
+TOLERANCE = 0.002
+"""A smaller S_max, then a lower delay, is worth this share of the throughput."""
+NUM_JUDGED = 8
+"""So many choices are judged, if those before turn out to be above the limit."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was tried and what is recommended; ``efficiency`` is the throughput everywhere."""
+
+    max_delay: float
+    tried: tuple[Evaluation, ...]
+    """All settings, on the steps they were chosen on."""
+    tried_original: Evaluation
+    """`original` on the same steps."""
+    chosen: Evaluation
+    """What is recommended, on held-out steps, as are those below."""
+    defaults: tuple[Evaluation, ...]
+    """Of the packings that were tuned."""
+    baselines: tuple[Evaluation, ...]
+    """`original` first, then `fixed-greedy`."""
+    tuned: Evaluation | None = None
+    """Of what was tried, the best that keeps the limit, or what comes nearest to it."""
+
+    @property
+    def original(self) -> Evaluation:
+        return self.baselines[0]
+
+    @property
+    def judged(self) -> tuple[Evaluation, ...]:
+        """All on held-out steps, each setting once; what is recommended is one of them."""
+        every = [*self.baselines, *self.defaults, *([self.tuned] if self.tuned else [])]
+        return tuple({evaluation.setting: evaluation for evaluation in every}.values())
+
+    @property
+    def keeps_default(self) -> bool:
+        """Whether nothing better than a default was found."""
+        return self.chosen.setting in [default.setting for default in self.defaults]
+
+
+def frontier(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+    """Those that no other one beats in delay and throughput at once, by rising delay."""
+    best: list[Evaluation] = []
+    for evaluation in sorted(evaluations, key=lambda e: (e.delay, -e.efficiency)):
+        if not best or evaluation.efficiency > best[-1].efficiency:
+            best.append(evaluation)
+    return best
+
+
+def tune(
+    workload: Workload,
+    held_out: Workload,
+    *,
+    packings: Sequence[str] = TUNABLE,
+    max_tokens: int,
+    max_delay: float,
+    steps: int,
+    warm_up: int | None = None,
+    look_ahead: int = 0,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Tuning:
+    """The setting with the highest modelled throughput whose mean delay is at most ``max_delay``.
+
+    Throughput is the work of the steps ÷ their time: without a layout that of their slowest
+    micro-batches, so it is 1 ÷ time-weighted imbalance. ``max_tokens`` is the largest S_max that
+    memory allows; a smaller one is taken where it loses at most ``TOLERANCE``. Settings are chosen
+    on ``steps`` steps of ``workload``, after ``warm_up``, and the best is judged on as many of
+    ``held_out``, with the defaults and the baselines: the fastest there within the limit is
+    recommended (:mod:`~megatron_wlb.study.advice`).
+
+    ``progress`` is told how many evaluations are done and about how many there will be.
+
+    Raises :class:`PackingError` if nothing stays within ``max_delay``, with the nearest setting,
+    and :class:`ConfigError` for packings that cannot be tuned and settings that cannot work.
+    """
+    for packing in packings:
+        if packing not in TUNABLE:
+            raise ConfigError(f"{packing} has nothing to tune; use {' or '.join(TUNABLE)}")
+    if not packings:
+        raise ConfigError(f"no packing to tune; give {' or '.join(TUNABLE)}")
+    check_max_delay(max_delay)
+    if look_ahead < 0:
+        raise ConfigError(f"look_ahead is {look_ahead}; give at least 0")
+    window, warm_up_steps = workload.window, WARM_UP_STEPS if warm_up is None else warm_up
+    defaults = [Setting(packing, min(max_tokens, 2 * window)) for packing in packings]
+    baselines = [
+        Setting("original", max_tokens),
+        *(Setting("fixed-greedy", max_tokens, fixed_batches=batches) for batches in (1, 4)),
+    ]
+    workload.check([*defaults, *baselines, Setting("hold", max_tokens)])
+
+    first = [*defaults, *candidates(workload, packings, max_tokens, look_ahead)]
+    counted = _Counter(progress, 1 + len(first) + len(defaults) + len(baselines) + 1)
+
+    def run(on: Workload, setting: Setting) -> Evaluation:
+        evaluation = evaluate(on, setting, steps, warm_up=warm_up_steps)
+        counted.add()
+        return evaluation
+
+    tried = {setting: run(workload, setting) for setting in dict.fromkeys(first)}
+    second = _refined(tried.values(), packings, window, max_delay) - tried.keys()
+    counted.total += len(second)
+    tried |= {setting: run(workload, setting) for setting in sorted(second, key=str)}
+
+    judged = [run(held_out, setting) for setting in defaults]
+    chosen = _judge(
+        _ranked(tried.values(), max_delay), lambda setting: run(held_out, setting), max_delay
+    )
+    found = [*([chosen] if chosen else []), *judged]
+    if not any(evaluation.delay <= max_delay for evaluation in found):
+        at_hand = chosen or min(tried.values(), key=lambda e: (e.delay, -e.efficiency))
+        raise PackingError(
+            f"no setting of {' or '.join(packings)} keeps the mean delay within {max_delay:g} "
+            f"steps; the nearest has {at_hand.delay:.3g} at imbalance {at_hand.imbalance:.3f} "
+            f"({' '.join(at_hand.flags)}): raise --max-delay"
+            + ("" if "hold" in packings else ", or tune hold too")
+        )
+    tried_original = run(workload, baselines[0])
+    judged_baselines = tuple(run(held_out, setting) for setting in baselines)
+    options = [evaluation.option for evaluation in (*found, *judged_baselines)]
+    best = recommended(options, max_delay, options[len(found)])
+    assert best is not None  # `original` delays nothing
+    return Tuning(
+        max_delay,
+        tuple(tried.values()),
+        tried_original,
+        best.of,
+        tuple(judged),
+        judged_baselines,
+        chosen,
+    )
+
+
+def candidates(
+    workload: Workload, packings: Sequence[str], max_tokens: int, look_ahead: int
+) -> Iterator[Setting]:
+    """What is tried first, all with the largest S_max."""
+    top = min(workload.window, workload.source.longest(workload.window))
+    lengths = sorted({max(1, round(top * fraction)) for fraction in THRESHOLDS})
+    if "wlb" in packings:
+        for num_queues in QUEUES:
+            for thresholds in combinations(lengths, num_queues):
+                yield Setting("wlb", max_tokens, queue_thresholds=thresholds)
+    if "hold" in packings:
+        # No imbalance is above N, so this one holds nothing back that has room.
+        yield Setting("hold", max_tokens, tau=float(workload.num_micro_batches), delay_price=0.0)
+        for ahead in {0, look_ahead}:
+            for tau in TAUS:
+                for price in DELAY_PRICES:
+                    yield Setting("hold", max_tokens, tau=tau, delay_price=price, look_ahead=ahead)
+
+
+class _Counter:
+    def __init__(self, progress: Callable[[int, int], object], total: int) -> None:
+        self.progress, self.done, self.total = progress, 0, total
+
+    def add(self) -> None:
+        self.done += 1
+        self.progress(self.done, max(self.done, self.total))
+
+
+def _refined(
+    tried: Iterable[Evaluation], packings: Sequence[str], window: int, max_delay: float
+) -> set[Setting]:
+    """Neighbours of the best of each packing, and the same with less S_max."""
+    refined: set[Setting] = set()
+    tried = list(tried)
+    for packing in packings:
+        ranked = _ranked([e for e in tried if e.setting.packing == packing], max_delay)
+        for setting in [evaluation.setting for evaluation in ranked[:NUM_REFINED]]:
+            refined |= {
+                replace(setting, max_tokens=int(windows * window))
+                for windows in MAX_WINDOWS
+                if int(windows * window) < setting.max_tokens
+            }
+            for factor in (NEIGHBOUR, 1 / NEIGHBOUR):
+                if setting.delay_price:
+                    price = float(f"{setting.delay_price * factor:.2g}")
+                    refined.add(replace(setting, delay_price=price))
+                for number, threshold in enumerate(setting.queue_thresholds):
+                    moved = [*setting.queue_thresholds]
+                    moved[number] = max(1, round(threshold * factor))
+                    if moved == sorted(set(moved)):
+                        refined.add(replace(setting, queue_thresholds=tuple(moved)))
+    return refined
+
+
+def _ranked(evaluations: Iterable[Evaluation], max_delay: float) -> list[Evaluation]:
+    """Those within the limit, the best first: of the nearly best, the least S_max, then delay."""
+    within = [e for e in evaluations if e.delay <= max_delay]
+    best = max((e.efficiency for e in within), default=0.0)
+
+    def key(evaluation: Evaluation) -> tuple[float, ...]:
+        if evaluation.efficiency >= (1 - TOLERANCE) * best:
+            return (-math.inf, evaluation.setting.max_tokens, evaluation.delay)
+        return (-evaluation.efficiency,)
+
+    return sorted(within, key=key)
+
+
+def _judge(
+    ranked: Sequence[Evaluation], run: Callable[[Setting], Evaluation], max_delay: float
+) -> Evaluation | None:
+    """The first that stays within the limit on held-out steps, or the nearest to it."""
+    nearest: Evaluation | None = None
+    for evaluation in ranked[:NUM_JUDGED]:
+        judged = run(evaluation.setting)
+        if judged.delay <= max_delay:
+            return judged
+        if nearest is None or judged.delay < nearest.delay:
+            nearest = judged
+    return nearest

@@ -1,0 +1,155 @@
+"""A simulated layout as what trains it: Megatron's flags, a command line, a recipe file.
+
+A recipe is a YAML file in the form of Megatron-LM's ``model_config.yaml``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import yaml
+
+from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.settings.recipe import quoted
+from megatron_wlb.study.compare import Variant
+from megatron_wlb.study.scenario import Scenario
+
+Value: TypeAlias = bool | int | float | str | list[str | int]
+Flags: TypeAlias = Mapping[str, Value]
+"""A flag and its value; True for a bare one, a list where it takes several."""
+
+
+def model_flags(shape: ModelShape) -> Flags:
+    """The model's architecture."""
+    flags: dict[str, Value] = {
+        "--num-layers": shape.num_layers,
+        "--hidden-size": shape.hidden_size,
+        "--ffn-hidden-size": shape.ffn_hidden_size,
+        "--num-attention-heads": shape.num_attention_heads,
+    }
+    if shape.num_query_groups != shape.num_attention_heads:
+        flags["--group-query-attention"] = True
+        flags["--num-query-groups"] = shape.num_query_groups
+    if shape.kv_channels * shape.num_attention_heads != shape.hidden_size:
+        flags["--kv-channels"] = shape.kv_channels
+    if shape.rms_norm:
+        flags["--normalization"] = "RMSNorm"
+    for flag, given in (
+        ("--swiglu", shape.gated),
+        ("--disable-bias-linear", not shape.linear_bias),
+        ("--add-qkv-bias", shape.qkv_bias),
+        ("--qk-layernorm", shape.qk_norm),
+        ("--untie-embeddings-and-output-weights", not shape.tied_embeddings),
+    ):
+        if given:
+            flags[flag] = True
+    if shape.learned_positions:
+        flags["--position-embedding-type"] = "learned_absolute"
+    else:
+        flags["--position-embedding-type"] = "rope" if shape.rotary_percent else "none"
+        if 0 < shape.rotary_percent < 1:
+            flags["--rotary-percent"] = shape.rotary_percent
+    if not shape.dropout:
+        flags["--hidden-dropout"] = flags["--attention-dropout"] = 0.0
+    return flags
+
+
+def layout_flags(scenario: Scenario) -> Flags:
+    """How the model is divided, and what is recomputed."""
+    p, recompute = scenario.parallelism, scenario.recompute
+    flags: dict[str, Value] = {
+        "--tensor-model-parallel-size": p.tp_size,
+        "--context-parallel-size": p.cp_size,
+        "--pipeline-model-parallel-size": p.pp_size,
+    }
+    if p.sequence_parallel:
+        flags["--sequence-parallel"] = True
+    if p.vpp_size > 1:
+        flags["--num-virtual-stages-per-pipeline-rank"] = p.vpp_size
+    flags["--use-distributed-optimizer"] = True
+    if scenario.overlap_grad_reduce:
+        flags["--overlap-grad-reduce"] = True
+    if recompute.granularity is not None:
+        flags["--recompute-granularity"] = recompute.granularity
+    if recompute.method is not None and recompute.num_layers is not None:
+        flags["--recompute-method"] = recompute.method
+        flags["--recompute-num-layers"] = recompute.num_layers
+    return flags
+
+
+def batch_flags(scenario: Scenario) -> Flags:
+    """Window and micro-batches of a step.
+
+    Megatron asks for ``--max-position-embeddings`` whatever the positions are.
+    """
+    return {
+        "--seq-length": scenario.window,
+        "--max-position-embeddings": scenario.shape.learned_positions or scenario.window,
+        "--micro-batch-size": 1,
+        "--global-batch-size": scenario.num_micro_batches,
+        "--bf16": True,
+    }
+
+
+def balance_flags(
+    scenario: Scenario, variant: Variant, sharding: str, hardware: str, rules: Sequence[str] = ()
+) -> Flags:
+    """Packing with the ``rules`` of the workload, sharding, and the machine that costs are for."""
+    flags: dict[str, Value] = {}
+    words = [*variant.flags(), *rules]
+    for at, word in enumerate(words):
+        if word.startswith("--"):
+            until = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), None)
+            values = [int(text) if text.isdecimal() else text for text in words[at + 1 : until]]
+            flags[word] = values[0] if len(values) == 1 else values
+    if scenario.parallelism.cp_size > 1:
+        flags["--wlb-cp-sharding"] = sharding
+    flags["--wlb-hardware"] = hardware
+    return flags
+
+
+def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
+    """The command line that trains so, once data and duration are added."""
+    nodes = -(-num_devices // devices_per_node)
+    words = ["torchrun", "--nproc-per-node", str(min(num_devices, devices_per_node))]
+    if nodes > 1:
+        words += [
+            "--nnodes",
+            str(nodes),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "$HOST:29500",
+        ]
+    words += ["-m", "megatron_wlb.pretrain_gpt"]
+    for flag, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        words += [flag] if value is True else [flag, *map(str, values)]
+    return " ".join(quoted(word, {"HOST"}) for word in words)
+
+
+def recipe(
+    sections: Mapping[str, Flags], num_devices: int, devices_per_node: int, remarks: str
+) -> str:
+    """A YAML file of flags under headings; ``remarks`` stand at its top."""
+    head = {
+        "NUM_NODES": -(-num_devices // devices_per_node),
+        "GPUS_PER_NODE": min(num_devices, devices_per_node),
+        "CUDA_DEVICE_MAX_CONNECTIONS": 1,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    lines = [f"# {line}".rstrip() for line in remarks.splitlines()]
+    lines += ["TEST_TYPE: release", "ENV_VARS:"]
+    lines += [f"  {name}: {value}" for name, value in head.items()]
+    lines.append("MODEL_ARGS:")
+    for heading, flags in sections.items():
+        lines.append(f"  # {heading}")
+        lines += [f"  {flag}: {_scalar(value)}" for flag, value in flags.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: Value) -> str:
+    if isinstance(value, list):  # As Megatron's recipes write several values of a flag.
+        return f"[{' '.join(map(str, value))}]"
+    return yaml.safe_dump(value).splitlines()[0]

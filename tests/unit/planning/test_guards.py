@@ -1,0 +1,320 @@
+"""Each guard names value, limit and remedy in one line, and lets good settings pass."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning import guards
+from megatron_wlb.settings.command_line import parse
+
+PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
+REFUSED = [
+    # Flags, world size, and what the message must say: value, limit, remedy.
+    (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --num-layers 6", 8,
+        ["8 processes", "TP 2 × CP 1 × PP 3 = 6", "start a multiple of 6"],
+    ),
+    (
+        "--context-parallel-size 4", 6,
+        ["6 processes", "TP 1 × CP 4 × PP 1 = 4", "start a multiple of 4"],
+    ),
+    (
+        "--wlb-cp-keep-gathered", 1,
+        ["--wlb-cp-keep-gathered", "--context-parallel-size of at least 2", "leave it out"],
+    ),
+    (
+        "--wlb-hardware none.yaml", 1,
+        ["--wlb-hardware", "none.yaml", "No such file", "give a100 or cpu or h100", "wlb profile"],
+    ),
+    (
+        "--rotary-seq-len-interpolation-factor 2 --position-embedding-type none", 1,
+        ["--rotary-seq-len-interpolation-factor counts only with", "that is none", "leave one"],
+    ),
+    (
+        "--rope-scaling-factor 2", 1, ["--rope-scaling-factor", "without --use-rope-scaling"],
+    ),
+    (
+        "--position-embedding-type yarn --rotary-percent 0.5", 1,
+        ["yarn rotates the whole head", "leave --rotary-interleaved and --rotary-percent out"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2", 1,
+        ["1 processes", "= 2 does not divide", "start a multiple of 2"],
+    ),
+    (
+        "--pipeline-model-parallel-size 8 --num-layers 6", 8,
+        ["--pipeline-model-parallel-size is 8", "only 6 layers", "use at most 6"],
+    ),
+    (
+        "--microbatch-group-size-per-virtual-pipeline-stage 3", 1,
+        ["-stage is 3", "no virtual stages", "give --num-virtual-stages-per-pipeline-rank"],
+    ),
+    (
+        "--num-virtual-stages-per-pipeline-rank 2", 1,
+        ["-rank is 2", "there is no pipeline", "leave it out or use --pipeline-model-parallel-"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1", 2,
+        ["--num-virtual-stages-per-pipeline-rank is 1", "use at least 2, or leave it out"],
+    ),
+    (
+        f"{PP2_VPP2} --no-overlap-p2p-communication --wlb-verify-shapes", 2,
+        ["--wlb-verify-shapes", "-size 2", "leave one of the flags out"],
+    ),
+    (
+        f"{PP2_VPP2} --num-layers 6", 2,
+        ["--num-layers is 6", "PP 2 × VPP 2 = 4", "use a multiple of 4"],
+    ),
+    (
+        "--pipeline-model-parallel-size 3 --num-layers 4", 3,
+        ["--num-layers is 4", "PP 3 × VPP 1 = 3", "use a multiple of 3"],
+    ),
+    (
+        "--sequence-parallel", 1,
+        ["--sequence-parallel", "-size of at least 2", "leave it out"],
+    ),
+    (
+        "--hidden-size 66 --num-attention-heads 4", 1,
+        ["--hidden-size 66", "--num-attention-heads 4", "give --kv-channels"],
+    ),
+    (
+        "--kv-channels 7", 1,
+        ["it is 7", "even head dimension", "change --kv-channels"],
+    ),
+    (
+        "--hidden-size 60 --num-attention-heads 4", 1,
+        ["it is 15", "even head dimension", "change --kv-channels or --num-attention-heads"],
+    ),
+    (
+        "--num-attention-heads 3 --kv-channels 8 --tensor-model-parallel-size 2", 2,
+        ["--num-attention-heads is 3", "TP 2", "use a multiple of 2"],
+    ),
+    (
+        "--ffn-hidden-size 33 --tensor-model-parallel-size 2", 2,
+        ["--ffn-hidden-size is 33", "TP 2", "use a multiple of 2"],
+    ),
+    (
+        "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2", 2,
+        ["--num-query-groups is 1", "TP 2", "use a multiple of 2"],
+    ),
+    (
+        "--group-query-attention --num-query-groups 3", 1,
+        ["--num-attention-heads 4", "not divisible", "--num-query-groups 3"],
+    ),
+    (
+        "--hidden-size 63 --kv-channels 8 --tensor-model-parallel-size 2 --sequence-parallel", 2,
+        ["--hidden-size 63", "not divisible by TP 2"],
+    ),
+    (
+        "--attention-dropout 0.1", 1,
+        ["--attention-dropout is 0.1", "has none", "set it to 0"],
+    ),
+    ("--rotary-percent 1.5", 1, ["--rotary-percent is 1.5", "(0, 1]"]),
+    ("--lr 0.1 --min-lr 0.2", 1, ["--min-lr is 0.2", "[0, 0.1]", "up to --lr"]),
+    (
+        "--train-iters 30 --lr-warmup-iters 30", 1,
+        ["--lr-warmup-iters is 30", "after 30 steps", "use fewer, or more --lr-decay-iters"],
+    ),
+    (
+        "--optimizer sgd --use-distributed-optimizer", 1,
+        ["--use-distributed-optimizer", "--optimizer is sgd", "leave one of them out"],
+    ),
+    ("--lr nan", 1, ["--lr is nan", "[0, inf)"]),
+    ("--seed 4294967296", 1, ["--seed is 4294967296", "[0, 4294967296)"]),
+    ("--hidden-dropout 1.0", 1, ["--hidden-dropout is 1.0", "[0, 1)"]),
+    ("--hidden-dropout -0.1", 1, ["--hidden-dropout is -0.1", "[0, 1)"]),
+    (
+        "--seq-length 512 --max-position-embeddings 511", 1,
+        ["--max-position-embeddings is 511", "below --seq-length 512", "window's length"],
+    ),
+    (
+        "--recompute-num-layers 2", 1,
+        ["--recompute-num-layers is 2", "only with --recompute-granularity full", "leave it out"],
+    ),
+    (
+        "--recompute-granularity selective --recompute-method block", 1,
+        ["--recompute-method is block", "only with --recompute-granularity full", "leave it out"],
+    ),
+    (
+        "--recompute-granularity full --recompute-num-layers 1", 1,
+        ["full needs --recompute-method uniform or block", "--recompute-num-layers, e.g. 1"],
+    ),
+    (
+        "--recompute-granularity full --recompute-method block", 1,
+        ["full needs --recompute-method uniform or block", "--recompute-num-layers, e.g. 1"],
+    ),
+    (
+        f"{PP2_VPP2} --num-layers 12 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2", 2,
+        ["--recompute-num-layers is 2", "the 3 layers of a model chunk", "use a divisor"],
+    ),
+    ("--seq-length 1", 1, ["--seq-length is 1", "at least 2 tokens"]),
+    (
+        "--micro-batch-size 2", 1,
+        ["--micro-batch-size is 2", "use 1", "raise --seq-length"],
+    ),
+    (
+        "--seq-length 512 --wlb-max-tokens 511", 1,
+        ["--wlb-max-tokens is 511", "below --seq-length 512", "use at least the window"],
+    ),
+    (
+        "--wlb-shape on --wlb-packing original", 1,
+        ["original packing are windows", "cannot be shaped", "use hold or wlb"],
+    ),
+    (
+        "--wlb-shape on --wlb-packing fixed-greedy", 1,
+        ["fixed-greedy packing are windows", "cannot be shaped"],
+    ),
+    ("--deterministic-mode", 1, ["NCCL_ALGO=None", "to one of Ring, Tree"]),
+    ("--save-interval 5", 1, ["--save-interval is given without --save FOLDER"]),
+    (
+        "--global-batch-size 7", 2,
+        ["--global-batch-size is 7", "DP 2", "use a multiple of 2"],
+    ),
+    (
+        f"{PP2_VPP2} --microbatch-group-size-per-virtual-pipeline-stage 9", 2,
+        ["-stage is 9", "between PP 2 and the 8 micro-batches"],
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
+        "--global-batch-size 3", 4,
+        ["-stage is 4", "between PP 4 and the 3 micro-batches"],
+    ),
+    (
+        f"{PP2_VPP2} --global-batch-size 7", 2,
+        ["7 micro-batches", "leave 1 after groups of 2", "at least PP 2", "--global-batch-size"],
+    ),
+]  # fmt: skip
+
+
+def check_all(flags: str, world_size: int) -> int:
+    config = parse(flags.split())
+    guards.check(config, world_size)
+    if config.training.deterministic_mode:
+        guards.check_algorithms({})
+    return guards.check_micro_batches(config, world_size)
+
+
+@pytest.mark.parametrize(("flags", "world_size", "parts"), REFUSED)
+def test_guard_names_value_limit_and_remedy(flags: str, world_size: int, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_all(flags, world_size)
+    message = str(caught.value)
+    assert [part for part in parts if part not in message] == [], message
+    assert "\n" not in message
+
+
+AT_LEAST_1 = [
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "context-parallel-size",
+    "distributed-timeout-minutes",
+    "num-layers",
+    "hidden-size",
+    "ffn-hidden-size",
+    "num-attention-heads",
+    "num-query-groups",
+    "kv-channels",
+    "make-vocab-size-divisible-by",
+    "vocab-size",
+    "global-batch-size",
+    "train-iters",
+    "exit-interval",
+    "lr-decay-iters",
+    "recompute-num-layers",
+    "eval-iters",
+    "save-interval",
+    "log-interval",
+    "wlb-epochs",
+]
+AT_LEAST_0 = ["lr-warmup-iters", "eval-interval", "wlb-max-age", "wlb-verify-plan-interval"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "least"), [(f, 1) for f in AT_LEAST_1] + [(f, 0) for f in AT_LEAST_0]
+)
+def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
+    for value in (least - 1, -7):
+        with pytest.raises(ConfigError) as caught:
+            check_all(f"--{flag} {value}", 1)
+        assert str(caught.value) == f"--{flag} is {value}; it must be at least {least}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "num_micro_batches"),
+    [
+        ("", 1, 8),
+        ("", 4, 2),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 4, 4),
+        # At the limits that the cases above cross.
+        ("--pipeline-model-parallel-size 4 --global-batch-size 3", 4, 3),
+        (f"{PP2_VPP2} --global-batch-size 7 "
+         "--microbatch-group-size-per-virtual-pipeline-stage 5", 2, 7),
+        (f"{PP2_VPP2} --microbatch-group-size-per-virtual-pipeline-stage 8", 2, 8),
+        (f"{PP2_VPP2} --no-overlap-p2p-communication", 2, 8),
+        (f"{PP2_VPP2} --wlb-verify-shapes", 2, 8),
+        ("--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2", 2, 8),
+        ("--kv-channels 7 --position-embedding-type none", 1, 8),
+        ("--context-parallel-size 4 --wlb-cp-overlap-groups 2 --wlb-cp-keep-gathered", 8, 4),
+        ("--use-rope-scaling --rope-scaling-factor 4", 1, 8),
+        ("--position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8", 1, 8),
+        ("--seq-length 512 --max-position-embeddings 512 --wlb-max-tokens 512", 1, 8),
+        ("--seq-length 2", 1, 8),
+        ("--hidden-dropout 0.5 --eval-interval 0 --wlb-verify-plan-interval 0", 1, 8),
+        ("--recompute-granularity selective", 1, 8),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1, 8),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", 1, 8),
+        ("--save out --save-interval 1", 1, 8),
+        ("--wlb-shape on --wlb-packing wlb", 1, 8),
+    ],
+)  # fmt: skip
+def test_good_settings_pass(flags: str, world_size: int, num_micro_batches: int) -> None:
+    assert check_all(flags, world_size) == num_micro_batches
+
+
+def test_data_parallel_size_is_what_is_left_of_the_world() -> None:
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3"]
+    assert guards.data_parallel_size(parse(flags), 24) == 4
+
+
+def test_every_guard_is_tested() -> None:
+    """Each ``yield`` of the module was reached by a case above: a new guard needs a new case."""
+    path = Path(guards.__file__)
+    refusals = {
+        node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Yield)
+    }
+    reached = set()
+    cases = [(flags, world_size) for flags, world_size, _ in REFUSED] + [("--num-layers 0", 1)]
+    for flags, world_size in cases:
+        found = guards.refusals(parse(flags.split()), world_size)
+        for _ in found:
+            inner: Any = found
+            while inner.gi_yieldfrom is not None:
+                inner = inner.gi_yieldfrom
+            reached.add(inner.gi_frame.f_lineno)
+    assert reached == refusals
+
+
+def test_all_that_cannot_run_is_told_at_once() -> None:
+    flags = (
+        "--global-batch-size 7 --attention-dropout 0.1 --lr 1e-3 --min-lr 1 --micro-batch-size 2"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_all(flags, 2)
+    told = ["--attention-dropout", "--min-lr", "--micro-batch-size", "--global-batch-size"]
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == told
+    report = caught.value.report(" (rank 1)")
+    assert [line.split(": ")[0] for line in report.splitlines()] == ["error (rank 1)"] * 4
+
+
+def test_what_counts_with_numbers_out_of_range_waits_for_them() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_all("--num-attention-heads 0 --num-layers 0 --micro-batch-size 2", 1)
+    told = ["--num-layers", "--num-attention-heads"]
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == told

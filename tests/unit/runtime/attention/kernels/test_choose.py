@@ -1,0 +1,256 @@
+"""The kernel that runs is one that can, that computes right, and that the log names."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.attention.kernels import (
+    CANDIDATES,
+    Demand,
+    Segments,
+    check_kernel,
+    choose_kernel,
+    torch_cpu,
+)
+from megatron_wlb.runtime.attention.kernels import choose as choose_module
+from megatron_wlb.runtime.attention.kernels.choose import Candidate
+from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+
+CPU = Demand(torch.device("cpu"), torch.float32, 4, 2, 16)
+GPU_KERNELS = [name for name in CANDIDATES if name not in ("torch-cpu", "sdpa")]
+HOPPER = Demand(torch.device("cuda"), torch.bfloat16, 8, 2, 128)
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What a GPU that is not there says of itself."""
+    said = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: said[0])
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    return said
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> None:
+    module = types.ModuleType(name)
+    module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def flash(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
+    max_seqlen_k: int, softmax_scale: float, causal: bool, deterministic: bool = False,
+) -> Any:  # fmt: skip
+    """What the flash-attn packages promise, on the CPU; and the log-sum-exp, as early ones."""
+    assert causal
+    segments = Segments.of(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
+    assert (segments.max_q, segments.max_k) == (max_seqlen_q, max_seqlen_k)
+    flash.deterministic = deterministic  # type: ignore[attr-defined]
+    return sdpa_varlen(q, k, v, segments, softmax_scale), None
+
+
+def test_auto_on_the_cpu_is_torch_s_flash_attention_and_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert choose_kernel("auto", CPU) is torch_cpu_varlen
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(
+        "attention kernel: torch-cpu (cpu, float32, 4 query and 2 key/value heads"
+    )
+    assert line.count("it needs a GPU, and the device is cpu") == 1
+    assert "not flash-attn-3 or torch or flash-attn-2 or transformer-engine: it needs" in line
+
+
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_demanded_kernel_that_cannot_run_is_an_error(name: str) -> None:
+    with pytest.raises(CompatibilityError, match=f"{name} cannot run: it needs a GPU"):
+        choose_kernel(name, CPU)
+
+
+def test_torch_without_flash_attention_on_the_cpu_runs_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_cpu, "OPERATIONS", ("_no_such_operation",))
+    assert choose_kernel("auto", CPU) is sdpa_varlen
+    with pytest.raises(CompatibilityError, match="has no flash attention for the CPU"):
+        choose_kernel("torch-cpu", CPU)
+    with pytest.raises(CompatibilityError, match="it runs on the CPU, and the device is cuda"):
+        choose_kernel("torch-cpu", HOPPER)
+
+
+def test_unknown_kernel_is_an_error() -> None:
+    with pytest.raises(CompatibilityError, match="use one of auto, flash-attn-3"):
+        choose_kernel("cutlass", CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": torch.float32}, "it needs bf16 or fp16, and the dtype is float32"),
+        ({"head_dim": 288}, "head dimension of at most 256"),
+        ({"head_dim": 12}, "multiple of 8, not 12"),
+    ],
+)
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_kernel_says_what_it_cannot_run(
+    capability: list[Any], name: str, change: dict[str, Any], said: str
+) -> None:
+    reason = CANDIDATES[name].obstacle(dataclasses.replace(HOPPER, **change))
+    assert reason is not None and said in reason
+
+
+def test_old_gpus_and_other_generations_are_refused(capability: list[tuple[int, int]]) -> None:
+    capability[0] = (7, 5)
+    assert "8.0" in str(CANDIDATES["torch"].obstacle(HOPPER))
+    capability[0] = (10, 0)
+    assert CANDIDATES["torch"].obstacle(HOPPER) is None
+    assert "Hopper" in str(CANDIDATES["flash-attn-3"].obstacle(HOPPER))
+
+
+def test_packages_that_are_missing_or_old_are_said(
+    capability: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "cannot be imported" in str(CANDIDATES["flash-attn-2"].obstacle(HOPPER))
+    assert "cannot be imported" in str(CANDIDATES["transformer-engine"].obstacle(HOPPER))
+    install(monkeypatch, "flash_attn", lambda q, k, v, cu_seqlens_k, max_seqlen_k, causal: q)
+    assert "too old" in str(CANDIDATES["flash-attn-2"].obstacle(HOPPER))
+    install(monkeypatch, "flash_attn", flash)
+    assert CANDIDATES["flash-attn-2"].obstacle(HOPPER) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "is_new_enough"),
+    [("2.2", True), ("2.10.0.dev0+4b5", True), ("2.1.0", False), ("1.11", False)],
+)
+def test_transformer_engine_runs_from_the_version_that_aligns_its_mask(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: list[tuple[int, int]],
+    version: str,
+    is_new_enough: bool,
+) -> None:
+    te = "transformer_engine"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.setitem(sys.modules, te, types.ModuleType(te))
+    monkeypatch.setitem(sys.modules, f"{te}.pytorch", types.ModuleType(f"{te}.pytorch"))
+    reason = CANDIDATES["transformer-engine"].obstacle(HOPPER)
+    assert (reason is None) == is_new_enough, reason
+    assert is_new_enough or f"{version} aligns its mask to the top left" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("flash-attn-2", "flash_attn"), ("flash-attn-3", "flash_attn_interface")]
+)
+def test_flash_attn_is_called_as_it_is_meant(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    install(monkeypatch, module, flash)
+    for deterministic in (False, True):
+        demand = dataclasses.replace(CPU, deterministic=deterministic)
+        kernel = CANDIDATES[name].build(demand)
+        assert check_kernel(kernel, demand) is None
+        assert flash.deterministic is deterministic  # type: ignore[attr-defined]
+
+
+def test_determinism_that_needs_a_setting_is_asked_for(capability: list[Any]) -> None:
+    demand = dataclasses.replace(HOPPER, deterministic=True)
+    assert "use_deterministic_algorithms" in str(CANDIDATES["torch"].obstacle(demand))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert CANDIDATES["torch"].obstacle(demand) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def top_left(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scale: float,
+) -> torch.Tensor:
+    """Query i sees keys 0 … i, as kernels did that align the mask to the top left."""
+    keys = [
+        k[: len(q)]
+        for q, k in zip(query.split(segments.lengths_q), key.split(segments.lengths_k), strict=True)
+    ]
+    values = [
+        v[:q] for q, v in zip(segments.lengths_q, value.split(segments.lengths_k), strict=True)
+    ]
+    return sdpa_varlen(
+        query, torch.cat(keys), torch.cat(values), Segments.of(segments.lengths_q), scale
+    )
+
+
+def top_left_where_longest_are_equal(
+    query: Any, key: Any, value: Any, segments: Segments, scale: float
+) -> torch.Tensor:
+    """As cuDNN's kernels behind some versions of TransformerEngine; others ran at other lengths."""
+    wrong = segments.max_q == segments.max_k and segments.max_q % 64 == 0
+    return (top_left if wrong else sdpa_varlen)(query, key, value, segments, scale)
+
+
+def no_value_gradient(query: Any, key: Any, value: Any, segments: Any, scale: float) -> Any:
+    return sdpa_varlen(query, key, value.detach(), segments, scale)
+
+
+def failing(*args: Any) -> Any:
+    raise RuntimeError("no kernel image\nis available")
+
+
+def missing(*args: Any) -> Any:
+    raise ModuleNotFoundError("no module named\ncudnn")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (top_left, "its output is wrong"),
+        (top_left_where_longest_are_equal, "its output is wrong"),
+        (no_value_gradient, "its dK and dV is wrong"),
+        (failing, "it fails on a small problem (no kernel image is available)"),
+        (missing, "it fails on a small problem (no module named cudnn)"),
+    ],
+)
+def test_kernel_that_computes_something_else_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernel: Any, said: str
+) -> None:
+    candidates = {"torch": Candidate(lambda d: None, lambda d: kernel), **CANDIDATES}
+    candidates["torch"] = Candidate(lambda d: None, lambda d: kernel)
+    monkeypatch.setattr(choose_module, "CANDIDATES", candidates)
+    for dtype in (torch.float32, torch.bfloat16):
+        demand = dataclasses.replace(CPU, dtype=dtype)
+        assert check_kernel(sdpa_varlen, demand) is None
+        caplog.set_level(logging.INFO)
+        assert choose_kernel("auto", demand) is torch_cpu_varlen
+        assert said in caplog.messages[-1]
+        with pytest.raises(CompatibilityError) as raised:
+            choose_kernel("torch", demand)
+        assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [Candidate(missing, lambda demand: sdpa_varlen), Candidate(lambda demand: None, missing)],
+)
+def test_package_that_fails_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, candidate: Candidate
+) -> None:
+    monkeypatch.setitem(choose_module.CANDIDATES, "flash-attn-3", candidate)
+    assert choose_kernel("auto", CPU) is torch_cpu_varlen
+    with pytest.raises(CompatibilityError, match=r"it cannot be set up \(no module named cudnn\)"):
+        choose_kernel("flash-attn-3", CPU)
+
+
+def test_check_leaves_random_numbers_alone() -> None:
+    state = torch.get_rng_state()
+    check_kernel(sdpa_varlen, CPU)
+    assert torch.equal(torch.get_rng_state(), state)

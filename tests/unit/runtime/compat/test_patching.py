@@ -1,0 +1,122 @@
+"""Replaced names: one owner each, restored by one call."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.patching import PatchSet
+
+
+class Base:
+    def inherited(self) -> str:
+        return "base"
+
+
+class Owner(Base):
+    limit = 3
+
+    @staticmethod
+    def helper() -> str:
+        return "stock"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``foreign.inner`` with one attribute, importable."""
+    inner = ModuleType("foreign.inner")
+    inner.width = 80  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "foreign", ModuleType("foreign"))
+    monkeypatch.setitem(sys.modules, "foreign.inner", inner)
+    return inner
+
+
+def test_restore_puts_back_what_was_there(module: Any) -> None:
+    helper = vars(Owner)["helper"]
+    patches = PatchSet()
+    patches.replace(module, "width", 100)
+    patches.replace(Owner, "limit", 7)
+    patches.replace(Owner, "helper", staticmethod(lambda: "ours"))
+    assert (module.width, Owner.limit, Owner.helper()) == (100, 7, "ours")
+    patches.restore()
+    assert (module.width, Owner.limit, Owner.helper()) == (80, 3, "stock")
+    assert vars(Owner)["helper"] is helper  # still a static method
+
+
+def test_restore_removes_what_was_created(module: Any) -> None:
+    patches = PatchSet()
+    patches.replace(module, "height", 25, create=True)
+    patches.replace(Owner, "inherited", lambda self: "ours", create=True)
+    assert (module.height, Owner().inherited()) == (25, "ours")
+    patches.restore()
+    assert not hasattr(module, "height")
+    assert "inherited" not in vars(Owner)
+    assert Owner().inherited() == "base"
+
+
+def test_restore_keeps_a_value_of_none(module: Any) -> None:
+    module.hook = None
+    patches = PatchSet()
+    patches.replace(module, "hook", print)
+    patches.restore()
+    assert module.hook is None
+
+
+def test_restored_set_is_empty_and_usable_again(module: Any) -> None:
+    patches = PatchSet()
+    patches.replace(module, "width", 100)
+    patches.restore()
+    module.width = 90
+    patches.restore()
+    assert module.width == 90
+    patches.replace(module, "width", 110)
+    patches.restore()
+    assert module.width == 90
+
+
+def test_owner_may_be_a_dotted_name(module: Any) -> None:
+    patches = PatchSet()
+    patches.replace("foreign.inner", "width", 100)
+    assert module.width == 100
+    patches.restore()
+    assert module.width == 80
+
+
+def test_second_replacement_of_a_name_is_refused(module: Any) -> None:
+    patches = PatchSet()
+    patches.replace("foreign.inner", "width", 100)
+    with pytest.raises(CompatibilityError, match=r"^foreign\.inner\.width is already replaced"):
+        patches.replace(module, "width", 120)
+    assert module.width == 100
+    patches.replace(Owner, "limit", 7)  # another name, another owner
+    patches.restore()
+    assert (module.width, Owner.limit) == (80, 3)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        ("foreign.inner", "gone", r"^foreign\.inner\.gone is missing: this version of foreign is"),
+        ("foreign.outer", "width", r"^foreign\.outer is missing .*: this version of foreign is"),
+        ("nowhere", "width", r"^nowhere is missing \(No module named 'nowhere'\)"),
+        (Owner, "gone", r"^Owner\.gone is missing"),
+    ],
+)
+@pytest.mark.usefixtures("module")
+def test_missing_target_names_it_and_the_remedy(owner: Any, name: str, message: str) -> None:
+    patches = PatchSet()
+    with pytest.raises(CompatibilityError, match=message) as caught:
+        patches.replace(owner, name, 1)
+    assert str(caught.value).endswith("install the versions in its constraints file")
+    assert "\n" not in str(caught.value)
+    patches.restore()
+    assert not hasattr(owner, name)
+
+
+def test_inherited_attribute_is_not_the_class_own() -> None:
+    with pytest.raises(CompatibilityError, match=r"Owner\.inherited is missing"):
+        PatchSet().replace(Owner, "inherited", lambda self: "ours")

@@ -1,0 +1,126 @@
+"""Megatron's source, read without importing it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.source import MegatronSource, Signature
+
+INFO = 'MAJOR = 1\nMINOR = 2\nPATCH = 3\nPRE_RELEASE = "rc4"\n__package_name__ = "x"\n'
+MODULE = """
+import os
+from elsewhere import borrowed, other as renamed
+try:
+    from fast import Adam
+except ImportError:
+    Adam = None
+LIMIT: int = 3
+if LIMIT:
+    def chosen(a, b=1): ...
+else:
+    def chosen(c): ...
+
+def plain(a, /, b, c=2, *rest, d, e=4, **more): ...
+async def later(x): ...
+
+class Stock:
+    width = 80
+    def __init__(self, pp_group, config=None): ...
+    @staticmethod
+    def helper(value): ...
+    class Inner:
+        def deep(self, y): ...
+
+class Bare: ...
+
+def outer():
+    def hidden(): ...
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> MegatronSource:
+    core = tmp_path / "megatron" / "core"
+    (core / "parts").mkdir(parents=True)
+    (core / "package_info.py").write_text(INFO)
+    (core / "module.py").write_text(MODULE)
+    (core / "parts" / "__init__.py").write_text("def packaged(z): ...\n")
+    return MegatronSource.at(tmp_path)
+
+
+def test_version_is_that_of_package_info(source: MegatronSource) -> None:
+    assert source.version == "1.2.3rc4"
+    assert not source.has_training
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "required"),
+    [
+        ("plain", "a b c *rest d e **more", "a b d"),
+        ("later", "x", "x"),
+        ("chosen", "c", "c"),  # the last statement that binds it
+        ("Stock", "self pp_group config", "self pp_group"),
+        ("Stock.__init__", "self pp_group config", "self pp_group"),
+        ("Stock.helper", "value", "value"),
+        ("Stock.Inner.deep", "self y", "self y"),
+        ("Bare", "*args **kwargs", ""),
+        ("Stock.width", "*args **kwargs", ""),
+        ("borrowed", "*args **kwargs", ""),
+        ("renamed", "*args **kwargs", ""),
+        ("Adam", "*args **kwargs", ""),
+        ("LIMIT", "*args **kwargs", ""),
+    ],
+)
+def test_signature_is_that_of_the_definition(
+    source: MegatronSource, path: str, parameters: str, required: str
+) -> None:
+    found = source.signature(f"megatron.core.module:{path}")
+    assert found == Signature(tuple(parameters.split()), frozenset(required.split()))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "megatron.core.module:absent",
+        "megatron.core.module:other",  # bound as `renamed`
+        "megatron.core.module:hidden",
+        "megatron.core.module:Stock.absent",
+        "megatron.core.module:absent.deeper",
+        "megatron.core.absent:plain",
+    ],
+)
+def test_signature_of_a_missing_name_is_none(source: MegatronSource, target: str) -> None:
+    assert source.signature(target) is None
+
+
+def test_packages_are_modules_too(source: MegatronSource) -> None:
+    found = source.signature("megatron.core.parts:packaged")
+    assert found is not None and found.parameters == ("z",)
+
+
+def test_folder_without_megatron_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompatibilityError, match="give the folder that has megatron/core in it"):
+        MegatronSource.at(tmp_path)
+    package_info = tmp_path / "megatron" / "core" / "package_info.py"
+    package_info.parent.mkdir(parents=True)
+    package_info.write_text("MAJOR = 1\n")
+    with pytest.raises(CompatibilityError, match="does not say MINOR"):
+        MegatronSource.at(tmp_path)
+
+
+def test_installed_source_agrees_with_the_imported_module() -> None:
+    source = MegatronSource.installed()
+    core = importlib.import_module("megatron.core")
+    assert source.version == core.__version__
+    assert source.core_root == Path(core.__path__[0]).resolve().parents[1]
+    module = "megatron.core.pipeline_parallel.schedules"
+    function = importlib.import_module(module).forward_backward_pipelining_with_interleaving
+    found = source.signature(f"{module}:{function.__name__}")
+    parameters = inspect.signature(function).parameters
+    assert found is not None and found.parameters == tuple(parameters)
+    assert found.required == {n for n, p in parameters.items() if p.default is p.empty}

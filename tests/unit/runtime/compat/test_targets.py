@@ -1,0 +1,105 @@
+"""The tables of hooked names: what they catch, and that the installed Megatron fits them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat.patch_files import PatchSeries, patched_versions
+from megatron_wlb.runtime.compat.source import MegatronSource
+
+P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
+SHAPES = "tensor_send_next, tensor_send_prev, recv_prev, recv_next"
+
+
+def test_installed_megatron_fits() -> None:
+    hooks = targets.hooks(MegatronSource.installed())
+    assert len(hooks) >= len(targets.CORE)
+    assert [hook for hook in hooks if hook.problem] == []
+    targets.check()
+
+
+def test_versions_are_those_that_have_patches() -> None:
+    assert sorted(targets.VERSIONS) == patched_versions()
+    assert [v for v, known in targets.VERSIONS.items() if known.tested] == ["0.16.1"]
+    for version in targets.VERSIONS:
+        assert len(PatchSeries.of(version).files) == 2
+
+
+def edit(tree: Path, file: str, old: str, new: str) -> None:
+    text = (tree / file).read_text()
+    assert old in text
+    (tree / file).write_text(text.replace(old, new))
+
+
+def test_copied_tree_fits(tree: Path) -> None:
+    targets.check(source=MegatronSource.at(tree))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("def _communicate_shapes", "def _exchange_shapes", "_communicate_shapes is missing"),
+        (f"(self, {SHAPES})", "(self, sends, recv_prev, recv_next)", "lacks the parameter tensor_"),
+        (f"(self, {SHAPES})", f"(self, {SHAPES}, vp_stage)", "asks for the parameter vp_stage too"),
+        (
+            f"(self, {SHAPES})",
+            "(self, tensor_send_prev, tensor_send_next, recv_prev, recv_next)",
+            "takes its parameters in another order than self, tensor_send_next",
+        ),
+    ],
+)
+def test_changed_target_is_refused(tree: Path, old: str, new: str, message: str) -> None:
+    edit(tree, P2P, old, new)
+    with pytest.raises(CompatibilityError, match=message) as caught:
+        targets.check(source=MegatronSource.at(tree))
+    assert str(caught.value).startswith("megatron-core 0.16.1: megatron.core.pipeline_parallel.")
+    assert "\n" not in str(caught.value)
+
+
+def test_new_parameter_with_a_default_fits(tree: Path) -> None:
+    edit(tree, P2P, f"(self, {SHAPES})", f"(self, {SHAPES}, vp_stage=None)")
+    targets.check(source=MegatronSource.at(tree))
+
+
+def test_unknown_version_is_refused_unless_allowed(
+    tree: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(tree, "megatron/core/package_info.py", "MINOR = 16", "MINOR = 99")
+    source = MegatronSource.at(tree)
+    with pytest.raises(CompatibilityError, match="--wlb-allow-untested-megatron"):
+        targets.check(source=source)
+    with caplog.at_level(logging.WARNING):
+        targets.check(source=source, allow_untested=True)
+    assert "megatron-core 0.99.1 is unknown to megatron-wlb" in caplog.text
+    # Allowed, but not blind.
+    edit(tree, P2P, "def _communicate_shapes", "def _exchange_shapes")
+    with pytest.raises(CompatibilityError, match="_communicate_shapes is missing"):
+        targets.check(source=MegatronSource.at(tree), allow_untested=True)
+
+
+def test_known_but_less_tested_version_warns(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(tree, "megatron/core/package_info.py", "MINOR = 16", "MINOR = 17")
+    with caplog.at_level(logging.WARNING):
+        targets.check(source=MegatronSource.at(tree))
+    assert "0.17.1: names and signatures are checked, but" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("version", "table"),
+    [
+        ("0.15.0", "0.16.1"),
+        ("0.16.1", "0.16.1"),
+        ("0.17.0rc0", "0.16.1"),
+        ("0.17.1", "0.17.1"),
+        ("0.18.9", "0.18.2"),
+        ("0.20.0rc1", "0.19.2"),
+        ("1.0", "0.19.2"),
+    ],
+)
+def test_unknown_version_is_held_against_the_table_below(version: str, table: str) -> None:
+    assert targets.version_of(version) is targets.VERSIONS[table]

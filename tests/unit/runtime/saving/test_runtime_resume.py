@@ -1,0 +1,131 @@
+"""What a resumed run is told: settings that may change, and a machine that was measured anew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_wlb.cost.hardware import read_hardware
+from megatron_wlb.runtime.saving.resume import (
+    changed_settings,
+    differences,
+    machine_digest,
+    missing_load,
+    plan_settings,
+    tell_changed_machine,
+    tell_changed_settings,
+)
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import Config
+
+
+def settings(*flags: str) -> Config:
+    return parse(" ".join(flags).split())
+
+
+def as_saved(config: Config) -> dict[str, object]:
+    saved: dict[str, object] = json.loads(json.dumps(config.flat()))
+    return saved
+
+
+def test_differences_name_flags_and_both_values() -> None:
+    saved = {"lr": 0.001, "train_iters": 12, "seed": 3}
+    assert differences(saved, {"lr": 0.5, "train_iters": 12}) == "--lr 0.001 there, 0.5 here"
+    assert differences(saved, {"min_lr": 0.0, "train_iters": 14}) == (
+        "--min-lr None there, 0.0 here; --train-iters 12 there, 14 here"
+    )
+    assert differences(saved, saved) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--wlb-max-age 3", "--wlb-max-age 12 there, 3 here"),
+        ("--wlb-queue-thresholds 64 96", "--wlb-queue-thresholds [] there, [64, 96] here"),
+        ("--clip-grad 0.5", "--clip-grad 1.0 there, 0.5 here"),
+    ],
+)
+def test_changed_settings_are_told(flags: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    saved = as_saved(settings())
+    tell_changed_settings(saved, plan_settings(settings(flags), "clip_grad"))
+    assert caplog.messages == [
+        f"other settings than the checkpoint's, so steps differ from here on: {said}"
+    ]
+
+
+def test_settings_that_change_no_step_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    flags = "--wlb-metrics m --wlb-cost c.json --wlb-hardware cpu --wlb-attention-kernel sdpa"
+    now = plan_settings(settings(flags, "--log-interval 9 --clip-grad 0.5"))
+    tell_changed_settings(as_saved(settings()), now)
+    assert not caplog.text
+
+
+def test_checkpoint_of_before_a_setting_existed_had_its_default(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved = as_saved(settings())
+    del saved["wlb_queue_thresholds"], saved["wlb_max_age"]
+    tell_changed_settings(saved, plan_settings(settings()))
+    assert not caplog.text
+    tell_changed_settings(saved, plan_settings(settings("--wlb-max-age 3")))
+    assert "--wlb-max-age 12 there, 3 here" in caplog.text
+
+
+def test_machine_measured_anew_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, content = read_hardware("cpu")
+    path = tmp_path / "machine.yaml"
+    path.write_text(yaml.safe_dump(dict(content)))
+    config = settings(f"--context-parallel-size 2 --wlb-hardware {path}")
+    saved = machine_digest(config)
+    tell_changed_machine(config, saved)
+    tell_changed_machine(config, None)  # of a checkpoint from before it was noted
+    assert saved is not None and not caplog.text
+    path.write_text(yaml.safe_dump({**content, "latency_us": {"value": 3, "source": "measured"}}))
+    tell_changed_machine(config, saved)
+    assert "says other figures than when the checkpoint was saved" in caplog.text
+    assert machine_digest(settings(f"--wlb-hardware {path}")) is None  # no plan depends on it
+    assert machine_digest(settings("--wlb-shape on")) is not None
+
+
+def filled_in(config: Config) -> dict[str, object]:
+    """As a run fills in what need not be given."""
+    found = config.flat()
+    found["max_position_embeddings"] = found["max_position_embeddings"] or found["seq_length"]
+    found["lr_decay_iters"] = found["lr_decay_iters"] or found["train_iters"]
+    found["ffn_hidden_size"] = found["ffn_hidden_size"] or 4 * config.model.hidden_size
+    names = ("max_position_embeddings", "lr_decay_iters", "hidden_size", "ffn_hidden_size", "lr")
+    return {name: found[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seq-length 128", "--seq-length 256 there, 128 here"),
+        ("--train-iters 8", "--train-iters 4 there, 8 here"),
+        ("--lr-decay-iters 9", "--lr-decay-iters 4 there, 9 here"),
+        ("--hidden-size 64", "--hidden-size 32 there, 64 here"),
+        ("--seq-length 64 --lr 1", "--seq-length 256 there, 64 here; --lr 0.0003 there, 1.0 here"),
+        ("--ffn-hidden-size 128", ""),  # as it was filled in
+    ],
+)
+def test_changed_settings_blame_flags_that_were_given(flags: str, said: str) -> None:
+    base = "--seq-length 256 --train-iters 4 --hidden-size 32 --lr 3e-4"
+    saved, now = settings(base), settings(base, flags)
+    assert changed_settings(filled_in(saved), filled_in(now), saved.flat(), now.flat()) == said
+
+
+def test_changed_settings_without_a_flag_have_a_name() -> None:
+    assert changed_settings({"processes": 2}, {"processes": 4}, {}, {}) == (
+        "processes 2 there, 4 here"
+    )
+
+
+def test_a_folder_to_load_must_exist_unless_it_is_to_be_saved(tmp_path: Path) -> None:
+    none, there = str(tmp_path / "none"), str(tmp_path)
+    assert f"--load {none} does not exist" in missing_load(none, None)
+    assert f"--load {none} does not exist" in missing_load(none, there)
+    for load, save in ((None, there), (there, None), (none, f"{there}/./none"), ("msc://a", None)):
+        assert missing_load(load, save) == ""

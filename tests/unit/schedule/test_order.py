@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.schedule.order import (
+    Action,
+    dataflow,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    receive_order,
+    schedule,
+    validate,
+)
+
+
+def is_legal(pp_size, num_micro_batches, group_size):
+    remainder = num_micro_batches % group_size
+    fits = pp_size <= group_size <= num_micro_batches
+    return fits and (remainder == 0 or remainder >= pp_size)
+
+
+INTERLEAVED = [
+    (pp_size, vpp_size, num_micro_batches, group_size)
+    for pp_size in (2, 3, 4, 5)
+    for vpp_size in (2, 3, 4)
+    for num_micro_batches in range(2, 15)
+    for group_size in range(pp_size, num_micro_batches + 1)
+    if is_legal(pp_size, num_micro_batches, group_size)
+]
+ONE_CHUNK = [
+    (pp_size, 1, num_micro_batches, None)
+    for pp_size in (1, 2, 3, 4, 7)
+    for num_micro_batches in (1, 2, 3, 4, 5, 8, 13)
+]
+CASES = ONE_CHUNK + INTERLEAVED
+
+
+def order_from(text):
+    return [[Action.parse(word) for word in line.split()] for line in text.strip().splitlines()]
+
+
+# ---- orders
+
+
+def test_action_text_round_trips():
+    for action in (Action("F", 0, 3), Action("B", 11, 120)):
+        assert Action.parse(str(action)) == action
+    assert str(Action("B", 1, 20)) == "B1.20"
+
+
+@pytest.mark.parametrize("text", ["", "F3", "W0.3", "F0.3 ", "f0.3", "F-1.3", "F0.٣"])
+def test_action_parse_refuses_other_text(text):
+    with pytest.raises(PlanError, match=r"F0\.3"):
+        Action.parse(text)
+
+
+def test_one_f_one_b_warms_up_alternates_and_drains():
+    assert one_f_one_b(3, 4) == order_from("""
+        F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3
+        F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3
+        F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3
+    """)
+
+
+def test_interleaved_runs_groups_chunk_by_chunk_with_a_larger_last_group():
+    """The worked example in Megatron's source: PP 2, VP 2, groups of 3, 5 micro-batches."""
+    assert interleaved(2, 2, 5, group_size=3) == order_from("""
+        F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 F0.3 B1.1 F0.4 B1.2 F1.3 B0.0 F1.4 B0.1 B0.2 B1.3 B1.4 B0.3 B0.4
+        F0.0 F0.1 F0.2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F0.3 B0.0 F0.4 B0.1 F1.3 B0.2 F1.4 B1.3 B1.4 B0.3 B0.4
+    """)  # noqa: E501
+
+
+def test_gpipe_runs_all_forwards_first():
+    assert gpipe(2, 3) == order_from("""
+        F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
+        F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
+    """)
+    with pytest.raises(ConfigError, match="num_micro_batches is 0"):
+        gpipe(2, 0)
+
+
+def test_schedule_picks_by_the_number_of_chunks():
+    assert schedule(4, 1, 6) == one_f_one_b(4, 6)
+    assert schedule(4, 2, 8) == interleaved(4, 2, 8, group_size=4)
+    assert schedule(4, 2, 8, 8) == interleaved(4, 2, 8, group_size=8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((2, 2, 5, 2), "groups of 2 leave 1"),
+        ((4, 2, 11, 4), "groups of 4 leave 3"),
+        ((4, 2, 3, 4), "group_size 4 is not between pp_size 4 and num_micro_batches 3"),
+        ((4, 2, 8, 3), "group_size 3 is not between"),
+        ((1, 2, 8, 4), "over 1 pipeline ranks"),
+        ((4, 0, 8, 4), "vpp_size is 0"),
+        ((4, 1, 0, 4), "num_micro_batches is 0"),
+    ],
+)
+def test_sizes_that_megatron_refuses_are_errors(sizes, message):
+    pp_size, vpp_size, num_micro_batches, group_size = sizes
+    with pytest.raises(ConfigError, match=message):
+        schedule(pp_size, vpp_size, num_micro_batches, group_size)
+    with pytest.raises(ConfigError, match=message):
+        receive_order(pp_size, vpp_size, num_micro_batches, group_size, pp_rank=0)
+
+
+# ---- validate and dataflow
+
+
+def test_orders_are_valid():
+    for sizes in CASES:
+        validate(schedule(*sizes))
+        validate(gpipe(sizes[0], sizes[2]))
+
+
+def test_dataflow_puts_each_task_after_its_input():
+    order = interleaved(3, 2, 7, 4)
+    tasks = dataflow(order)
+    assert [[t.action for t in tasks if t.rank == rank] for rank in range(3)] == order
+    names = [(t.action.kind, t.action.chunk * 3 + t.rank, t.action.micro_batch) for t in tasks]
+    for at, (kind, stage, micro_batch) in enumerate(names):
+        if kind == "F":
+            source = ("F", stage - 1, micro_batch)
+        else:
+            source = ("F", 5, micro_batch) if stage == 5 else ("B", stage + 1, micro_batch)
+        if source[1] < 0:
+            assert tasks[at].source == -1
+        else:
+            assert tasks[at].source == names.index(source) < at
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("F0.0 B0.0 F0.1 \n F0.0 B0.0 F0.1 B0.1", "rank 0 never runs B0.1"),
+        ("F0.0 B0.0 \n F0.0 B0.0 F0.0", "rank 1 runs F0.0 twice"),
+        ("F0.0 F1.0 B1.0 B0.0 \n F0.0 B0.0", "rank 1 never runs F1.0"),
+        ("F0.0 B0.0 \n B0.0 F0.0", "rank 1 runs B0.0 before F0.0"),
+        ("", "the order is empty"),
+        # Each rank alone is in order, but rank 0 waits for a backward that rank 1 runs only after
+        # a forward that rank 0 has not sent.
+        (
+            "F0.0 B0.0 F0.1 B0.1 \n F0.0 F0.1 B0.0 B0.1",
+            "deadlocks: rank 0 at B0.0, rank 1 at F0.1",
+        ),
+        # Chunk 1 starts on rank 0 with what chunk 0 of rank 1 gives.
+        ("F1.0 F0.0 B1.0 B0.0 \n F0.0 F1.0 B1.0 B0.0", "deadlocks: rank 0 at F1.0, rank 1 at F0.0"),
+    ],
+)
+def test_validate_names_what_is_wrong(text, message):
+    with pytest.raises(PlanError, match=message):
+        validate(order_from(text))
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.sampled_from(CASES), st.data())
+def test_validate_notices_a_lost_or_doubled_action(sizes, data):
+    order = schedule(*sizes)
+    rank = data.draw(st.integers(0, len(order) - 1))
+    at = data.draw(st.integers(0, len(order[rank]) - 1))
+    lost = [list(actions) for actions in order]
+    del lost[rank][at]
+    with pytest.raises(PlanError):
+        validate(lost)
+    doubled = [list(actions) for actions in order]
+    doubled[rank].insert(at, doubled[rank][at])
+    with pytest.raises(PlanError, match="twice"):
+        validate(doubled)
+
+
+# ---- receive order
+
+
+def sent_units(order, kind, sender, vpp_size):
+    """What a rank sends, in order, named by the (chunk, micro-batch) that consumes it."""
+    pp_size = len(order)
+    last_stage = pp_size * vpp_size - 1
+    units = []
+    for action in order[sender]:
+        stage = action.chunk * pp_size + sender
+        if action.kind == kind and stage != (last_stage if kind == "F" else 0):
+            consumer = stage + (1 if kind == "F" else -1)
+            units.append((consumer // pp_size, action.micro_batch))
+    return units
+
+
+def test_receive_order_is_the_neighbours_send_order():
+    for sizes in CASES:
+        pp_size, vpp_size, num_micro_batches, _ = sizes
+        order = schedule(*sizes)
+        num_messages = 0
+        for rank in range(pp_size):
+            received = receive_order(*sizes, rank)
+            sent = sent_units(order, "F", (rank - 1) % pp_size, vpp_size)
+            assert received.forward == sent, (sizes, rank)
+            sent = sent_units(order, "B", (rank + 1) % pp_size, vpp_size)
+            assert received.backward == sent, (sizes, rank)
+            num_messages += len(received.forward) + len(received.backward)
+        assert num_messages == 2 * (pp_size * vpp_size - 1) * num_micro_batches, sizes
+
+
+def test_receive_order_of_one_chunk_counts_micro_batches():
+    counted = [(0, n) for n in range(5)]
+    assert receive_order(3, 1, 5, None, 0) == ([], counted)
+    assert receive_order(3, 1, 5, None, 1) == (counted, counted)
+    assert receive_order(3, 1, 5, None, 2) == (counted, [])
+
+
+def test_receive_order_refuses_a_rank_outside_the_pipeline():
+    with pytest.raises(ConfigError, match="pp_rank 4 is not below pp_size 4"):
+        receive_order(4, 1, 8, None, 4)

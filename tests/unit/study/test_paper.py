@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_wlb.study import paper
+from megatron_wlb.study.paper import Effort, K
+
+PROJECT = Path(__file__).parents[3]
+QUICK = Effort(20, (1,), warm_up=20)
+
+
+def test_layouts_are_table_1s() -> None:
+    devices = {
+        (model, window // K): paper.scenario(model, window, layout).num_devices
+        for (model, window), layout in paper.TABLE_1.items()
+    }
+    assert devices == {
+        ("550m", 64): 32, ("550m", 128): 32, ("7b", 64): 32, ("7b", 128): 64,
+        ("30b", 64): 64, ("30b", 128): 128, ("70b", 64): 256, ("70b", 128): 256,
+    }  # fmt: skip
+    for (model, window), layout in paper.TABLE_1.items():
+        base = paper.scenario(model, window, layout)
+        assert base.num_micro_batches == layout[2] * layout[3]  # §7.1
+        assert window <= paper.max_tokens(base) <= paper.MAX_WINDOWS * window
+
+
+def test_table_2_ranks_the_packings_as_the_paper_does() -> None:
+    names = ["original", "fixed-greedy:2", "fixed-greedy:8", "wlb:2"]
+    found = paper.table_2(QUICK, names, lambda: None)
+    degrees = [found[name][0].metrics.imbalance_mean for name in names]
+    assert degrees == sorted(degrees, reverse=True)
+    assert degrees[0] == pytest.approx(1.44, abs=0.12) and degrees[-1] < 1.06
+
+
+def test_figure_6_is_of_attention_alone() -> None:
+    found = paper.figure_6(QUICK, (1, 4), lambda: None)
+    one, four = (found[number][0].metrics.imbalance_mean for number in (1, 4))
+    assert one > 1.5 > four > 1
+
+
+def test_figure_15_gains_more_at_the_longer_window() -> None:
+    ratios = []
+    for window in (64 * K, 128 * K):
+        times = {name: us[0] for name, us in paper.figure_15(window, QUICK, lambda: None).items()}
+        assert times["paper-adaptive"] <= min(
+            times["per-sequence"], times["per-document-remainder"]
+        )
+        assert times["hybrid"] <= times["adaptive"] <= times["per-document"]
+        assert times["per-document"] < times["per-document-remainder"]
+        ratios.append(times["per-sequence"] / times["per-document-remainder"])
+    assert 1 < ratios[0] < ratios[1]
+
+
+def test_script_writes_page_and_pictures(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/reproduce_paper.py", "--only", "table-2", "figure-15",
+         "--steps", "6", "--seeds", "1", "2", "--no-solver", "--out", str(tmp_path),
+         "--json"],
+        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "paper.md").read_text()
+    assert "Every speed-up and imbalance here is simulated" in " ".join(page.split())
+    command = "--steps 6 --seeds 1 2 --only table-2 figure-15 --no-solver`"
+    assert f"Made by `scripts/reproduce_paper.py {command} in" in " ".join(page.split())
+    sections = json.loads(done.stdout)["sections"]
+    assert [section["key"] for section in sections] == ["table-2", "figure-15"]
+    for section in sections:
+        assert f"![{section['title']}, simulated](images/paper-{section['key']}.png)" in page
+        picture = tmp_path / "images" / f"paper-{section['key']}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        for claim in section["claims"]:
+            said = "yes" if claim["holds"] else "**no**"
+            assert f"{claim['claim']} | {said} |" in page
+        for row in section["rows"]:
+            assert row["lowest"] <= row["simulated"] <= row["highest"]
+            if row["paper"]:
+                assert row["deviation"] == pytest.approx(row["simulated"] / row["paper"] - 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"paper.md", "images"}
+
+
+def test_script_refuses_no_steps(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/reproduce_paper.py", "--steps", "0", "--out",
+         str(tmp_path / "x")],
+        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --steps is 0; give at least 1\n"
+    assert not (tmp_path / "x").exists()
+
+
+def test_script_does_not_write_a_part_over_the_whole_page() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/reproduce_paper.py", "--only", "figure-15"],
+        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "give it a folder of its own with --out" in done.stderr
+
+
+@pytest.mark.parametrize("key", ["figure-6", "figure-12", "figure-13", "figure-14", "figure-15"])
+def test_script_takes_the_machine_that_is_given(key: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c",
+         "import sys; sys.path.insert(0, 'scripts'); import reproduce_paper as script\n"
+         "from megatron_wlb.study.paper import Effort\n"
+         f"script._make({key!r}, Effort(1, (1,), hardware='no-such-machine'), False)"],
+        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
+    )  # fmt: skip
+    assert "unknown hardware no-such-machine" in done.stderr

@@ -1,0 +1,111 @@
+"""Recipes of layouts are read back by the trainer's own settings."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.planning import from_config as planning
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.recipe import read_recipe
+from megatron_wlb.study import write_recipe as recipe
+from megatron_wlb.study.compare import Variant
+from megatron_wlb.study.scenario import Scenario
+
+ODD = ModelShape(
+    hidden_size=384, ffn_hidden_size=1000, num_layers=12, num_attention_heads=6, num_query_groups=2,
+    kv_channels=32, vocab_size=5000, gated=False, rms_norm=True, linear_bias=False, qkv_bias=True,
+    qk_norm=True, rotary_percent=0.5, tied_embeddings=True,
+)  # fmt: skip
+FULL = Recompute("full", "uniform", 1)
+
+
+def sections(scenario: Scenario, text: str, shape: ModelShape) -> dict[str, recipe.Flags]:
+    variant = Variant.parse(text, scenario.window, 3 * scenario.window // 2)
+    return {
+        "Model": recipe.model_flags(shape),
+        "Layout": recipe.layout_flags(scenario),
+        "Batch": recipe.batch_flags(scenario),
+        "Workload balance": recipe.balance_flags(scenario, variant, "hybrid", "h200"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "recompute", "packing"),
+    [
+        (
+            load_model("7b"),
+            Parallelism(2, 2, 2, 2, 1, sequence_parallel=True),
+            Recompute(),
+            "wlb:3",
+        ),
+        (ODD, Parallelism(pp_size=2), FULL, "hold:4+shape"),
+        (replace(ODD, rotary_percent=0.0), Parallelism(), Recompute("selective"), "fixed-greedy:2"),
+    ],
+)
+def test_flags_are_read_back_as_the_same_model_layout_and_batch(
+    shape: ModelShape, layout: Parallelism, recompute: Recompute, packing: str
+) -> None:
+    scenario = Scenario(
+        padded_vocabulary(shape, layout.tp_size), load_hardware("h200"), layout, 4096, 8, recompute
+    )
+    parts = sections(scenario, packing, shape)
+    flags = {flag: value for part in parts.values() for flag, value in part.items()}
+    command = recipe.command(flags, scenario.num_devices, 8)
+    words = shlex.split(command)
+    config = parse(words[words.index("megatron_wlb.pretrain_gpt") + 1 :])
+    assert planning.model_shape(config, shape.vocab_size) == shape
+    assert planning.parallelism(config) == layout
+    assert planning.recompute(config) == recompute
+    assert config.training.bf16 and config.parallel.use_distributed_optimizer
+    assert flags["--max-position-embeddings"] == 4096  # Megatron asks for it with any positions
+    assert config.data.seq_length == 4096 and config.training.global_batch_size == 8
+    wlb = config.wlb
+    assert wlb.wlb_packing == packing.partition(":")[0]
+    assert wlb.wlb_hardware == "h200"
+    if layout.cp_size > 1:
+        assert wlb.wlb_cp_sharding == "hybrid"
+    if packing == "wlb:3":
+        assert wlb.wlb_queue_thresholds == (1024, 2048, 3072)
+    if packing == "hold:4+shape":
+        assert wlb.wlb_look_ahead == 4 and wlb.wlb_shape == "on"
+        assert wlb.wlb_max_tokens == 6144
+
+
+def test_recipe_file_has_the_same_flags_as_the_command() -> None:
+    shape = load_model("7b")
+    layout = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
+    scenario = Scenario(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
+    parts = sections(scenario, "wlb:2", shape)
+    text = recipe.recipe(parts, 32, 8, "two lines\nof remarks: yes")
+    assert text.startswith("# two lines\n# of remarks: yes\n")
+    content = yaml.safe_load(text)
+    flags = {flag: value for part in parts.values() for flag, value in part.items()}
+    assert content["MODEL_ARGS"] == flags | {"--wlb-queue-thresholds": ["1365 2730"]}
+    assert content["ENV_VARS"]["NUM_NODES"] == 4 and content["ENV_VARS"]["GPUS_PER_NODE"] == 8
+    command = recipe.command(flags, 32, 8)
+    assert command.startswith("torchrun --nproc-per-node 8 --nnodes 4 ")
+    assert "--wlb-queue-thresholds 1365 2730" in command
+    assert "--nnodes" not in recipe.command(flags, 4, 8)
+
+
+def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
+    shape = load_model("7b")
+    layout = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
+    scenario = Scenario(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
+    variant = Variant.parse("wlb:3", 4096, 6144)
+    parts = {"Balance": recipe.balance_flags(scenario, variant, "hybrid", "my machine.yaml")}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.recipe(parts, 32, 8, ""))
+    command = shlex.split(recipe.command(parts["Balance"], 32, 8))
+    words = command[command.index("megatron_wlb.pretrain_gpt") + 1 :]
+    assert list(read_recipe(path, {}).arguments) == words
+    wlb = parse(words).wlb
+    assert wlb.wlb_queue_thresholds == (1024, 2048, 3072)
+    assert wlb.wlb_hardware == "my machine.yaml"

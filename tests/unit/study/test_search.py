@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cost import ModelShape, load_hardware
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.study.search import Search, Space, search
+
+WINDOW = 16384
+SHAPE = ModelShape(
+    hidden_size=1024, ffn_hidden_size=2560, num_layers=12, num_attention_heads=8,
+    num_query_groups=4, kv_channels=128, vocab_size=8000, gated=True, rms_norm=True,
+    linear_bias=False, tied_embeddings=False,
+)  # fmt: skip
+H100 = load_hardware("h100-sxm")
+REFERENCE = LengthSource.of_distribution("reference")
+
+
+def space(**changes: object) -> Space:
+    values: dict = {
+        "shape": SHAPE, "hardware": H100, "num_devices": 4, "window": WINDOW,
+        "num_micro_batches": (6,), "memory_gib": 6.0,
+    }  # fmt: skip
+    return Space(**values | changes)
+
+
+def find(where: Space, **options: object) -> Search:
+    settings: dict = {"num_refined": 3, "num_tuned": 1, "steps": 4} | options
+    return search(where, REFERENCE, **settings)
+
+
+@pytest.fixture(scope="module")
+def found() -> Search:
+    return find(space())
+
+
+def test_every_layout_can_run_or_has_its_reason(found: Search) -> None:
+    seen = {c.scenario.parallelism for c in found.candidates}
+    seen |= {r.layout for r in found.rejected}
+    sizes = {
+        (tp, cp, pp, vpp, 4 // (tp * cp * pp))
+        for tp in (1, 2, 4) for cp in (1, 2, 4) for pp in (1, 2, 4)
+        for vpp in range(1, 9 if pp > 1 else 2)
+        if tp * cp * pp <= 4
+    }  # fmt: skip
+    assert {(p.tp_size, p.cp_size, p.pp_size, p.vpp_size, p.dp_size) for p in seen} == sizes
+    reasons = {r.why: r.reason for r in found.rejected}
+    assert set(reasons) == {"divisibility", "batch and schedule", "memory"}
+    assert all(reason and "\n" not in reason for reason in reasons.values())
+    assert sum(found.num_rejected.values()) == len(found.rejected)
+
+
+def test_candidates_fit_and_what_memory_rejects_does_not(found: Search) -> None:
+    for candidate in found.candidates:
+        scenario = candidate.scenario
+        assert candidate.max_tokens >= WINDOW
+        num = scenario.num_micro_batches // scenario.parallelism.dp_size
+        lengths = [candidate.max_tokens] * num
+        for rank in range(scenario.parallelism.pp_size):
+            assert scenario.memory.peak_bytes(rank, lengths) <= 6.0 * GIB
+    roomy = find(space(memory_gib=60.0), num_refined=1)
+    assert "memory" not in roomy.num_rejected
+    assert all(c.scenario.recompute.granularity is None for c in roomy.candidates)
+    assert any(c.scenario.recompute.granularity for c in found.candidates)
+
+
+def test_ranking_is_by_simulated_work_a_second(found: Search) -> None:
+    assert found.original is not None
+    original = found.original.outcome
+    kept = [c.outcome for c in found.ranked if c.fits and c.outcome.delay_steps <= 0.5]
+    assert list(found.ranked[: len(kept)]) == [c for c in found.ranked if c.outcome in kept]
+    speeds = [round(outcome.speedup(original), 3) for outcome in kept]
+    assert speeds == sorted(speeds, reverse=True) and len(speeds) > 3
+    for first, second in pairwise(kept):
+        if round(first.speedup(original), 3) == round(second.speedup(original), 3):
+            assert first.delay_steps <= second.delay_steps
+    assert found.best.outcome.speedup(found.original.outcome) > 1
+    coarse = [candidate.mfu for candidate in found.candidates]
+    assert coarse == sorted(coarse, reverse=True)
+
+
+def test_more_delay_is_ranked_first_only_where_it_is_allowed() -> None:
+    strict, free = (find(space(), max_delay=limit) for limit in (0.0, 9.0))
+    assert strict.best.outcome.delay_steps == 0
+    assert free.best.outcome.delay_steps > 0
+    assert free.best.outcome.mfu > strict.best.outcome.mfu
+
+
+def test_coarse_pass_predicts_the_refined_order_of_unlike_layouts() -> None:
+    all_of_them = find(space(), num_refined=40, num_tuned=0, steps=2)
+    coarse = [choice.candidate.mfu for choice in all_of_them.ranked]
+    refined = [choice.outcome.mfu for choice in all_of_them.ranked]
+    assert len(coarse) > 10 and max(refined) > 1.2 * min(refined)
+    pairs = [
+        (coarse[i] > coarse[j]) == (refined[i] > refined[j])
+        for i in range(len(coarse)) for j in range(i)
+        if abs(refined[i] / refined[j] - 1) > 0.1
+    ]  # fmt: skip
+    assert sum(pairs) > 0.9 * len(pairs)
+
+
+def test_search_is_the_same_each_time(found: Search) -> None:
+    again = find(space())
+    assert [c.outcome.row(c.outcome) for c in again.ranked] == [
+        c.outcome.row(c.outcome) for c in found.ranked
+    ]
+
+
+def test_s_max_and_packings_are_searched(found: Search) -> None:
+    best = found.best.candidate.scenario
+    tuned = [c.outcome for c in found.ranked if c.candidate.scenario == best]
+    assert {o.setting.packing for o in tuned} == {"original", "wlb", "hold"}
+    assert len({o.setting.max_tokens for o in tuned}) > 2
+
+
+def test_given_sizes_are_kept() -> None:
+    found = find(space(fixed={"tp_size": 2, "pp_size": 2}), num_refined=1)
+    layouts = {c.scenario.parallelism for c in found.candidates}
+    assert {(p.tp_size, p.pp_size) for p in layouts} == {(2, 2)}
+    assert {p.cp_size * p.dp_size for p in layouts} == {1}
+
+
+def test_shaping_is_left_off_where_there_is_one_stage() -> None:
+    for pp_size, shaped in ((1, {False}), (2, {False, True})):
+        found = find(space(fixed={"pp_size": pp_size}), num_refined=1)
+        assert {c.outcome.variant.shaped for c in found.ranked} == shaped
+
+
+def test_tensor_parallelism_stays_in_a_node_unless_allowed() -> None:
+    found = find(space(max_tp=2), num_refined=1, num_tuned=0, steps=1)
+    assert {r.layout.tp_size for r in found.rejected if r.why == "topology"} == {4}
+    assert max(c.scenario.parallelism.tp_size for c in found.candidates) == 2
+    node_of_2 = replace(H100, devices_per_node=2)
+    narrow = find(space(hardware=node_of_2), num_refined=1, num_tuned=0, steps=1)
+    assert narrow.num_rejected["topology"] == found.num_rejected["topology"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"memory_gib": 0.1}, "no layout of 4 devices can run .*memory.*GiB"),
+        ({"fixed": {"tp_size": 3}}, "no layout of 4 devices has tp_size 3; leave a size out"),
+        ({"num_micro_batches": (3,), "fixed": {"dp_size": 2}}, "batch and schedule"),
+    ],
+)
+def test_nothing_that_can_run_is_an_error_that_says_why(changes: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as error:
+        find(space(**changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("changes", [{"num_devices": 0}, {"window": 0}, {"num_micro_batches": ()}])
+def test_empty_space_is_an_error(changes: dict) -> None:
+    with pytest.raises(ConfigError, match="give at least 1 of each"):
+        space(**changes)
+
+
+def test_progress_comes_to_the_end_of_each_pass() -> None:
+    said: dict[str, tuple[int, int]] = {}
+    find(space(), num_refined=2, steps=1, progress=lambda what, n, of: said.update({what: (n, of)}))
+    assert list(said) == ["memory", "coarse", "refined", "tuned"]
+    assert all(done == total for done, total in said.values())
+
+
+def test_coarse_pass_is_of_whole_windows_however_few_or_long_the_documents() -> None:
+    few = np.array([900, 3000, 5000, 12000])
+    long = np.array([3 * WINDOW, 5 * WINDOW])
+
+    def mfu(lengths: np.ndarray) -> list[float]:
+        found = search(
+            space(), LengthSource("stored", lengths), num_refined=1, num_tuned=0, steps=1
+        )
+        by_layout = {repr(c.scenario.parallelism): c.mfu for c in found.candidates}
+        return [by_layout[layout] for layout in sorted(by_layout)]
+
+    assert mfu(few) == pytest.approx(mfu(np.tile(few, 300)), rel=0.05)
+    # Long documents are cut into windows.
+    assert mfu(long) == pytest.approx(mfu(np.full(80, WINDOW)), rel=1e-9)
