@@ -28,6 +28,8 @@ MAX_BITS = 1000
 """Of a whole number in a file: any such fits a float."""
 MAX_SIZE = 2**31 - 1
 """Of a whole number that nothing narrower limits."""
+MOST_DEVICES = 2**20
+"""A number of devices above it is a mistake."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """Of a file's name and path on Linux."""
 MAX_SHOWN = 60

@@ -2,8 +2,8 @@
 
 When a process fails, torchrun prints a traceback and a report of its own below that process's one
 line, and ends with 1. Here nothing follows where all that failed have told their error by
-:func:`megatron_wlb.runtime.rank_main.rank_main`, or were ended for it by torchrun; the exit code is that of
-the error. All else is torchrun's.
+:func:`megatron_wlb.runtime.rank_main.rank_main`, or were ended for it by torchrun; the exit code is
+that of the error. All else is torchrun's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a recorded comparison says: one summary, a table, pictures.
 
-Reads what :mod:`megatron_wlb.bench.train_packings` wrote (without tensor parallelism). *Measured* figures come
-from the recording alone; *replayed* ones put its measured operation times through the schedule of
-a longer pipeline (:mod:`megatron_wlb.simulator.engine`) and are called so wherever they stand.
+Reads what :mod:`megatron_wlb.bench.train_packings` wrote (without tensor parallelism). *Measured*
+figures come from the recording alone; *replayed* ones put its measured operation times through the
+schedule of a longer pipeline (:mod:`megatron_wlb.simulator.engine`) and are called so wherever they
+stand.
 
 Speed is judged by totals over many steps, of tokens and of predicted work: a packing that delays
 documents alternates lighter and heavier steps, which makes medians of single steps mislead.

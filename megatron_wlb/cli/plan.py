@@ -23,10 +23,9 @@ from megatron_wlb.cli.scenario import (
 )
 from megatron_wlb.cost import Recompute, load_hardware
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_STEPS
-from megatron_wlb.reading import Several, decimal, path_of_flag, whole_number
+from megatron_wlb.reading import MOST_DEVICES, Several, decimal, path_of_flag, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain

@@ -13,9 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import text_of_flag, whole_number
+from megatron_wlb.reading import MOST_DEVICES, text_of_flag, whole_number
 from megatron_wlb.runtime.megatron_lm import check_arguments, words
 from megatron_wlb.runtime.megatron_lm.arguments import asks_for_plans
 from megatron_wlb.settings.command_line import with_settings_file

@@ -16,10 +16,9 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.model_file import padded_vocabulary
-from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
-from megatron_wlb.reading import decimal, path_of_flag, text_of_flag, whole_number
+from megatron_wlb.reading import MOST_DEVICES, decimal, path_of_flag, text_of_flag, whole_number
 from megatron_wlb.study.scenario import MEMORY_SHARE, Scenario
 
 RECOMPUTE = {

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wlb.cost.attention import AttentionProfile
-from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import (
+    MOST_DEVICES,
     check_names,
     listed,
     read_mapping,

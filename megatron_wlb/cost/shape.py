@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import real_number, truth, whole_number
+from megatron_wlb.reading import MOST_DEVICES, real_number, truth, whole_number
 
-MOST, MOST_LAYERS, MOST_DEVICES = 2**31 - 1, 10_000, 2**20
+MOST, MOST_LAYERS = 2**31 - 1, 10_000
 """Sizes above them are mistakes, and planning would not come to an end with them."""
 
 

@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator, Mapping
 
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.cost.shape import MOST_DEVICES, MOST_LAYERS
+from megatron_wlb.cost.shape import MOST_LAYERS
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.packing import check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
-from megatron_wlb.reading import MAX_SIZE
+from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
 from megatron_wlb.settings.config import Config, ModelConfig, flag_of
 
 _AT_LEAST = {

@@ -18,9 +18,8 @@ from typing import Any
 
 import yaml
 
-from megatron_wlb.cost.shape import MOST_DEVICES
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import Loader, parse_mapping, read_text, shown, whole_number
+from megatron_wlb.reading import MOST_DEVICES, Loader, parse_mapping, read_text, shown, whole_number
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _LIST = re.compile(r"\[([^]]+)\]")

@@ -17,12 +17,20 @@ PACKAGE = Path(megatron_wlb.__file__).parent
 PROJECT = PACKAGE.parent
 MAX_LINES = 600
 
-MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch", "testing")
+MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch", "testing", "bench")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
-PLANNING = (
-    "plan", "planner", "packing", "cost", "sharding", "simulator", "data.documents", "config",
-    "command_line", "errors", "files", "shaping",
+LAYERS = (
+    "errors", "files", "reading", "settings", "schedule", "cost", "sharding", "plan", "data",
+    "packing", "planning", "simulator", "study", "runtime", "testing", "bench", "cli",
 )  # fmt: skip
+"""Each imports from those before it alone. In the root there are these and programs."""
+RUNTIME_LAYERS = (
+    "compat", "emulation", "transfer", "attention", "norm", "model", "batch", "communicator",
+    "step", "saving", "rank_main", "metrics", "optimizer", "measure", "doctor", "trainer",
+    "megatron_lm",
+)  # fmt: skip
+PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")
+PLANNING = LAYERS[: LAYERS.index("runtime")]
 
 
 def module_name(path: Path) -> str:
@@ -64,7 +72,48 @@ def _imported(node: ast.AST, into_functions: bool) -> Iterator[str]:
         yield from _imported(child, into_functions)
 
 
+def of_project(path: Path) -> set[str]:
+    """Modules of the project that a file imports, inside functions too, below ``megatron_wlb``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron_wlb"):
+            base = str(node.module).removeprefix("megatron_wlb").lstrip(".")
+            for alias in node.names:
+                name = f"{base}.{alias.name}".lstrip(".")
+                found.add(name if name in MODULES else base)
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("megatron_wlb.")]
+            found.update(name.removeprefix("megatron_wlb.") for name in names)
+    return found - {""}
+
+
+def wrong_directions(layers: tuple[str, ...], below: str = "") -> list[str]:
+    """Imports among ``layers`` of the folder ``below`` that go from one to a later one."""
+
+    def rank(module: str) -> int | None:
+        rest = module.removeprefix(below).lstrip(".").partition(".")[0]
+        inside = module.startswith(below) and rest and rest not in PROGRAMS
+        return layers.index(rest) if inside else None  # one that has no layer raises
+
+    wrong = []
+    for module, path in MODULES.items():
+        for other in of_project(path):
+            first, second = rank(module), rank(other)
+            if first is not None and second is not None and second > first:
+                wrong.append(f"{module} imports {other}")
+    return wrong
+
+
+def test_layers_import_from_those_before_them() -> None:
+    assert wrong_directions(LAYERS) == []
+    assert wrong_directions(RUNTIME_LAYERS, "runtime") == []
+    backwards = wrong_directions(LAYERS[::-1])
+    assert "planning.planner imports packing.base" in backwards, "the test sees imports"
+
+
 def test_import_rules_speak_of_modules_that_exist() -> None:
+    tops = {module.partition(".")[0] for module in MODULES} - {""}
+    assert tops == {*LAYERS, *PROGRAMS}
     assert {"plan", "errors"} <= set(PLANNING_MODULES)
     assert any("megatron" in imported(path) for path in MODULES.values())
 

@@ -22,7 +22,7 @@ from megatron_wlb.runtime.compat.source import MegatronSource
 
 State = Literal["stock", "patched", "partly patched"]
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _FOLDERS = (_PACKAGE / "patches", _PACKAGE.parent / "patches")
 """Where an installed package and where a checkout has the files."""
 

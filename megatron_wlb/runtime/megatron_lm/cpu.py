@@ -1,7 +1,8 @@
 """Megatron-LM's training loop under the CPU emulation: what it needs beyond megatron-core.
 
-The emulation of :mod:`megatron_wlb.runtime.emulation.cpu` comes first. Each name replaced here has its reason
-beside it. Nothing about packing: an unmodified ``pretrain_gpt.py`` trains on CPUs with this alone.
+The emulation of :mod:`megatron_wlb.runtime.emulation.cpu` comes first. Each name replaced here has
+its reason beside it. Nothing about packing: an unmodified ``pretrain_gpt.py`` trains on CPUs with
+this alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Puts plans into Megatron-LM's training loop: one explicit call, undone by another.
 
-Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.compat.targets` with
-the parameters counted on; a missing or changed one is an error that names the Megatron version.
+Nothing is edited on disk. Every name replaced stands in :mod:`megatron_wlb.runtime.compat.targets`
+with the parameters counted on; a missing or changed one is an error that names the Megatron
+version.
 """
 
 from __future__ import annotations

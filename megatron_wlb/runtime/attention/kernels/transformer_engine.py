@@ -2,7 +2,8 @@
 
 It chooses among cuDNN, flash-attn and its own kernels by rules that change with the version, so
 what it computes for segments with more keys than queries is trusted only after
-:func:`megatron_wlb.runtime.attention.kernels.choose.check_kernel` has compared it on the device at hand.
+:func:`~megatron_wlb.runtime.attention.kernels.choose.check_kernel` has compared it on the device
+at hand.
 """
 
 from __future__ import annotations
