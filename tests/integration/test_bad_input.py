@@ -73,7 +73,7 @@ CONFIG: dict[str, tuple[int, Flags, list[str]]] = {
         ["[200, 100]", "ascending", "order them"],
     ),
     "tau": (1, {"wlb_hold_tau": 0}, ["tau is 0", "perfect balance"]),
-    "lr-nan": (1, {"lr": "nan"}, ["--lr is nan", "[0, inf)"]),
+    "lr-nan": (1, {"lr": "nan"}, ["--lr", "nan is not finite"]),
     "min-lr": (1, {"min_lr": 1.0}, ["--min-lr is 1.0", "up to --lr"]),
     "warmup": (1, {"lr_warmup_iters": 4}, ["--lr-warmup-iters is 4", "after 4 steps", "fewer"]),
     "seed": (1, {"seed": 2**70}, [f"--seed is {2**70}", "4294967296"]),

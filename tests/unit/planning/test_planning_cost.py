@@ -186,7 +186,7 @@ def test_s_max_is_what_fits_the_memory() -> None:
         (("0.02",), r"--seq-length 1024 tokens do not fit --wlb-memory-gib 0\.02, which \d+"),
         (("0.05", "--wlb-max-tokens", "4000"), r"--wlb-max-tokens 4000 tokens do not fit"),
         (("0.001",), "weights, gradients and optimizer of pipeline rank 0 take"),
-        (("0",), "--wlb-memory-gib is 0.0; give a positive number"),
+        (("0",), "--wlb-memory-gib is 0.0; give at least 1e-09"),
     ],
 )
 def test_memory_that_is_too_small_is_refused(flags: tuple[str, ...], complaint: str) -> None:
