@@ -108,7 +108,7 @@ def test_layers_import_from_those_before_them() -> None:
     assert wrong_directions(LAYERS) == []
     assert wrong_directions(RUNTIME_LAYERS, "runtime") == []
     backwards = wrong_directions(LAYERS[::-1])
-    assert "planning.planner imports packing.base" in backwards, "the test sees imports"
+    assert "planning.planner imports packing" in backwards, "the test sees imports"
 
 
 def test_import_rules_speak_of_modules_that_exist() -> None:
