@@ -89,9 +89,9 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
 
 
 def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
-    """Imbalance and delay of each packing: the mean, and how far the worst steps are from it."""
+    """Imbalance of each packing, mean and worst steps, its delay, and how its steps' tokens vary."""
     figure = _figure(title, height=1.9 + 0.42 * len(evaluations))
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.4, 1])
+    left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1])
     several = len({e.num_micro_batches for e in evaluations}) > 1
     labels = [
         f"{e.setting.title}, N={e.num_micro_batches}" if several else e.setting.title
@@ -112,16 +112,21 @@ def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> 
         left.annotate(
             f"{value:.3f}", (value, place), xytext=(7, -3), textcoords="offset points", fontsize=9
         )
-    delays = [e.delay for e in evaluations]
-    right.barh(places, delays, color=BLUE, height=0.5, label="delay")
-    for place, value in zip(places, delays, strict=True):
-        right.annotate(
-            f"{value:.2f}", (value, place), xytext=(5, -3), textcoords="offset points", fontsize=9
-        )
-    right.set_xlim(0, 1.15 * max(delays) or 1)
-    right.set_xlabel("mean delay of a token (steps)")
-    right.tick_params(axis="y", length=0)
-    for axes in (left, right):
+    variations = [e.metrics.tokens_cv for e in evaluations]
+    for axes, values, name in (
+        (middle, [e.delay for e in evaluations], "mean delay of a token (steps)"),
+        (right, variations, "tokens of a step\n(standard deviation ÷ mean)"),
+    ):
+        axes.barh(places, values, color=BLUE, height=0.5)
+        for place, value in zip(places, values, strict=True):
+            axes.annotate(
+                f"{value:.2f}", (value, place), xytext=(5, -3), textcoords="offset points",
+                fontsize=9,
+            )  # fmt: skip
+        axes.set_xlim(0, 1.25 * max(values) or 1)
+        axes.set_xlabel(name)
+        axes.tick_params(axis="y", length=0)
+    for axes in (left, middle, right):
         axes.grid(axis="x", color=GREY, lw=0.8)
         axes.set_axisbelow(True)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))

@@ -94,11 +94,16 @@ def test_packings_are_drawn_with_their_figures(tuning, drawn, tmp_path):
     shown = [*tuning.baselines, tuning.chosen]
     plot_packings(shown, "Packings", tmp_path / "plot.png")
     (figure,) = drawn
-    left, right = figure.axes
+    left, middle, right = figure.axes
     assert [text.get_text() for text in left.get_yticklabels()] == [
         "original", "fixed-greedy, 1 batch", "hold, price 0.2",
     ]  # fmt: skip
     (dots,) = [c for c in left.collections if c.get_label() == "time-weighted mean"]
     assert dots.get_offsets()[:, 0].tolist() == [e.imbalance for e in shown]
-    assert [bar.get_width() for bar in right.patches] == [e.delay for e in shown]
-    assert {text.get_text() for text in right.texts} == {f"{e.delay:.2f}" for e in shown}
+    for axes, values in (
+        (middle, [e.delay for e in shown]),
+        (right, [e.metrics.tokens_cv for e in shown]),
+    ):
+        assert [bar.get_width() for bar in axes.patches] == values
+        assert [text.get_text() for text in axes.texts] == [f"{value:.2f}" for value in values]
+    assert "tokens of a step" in right.get_xlabel() and shown[-1].metrics.tokens_cv > 0
