@@ -89,7 +89,7 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
 
 
 def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
-    """Imbalance of each packing, mean and worst steps, its delay, and how its steps' tokens vary."""
+    """Draws the imbalance of each packing, its delay, and how its steps vary in tokens."""
     figure = _figure(title, height=1.9 + 0.42 * len(evaluations))
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1])
     several = len({e.num_micro_batches for e in evaluations}) > 1
