@@ -196,23 +196,22 @@ def _table_2(effort: Effort, solver: bool) -> Section:
     return Section(
         "table-2",
         "Table 2: packing imbalance",
-        "Imbalance degree `max · N / Σ` of the modelled forward times of a step's N = 4 "
-        "micro-batches at 7B-128K; a number after a packing is its global batches or queues. "
-        "`hold` is this project's own.",
+        "The table shows the imbalance degree `max · N / Σ` of the modelled forward times of a "
+        "step's N = 4 micro-batches at 7B-128K. A number after a packing says how many global "
+        "batches or queues it has. `hold` is this project's own.",
         "imbalance degree",
         rows,
         claims,
         "The fixed-length packings agree, so the distribution is about as uneven as the authors' "
-        "documents. `wlb` is better here than printed, most of all with one queue: the printed "
-        "algorithm leaves undefined what happens to documents that do not fit, how ties fall and "
-        "how old a document may get, and this implementation defines them (packing/wlb.py); the "
-        "paper's S_max and thresholds are not known either, and its times were measured, so they "
-        "scatter where modelled ones do not. The times that packing takes are the only measured "
-        "figures, on one core of the machine that made this page; what the paper's contain is not "
-        "said. "
+        "documents. `wlb` is better here than printed, most of all with one queue. The printed "
+        "algorithm does not say what happens to documents that do not fit, how ties fall and how "
+        "old a document may get; this implementation does (packing/wlb.py). The paper's S_max and "
+        "thresholds are not known. Its times were measured, so they scatter; modelled ones do "
+        "not. Only the times that packing takes are measured here, on one core of the machine that "
+        "made this page. The paper does not say what its own contain. "
         f"The solver had {effort.solver_limit:g} s a search and {effort.solver_steps} steps a "
-        "seed, against up to 25 s in the paper, and takes what it found by then; over so few "
-        "steps, which are other documents than the many of the other rows, its figures scatter.",
+        "seed, against up to 25 s in the paper, and takes what it found by then. So few steps are "
+        "other documents than those of the other rows, so its figures scatter.",
         ("delay, steps", "ms, measured here", "ms, paper"),
     )
 
@@ -229,15 +228,15 @@ def _figure_6(effort: Effort, solver: bool) -> Section:
     return Section(
         "figure-6",
         "Figure 6: a larger packing window balances better",
-        "Imbalance degree of attention alone (max over mean of Σd²), fixed-length greedy packing, "
-        "550M-128K. Only the imbalance part: the loss curve needs training. The paper prints no "
-        "numbers for it.",
+        "The table shows the imbalance degree of attention alone (max over mean of Σd²) under "
+        "fixed-length greedy packing at 550M-128K. The figure's loss curve is left out: it needs "
+        "training. The paper prints no numbers for it.",
         "attention imbalance",
         rows,
         [("each doubling of the packing window balances better",
           _rising([row.value for row in reversed(rows)]))],
-        "No numbers to compare with. Attention alone is less even than Table 2's total, as it must "
-        "be. The price is the delay in the last column.",
+        "There are no numbers to compare with. Attention alone is less even than Table 2's total, "
+        "as it must be. The price is the delay in the last column.",
         ("delay, steps",),
     )  # fmt: skip
 
@@ -308,18 +307,18 @@ def _figure_12(effort: Effort, solver: bool) -> Section:
     return Section(
         "figure-12",
         "Figure 12: speed-up over Plain-4D",
-        "Work a second over Plain-4D (`original`, per-sequence). Fixed-4D is `fixed-greedy` over "
-        "one global batch with the better of per-sequence and per-document sharding; WLB-LLM is "
-        "`wlb` with two queues and adaptive sharding; the third is this project's `hold` "
-        "with shaped steps. The bars' heights are not in the paper's text, so only its means are "
-        "compared; for them the range is over configurations.",
+        "The table shows work a second over Plain-4D (`original`, per-sequence). Fixed-4D is "
+        "`fixed-greedy` over one global batch with the better of per-sequence and per-document "
+        "sharding. WLB-LLM is `wlb` with two queues and adaptive sharding. The third is this "
+        "project's `hold` with shaped steps. The paper's text does not give the bars' heights, so "
+        "only its means are compared; their range is over configurations.",
         "speed-up over Plain-4D",
         [*means, *rows],
         claims,
-        "Fixed-4D is too fast here, and with it WLB-LLM: what is modelled loses less to short "
-        "chunks under per-document sharding than the authors' kernel (see Figures 13 and 15), so "
-        "sharding alone gains what the paper says is only marginal. 550M probably gains most "
-        "because only work is modelled: launch overheads, which dilute it on a real GPU, are not. "
+        "Fixed-4D is too fast here, and with it WLB-LLM. Under per-document sharding the modelled "
+        "kernel loses less to short chunks than the authors' kernel (see Figures 13 and 15). So "
+        "sharding alone gains more than the paper's marginal amount. 550M probably gains most "
+        "because only work is modelled, without the launch overheads that dilute it on a real GPU. "
         "70B gains less because TP 16 leaves the node, and its collectives take their time however "
         "balanced the work is.",
         ("S_max, windows", "peak GiB", "MFU"),
@@ -367,18 +366,19 @@ def _figure_13(effort: Effort, solver: bool) -> Section:
     return Section(
         "figure-13",
         "Figure 13: breakdown at 7B-128K",
-        f"Work a second over Plain-4D, each technique by itself and all together, with "
-        f"{paper.VPP_SIZE} chunks a pipeline rank; the paper does not say how many it has, and the "
-        "last columns show that the gain of packing depends on it.",
+        "The table shows work a second over Plain-4D, for each technique by itself and for all "
+        f"together, with {paper.VPP_SIZE} chunks a pipeline rank. The paper does not say how many "
+        "it has. The last columns show that the gain of packing depends on it.",
         "speed-up over Plain-4D",
         rows,
         claims,
         "The sum agrees, the parts do not: sharding gains more here and packing less. The modelled "
-        "kernel pays for whole 128-token tiles and one tile a row of them, which is all that the "
-        "text says of it; the measured one lost most of the gain of per-document sharding on short "
-        "chunks. What stays unbalanced under per-sequence sharding in turn holds back packing by "
-        "itself, the more as variable-length micro-batches mix one long document with many short "
-        "ones. A measured table of the attention kernel (`wlb profile`) replaces the assumption.",
+        "kernel pays for whole 128-token tiles and for one tile a row of them. The text says no "
+        "more of the authors' kernel, which lost most of the gain of per-document sharding on "
+        "short chunks. Packing by itself gains less because per-sequence sharding stays "
+        "unbalanced, most of all where a micro-batch of variable length mixes one long document "
+        "with many short ones. A measured table of the attention kernel (`wlb profile`) replaces "
+        "the assumption.",
         tuple(f"VPP {vpp}" for vpp in VPP_SIZES if vpp != paper.VPP_SIZE),
     )
 
@@ -399,12 +399,12 @@ def _figure_14(effort: Effort, solver: bool) -> Section:
     return Section(
         "figure-14",
         "Figure 14: speed-up by context window, 7B",
-        "WLB-LLM (`wlb`, adaptive) over Plain-4D, in the layout of 7B-128K for every window; "
-        "documents of the same distribution, cut at the window.",
+        "The table shows WLB-LLM (`wlb`, adaptive) over Plain-4D. Every window has the layout of "
+        "7B-128K, and documents of the same distribution, cut at the window.",
         "speed-up over Plain-4D",
         rows,
         [("the speed-up grows with the window", _rising([row.value for row in rows]))],
-        "The paper's growth comes from more outliers and a larger share of attention; both are in "
+        "The paper's growth comes from more outliers and a larger share of attention. Both are in "
         "the model. At 160K memory leaves less room above the window than the "
         f"{paper.MAX_WINDOWS:g} windows of the others.",
         ("hold", "imbalance of original", "S_max, windows"),
@@ -452,18 +452,17 @@ def _figure_15(effort: Effort, solver: bool) -> Section:
     return Section(
         "figure-15",
         "Figure 15: sharding of one 7B layer over CP 4",
-        "Forward and backward of one layer over per-sequence sharding, windows as they come. "
-        "§5.1's per-document deals out the tokens that do not divide evenly one by one; ours "
-        "lengthens pieces by one token instead. The optimum is the adaptive choice itself: it "
-        "chooses by the model that judges it.",
+        "The table shows forward and backward of one layer over per-sequence sharding, with "
+        "windows as they come. Some tokens of a document do not divide evenly: §5.1 deals them out "
+        "one by one, ours lengthens pieces by one token. The adaptive choice is the optimum here, "
+        "because it chooses by the model that judges it.",
         "speed-up over per-sequence",
         rows,
         claims,
-        "Per-document sharding wins nearly every window here, so that there is little to choose "
-        "between: whole tiles and one tile a row are all that short chunks cost in the model, "
-        "while the authors' measured kernel (Figure 10) reaches far fewer TFLOPs below 256 "
-        "queries. The direction is the paper's, the size is not, until a kernel is measured "
-        "(`wlb profile`).",
+        "Per-document sharding wins nearly every window here, so there is little to choose. In the "
+        "model short chunks cost whole tiles and one tile a row, and no more. The authors' "
+        "measured kernel (Figure 10) reaches far fewer TFLOPs below 256 queries. The direction is "
+        "the paper's. The size is not, until a kernel is measured (`wlb profile`).",
     )
 
 
@@ -526,16 +525,18 @@ def _page(sections: Sequence[Section], effort: Effort, command: str, seconds: fl
         "# WLB-LLM's experiments, simulated",
         "",
         f"Made by `{command}` in {seconds / 60:.1f} minutes of CPU time; do "
-        "not edit it by hand. **Every speed-up and imbalance here is simulated**: the paper's "
-        "models, layouts (Table 1) and GPUs are modelled from `configs/model` and "
-        f"`{effort.hardware}` (`configs/hardware`), whose shares of the peaks are assumed, and its "
-        "documents, which are not public, are replaced by the synthetic `reference` distribution "
-        "(median 1200 tokens, heavy tail, 82 % of tokens in documents under half a window of "
-        f"128K). {effort.steps} steps of each seed count, after {effort.warm_up} that fill queues; "
-        "brackets are the lowest and highest seed. Assumed where the paper is silent: "
-        f"{paper.VPP_SIZE} chunks a pipeline rank, S_max of {paper.MAX_WINDOWS:g} windows or what "
-        "fits, and the sizes of all models but 7B. How to read the simulator: "
-        "[simulator.md](simulator.md).",
+        "not edit it by hand. **Every speed-up and imbalance here is simulated.**",
+        "",
+        "- The paper's models, layouts (Table 1) and GPUs are modelled from `configs/model` and "
+        f"`{effort.hardware}` (`configs/hardware`), whose shares of the peaks are assumed.",
+        "- The paper's documents are not public. The synthetic `reference` distribution replaces "
+        "them: median 1200 tokens, heavy tail, 82 % of tokens in documents under half a window of "
+        "128K.",
+        f"- {effort.steps} steps of each seed count, after {effort.warm_up} that fill queues. "
+        "Brackets are the lowest and highest seed.",
+        f"- Assumed where the paper is silent: {paper.VPP_SIZE} chunks a pipeline rank, S_max of "
+        f"{paper.MAX_WINDOWS:g} windows or what fits, and the sizes of all models but 7B.",
+        "- [simulator.md](simulator.md) says how to read the simulator.",
         "",
         "## Are the paper's results reproduced?",
         "",
@@ -566,7 +567,10 @@ def _wrapped(line: str) -> str:
     """Prose in lines of 100; tables and pictures as they are."""
     if line.startswith(("|", "!", "#")):
         return line
-    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False)
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(
+        line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _line(cells: Sequence[str]) -> str:
