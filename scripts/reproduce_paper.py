@@ -525,7 +525,8 @@ def _page(sections: Sequence[Section], effort: Effort, command: str, seconds: fl
         "# WLB-LLM's experiments, simulated",
         "",
         f"Made by `{command}` in {seconds / 60:.1f} minutes of CPU time; do "
-        "not edit it by hand. **Every speed-up and imbalance here is simulated.**",
+        "not edit it by hand. **Every speed-up and imbalance here is simulated** "
+        "([how to read that](simulator.md)).",
         "",
         "- The paper's models, layouts (Table 1) and GPUs are modelled from `configs/model` and "
         f"`{effort.hardware}` (`configs/hardware`), whose shares of the peaks are assumed.",
@@ -536,7 +537,6 @@ def _page(sections: Sequence[Section], effort: Effort, command: str, seconds: fl
         "Brackets are the lowest and highest seed.",
         f"- Assumed where the paper is silent: {paper.VPP_SIZE} chunks a pipeline rank, S_max of "
         f"{paper.MAX_WINDOWS:g} windows or what fits, and the sizes of all models but 7B.",
-        "- [simulator.md](simulator.md) says how to read the simulator.",
         "",
         "## Are the paper's results reproduced?",
         "",
@@ -567,10 +567,8 @@ def _wrapped(line: str) -> str:
     """Prose in lines of 100; tables and pictures as they are."""
     if line.startswith(("|", "!", "#")):
         return line
-    indent = "  " if line.startswith("- ") else ""
-    return textwrap.fill(
-        line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    indent = {"subsequent_indent": "  " if line.startswith("- ") else ""}
+    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False, **indent)
 
 
 def _line(cells: Sequence[str]) -> str:
