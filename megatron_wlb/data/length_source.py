@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
@@ -58,16 +59,30 @@ class LengthSource:
             raise CorpusError(
                 f"cannot read {path}: {one_line(error)}; give a file of lengths"
             ) from error
+        return cls.of_lengths(str(path), lengths, path.name)
+
+    @classmethod
+    def of_lengths(cls, name: str, lengths: npt.NDArray[Any], title: str = "") -> LengthSource:
+        """Takes one length for each document; errors call them ``name``.
+
+        Raises :class:`CorpusError` for none, for numbers that are not whole, and for lengths that
+        no document has.
+        """
         if not lengths.size:
-            raise CorpusError(f"{path} has no lengths; give at least one")
+            raise CorpusError(f"{name} has no lengths; give at least one")
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+            raise CorpusError(
+                f"{name} holds {lengths.dtype} of shape {lengths.shape}; give whole numbers, one "
+                "for each document"
+            )
         impossible = np.flatnonzero((lengths < 1) | (lengths > MAX_LENGTH))
         if impossible.size:
             first = int(impossible[0])
             raise CorpusError(
-                f"{path}: length number {first + 1} is {lengths[first]} ({impossible.size} such); "
+                f"{name}: length number {first + 1} is {lengths[first]} ({impossible.size} such); "
                 f"lengths are 1 to {MAX_LENGTH} tokens, correct or remove it"
             )
-        return cls(path.name, lengths.astype(np.int64, copy=False))
+        return cls(title or name, lengths.astype(np.int64, copy=False))
 
     @classmethod
     def of_distribution(cls, name: str) -> LengthSource:
