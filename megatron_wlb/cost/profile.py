@@ -39,7 +39,7 @@ class Fit:
     mean_error: float
     """Mean of ``|predicted ÷ measured - 1|`` over all forward and backward times."""
     max_error: float
-    """The largest one."""
+    """The largest ``|predicted ÷ measured - 1|``."""
     num_samples: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Fit:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fit:
-        """Raises :class:`ConfigError` if it is not what :meth:`as_dict` wrote."""
+        """Reads a fit. Raises :class:`ConfigError` if it is not what :meth:`as_dict` wrote."""
         try:
             return cls(
                 DocumentCost.from_dict(values["cost"]),
@@ -113,7 +113,7 @@ class StageSample:
     """Measured times of one stage's forward and backward of a micro-batch."""
 
     lengths: Sequence[int]
-    """Tokens of each document (and of padding)."""
+    """Lengths of each document (and of padding), in tokens."""
     forward_us: float
     backward_us: float
 

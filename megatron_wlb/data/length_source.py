@@ -23,7 +23,7 @@ from megatron_wlb.reading import one_line
 MAX_LENGTH = 2**31 - 1
 """Tokens of a document: Megatron's index counts them in an int32."""
 MIN_TO_SPLIT = 64
-"""Documents, below which a half would not resemble the whole."""
+"""The fewest documents to split: halves of fewer would not resemble the whole."""
 _CHUNK_BYTES = 1 << 24
 
 
@@ -33,21 +33,21 @@ class LengthSource:
 
     title: str
     stored: Lengths | None = None
-    """None where a distribution draws them."""
+    """The documents' lengths; None where a distribution draws them."""
     distribution: str = ""
     seed_offset: int = 0
     """Added to every seed: another one is another draw."""
 
     @classmethod
     def of_corpora(cls, prefixes: Sequence[str]) -> LengthSource:
-        """All documents of ``.bin/.idx`` corpora; only their indices are read."""
+        """Reads all documents of ``.bin/.idx`` corpora, from their indices alone."""
         parts = [Corpus.open(prefix).lengths for prefix in prefixes]
         title = ", ".join(Path(prefix).name for prefix in prefixes)
         return cls(title, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     @classmethod
     def of_file(cls, path: str | Path) -> LengthSource:
-        """One length a line, or an ``.npy`` array of one dimension.
+        """Reads one length a line, or an ``.npy`` array of one dimension.
 
         Raises :class:`CorpusError` for a file that is missing, empty, no such thing, or has a
         length below 1, naming it.
@@ -86,28 +86,28 @@ class LengthSource:
 
     @classmethod
     def of_distribution(cls, name: str) -> LengthSource:
-        """One of :data:`megatron_wlb.data.lengths.DISTRIBUTIONS`."""
+        """Draws from one of :data:`megatron_wlb.data.lengths.DISTRIBUTIONS`."""
         distribution(name)
         return cls(f"distribution {name}", distribution=name)
 
     @property
     def num_documents(self) -> float:
-        """That are not empty; a distribution has no end of them."""
+        """Number of documents that are not empty; infinite for a distribution."""
         return np.inf if self.stored is None else int(np.count_nonzero(self.stored))
 
     def longest(self, window: int) -> int:
-        """The longest document; of a distribution, which is cut at windows, the window."""
+        """The longest document; a distribution is cut at windows, so its longest is the window."""
         return window if self.stored is None else int(self.stored.max())
 
     def lengths(self, num_windows: int, *, window: int, seed: int) -> Lengths:
-        """All stored ones, or so many windows' worth of drawn ones."""
+        """Returns all stored lengths, or draws so many windows' worth."""
         if self.stored is not None:
             return self.stored
         seed += self.seed_offset
         return sample_lengths(self.distribution, num_windows, seed=seed, window=window)
 
     def sampled(self, num_tokens: int, *, window: int, seed: int) -> LengthSource:
-        """At random as many documents as have ``num_tokens``, or all where there are not so many.
+        """Samples documents that have ``num_tokens`` together, or all where there are fewer.
 
         A shuffled stream of them begins as one of all documents would. It spares sorting a hundred
         million documents to try a few thousand.
@@ -146,7 +146,7 @@ class LengthSource:
         seed: int,
         long_documents: LongDocuments,
     ) -> DocumentStream:
-        """At least ``num_steps`` steps of documents, as training would draw them.
+        """Streams at least ``num_steps`` steps of documents, as training would draw them.
 
         Stored documents are shuffled, and drawn again in another order once all have been. Drawn
         ones keep their order, in which they fill windows exactly. Documents above ``longest``
@@ -182,7 +182,7 @@ class LengthSource:
             )
 
     def remarks(self, num_tokens: int, *, window: int, long_documents: LongDocuments) -> list[str]:
-        """What becomes of these documents where ``num_tokens`` are to be packed; often nothing."""
+        """Says what becomes of documents where ``num_tokens`` are to be packed; often nothing."""
         if self.stored is None:
             return []
         said = []
@@ -235,7 +235,7 @@ def _read_lines(path: Path) -> Lengths:
 
 
 def _refuse_line(path: Path, lines: Iterable[bytes], num_before: int) -> NoReturn:
-    """For the first of ``lines``, which come after ``num_before`` others, that is not a length."""
+    """Refuses the first of ``lines``, which follow ``num_before`` others, that is no length."""
     for number, line in enumerate(lines, start=num_before + 1):
         try:
             if line.strip():

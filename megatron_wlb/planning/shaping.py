@@ -41,7 +41,7 @@ MOMENTUM = 0.8
 NUM_ALTERNATIVES = 64
 MAX_ROUNDS = 16
 ROUND_ACTIONS = 3072
-"""So many actions of the schedule are looked at in rounds of alternatives: 6 rounds for PP=4 and
+"""Actions of the schedule that are looked at in rounds of alternatives: 6 rounds for PP=4 and
 N=64, some 20 ms."""
 MOVES = (0.3, 0.1, 0.03, 0.01)
 """Work of the documents that are tried to move, in mean micro-batches."""
@@ -71,7 +71,7 @@ class _Work:
         ]
 
     def _table(self, kind: StageCost) -> Floats:
-        """``[2, GRID]``: all but attention, by tokens."""
+        """Times of all but attention, by tokens: ``[2, GRID]``."""
         works = [kind.work([int(tokens)]) for tokens in self._grid[1:]]
         nothing = (0.0, 0.0)
         linear = [nothing, *((w.forward_linear_us, w.backward_linear_us) for w in works)]
@@ -80,7 +80,7 @@ class _Work:
         return np.array(linear, dtype=np.float64).T + shares[:, None]
 
     def attention_us(self, lengths: Sequence[int]) -> Floats:
-        """Of single documents, ``[2, Q, D]``."""
+        """Attention times of single documents, ``[2, Q, D]``."""
         result = np.empty((2, len(self._kinds), len(lengths)))
         squares = np.array(lengths, dtype=np.float64) ** 2
         for number, kind in enumerate(self._kinds):
@@ -161,7 +161,7 @@ class Shaper:
         self._num_rounds = min(MAX_ROUNDS, ROUND_ACTIONS // num_actions)
 
     def shape(self, ranks: Ranks) -> list[list[list[Document]]]:
-        """The same documents in other micro-batches, or as they are where that is not faster.
+        """Deals the same documents anew, or leaves them where that is not faster.
 
         The order of the micro-batches, and so which document runs on which data-parallel rank, may
         change; no micro-batch gets longer than S_max.
@@ -259,7 +259,7 @@ class Shaper:
             slowest.step_us = float(steps_us[best])
 
     def _moves(self, step: _Step, pipeline: _Pipeline, failed: int) -> list[tuple[int, int, int]]:
-        """(from, to, document): from micro-batches with much of the critical path to others."""
+        """Lists (from, to, document) to try: off micro-batches with much of the critical path."""
         shares = _critical_shares(
             self._graph,
             self._work.times_us(pipeline.tokens, pipeline.attention_us),
@@ -336,7 +336,7 @@ def _profile(graph: Graph, unit: tuple[tuple[float, ...], ...]) -> Floats:
 
 
 def _critical_shares(graph: Graph, times_us: Floats, p2p_us: Floats) -> Floats:
-    """Of each micro-batch, which share of its time is on the critical path: ``[N]``."""
+    """The share of each micro-batch's time that is on the critical path: ``[N]``."""
     replayed = graph.replay(times_us, p2p_us)
     stops = [float(graph.of_rank(replayed.stop_us, rank)[-1]) for rank in range(graph.pp_size)]
     rank = stops.index(max(stops))
@@ -350,7 +350,7 @@ def _critical_shares(graph: Graph, times_us: Floats, p2p_us: Floats) -> Floats:
 
 
 def _place(step: _Step, dp_size: int, sizes: Floats) -> list[list[list[int]]] | None:
-    """Heaviest first, each where most of the wanted work is missing and there is room.
+    """Places documents, heaviest first, where most wanted work is missing and there is room.
 
     None if a document finds no room at all.
     """

@@ -171,7 +171,7 @@ def _patches(source: MegatronSource) -> Finding:
 
 
 def _version(name: str) -> str | None:
-    """Of a distribution, or of a module that came without one."""
+    """The version of a distribution, or of a module that came without one."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

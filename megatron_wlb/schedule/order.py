@@ -119,7 +119,7 @@ def schedule(
 def receive_order(
     pp_size: int, vpp_size: int, num_micro_batches: int, group_size: int | None, pp_rank: int
 ) -> ReceiveOrder:
-    """In which order a rank receives activations and gradients under :func:`schedule`.
+    """The order in which a rank receives activations and gradients under :func:`schedule`.
 
     A rank receives in the order in which its neighbour sends. As all ranks run their forwards in
     one common order, and so their backwards, this is also the order in which the rank itself

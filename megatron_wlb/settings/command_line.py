@@ -30,7 +30,7 @@ def megatron_flags() -> frozenset[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises :class:`ConfigError` instead of leaving the process."""
+    """A parser that raises :class:`ConfigError` instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
         refuse_arguments(self, message)
@@ -60,7 +60,7 @@ def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def unknown_flags(words: Iterable[str], known: Iterable[str]) -> Iterator[str]:
-    """What to say of each flag among ``words`` that is none of ``known``: the nearest one."""
+    """Says of each flag among ``words`` that is none of ``known`` which is the nearest."""
     flags = sorted(known)
     for name in (word.split("=")[0] for word in words):
         if name.startswith("--") and name not in flags:
@@ -145,7 +145,7 @@ def parse(
     prog: str = "python -m megatron_wlb.pretrain_gpt",
     description: str = "Trains a GPT on Megatron-core with workload-balanced micro-batches.",
 ) -> Config:
-    """Settings from a command line (and from the YAML file that it names).
+    """Reads settings from a command line (and from the YAML file that it names).
 
     Raises:
         ConfigError: an unknown flag (the nearest one is named), a Megatron flag that is not
@@ -179,7 +179,7 @@ def parse_known(
 
 
 def _switches() -> set[str]:
-    """Flags that are given as on or off."""
+    """The flags that are given as on or off."""
     return {
         flag_of(name)
         for group in groups_of_settings().values()

@@ -202,13 +202,13 @@ def simulate_step(
     memory: MemoryModel | None = None,
     attention_scale: Sequence[npt.ArrayLike] | None = None,
 ) -> StepTimeline:
-    """The timeline of one step; see :class:`Simulator`, which is the same for many."""
+    """Simulates one step; :class:`Simulator` does the same for many."""
     simulator = Simulator(costs, parallelism, order=order, sends=sends, memory=memory)
     return simulator.step(micro_batches, attention_scale)
 
 
 def attention_scales(plan: StepPlan, selector: Selector) -> list[Floats]:
-    """What the shardings that ``selector`` chooses for a plan come to, for ``attention_scale``."""
+    """The ``attention_scale`` of the shardings that ``selector`` chooses for a plan."""
     result = []
     for rank in plan.micro_batches:
         chosen = [selector.choose(micro_batch.lengths) for micro_batch in rank]
@@ -224,7 +224,7 @@ def attention_scales(plan: StepPlan, selector: Selector) -> list[Floats]:
 
 
 def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:
-    """Segments of each micro-batch, and all tokens."""
+    """The segments of each micro-batch, and the number of all tokens."""
     if isinstance(micro_batches, StepPlan):
         plan = micro_batches
         return [[m.lengths for m in rank] for rank in plan.micro_batches], plan.num_tokens

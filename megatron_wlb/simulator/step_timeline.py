@@ -34,19 +34,19 @@ class StepTimeline:
 
     graph: Graph
     times_us: tuple[Floats, ...]
-    """Per data-parallel rank ``[2, S, N]``."""
+    """Times of forwards and backwards, per data-parallel rank ``[2, S, N]``."""
     p2p_us: tuple[Floats, ...]
-    """Per data-parallel rank ``[N]``."""
+    """Times to send each micro-batch to the next stage, per data-parallel rank ``[N]``."""
     replays: tuple[Replay, ...]
-    """Per data-parallel rank."""
+    """One pipeline's replay per data-parallel rank."""
     collectives: tuple[tuple[Segment, ...], ...]
-    """Per pipeline rank, after (or beside) its actions: reductions and the update."""
+    """Reductions and the update, per pipeline rank, after (or beside) its actions."""
     step_us: float
-    """From the first forward to the end of the update on the last rank."""
+    """Time from the first forward to the end of the update on the last rank."""
     num_tokens: int
-    """Without padding where a plan was given."""
+    """Tokens of the step, without padding where a plan was given."""
     memory: tuple[StepMemory, ...] = field(default=())
-    """Per data-parallel rank; empty without a memory model."""
+    """What each data-parallel rank's pipeline holds; empty without a memory model."""
 
     @property
     def dp_size(self) -> int:
@@ -54,17 +54,17 @@ class StepTimeline:
 
     @cached_property
     def replicas(self) -> tuple[Timeline, ...]:
-        """Per data-parallel rank, the forwards and backwards of its pipeline ranks."""
+        """The forwards and backwards of the pipeline ranks, one timeline a data-parallel rank."""
         return tuple(timeline(self.graph, replayed) for replayed in self.replays)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Of all ranks together, pipeline by pipeline: for a picture."""
+        """The timeline of all ranks together, pipeline by pipeline: for a picture."""
         return Timeline(tuple(rank for line in self.replicas for rank in line.intervals))
 
     @cached_property
     def pipeline_us(self) -> float:
-        """From the first forward to the last backward on any rank."""
+        """Time from the first forward to the last backward on any rank."""
         return max(float(replayed.stop_us.max()) for replayed in self.replays)
 
     @cached_property
@@ -87,12 +87,12 @@ class StepTimeline:
 
     @property
     def tail_us(self) -> float:
-        """From the last backward to the end of the step: reduction that is not hidden, update."""
+        """Time from the last backward to the step's end: reduction that is not hidden, update."""
         return self.step_us - self.pipeline_us
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all data-parallel ranks together."""
+        """Tokens a second of all data-parallel ranks together."""
         return self.num_tokens / self.step_us * 1e6 if self.step_us else 0.0
 
     @cached_property

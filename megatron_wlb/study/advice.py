@@ -17,9 +17,9 @@ T = TypeVar("T")
 MAX_DELAY_STEPS = 0.5
 """Most that a token may be delayed in the mean, if nothing else is asked for: the paper's."""
 DIGITS = 3
-"""Of speeds over `original`, behind the point."""
+"""Digits behind the point of speeds over `original`."""
 PARTS = 4
-"""Into so many parts, one after the other, steps are divided to see how a gain varies."""
+"""Number of parts in a row that steps are divided into, to see how a gain varies."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def recommended(
 
 
 def preference(option: Option[T], base: Option[T]) -> tuple[float, ...]:
-    """What to sort by, the best first; ``base`` is what printed speeds are over."""
+    """The key that sorts the best first; printed speeds are over ``base``."""
     return -round(option.speedup(base), DIGITS), option.delay_steps, option.max_tokens
 
 

@@ -25,7 +25,7 @@ from megatron_wlb.sharding import Sharding
 from megatron_wlb.testing.workload import make_workload
 
 VOCAB_SIZE = 500
-"""Of the documents in :func:`measure_step`."""
+"""Vocabulary of the documents in :func:`measure_step`."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class MeasuredMemory:
 
     num_parameters: int
     held: int
-    """Between steps: weights, gradient buffers, optimizer state."""
+    """Bytes between steps: weights, gradient buffers, optimizer state."""
     activations: int
     """The most that forward and backward added."""
     update: int

@@ -49,9 +49,9 @@ class Held:
     """A parameter of one rank, as part of the whole model's."""
 
     name: str
-    """In the whole model."""
+    """The parameter's name in the whole model."""
     indices: Indices
-    """Of its elements in the flattened whole parameter; the shape is that of the rank's."""
+    """Where its elements lie in the flattened whole parameter; shaped as the rank's part."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class RankRun:
     evaluated: tuple[float, ...]
     """The losses again, from forward passes alone."""
     gradients: tuple[tuple[Array, ...], ...]
-    """Of each step and parameter; flat, the elements that ``gradient_ranges`` says."""
+    """Gradients by step and parameter: flat, the elements of ``gradient_ranges``."""
     gradient_ranges: tuple[tuple[int, int], ...]
     """Per parameter: the part of its flat elements whose gradient this rank has.
 
     All of it, unless the distributed optimizer shards gradients over DP.
     """
     final: tuple[Array, ...]
-    """Weights after the last step, of each parameter."""
+    """Each parameter's weights after the last step."""
 
 
 def whole_name(name: str, first_layer: int, tied: bool) -> str:

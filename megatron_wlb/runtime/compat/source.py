@@ -23,7 +23,7 @@ class Signature:
     parameters: tuple[str, ...]
     """Names in order; ``*args`` and ``**kwargs`` with their stars."""
     required: frozenset[str]
-    """Those without a default."""
+    """Parameters without a default."""
 
     @property
     def is_open(self) -> bool:

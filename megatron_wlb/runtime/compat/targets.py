@@ -91,7 +91,7 @@ CORE: Table = {
     "megatron.core.dist_checkpointing.serialization:load": "sharded_state_dict checkpoint_dir",
     "megatron.core.datasets.indexed_dataset:IndexedDataset": IS_THERE,
 }
-"""Of ``megatron.core``: alike in all versions of the tables."""
+"""The names of ``megatron.core``: alike in all versions of the tables."""
 
 _TRAINING_ALWAYS: Table = {
     f"{_TRAINING}:get_forward_backward_func": IS_THERE,

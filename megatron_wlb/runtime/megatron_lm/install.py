@@ -110,7 +110,7 @@ def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.A
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Our refusals, Megatron's own checks, then ours of what it made of the arguments.
+    """Runs our refusals, Megatron's own checks, then ours of the arguments that it has changed.
 
     All before a process group exists.
     """
@@ -178,7 +178,7 @@ def _get_model(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pretrain(original: Any, provider: Any, model_provider: Any, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's ``pretrain`` with our data in place of the script's."""
+    """Runs Megatron's ``pretrain`` with our data in place of the script's."""
 
     @functools.cache
     def plans() -> Any:

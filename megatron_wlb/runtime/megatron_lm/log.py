@@ -24,7 +24,7 @@ from megatron_wlb.schedule.graph import Graph, graph_of
 
 
 class Log:
-    """Around Megatron's ``training_log``, and what it counts floating-point operations with."""
+    """Wraps Megatron's ``training_log`` and its count of floating-point operations."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -43,7 +43,7 @@ class Log:
             patches.replace(training, name, functools.update_wrapper(hook, original))
 
     def num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
-        """Of the step that just ran; inside a log line the mean of the steps that it covers."""
+        """Counts the operations of the last step; inside a log line the mean of its steps."""
         session = self.session
         if session.step is None:  # nothing has run
             return float(original(args, batch_size))

@@ -64,7 +64,7 @@ FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_si
 """Settings of the model that may differ: its weights mean the same."""
 
 _FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
-"""Of a save."""
+"""What a save may raise."""
 
 
 def folder_of(root: str, iteration: int) -> Path:

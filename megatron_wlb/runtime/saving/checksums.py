@@ -129,7 +129,7 @@ def remedy(folder: str | os.PathLike[str]) -> str:
 
 
 def _iteration(folder: Path) -> int | None:
-    """Of ``iter_0000012``, 12: names are compared as numbers, as from 10⁷ on they grow longer."""
+    """The number in ``iter_0000012``: from 10⁷ on names are longer, so text has another order."""
     number = folder.name.removeprefix("iter_")
     return int(number) if number.isascii() and number.isdigit() else None
 

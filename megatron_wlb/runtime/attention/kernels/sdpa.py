@@ -22,7 +22,7 @@ the block sees are left out.
 
 
 def obstacle(demand: Demand) -> str | None:
-    """Nothing is in its way."""
+    """Returns None: nothing is in this kernel's way."""
     return None
 
 
