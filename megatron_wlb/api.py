@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,27 +33,19 @@ from megatron_wlb.study.evaluate import Setting, Workload, evaluate
 from megatron_wlb.study.scenario import Scenario
 
 __all__ = [
-    "Document",
-    "DocumentCost",
-    "MicroBatchPlan",
-    "PackingMetrics",
-    "Parallelism",
-    "Span",
-    "StepPlan",
-    "StepTimeline",
-    "WLBError",
-    "evaluate_packing",
-    "model_cost",
-    "plan_steps",
-    "sample_lengths",
-    "simulate_step",
-]
+    "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
+    "StepPlan", "StepTimeline", "WLBError", "evaluate_packing", "model_cost", "plan_steps",
+    "sample_lengths", "simulate_step",
+]  # fmt: skip
+
+Documents: TypeAlias = str | Path | Sequence[int] | npt.NDArray[np.integer[Any]]
+"""The prefix of a ``.bin/.idx`` corpus, or the documents' lengths in tokens."""
 
 ONE_DEVICE = Parallelism()
 
 
 def plan_steps(
-    documents: str | Path | Sequence[int] | npt.NDArray[np.integer[Any]],
+    documents: Documents,
     *,
     window: int,
     num_micro_batches: int,
@@ -67,7 +59,7 @@ def plan_steps(
     """Plans one step after another until every document has run.
 
     Args:
-        documents: the prefix of a ``.bin/.idx`` corpus, or the documents' lengths in tokens.
+        documents: the prefix of a corpus, or the documents' lengths in tokens.
         window: training's ``--seq-length`` in tokens; longer documents are split.
         num_micro_batches: N, the micro-batches of a step over all data-parallel ranks.
         packing: ``original``, ``fixed-greedy``, ``fixed-solver``, ``wlb`` or ``hold``; ``NAME:K``
@@ -81,12 +73,11 @@ def plan_steps(
     Raises:
         WLBError: documents that cannot be read or placed, or settings that cannot work.
     """
-    source = _source(documents)
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
     setting, workload = _workload(
-        source, window, num_micro_batches, packing, max_tokens, cost, seed, multiple
+        documents, window, num_micro_batches, packing, max_tokens, cost, seed, multiple
     )
-    packer = workload.packer(setting)
+    packer, source = workload.packer(setting), workload.source
     stream = DocumentStream(
         [source.lengths(0, window=window, seed=seed)],
         window=max(window, source.longest(window)) if packer.name in CUTS_AT_WINDOWS else window,
@@ -101,7 +92,7 @@ def plan_steps(
 
 
 def evaluate_packing(
-    documents: str | Path | Sequence[int] | npt.NDArray[np.integer[Any]],
+    documents: Documents,
     *,
     window: int,
     num_micro_batches: int,
@@ -119,7 +110,7 @@ def evaluate_packing(
         WLBError: documents that cannot be read or placed, or settings that cannot work.
     """
     setting, workload = _workload(
-        _source(documents), window, num_micro_batches, packing, max_tokens, cost, seed
+        documents, window, num_micro_batches, packing, max_tokens, cost, seed
     )
     return evaluate(workload, setting, num_steps).metrics
 
@@ -168,16 +159,8 @@ def model_cost(model: str, layout: Parallelism = ONE_DEVICE, *, hardware: str = 
     return analytic_cost(sizes, load_hardware(hardware), layout)
 
 
-def _source(
-    documents: str | Path | Sequence[int] | npt.NDArray[np.integer[Any]],
-) -> LengthSource:
-    if isinstance(documents, str | Path):
-        return LengthSource.of_corpora([str(documents)])
-    return LengthSource.of_lengths("lengths", np.asarray(documents))
-
-
 def _workload(
-    source: LengthSource,
+    documents: Documents,
     window: int,
     num_micro_batches: int,
     packing: str,
@@ -188,6 +171,10 @@ def _workload(
 ) -> tuple[Setting, Workload]:
     whole_number("window", window, 2, MOST_TOKENS)
     whole_number("seed", seed, 0, 2**32 - 1)
+    if isinstance(documents, str | Path):
+        source = LengthSource.of_corpora([str(documents)])
+    else:
+        source = LengthSource.of_lengths("lengths", np.asarray(documents))
     source.check(window=window, long_documents="split")
     setting = Setting.parse(packing, window, 2 * window if max_tokens is None else max_tokens)
     workload = Workload(source, window, num_micro_batches, cost, seed, length_multiple=multiple)
