@@ -43,7 +43,7 @@ class Fit:
     num_samples: int
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, for checkpoints, logs and profile files; inverse of :meth:`from_dict`."""
+        """JSON-able, for checkpoints, logs and cost files; inverse of :meth:`from_dict`."""
         return {
             "cost": self.cost.as_dict(),
             "mean_error": self.mean_error,
@@ -63,7 +63,7 @@ class Fit:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"cost profile: {type(error).__name__} {error}; write it again by measuring"
+                f"cost fit: {type(error).__name__} {error}; write it again by measuring"
             ) from None
 
 

@@ -4,7 +4,7 @@ Equal micro-batches are not the fastest. The first ones fill the pipeline and th
 it while other ranks wait, so a step is shorter when these are small and those between larger. How
 small follows from the schedule: for micro-batches of sizes ``w`` the step is a maximum over paths
 of sums of ``w``, which is convex, so that its minimum over all ``w`` with ``Σ w = 1`` can be found
-once for a run (:func:`profile`). Each step's documents are then placed to come near these sizes,
+once for a run (:func:`best_sizes`). Each step's documents are then placed to come near these sizes,
 heaviest first, and moved while that makes the simulated step shorter.
 
 The imbalance degree cannot see this: shaped plans are unequal on purpose.
@@ -36,7 +36,7 @@ from megatron_wlb.schedule.graph import Floats, Graph, graph_of
 Ranks: TypeAlias = Sequence[Sequence[Sequence[Document]]]
 """``[dp_size][N][documents]``, in running order."""
 
-PROFILE_ROUNDS = 300
+DESCENT_ROUNDS = 300
 MOMENTUM = 0.8
 NUM_ALTERNATIVES = 64
 MAX_ROUNDS = 16
@@ -129,7 +129,7 @@ class Shaper:
         parallelism: the layout.
         num_micro_batches: of one data-parallel rank.
         max_tokens: S_max; no micro-batch gets longer.
-        window: the step's profile is made for documents of half of it.
+        window: the best sizes are those for documents of half of it.
 
     Raises :class:`ConfigError` for a layout that Megatron refuses.
     """
@@ -156,7 +156,7 @@ class Shaper:
         self._max_tokens = max_tokens
         typical = [max(1, window // 2)]
         unit_us = costs.stages.times_us([typical])[:, :, 0]
-        self._profile = profile(self._graph, _hashable(unit_us / unit_us.sum()))
+        self._sizes = best_sizes(self._graph, _hashable(unit_us / unit_us.sum()))
         num_actions = sum(map(len, self._graph.order))
         self._num_rounds = min(MAX_ROUNDS, ROUND_ACTIONS // num_actions)
 
@@ -188,7 +188,7 @@ class Shaper:
                 at += len(micro_batch)
             given.append(members)
         best = [self._pipeline(step, members) for members in given]
-        placed = _place(step, len(ranks), self._profile)
+        placed = _place(step, len(ranks), self._sizes)
         if placed is not None:
             pipelines = [self._pipeline(step, members) for members in placed]
             if _slowest(pipelines).step_us < _slowest(best).step_us:
@@ -299,25 +299,25 @@ class _Step:
     max_tokens: int
 
 
-def profile(graph: Graph, unit_us: tuple[tuple[float, ...], ...]) -> Floats:
+def best_sizes(graph: Graph, unit_us: tuple[tuple[float, ...], ...]) -> Floats:
     """Sizes of micro-batches, Σ = 1, with which a step is shortest: about, as found by descent.
 
     ``unit_us`` is ``[2][S]``, forward and backward of a micro-batch of size 1, which take
     proportionally less for a smaller one. Equal sizes are where the search starts, so that no worse
     ones come out of it. Some 0.3 s for PP=4 and N=64, once for a run.
     """
-    return _profile(graph, unit_us).copy()
+    return _best_sizes(graph, unit_us).copy()
 
 
 @lru_cache(maxsize=64)
-def _profile(graph: Graph, unit: tuple[tuple[float, ...], ...]) -> Floats:
+def _best_sizes(graph: Graph, unit: tuple[tuple[float, ...], ...]) -> Floats:
     unit_us = np.array(unit)
     num = graph.num_micro_batches
     nothing = np.zeros(num)
     sizes = np.full(num, 1.0 / num)
     best, best_us = sizes, float("inf")
     slope = np.zeros(num)
-    for number in range(PROFILE_ROUNDS):
+    for number in range(DESCENT_ROUNDS):
         times_us = unit_us[:, :, None] * sizes
         step_us = float(graph.step_us(times_us, nothing))
         if step_us < best_us:

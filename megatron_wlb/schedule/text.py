@@ -23,14 +23,14 @@ from megatron_wlb.schedule.order import Action, Order, validate
 
 
 def to_text(order: Sequence[Sequence[Action]]) -> str:
-    """Writes a line a rank; :func:`from_text` is the inverse."""
+    """A line a rank; :func:`from_text` is the inverse."""
     return "".join(
         f"rank {rank}: {' '.join(map(str, actions))}\n" for rank, actions in enumerate(order)
     )
 
 
 def from_text(text: str) -> Order:
-    """Reads the order that :func:`to_text` wrote.
+    """The order that was written so.
 
     Raises :class:`PlanError` for text that is none, ranks out of turn, or an order that is
     incomplete or deadlocks (:func:`~megatron_wlb.schedule.order.validate`).
@@ -49,14 +49,14 @@ def from_text(text: str) -> Order:
 
 
 def to_csv(order: Sequence[Sequence[Action]]) -> str:
-    """Writes a row a rank; :func:`from_csv` is the inverse."""
+    """A row a rank; :func:`from_csv` is the inverse."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([map(str, actions) for actions in order])
     return text.getvalue()
 
 
 def from_csv(text: str) -> Order:
-    """Reads what :func:`to_csv` wrote, empty cells left out: they may stand for bubbles."""
+    """As :func:`from_text`. Empty cells are left out: a spreadsheet may show bubbles by them."""
     order = [
         [_action(number, cell.strip()) for cell in next(csv.reader([line])) if cell.strip()]
         for number, line in _lines(text)
@@ -66,7 +66,7 @@ def from_csv(text: str) -> Order:
 
 
 def write_order(path: str | os.PathLike[str], order: Sequence[Sequence[Action]]) -> None:
-    """Writes a file of text, or of CSV if it is called so; whole or not at all.
+    """A file of text, or of CSV if it is called so; whole or not at all.
 
     Raises :class:`ConfigError` where it cannot be written.
     """
@@ -74,7 +74,7 @@ def write_order(path: str | os.PathLike[str], order: Sequence[Sequence[Action]])
 
 
 def read_order(path: str | os.PathLike[str]) -> Order:
-    """Reads what :func:`write_order`, or a person, wrote.
+    """What :func:`write_order`, or a person, wrote.
 
     Raises :class:`ConfigError` if it cannot be read, :class:`PlanError` for what is in it.
     """

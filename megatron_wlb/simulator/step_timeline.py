@@ -17,8 +17,8 @@ from megatron_wlb.simulator.engine import Timeline, timeline
 from megatron_wlb.simulator.memory import StepMemory
 
 
-class Segment(NamedTuple):
-    """A part of a step on one rank; ``dp_rank`` -1: the same on all data-parallel ranks."""
+class Activity(NamedTuple):
+    """What a rank does in a part of a step; ``dp_rank`` -1: the same on all data-parallel ranks."""
 
     dp_rank: int
     pp_rank: int
@@ -39,7 +39,7 @@ class StepTimeline:
     """Times to send each micro-batch to the next stage, per data-parallel rank ``[N]``."""
     replays: tuple[Replay, ...]
     """One pipeline's replay per data-parallel rank."""
-    collectives: tuple[tuple[Segment, ...], ...]
+    collectives: tuple[tuple[Activity, ...], ...]
     """Reductions and the update, per pipeline rank, after (or beside) its actions."""
     step_us: float
     """Time from the first forward to the end of the update on the last rank."""
@@ -87,7 +87,7 @@ class StepTimeline:
 
     @property
     def tail_us(self) -> float:
-        """Time from the last backward to the step's end: reduction that is not hidden, update."""
+        """From the last backward to the end of the step: reduction that is not hidden, update."""
         return self.step_us - self.pipeline_us
 
     @property
@@ -126,7 +126,7 @@ class StepTimeline:
             memory.check(limit_bytes, f"data-parallel rank {dp_rank}" if self.dp_size > 1 else "")
 
     @cached_property
-    def critical_path(self) -> tuple[Segment, ...]:
+    def critical_path(self) -> tuple[Activity, ...]:
         """What kept the step from ending earlier, first to last.
 
         Each part starts when the one before it has stopped and, on another rank, its tensor was
@@ -158,7 +158,7 @@ class StepTimeline:
         )
         return (
             *(
-                Segment(dp_rank, node.rank, str(node.action), start_us, stop_us)
+                Activity(dp_rank, node.rank, str(node.action), start_us, stop_us)
                 for node, start_us, stop_us in path
                 if not node.is_transfer
             ),
@@ -169,12 +169,12 @@ class StepTimeline:
         """When a pipeline rank's actions are done on all data-parallel ranks."""
         return max(float(self.graph.of_rank(r.stop_us, pp_rank)[-1]) for r in self.replays)
 
-    def _critical_tail(self) -> list[Segment]:
+    def _critical_tail(self) -> list[Activity]:
         """Reductions and the update behind the last of the path's actions."""
         left = sorted(
             (part for parts in self.collectives for part in parts), key=lambda part: part.start_us
         )
-        tail: list[Segment] = []
+        tail: list[Activity] = []
         end_us, pp_rank = self.step_us, -1
         while causes := [part for part in left if part.stop_us == end_us]:
             cause = next((part for part in causes if part.pp_rank == pp_rank), causes[-1])
