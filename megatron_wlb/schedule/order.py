@@ -45,7 +45,7 @@ Order: TypeAlias = list[list[Action]]
 """``[pp_size][2 * vpp_size * num_micro_batches]``."""
 
 Pass: TypeAlias = tuple[int, int]
-"""``(chunk, micro_batch)`` of a forward or backward; the chunk is counted on the rank it runs on."""
+"""``(chunk, micro_batch)`` of a forward or backward; the chunk is counted on its rank."""
 
 
 class ReceiveOrder(NamedTuple):
