@@ -38,7 +38,7 @@ class Document(NamedTuple):
     corpus: int
     """The number of the run's corpus that it comes from."""
     index: int  # type: ignore[assignment]  # in place of tuple.index, which nobody needs here
-    """Its number in that corpus."""
+    """The document's number in that corpus."""
     offset: int
     """First token, counted from the stored document's first token."""
     length: int
@@ -48,7 +48,7 @@ class Document(NamedTuple):
     epoch: int
     """The pass over the corpus in which it was drawn, from 0."""
     arrival: int
-    """Its number in the stream, from 0."""
+    """The document's number in the stream, from 0."""
     step: int
     """The step it arrives in: its delay is how far the step it runs in is from this one, which may
     be the earlier one where a packing looks ahead."""
@@ -121,7 +121,7 @@ class MicroBatchPlan:
 
     @cached_property
     def length(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens without padding."""
         return sum(span.length for span in self.spans)
 
     @cached_property

@@ -117,9 +117,9 @@ class AttentionProfile:
 
     kernel: str
     machine: str
-    """Where it was measured, with what."""
+    """The machine and software of the measurement."""
     dtype: str
-    """By torch's name, such as ``bfloat16``."""
+    """The numbers' type by torch's name, such as ``bfloat16``."""
     num_heads: int
     num_groups: int
     """Key/value heads."""
@@ -271,7 +271,7 @@ class AttentionProfile:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; inverse of :meth:`from_dict`."""
+        """The profile, JSON-able; inverse of :meth:`from_dict`."""
         values = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()

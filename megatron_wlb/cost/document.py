@@ -61,7 +61,7 @@ class Cost(CostModel, Protocol):
         ...
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, for checkpoints; :func:`megatron_wlb.cost.cost_from_dict` is its inverse."""
+        """Writes the cost, JSON-able; :func:`megatron_wlb.cost.cost_from_dict` is the inverse."""
         ...
 
 
@@ -113,7 +113,7 @@ class DocumentCost:
         return self.micro_batch_us + sum(map(self.document_us, lengths))
 
     def work(self, lengths: Iterable[int]) -> Work:
-        """The parts of :meth:`total_us`."""
+        """Predicts the parts of :meth:`total_us`."""
         lengths = list(lengths)
         tokens, squares = sum(lengths), sum(length * length for length in lengths)
         return Work(
@@ -125,7 +125,7 @@ class DocumentCost:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """JSON-able; inverse of :meth:`from_dict`."""
+        """The coefficients, JSON-able; inverse of :meth:`from_dict`."""
         return asdict(self)
 
     @classmethod

@@ -29,7 +29,7 @@ from megatron_wlb.reading import (
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE / "configs" / "hardware", _PACKAGE.parent / "configs" / "hardware")
-"""Where an installed package and where a checkout has the files."""
+"""The folder of the files in an installed package and in a checkout."""
 
 _SHARES = (
     "linear_share", "attention_share", "memory_share", "link_share", "tp_overlap", "cp_overlap",

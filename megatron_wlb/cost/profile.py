@@ -26,7 +26,7 @@ class Sample:
     """Measured times of a micro-batch that is one document."""
 
     length: int
-    """Tokens."""
+    """Tokens of the document."""
     forward_us: float
     backward_us: float
 
@@ -43,7 +43,7 @@ class Fit:
     num_samples: int
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, for checkpoints, logs and cost files; inverse of :meth:`from_dict`."""
+        """The fit, JSON-able, for checkpoints, logs and files; inverse of :meth:`from_dict`."""
         return {
             "cost": self.cost.as_dict(),
             "mean_error": self.mean_error,

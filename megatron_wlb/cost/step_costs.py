@@ -26,7 +26,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.graph import Floats
 
 BACKWARD_OVERHEAD = 2 / 3
-"""Share of what a micro-batch takes besides its documents that is backward's."""
+"""Backward's share of what a micro-batch takes besides its documents."""
 
 BUCKET_PARAMETERS = 40_000_000
 """Megatron reduces the first stage's gradients in buckets of so many, or of a million a DP rank if

@@ -119,7 +119,7 @@ class ProfiledCost:
     linear: tuple[Row, ...]
     """Times of all that is not core attention, of whole micro-batches."""
     machine: str = ""
-    """Where it was measured."""
+    """The machine of the measurement."""
     extrapolate: bool = False
     """Whether lengths beyond a table's longest follow its last two rows; else they are an error."""
 
@@ -183,7 +183,7 @@ class ProfiledCost:
             curve(max_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; inverse of :meth:`from_dict`."""
+        """The tables, JSON-able; inverse of :meth:`from_dict`."""
         return {**asdict(self), "model": dict(self.model)}
 
     @classmethod

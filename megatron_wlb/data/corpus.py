@@ -239,7 +239,7 @@ class Corpus:
     lengths: npt.NDArray[np.int64]
     """Tokens of each document, EOD included."""
     vocab_size: int | None
-    """None, like ``eod``, without the ``PREFIX.json`` that :func:`build_corpus` writes."""
+    """The number of token ids; None, like ``eod``, without the file ``PREFIX.json``."""
     eod: int | None
 
     @classmethod

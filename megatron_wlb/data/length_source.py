@@ -215,9 +215,8 @@ def _read_array(path: Path) -> Lengths:
         raise
     except Exception as error:  # numpy raises anything for a damaged header, or one of 10¹² entries
         _refuse(path, f"is no intact .npy array ({one_line(error)})")
-    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        what = getattr(lengths, "dtype", "several arrays")
-        _refuse(path, f"holds {what} of shape {getattr(lengths, 'shape', '')}")
+    if not isinstance(lengths, np.ndarray):
+        _refuse(path, "holds several arrays")
     return lengths
 
 

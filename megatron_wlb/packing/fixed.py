@@ -174,7 +174,7 @@ def cut_into_room(room: Sequence[int], left: Iterable[Document]) -> Iterator[tup
 
 
 def mean_arrival(documents: Iterable[Document]) -> float:
-    """Token-weighted mean of the steps in which ``documents`` arrive; infinite without any."""
+    """The token-weighted mean step in which ``documents`` arrive; infinite without any."""
     steps = tokens = 0
     for document in documents:
         steps += document.length * document.step

@@ -25,7 +25,7 @@ documents to draw on from later steps the same balance is had for less delay."""
 TOLERANCE = 0.002
 """A choice that is at most so much worse than any other could be is taken: 0.2 % of a step."""
 MAX_PLACEMENTS = 8
-"""Where S_max binds, the best of so many choices is taken: each costs a whole placement."""
+"""The number of choices that are placed where S_max binds: each costs a whole placement."""
 WORTH_TRYING = 0.1
 """Choices whose delay alone makes them so much worse than the best one's bound are not tried."""
 WORTH_EARLY_WINDOWS = 1 / 8

@@ -42,8 +42,8 @@ class PackingMetrics:
     """Documents that arrived and have not run; in none of the delays above."""
     waiting_tokens: int
     waiting_age_mean_steps: float
-    """Token-weighted delay that they would have if all ran in the step after the last: the least
-    that they can have."""
+    """Token-weighted delay of all that waits if it ran in the step after the last: the least
+    that it can have."""
     tokens_cv: float
     """Standard deviation ÷ mean of the tokens of a step."""
     padding_share: float

@@ -155,7 +155,7 @@ def rank(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which of N micro-batches each document is in, and what these come to."""
+    """The micro-batch of each document, and what the micro-batches come to."""
 
     index_of: npt.NDArray[np.int64]
     """The micro-batch of each document; N where none had room."""

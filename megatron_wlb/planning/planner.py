@@ -33,7 +33,7 @@ run."""
 
 
 class Stream(Protocol):
-    """Where documents come from; see :class:`~megatron_wlb.data.documents.DocumentStream`."""
+    """Gives documents step by step; see :class:`~megatron_wlb.data.documents.DocumentStream`."""
 
     step: int
     """The step that :meth:`next_step` gives the documents of."""

@@ -115,7 +115,7 @@ class _Pipeline:
     """The micro-batches of one data-parallel rank while they are shaped."""
 
     members: list[list[int]]
-    """Per micro-batch, numbers of documents in ascending order: the heaviest first."""
+    """The documents of each micro-batch by number, ascending: the heaviest first."""
     tokens: Floats
     attention_us: Floats
     step_us: float

@@ -34,7 +34,7 @@ PACKAGES = {
     "ortools": "--wlb-packing fixed-solver",
 }
 _MODULES = {"flash-attn-3": "flash_attn_interface", "apex": "apex", "triton": "triton"}
-"""Where the module may be there without a distribution of that name."""
+"""Modules that may be there without a distribution of that name."""
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def _least_us(
     num_repeats: int,
     run: Callable[[int], tuple[float, float]],
 ) -> list[list[float]]:
-    """Least µs of forward and backward of each length, of the whole model.
+    """Measures the least µs of both passes of each length, of the whole model.
 
     The least of several runs, because all that others do on the machine only adds time.
     """

@@ -104,7 +104,7 @@ def gpipe(pp_size: int, num_micro_batches: int) -> Order:
 
 
 MOST_PASSES = 1 << 20
-"""Forward passes of a pipeline and step: as many more take seconds and gigabytes."""
+"""The most forward passes of a pipeline and step: more take seconds and gigabytes."""
 
 
 def schedule(

@@ -20,7 +20,7 @@ def setting(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the GPT."""
+    """Sizes and parts of the GPT."""
 
     num_layers: int = setting(4, "transformer layers")
     hidden_size: int = setting(64, "hidden size")
@@ -100,7 +100,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Settings of batch, precision, optimizer and schedule."""
+    """Batch, precision, optimizer and schedule."""
 
     micro_batch_size: int = setting(1, "windows a micro-batch; must be 1, lengths vary instead")
     global_batch_size: int = setting(
@@ -137,7 +137,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Settings of documents."""
+    """Documents."""
 
     data_path: tuple[str, ...] = setting(
         (), "prefixes of Megatron .bin/.idx corpora: A B …, or with weights: 0.3 A 0.7 B …"
@@ -151,7 +151,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Settings of saving and resuming."""
+    """Saving and resuming."""
 
     save: str | None = setting(None, "folder to save checkpoints in")
     load: str | None = setting(None, "folder to resume from; an empty one starts afresh")
@@ -160,7 +160,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Settings of what is written where."""
+    """What is written where."""
 
     log_interval: int = setting(1, "log every so many steps")
     tensorboard_dir: str | None = setting(None, "folder for TensorBoard")
@@ -296,7 +296,7 @@ class Config:
     wlb: WlbConfig = field(default_factory=WlbConfig)
 
     def flat(self) -> dict[str, Any]:
-        """All settings by name, JSON-able: what is saved with a run."""
+        """Settings by name, JSON-able: what is saved with a run."""
         return {k: v for group in dataclasses.asdict(self).values() for k, v in group.items()}
 
 

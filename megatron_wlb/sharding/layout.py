@@ -1,4 +1,4 @@
-"""Where a context-parallel rank finds its tokens, and the keys that they attend to.
+"""The place of a context-parallel rank's tokens, and of the keys that they attend to.
 
 The ranks' local tokens one after another, rank by rank, is the order in which an all-gather
 returns keys and values; a *row* is a place in it. A kernel wants another order: for each chunk the

@@ -82,7 +82,7 @@ def _shares_us(latency: AttentionLatency, queries: IntArray, keys: IntArray) -> 
 def predict(
     lengths: Sequence[int], cp_size: int, sharding: Sharding, latency: AttentionLatency
 ) -> Prediction:
-    """Attention of a micro-batch with such segments, one varlen call a rank and pass."""
+    """Predicts the attention of a micro-batch, one varlen call a rank and pass."""
     ranks = shard_arrays(lengths, cp_size, sharding)
     rank = np.repeat(np.arange(cp_size), [len(rows) for rows in ranks])
     _, start, stop = np.concatenate(ranks).T

@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch each context-parallel rank holds.
+"""Shards a micro-batch: which of its tokens each context-parallel rank holds.
 
 A sharding cuts the micro-batch into 2·CP *slots* of equally many tokens; rank k holds the slots k
 and 2·CP-1-k, early and late ones alike, because late tokens attend to more. The shardings differ

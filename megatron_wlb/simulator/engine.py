@@ -38,7 +38,7 @@ class Timeline:
 
     @cached_property
     def start_us(self) -> float:
-        """When the first rank starts."""
+        """Time at which the first rank starts."""
         return min((rank[0].start_us for rank in self.intervals if rank), default=0.0)
 
     @cached_property

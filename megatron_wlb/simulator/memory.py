@@ -49,7 +49,7 @@ class RankMemory:
         )
 
     def first_above(self, limit_bytes: float) -> str | None:
-        """Where the rank runs out of memory: ``weights and optimizer``, an action, ``update``."""
+        """Names where memory runs out: ``weights and optimizer``, an action, ``update``."""
         if self.state.total > limit_bytes:
             return "weights and optimizer"
         for action, used in zip(self.actions, self.activations, strict=True):

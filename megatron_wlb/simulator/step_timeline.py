@@ -166,7 +166,7 @@ class StepTimeline:
         )
 
     def _last_stop_us(self, pp_rank: int) -> float:
-        """When a pipeline rank's actions are done on all data-parallel ranks."""
+        """Time at which a pipeline rank's actions are done on all data-parallel ranks."""
         return max(float(self.graph.of_rank(r.stop_us, pp_rank)[-1]) for r in self.replays)
 
     def _critical_tail(self) -> list[Activity]:

@@ -1,4 +1,4 @@
-"""One rule for what is recommended, of every table that recommends something.
+"""The rule for what is recommended, one for every table that recommends something.
 
 The fastest that stays within the limit of delay. Speeds are those that tables print, over
 `original` to three digits; of equals the least delay, the least S_max, then `original`.
@@ -15,7 +15,7 @@ from megatron_wlb.errors import ConfigError
 T = TypeVar("T")
 
 MAX_DELAY_STEPS = 0.5
-"""Most that a token may be delayed in the mean, if nothing else is asked for: the paper's."""
+"""The most mean delay of a token, if nothing else is asked for: the paper's."""
 DIGITS = 3
 """Digits behind the point of speeds over `original`."""
 PARTS = 4
@@ -30,7 +30,7 @@ class Option(Generic[T]):
     work_rate: float
     """Work ÷ time, in a unit that only compares."""
     work_rate_by_part: tuple[float, ...]
-    """The same of each part of the steps."""
+    """The work rate of each part of the steps."""
     delay_steps: float
     imbalance: float
     max_tokens: int
@@ -72,7 +72,7 @@ def preference(option: Option[T], base: Option[T]) -> tuple[float, ...]:
 
 
 def gain(option: Option[T], original: Option[T], how: str = "modelled") -> str:
-    """How much faster ``option`` is, how that varies, and where it comes from."""
+    """Says how much faster ``option`` is, how that varies, and where it comes from."""
     speedup = option.speedup(original)
     said = f"{speedup:.{DIGITS}f} × the work a second of original"
     spread = option.range_over_parts(original)

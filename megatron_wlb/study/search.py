@@ -1,4 +1,4 @@
-"""Which layout, batch and packing train a model fastest on so many devices under a memory limit.
+"""Searches the layout, batch and packing that train a model fastest under a memory limit.
 
 Three passes, each over fewer candidates and each more exact::
 

@@ -41,9 +41,9 @@ _ENVIRONMENT = {
 _START_S = 120.0
 """How long a world may take to start; it includes the fork server's imports."""
 _GRACE_S = 1.0
-"""After a first failure, how long to listen for failures of other ranks."""
+"""How long to listen for failures of other ranks after a first one."""
 _DUMP_S = 1.0
-"""After a timeout, how long the ranks have to write their stacks."""
+"""How long the ranks have to write their stacks after a timeout."""
 
 
 class RankError(WLBError):

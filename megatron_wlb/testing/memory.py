@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive, and the most that ever were, by watching every operation.
+"""Counts bytes of the tensors that are alive, and their peak, by watching every operation.
 
 A storage counts from the first operation that returns it until Python or autograd lets it go,
 once, however many tensors view it. What kernels use inside and give back is not seen.

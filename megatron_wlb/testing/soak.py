@@ -131,7 +131,7 @@ class Soak:
 
 @st.composite
 def soaks(draw: st.DrawFn, num_steps: int = 40) -> Soak:
-    """One to three corpora of uneven documents, many of them longer than the window."""
+    """Draws one to three corpora of uneven documents, many of them longer than the window."""
     window = draw(st.integers(2, 40))
     longest = draw(st.sampled_from([1, 2, 5])) * window
     num_corpora = draw(st.integers(1, 3))

@@ -108,7 +108,7 @@ def describe_core() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _public_shapes(runner: Any) -> Iterator[None]:
-    """Where the core takes a shape provider, nothing private may be asked for shapes."""
+    """Refuses private requests for shapes where the core takes a shape provider."""
     from megatron_wlb.runtime.communicator import TAKES_SHAPE_PROVIDER
 
     if not TAKES_SHAPE_PROVIDER:

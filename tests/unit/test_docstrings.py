@@ -44,7 +44,3 @@ def test_finder_sees_docstrings_of_attributes_and_functions() -> None:
     source = 'A = 1\n"""Of a step."""\ndef f():\n    """Of all.\n\n    More."""\n    x = "Of x"\n'
     assert [line[:2] for line in hanging(source)] == ["2:", "4:"]
     assert hanging('"""Offers this."""') == []
-
-
-def test_excepted_files_exist() -> None:
-    assert [name for name in EXCEPTED if not (PACKAGE / name).exists()] == []

@@ -70,7 +70,7 @@ class AttentionOptions:
     num_head_groups: int = 1
     """Groups of key/value heads whose communication and computation overlap under CP."""
     keep_gathered: bool = False
-    """Under CP, keep gathered keys and values for the backward pass."""
+    """Whether gathered keys and values are kept for the backward pass under CP."""
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]

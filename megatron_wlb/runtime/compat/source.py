@@ -27,7 +27,7 @@ class Signature:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes names that it does not list."""
+        """Whether the function takes names that it does not list."""
         return any(name.startswith("**") for name in self.parameters)
 
 

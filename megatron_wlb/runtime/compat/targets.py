@@ -28,7 +28,7 @@ _SCHEDULE = (
     "forward_only p2p_communicator pg_collection"
 )
 IS_THERE: Final = "*"
-"""In a table: the name must be bound in the module; what it takes does not matter."""
+"""Says in a table that a name must be bound in the module, whatever it takes."""
 
 Table = Mapping[str, str]
 """``module:name`` -> parameters that must be there, in this order; any other has a default."""

@@ -113,7 +113,7 @@ class Hooks:
         return state
 
     def load_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Notes what is ours in what Megatron reads, before it makes use of it.
+        """Notes what is ours in what Megatron reads, before Megatron uses it.
 
         Raises:
             CheckpointError: it was changed, or lacks the checksums that it was saved with; a

@@ -136,7 +136,7 @@ class Log:
         return figures
 
     def predicted_us(self, plan: StepPlan) -> float:
-        """Forward and backward of the slowest data-parallel rank, replayed: a prediction.
+        """Predicts both passes of the slowest data-parallel rank by a replay.
 
         Micro-batches take what the cost model says, in equal shares on all chunks; collectives of
         data parallelism and the update are not in it.
@@ -186,7 +186,7 @@ class Log:
             self._metrics.write(values)
 
     def _shardings(self, plan: StepPlan) -> str:
-        """How many micro-batches are divided how over context-parallel ranks, if there are any."""
+        """Counts micro-batches by their sharding over context-parallel ranks, if there are any."""
         if self.session.model.groups.cp.size() == 1:
             return ""
         counts = ", ".join(f"{number} {kind}" for kind, number in sorted(plan.shardings.items()))

@@ -248,7 +248,7 @@ def _device() -> str:
 
 
 def _evaluation_plans(planner: Any, num_steps: int) -> Iterator[StepPlan]:
-    """The same steps at each evaluation, so that only the weights differ between two.
+    """Plans the same steps at each evaluation, so that only the weights differ between two.
 
     Megatron goes on through the split from one evaluation to the next. A split with fewer steps is
     passed over again, as there.

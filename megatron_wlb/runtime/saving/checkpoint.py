@@ -281,7 +281,7 @@ def _sync(path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """One line; of Megatron's collected errors, the first rank's."""
+    """Puts an error into one line; of Megatron's collected errors, the first rank's."""
     if isinstance(error, CheckpointException):
         for failure, _ in error.failures.values():
             return _reason(failure)
@@ -296,7 +296,7 @@ def _content_metadata() -> dict[str, Any]:
 
 
 def _num_bytes(state: dict[str, Any]) -> int:
-    """Bytes of this rank's tensors × the world: more than what is written (replicas count)."""
+    """Counts this rank's bytes × the world: more than what is written, as replicas count."""
     total = 0
     stack: list[Any] = [state]
     while stack:

@@ -49,7 +49,7 @@ def torch_cpu_varlen(
     segments: Segments,
     scale: float,
 ) -> torch.Tensor:
-    """See :class:`megatron_wlb.runtime.attention.kernels.VarlenKernel`."""
+    """Runs torch's CPU kernel; see :class:`megatron_wlb.runtime.attention.kernels.VarlenKernel`."""
     out: torch.Tensor = _Attention.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
     return out
 
