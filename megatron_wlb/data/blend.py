@@ -111,7 +111,7 @@ class BlendedStream:
         self.step_tokens = step_tokens
         self.step = 0
         """The step that :meth:`next_step` gives the documents of."""
-        self._drawn: list[Document] = []  # of the corpora, and to be given in later steps
+        self._drawn: list[Document] = []  # what the corpora gave for later steps
         self._num_arrived = 0
         self._position_tokens = 0  # given so far
 

@@ -64,7 +64,7 @@ class Meter:
         self._step_tokens: list[int] = []
         self._imbalances: list[float] = []
         self._rank_imbalances: list[float] = []
-        self._max_us = 0.0  # of each step, times N
+        self._max_us = 0.0  # Σ over the steps of max · N
         self._total_us = 0.0
         self._delays: Counter[int] = Counter()  # tokens by delay
 

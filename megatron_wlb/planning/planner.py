@@ -115,7 +115,7 @@ class Planner:
         self.selector = selector
         self.step = 0
         """The step that :meth:`next_plan` plans next."""
-        self._steps_read = 0  # of the stream: some ahead, where the packer looks ahead
+        self._steps_read = 0  # steps that the stream has given; more where the packer looks ahead
         self._warn_above_tokens = BACKLOG_STEPS * packer.limits.step_tokens
 
     def next_plan(self) -> StepPlan | None:

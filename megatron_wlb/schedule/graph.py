@@ -75,7 +75,7 @@ class Graph:
         self.num_stages = self.pp_size * self.vpp_size
         nodes, first, second, crosses = _nodes(self.order, sends)
         level = _levels(nodes, first, second)
-        # By level; node 0 is the beginning of the step.
+        # Nodes are sorted by level; node 0 is the beginning of the step.
         by_level = sorted(range(len(nodes)), key=level.__getitem__)
         number = {old: new for new, old in enumerate(by_level, start=1)} | {-1: 0}
         self.nodes = tuple(nodes[old] for old in by_level)

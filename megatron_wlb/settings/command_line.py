@@ -110,7 +110,7 @@ def add_flags(
     group = parser.add_argument_group(title, group_type.__doc__)
     hints = typing.get_type_hints(group_type)
     for f in dataclasses.fields(group_type):
-        # By identity: 0 is a default worth showing, though it equals False.
+        # This compares identity, as 0 is a default worth showing, though it equals False.
         hidden = f.default is None or f.default is False or f.default == ()
         shown = "" if hidden else f" (default: {f.default})"
         group.add_argument(

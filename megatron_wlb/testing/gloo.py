@@ -168,7 +168,7 @@ class _World:
         for process in self._processes:
             assert process.pid is not None
             process.kill()
-            # With the processes it has started, which nobody would end any more.
+            # This also ends the processes that it has started, which nobody else would.
             with contextlib.suppress(ProcessLookupError):  # it had no time to make its group
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:

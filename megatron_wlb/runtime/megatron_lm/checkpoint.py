@@ -82,7 +82,7 @@ class Hooks:
             "checksums": self._writes(self.session.args.save)
             and self.session.args.ckpt_format == "torch_dist"
         }
-        # As text: Megatron compares what all ranks share value by value.
+        # It is text, because Megatron compares what all ranks share value by value.
         self._saving = {STATE: checksums.seal_state(state), RNG: rng}
         try:
             saved = original(*args, **kwargs)
@@ -161,7 +161,7 @@ class Hooks:
         return self.session.config.wlb.wlb_no_checksums
 
     def _writes(self, folder: str) -> bool:
-        return not self._skips and "://" not in folder  # of Megatron's multi-storage client
+        return not self._skips and "://" not in folder  # a path of Megatron's multi-storage client
 
     def load_checkpoint(
         self,

@@ -170,7 +170,7 @@ def _get_model(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Notes the model, before a checkpoint is loaded into it; ``--save`` is ours from here on."""
     assert _session is not None, "arguments are checked before a model is built"
     save = _session.args.save
-    if save is not None and "://" not in save:  # of Megatron's multi-storage client
+    if save is not None and "://" not in save:  # a path of Megatron's multi-storage client
         lock_folder(save)
     chunks = original(*args, **kwargs)
     _session.model = model.of_chunks(chunks)

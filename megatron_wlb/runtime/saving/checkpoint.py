@@ -120,8 +120,8 @@ def _sharded_state(model: Model, optimizer: Any, *, is_loading: bool) -> dict[st
         metadata=_metadata(),
     )
     rng = rng_state()
-    # Of data-parallel ranks too, unlike Megatron: theirs draw in step only while all micro-batches
-    # are of one length.
+    # Every data-parallel rank saves its own, unlike in Megatron, where all micro-batches are of one
+    # length and the ranks draw in step.
     groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
     state["rng_state"] = ShardedObject(
         "rng_state", [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)
@@ -229,7 +229,7 @@ def save(
         "iteration": iteration,
         "settings": _settings(config, model),
         "opt_param_scheduler": scheduler.state_dict(),
-        # As text: Megatron compares common state over ranks value by value.
+        # It is text, because Megatron compares common state over ranks value by value.
         "planner": checksums.seal_state(planner_state),
         "config": json.dumps(config.flat()),
         "checksums": not config.wlb.wlb_no_checksums,

@@ -106,7 +106,7 @@ class SaveLock:
             if self._is_in_place():
                 self.path.unlink()
         with contextlib.suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # of children that were forked, too
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # also what forked children hold
         os.close(self._file)
 
     def _take(self) -> None:
