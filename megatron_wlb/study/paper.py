@@ -253,7 +253,7 @@ def figure_15(window: int, effort: Effort, on_step: Progress) -> dict[str, list[
 
 
 def _micro_batches(base: Scenario, seed: int, effort: Effort) -> Iterator[tuple[int, ...]]:
-    """Windows of documents as they come."""
+    """Windows as they come."""
     workload = Workload(
         source=LengthSource.of_distribution(DISTRIBUTION),
         window=base.window,

@@ -271,7 +271,7 @@ def _order(scenario: Scenario) -> tuple[int, ...]:
 
 
 def _variants(space: Space, candidate: Candidate) -> list[Variant]:
-    """Every packing, with each S_max that fits where it matters."""
+    """Every packing; those that S_max matters to, with each that fits."""
     fits = candidate.max_tokens / candidate.scenario.window
     windows = [w for w in MAX_WINDOWS if w <= fits]
     if fits > 1.05 * max(windows, default=0.0) and fits < MAX_WINDOWS[-1]:
@@ -285,7 +285,7 @@ def _variants(space: Space, candidate: Candidate) -> list[Variant]:
 
 
 def _alike(one: Variant, other: Variant) -> bool:
-    """Whether two choices are equal but for a few tokens of S_max."""
+    """Equal but for a few tokens of S_max."""
     tokens = other.setting.max_tokens
     setting = replace(one.setting, max_tokens=tokens)
     near = abs(one.setting.max_tokens / tokens - 1) < 0.05
@@ -324,7 +324,7 @@ def _layouts(space: Space) -> Iterator[Parallelism]:
 def _possible(
     space: Space, progress: Callable[[str, int, int], object]
 ) -> tuple[list[tuple[Scenario, int]], list[Rejected]]:
-    """Sorts layouts into what can run, with the S_max that fits, and what cannot."""
+    """What can run, with the S_max that fits, and what cannot."""
     possible: list[tuple[Scenario, int]] = []
     rejected: list[Rejected] = []
     max_tp = space.max_tp or space.hardware.devices_per_node

@@ -167,7 +167,7 @@ def tune(
 def candidates(
     workload: Workload, packings: Sequence[str], max_tokens: int, look_ahead: int
 ) -> Iterator[Setting]:
-    """The settings to try first, all with the largest S_max."""
+    """What is tried first, all with the largest S_max."""
     top = min(workload.window, workload.source.longest(workload.window))
     lengths = sorted({max(1, round(top * fraction)) for fraction in THRESHOLDS})
     if "wlb" in packings:

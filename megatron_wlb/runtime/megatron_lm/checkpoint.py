@@ -221,7 +221,7 @@ class Hooks:
         return self.session.layout()
 
     def _sharded(self, rng: Any) -> ShardedObject:
-        """Wraps what is this rank's own as Megatron's distributed format holds it."""
+        """What is this rank's own, as Megatron's distributed format holds it."""
         groups = self.session.model.groups
         order = (groups.pp, groups.tp, groups.dp_cp)
         return ShardedObject(
