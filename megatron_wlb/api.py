@@ -73,11 +73,12 @@ def plan_steps(
     Raises:
         WLBError: documents that cannot be read or placed, or settings that cannot work.
     """
+    source = _source(documents)
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
     setting, workload = _workload(
-        documents, window, num_micro_batches, packing, max_tokens, cost, seed, multiple
+        source, window, num_micro_batches, packing, max_tokens, cost, seed, multiple
     )
-    packer, source = workload.packer(setting), workload.source
+    packer = workload.packer(setting)
     stream = DocumentStream(
         [source.lengths(0, window=window, seed=seed)],
         window=max(window, source.longest(window)) if packer.name in CUTS_AT_WINDOWS else window,
@@ -110,7 +111,7 @@ def evaluate_packing(
         WLBError: documents that cannot be read or placed, or settings that cannot work.
     """
     setting, workload = _workload(
-        documents, window, num_micro_batches, packing, max_tokens, cost, seed
+        _source(documents), window, num_micro_batches, packing, max_tokens, cost, seed
     )
     return evaluate(workload, setting, num_steps).metrics
 
@@ -159,8 +160,14 @@ def model_cost(model: str, layout: Parallelism = ONE_DEVICE, *, hardware: str = 
     return analytic_cost(sizes, load_hardware(hardware), layout)
 
 
+def _source(documents: Documents) -> LengthSource:
+    if isinstance(documents, str | Path):
+        return LengthSource.of_corpora([str(documents)])
+    return LengthSource.of_lengths("lengths", np.asarray(documents))
+
+
 def _workload(
-    documents: Documents,
+    source: LengthSource,
     window: int,
     num_micro_batches: int,
     packing: str,
@@ -171,10 +178,6 @@ def _workload(
 ) -> tuple[Setting, Workload]:
     whole_number("window", window, 2, MOST_TOKENS)
     whole_number("seed", seed, 0, 2**32 - 1)
-    if isinstance(documents, str | Path):
-        source = LengthSource.of_corpora([str(documents)])
-    else:
-        source = LengthSource.of_lengths("lengths", np.asarray(documents))
     source.check(window=window, long_documents="split")
     setting = Setting.parse(packing, window, 2 * window if max_tokens is None else max_tokens)
     workload = Workload(source, window, num_micro_batches, cost, seed, length_multiple=multiple)

@@ -29,7 +29,7 @@ from megatron_wlb.reading import (
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE / "configs" / "hardware", _PACKAGE.parent / "configs" / "hardware")
-"""The folder of the files in an installed package and in a checkout."""
+"""Where an installed package and where a checkout has the files."""
 
 _SHARES = (
     "linear_share", "attention_share", "memory_share", "link_share", "tp_overlap", "cp_overlap",
@@ -128,7 +128,7 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 
 def read_hardware(name_or_path: str) -> tuple[Path, Mapping[str, Any]]:
-    """Reads the file of :func:`load_hardware`: its path, and what it says, unchecked."""
+    """The file that :func:`load_hardware` reads, and what it says, unchecked."""
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml", ".json"):
         found = [folder / f"{name_or_path.lower()}.yaml" for folder in _FOLDERS]

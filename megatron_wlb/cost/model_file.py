@@ -17,7 +17,7 @@ from megatron_wlb.reading import check_names, read_mapping, unknown
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE / "configs" / "model", _PACKAGE.parent / "configs" / "model")
-"""The folder of the files in an installed package and in a checkout."""
+"""Where an installed package and where a checkout has the files."""
 
 VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of so many rows a TP rank."""

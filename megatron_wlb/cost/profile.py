@@ -43,7 +43,7 @@ class Fit:
     num_samples: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The fit, JSON-able, for checkpoints, logs and files; inverse of :meth:`from_dict`."""
+        """JSON-able, for checkpoints, logs and profile files; inverse of :meth:`from_dict`."""
         return {
             "cost": self.cost.as_dict(),
             "mean_error": self.mean_error,
@@ -53,7 +53,7 @@ class Fit:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fit:
-        """Reads a fit. Raises :class:`ConfigError` if it is not what :meth:`as_dict` wrote."""
+        """Raises :class:`ConfigError` if it is not what :meth:`as_dict` wrote."""
         try:
             return cls(
                 DocumentCost.from_dict(values["cost"]),
@@ -63,7 +63,7 @@ class Fit:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"cost fit: {type(error).__name__} {error}; write it again by measuring"
+                f"cost profile: {type(error).__name__} {error}; write it again by measuring"
             ) from None
 
 
@@ -83,12 +83,12 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
         times = (sample.forward_us, sample.backward_us)
         if sample.length < 1 or not all(math.isfinite(us) and us > 0 for us in times):
             raise ConfigError(
-                f"cost fit: {sample} is no measurement; lengths and times must be positive"
+                f"cost profile: {sample} is no measurement; lengths and times must be positive"
             )
     num_lengths = len({sample.length for sample in samples})
     if num_lengths < 3:
         raise ConfigError(
-            f"cost fit: {num_lengths} distinct lengths cannot tell constant, linear and quadratic "
+            f"cost profile: {num_lengths} distinct lengths cannot tell constant, linear and quadratic "
             "time apart; measure at least 3"
         )
     lengths = np.array([sample.length for sample in samples], dtype=np.float64)
@@ -96,7 +96,7 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
     backward, backward_errors = _fit(lengths, np.array([s.backward_us for s in samples]))
     if not any(forward[1:]) and not any(backward[1:]):
         raise ConfigError(
-            f"cost fit: times do not grow with the length over {min(lengths):.0f}-"
+            f"cost profile: times do not grow with the length over {min(lengths):.0f}-"
             f"{max(lengths):.0f} tokens; measure longer documents"
         )
     errors = np.concatenate([forward_errors, backward_errors])

@@ -120,8 +120,8 @@ def _sharded_state(model: Model, optimizer: Any, *, is_loading: bool) -> dict[st
         metadata=_metadata(),
     )
     rng = rng_state()
-    # Every data-parallel rank saves its own, unlike in Megatron, where all micro-batches are of one
-    # length and the ranks draw in step.
+    # Of data-parallel ranks too, unlike Megatron: theirs draw in step only while all micro-batches
+    # are of one length.
     groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
     state["rng_state"] = ShardedObject(
         "rng_state", [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)

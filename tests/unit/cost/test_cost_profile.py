@@ -103,7 +103,7 @@ def test_fit_survives_json():
 
 @pytest.mark.parametrize("spoilt", [{}, {"cost": 3}, {"cost": {}, "mean_error": 0}])
 def test_fit_refuses_a_spoilt_profile(spoilt):
-    with pytest.raises(ConfigError, match=r"cost fit|document cost"):
+    with pytest.raises(ConfigError, match=r"cost profile|document cost"):
         Fit.from_dict(spoilt)
 
 
