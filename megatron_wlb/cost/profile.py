@@ -88,7 +88,7 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
     num_lengths = len({sample.length for sample in samples})
     if num_lengths < 3:
         raise ConfigError(
-            f"cost profile: {num_lengths} distinct lengths cannot tell constant, linear and quadratic "
+            f"cost fit: {num_lengths} distinct lengths cannot tell constant, linear and quadratic "
             "time apart; measure at least 3"
         )
     lengths = np.array([sample.length for sample in samples], dtype=np.float64)

@@ -82,7 +82,7 @@ _AT_MOST = {
         MAX_SIZE,
     ),
 }
-"""Limits above which nothing comes to an end, or fits a number of the kernels."""
+"""Above these nothing comes to an end, or fits a number of the kernels."""
 
 _WITHIN = {
     # Half-open.
