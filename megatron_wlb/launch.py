@@ -82,7 +82,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
 
 
 def _install(allow_untested: bool, *, plans: bool, flags: Sequence[str]) -> None:
-    """What the flags ask for; nothing, if that is the emulation alone."""
+    """Installs what the flags ask for; nothing if that is the emulation alone."""
     if not (plans or _asks_for_help(flags)):
         return
     from megatron_wlb.runtime.megatron_lm import install
@@ -104,14 +104,14 @@ def _reject_unknown(words: Sequence[str]) -> None:
 
 
 def run_script(script: str, flags: Sequence[str]) -> None:
-    """As ``python script flags…``."""
+    """Runs ``python script flags…``."""
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 
 
 def _without_device(flags: Sequence[str]) -> list[str]:
-    """Without ``--wlb-device``, which Megatron's own parser does not know."""
+    """Takes out ``--wlb-device``, which Megatron's own parser does not know."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--wlb-device")
     return parser.parse_known_args(flags)[1]

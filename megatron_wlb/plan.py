@@ -36,9 +36,9 @@ class Document(NamedTuple):
     """
 
     corpus: int
-    """Which corpus prefix of the run it comes from."""
+    """The number of the run's corpus that it comes from."""
     index: int  # type: ignore[assignment]  # in place of tuple.index, which nobody needs here
-    """Its number in that corpus."""
+    """The document's number in that corpus."""
     offset: int
     """First token, counted from the stored document's first token."""
     length: int
@@ -46,9 +46,9 @@ class Document(NamedTuple):
     ends: bool
     """Whether its last token is the stored document's last one, which then has no label."""
     epoch: int
-    """In which pass over the corpus it was drawn, from 0."""
+    """The pass over the corpus in which it was drawn, from 0."""
     arrival: int
-    """Its number in the stream, from 0."""
+    """The document's number in the stream, from 0."""
     step: int
     """The step it arrives in: its delay is how far the step it runs in is from this one, which may
     be the earlier one where a packing looks ahead."""
@@ -78,7 +78,7 @@ class Document(NamedTuple):
 
     @classmethod
     def from_list(cls, values: Sequence[int]) -> Document:
-        """Inverse of what JSON makes of it."""
+        """Reads the list that JSON makes of a document."""
         corpus, index, offset, length, ends, epoch, arrival, step = values
         return cls(corpus, index, offset, length, bool(ends), epoch, arrival, step)
 
@@ -121,7 +121,7 @@ class MicroBatchPlan:
 
     @cached_property
     def length(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens without padding."""
         return sum(span.length for span in self.spans)
 
     @cached_property

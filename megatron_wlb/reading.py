@@ -1,4 +1,4 @@
-"""What a user gives, read with care: files of YAML and JSON, numbers, names, lists of flags.
+"""Reads what a user gives with care: files of YAML and JSON, numbers, names, lists of flags.
 
 Whatever is in a file or a flag, it is read or refused in one line. There is one reader of files and
 one of each kind of number, so that a limit holds wherever a value comes from.
@@ -20,18 +20,18 @@ import yaml
 from megatron_wlb.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 18
-"""Of a file of settings or measurements; the largest that the project writes has some 30 KB."""
+"""The largest file of settings or measurements; the project writes 30 KB at most."""
 MAX_ENTRIES = 1 << 18
-"""Of such a file, counted again wherever an alias repeats them."""
+"""The most entries of such a file, counted again wherever an alias repeats them."""
 MAX_DEPTH = 20
 MAX_BITS = 1000
-"""Of a whole number in a file: any such fits a float."""
+"""The most bits of a whole number in a file: any such fits a float."""
 MAX_SIZE = 2**31 - 1
-"""Of a whole number that nothing narrower limits."""
+"""The largest whole number where nothing narrower limits it."""
 MOST_DEVICES = 2**20
 """A number of devices above it is a mistake."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
-"""Of a file's name and path on Linux."""
+"""The longest name and path of a file on Linux."""
 MAX_SHOWN = 60
 """Characters of a wrong value that an error repeats."""
 
@@ -52,7 +52,7 @@ class Loader(yaml.SafeLoader):
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Puts what an error says into one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, RecursionError):
@@ -61,7 +61,7 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """A wrong value as an error repeats it: in one line, cut where it is long."""
+    """Shows a wrong value as an error repeats it: in one line, cut where it is long."""
     try:
         text = " ".join(repr(value).split())
     except (ValueError, RecursionError):
@@ -70,7 +70,7 @@ def shown(value: object) -> str:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """A small text file. Raises :class:`ConfigError` where it cannot be read or is no such file."""
+    """Reads a small text file. Raises :class:`ConfigError` for one that cannot be read."""
     try:
         with Path(path).open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
@@ -84,7 +84,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 def parse_mapping(
     text: str, *, is_json: bool = False, loader: type[Loader] = Loader
 ) -> dict[str, Any]:
-    """The names and values that YAML or JSON holds.
+    """Reads the names and values that YAML or JSON holds.
 
     All names in it are text, all whole numbers fit a float, and it can be walked and printed: no
     alias makes it endless. Raises :class:`ConfigError` otherwise.
@@ -109,7 +109,7 @@ def read_mapping(
     *,
     loader: type[Loader] = Loader,
 ) -> dict[str, Any]:
-    """:func:`parse_mapping` of a file: JSON or YAML by its ending, else by its first character.
+    """Reads a mapping from a file: JSON or YAML by its ending, else by its first character.
 
     Raises :class:`ConfigError` that begins with ``what`` and the path and ends with ``remedy``.
     """
@@ -147,7 +147,7 @@ def _check_tree(content: dict[Any, Any]) -> None:
 
 
 def whole_number(name: str, value: object, least: int, most: int = MAX_SIZE) -> int:
-    """``value``, if it is a whole number in ``[least, most]``.
+    """Returns ``value`` if it is a whole number in ``[least, most]``.
 
     Raises :class:`ConfigError`, which names it ``name``.
     """
@@ -158,7 +158,7 @@ def whole_number(name: str, value: object, least: int, most: int = MAX_SIZE) -> 
 
 
 def real_number(name: str, value: object, least: float = 0.0, most: float = math.inf) -> float:
-    """``value``, if it is a finite number in ``[least, most]``.
+    """Returns ``value`` if it is a finite number in ``[least, most]``.
 
     Raises :class:`ConfigError`, which names it ``name``.
     """
@@ -171,7 +171,7 @@ def real_number(name: str, value: object, least: float = 0.0, most: float = math
 
 
 def truth(name: str, value: object) -> bool:
-    """``value``, if it is true or false. Raises :class:`ConfigError` otherwise."""
+    """Returns ``value`` if it is true or false. Raises :class:`ConfigError` otherwise."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {shown(value)}; give true or false")
     return value
@@ -187,12 +187,12 @@ def _check_limits(name: str, value: float, least: float, most: float) -> None:
 def real_numbers(
     name: str, values: object, least: float = 0.0, most: float = math.inf
 ) -> list[float]:
-    """A list of :func:`real_number`. Raises :class:`ConfigError` for anything else."""
+    """Returns a list of finite numbers. Raises :class:`ConfigError` for anything else."""
     return [real_number(name, value, least, most) for value in listed(name, values)]
 
 
 def listed(name: str, values: object) -> Sequence[Any]:
-    """``values``, if it is a list. Raises :class:`ConfigError` otherwise."""
+    """Returns ``values`` if it is a list. Raises :class:`ConfigError` otherwise."""
     if not isinstance(values, list | tuple):
         raise ConfigError(f"{name} is {shown(values)}; give a list")
     return values
@@ -219,7 +219,7 @@ def check_names(
 
 
 def unknown(what: str, name: str, names: Iterable[str], other: str = "") -> ConfigError:
-    """The error for a name that is none of ``names``: it lists them all, the nearest first."""
+    """Makes the error for a name that is none of ``names``: lists them all, the nearest first."""
     names = list(names)
     near = [known for known in names if name and known.startswith(name.lower())]
     near = near or difflib.get_close_matches(name.lower(), names, n=1)
@@ -228,7 +228,7 @@ def unknown(what: str, name: str, names: Iterable[str], other: str = "") -> Conf
 
 
 def decimal(text: str) -> float:
-    """A flag's value that is a finite number, for argparse."""
+    """Reads a flag's value that is a finite number, for argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -239,7 +239,7 @@ def decimal(text: str) -> float:
 
 
 def text_of_flag(text: str) -> str:
-    """A flag's value that may be a path, for argparse: no NUL in it, no name that is too long."""
+    """Reads a flag's value that may be a path, for argparse: without NULs and overlong names."""
     if "\0" in text:
         raise argparse.ArgumentTypeError("it has a NUL; give a name without")
     longest = max(len(os.fsencode(name)) for name in text.split("/"))
@@ -252,7 +252,7 @@ def text_of_flag(text: str) -> str:
 
 
 def path_of_flag(text: str) -> Path:
-    """As :func:`text_of_flag`, of a path."""
+    """Reads a path as :func:`text_of_flag` does."""
     return Path(text_of_flag(text))
 
 

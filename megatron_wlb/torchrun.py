@@ -22,7 +22,7 @@ _LOGGERS = tuple(
     logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}")
     for name in ("api", "errors.error_handler")
 )
-"""They say which process ended how, and which were ended after it."""
+"""The loggers that say which process ended how, and which were ended after it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def cost_from_dict(values: Mapping[str, Any]) -> Cost:
-    """The cost that :meth:`Cost.as_dict` wrote, whichever it was: tables or coefficients.
+    """Reads the cost that :meth:`Cost.as_dict` wrote: tables or coefficients.
 
     Raises :class:`ConfigError` if it is neither.
     """

@@ -34,7 +34,7 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 MAX_LENGTH = 1 << 24
-"""Of a profile, in tokens: each has its place in memory."""
+"""The longest that a profile may hold, in tokens: each has its place in memory."""
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass in forwards: flash attention computes the scores again."""
 
@@ -53,7 +53,7 @@ class AttentionLatency(Protocol):
 
 
 def pairs(queries: Ints, keys: Ints, tile_queries: int = 1, tile_keys: int = 1) -> Ints:
-    """Query-key pairs that the kernel computes: of whole tiles, those with any pair to compute.
+    """Query-key pairs that the kernel computes: it takes whole tiles that have any.
 
     ``tile_queries`` has to be a multiple of ``tile_keys``. Tiles of 1 count the exact pairs,
     ``q · k - q · (q - 1) / 2``.
@@ -80,7 +80,7 @@ class AnalyticAttention:
     """
 
     num_heads: int
-    """On this device, as all sizes here."""
+    """Heads on this device, as all sizes here."""
     head_dim: int
     tflops: float
     """10¹² FLOP/s that attention of long documents reaches."""
@@ -117,9 +117,9 @@ class AttentionProfile:
 
     kernel: str
     machine: str
-    """Where it was measured, with what."""
+    """The machine and software of the measurement."""
     dtype: str
-    """By torch's name, such as ``bfloat16``."""
+    """The numbers' type by torch's name, such as ``bfloat16``."""
     num_heads: int
     num_groups: int
     """Key/value heads."""
@@ -127,13 +127,13 @@ class AttentionProfile:
     tile_queries: int
     tile_keys: int
     lengths: tuple[int, ...]
-    """Of queries and of keys, ascending from 1."""
+    """Lengths of queries and of keys, ascending from 1."""
     forward_us: tuple[tuple[float, ...], ...]
     """A row a query length; in it a share for each key length from that length on. The first has
     one key more than queries, as the chunk does not start its document."""
     backward_us: tuple[tuple[float, ...], ...]
     whole_forward_us: tuple[float, ...]
-    """For each length, of as many queries as keys."""
+    """Shares of as many queries as keys, for each length."""
     whole_backward_us: tuple[float, ...]
     call_forward_us: float = 0.0
     call_backward_us: float = 0.0
@@ -187,7 +187,7 @@ class AttentionProfile:
 
     @cached_property
     def _cells(self) -> tuple[Ints, Floats]:
-        """By number of tokens: the grid cell, and where in it, 0 to 1 on a logarithmic axis."""
+        """The grid cell of each number of tokens, and where in it, 0 to 1 on a logarithmic axis."""
         tokens = np.arange(1, self.lengths[-1] + 1)
         i = np.searchsorted(self.lengths[1:-1], tokens, side="right")
         axis = np.log2(self.lengths)
@@ -196,7 +196,7 @@ class AttentionProfile:
 
     @cached_property
     def _planes(self) -> tuple[Floats, Floats]:
-        """Of each cell and pass, the logarithm of the time a pair: ``a + b·u + c·v + d·u·v``."""
+        """The logarithm of each cell's and pass's time a pair: ``a + b·u + c·v + d·u·v``."""
         return (
             self._fit(self.forward_us, self.whole_forward_us),
             self._fit(self.backward_us, self.whole_backward_us),
@@ -206,7 +206,7 @@ class AttentionProfile:
         return pairs(queries, keys, self.tile_queries, self.tile_keys)
 
     def _fit(self, rows: Sequence[Sequence[float]], whole: Sequence[float]) -> Floats:
-        """``[4, cells]``: those of the grid, row by row, then those of whole documents."""
+        """Fits the cells, ``[4, cells]``: the grid's, row by row, then those of whole documents."""
         n, lengths = len(rows), np.array(self.lengths)
         table = np.zeros((n, n))
         for i, row in enumerate(rows):
@@ -222,7 +222,7 @@ class AttentionProfile:
         return np.concatenate([np.stack([a, b, c, d - b - c]).reshape(4, -1), lines], axis=1)
 
     def chunk_us(self, queries: Ints, keys: Ints) -> tuple[Floats, Floats]:
-        """See :class:`AttentionLatency`."""
+        """Does what :meth:`AttentionLatency.chunk_us` promises."""
         longest = int(np.max(keys, initial=1))
         if longest > self.lengths[-1] and not self.extrapolate:
             raise ConfigError(
@@ -254,7 +254,7 @@ class AttentionProfile:
         return flops * (BACKWARD_FLOPS if backward else 1.0) / us / 1e6
 
     def with_heads(self, num_heads: int) -> AttentionProfile:
-        """The same for another number of heads, which a full device runs in proportion."""
+        """Scales to another number of heads, which a full device runs in proportion."""
         factor = num_heads / self.num_heads
 
         def scaled(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
@@ -271,7 +271,7 @@ class AttentionProfile:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; inverse of :meth:`from_dict`."""
+        """The profile, JSON-able; inverse of :meth:`from_dict`."""
         values = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -282,7 +282,7 @@ class AttentionProfile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionProfile:
-        """Raises :class:`ConfigError` for a missing, unknown or impossible entry."""
+        """Reads a profile. Raises :class:`ConfigError` for a missing, unknown or wrong entry."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"attention profile: {shown(values)} is no table; run `wlb profile`")
         known = {f.name: str(f.type) for f in fields(cls)}

@@ -1,4 +1,4 @@
-"""What a cost answers, and the plainest one: ``linear · d + quadratic · d²`` µs.
+"""The interface of a cost, and the plainest one: ``linear · d + quadratic · d²`` µs.
 
 This is WLB-LLM's Equation 2: ``W_l`` (matrix products, element-wise operations, collectives) grows
 with the tokens of a micro-batch, ``W_a`` (causal attention) with the square of each document.
@@ -14,18 +14,18 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import check_names, real_number
 
 LEAST_US, MOST_US = 1e-12, 1e12
-"""Of a time that is given or measured; the most is eleven days. Beyond them sums overflow."""
+"""Limits of a time that is given or measured: sums of more than eleven days overflow."""
 
 
 class CostModel(Protocol):
     """What packers and the planner ask of a cost: µs that grow with a document's length."""
 
     def document_us(self, length: int) -> float:
-        """Forward plus backward of one document, without what every micro-batch costs."""
+        """Predicts one document's forward plus backward, without what every micro-batch costs."""
         ...
 
     def total_us(self, lengths: Iterable[int]) -> float:
-        """Forward plus backward of one micro-batch; of an empty one as well."""
+        """Predicts one micro-batch's forward plus backward, also of an empty one."""
         ...
 
 
@@ -38,7 +38,7 @@ class Work:
     backward_linear_us: float
     backward_attention_us: float
     overhead_us: float = 0.0
-    """Of both passes, whatever the documents."""
+    """What both passes take whatever the documents are."""
 
     @property
     def total_us(self) -> float:
@@ -61,7 +61,7 @@ class Cost(CostModel, Protocol):
         ...
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, for checkpoints; :func:`megatron_wlb.cost.cost_from_dict` is its inverse."""
+        """Writes the cost, JSON-able; :func:`megatron_wlb.cost.cost_from_dict` is the inverse."""
         ...
 
 
@@ -85,7 +85,7 @@ class DocumentCost:
     backward_quadratic_us: float
     """µs a token²."""
     micro_batch_us: float = 0.0
-    """What a micro-batch takes besides its documents, forward plus backward."""
+    """Time that a micro-batch takes besides its documents, forward plus backward."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -103,17 +103,17 @@ class DocumentCost:
         return (self.backward_linear_us + self.backward_quadratic_us * length) * length
 
     def document_us(self, length: int) -> float:
-        """Forward plus backward."""
+        """Predicts one document's forward plus backward."""
         linear_us = self.forward_linear_us + self.backward_linear_us
         quadratic_us = self.forward_quadratic_us + self.backward_quadratic_us
         return (linear_us + quadratic_us * length) * length
 
     def total_us(self, lengths: Iterable[int]) -> float:
-        """Forward plus backward of a micro-batch of such documents."""
+        """Predicts the forward plus backward of a micro-batch of such documents."""
         return self.micro_batch_us + sum(map(self.document_us, lengths))
 
     def work(self, lengths: Iterable[int]) -> Work:
-        """The parts of :meth:`total_us`."""
+        """Predicts the parts of :meth:`total_us`."""
         lengths = list(lengths)
         tokens, squares = sum(lengths), sum(length * length for length in lengths)
         return Work(
@@ -125,12 +125,12 @@ class DocumentCost:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """JSON-able; inverse of :meth:`from_dict`."""
+        """The coefficients, JSON-able; inverse of :meth:`from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DocumentCost:
-        """Raises :class:`ConfigError` for a missing, unknown or non-numeric coefficient."""
+        """Reads coefficients. Raises :class:`ConfigError` for a missing, unknown or wrong one."""
         known = [f.name for f in fields(cls)]
         check_names("document cost: ", "coefficient", values, known, known[:4])
         return cls(**{n: real_number(f"document cost: {n}", v) for n, v in values.items()})

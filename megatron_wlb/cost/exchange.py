@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExchangeBytes:
-    """On one rank, of one layer; what is alive one after another."""
+    """Bytes on one rank, of one layer, by what is alive one after another."""
 
     gathering: float
     """The most until the copy is made: what is sent and received, then that and the copy."""
@@ -26,7 +26,7 @@ class ExchangeBytes:
 def exchange_bytes(
     num_local: float, num_rows: float, num_keys: float, kv_bytes: float
 ) -> ExchangeBytes:
-    """The formula; ``tests/distributed/test_context.py`` finds it to the byte.
+    """Counts the bytes; ``tests/distributed/test_context.py`` finds it to the byte.
 
     Args:
         num_local: tokens of the rank, T/CP.

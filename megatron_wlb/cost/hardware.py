@@ -37,7 +37,7 @@ _SHARES = (
 
 
 LEAST, MOST = 1e-9, 1e9
-"""Of a figure. Machines are far from both; beyond them times and rates overflow."""
+"""Limits of a figure. Machines are far from both; beyond them times and rates overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class Hardware:
     """10⁹ B/s that one device receives from other nodes."""
     devices_per_node: int
     linear_share: float
-    """Of the peak, that matrix products of training reach."""
+    """Share of the peak that matrix products of training reach."""
     attention_share: float
-    """Of the peak, that causal attention of long documents reaches."""
+    """Share of the peak that causal attention of long documents reaches."""
     memory_share: float
-    """Of the memory bandwidth, that element-wise operations reach."""
+    """Share of the memory bandwidth that element-wise operations reach."""
     link_share: float
-    """Of the links' bandwidth, that collectives reach."""
+    """Share of the links' bandwidth that collectives reach."""
     tp_overlap: float
     """Share of the tensor-parallel collectives that is hidden behind matrix products."""
     cp_overlap: float
@@ -117,7 +117,7 @@ def hardware_names() -> list[str]:
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """The machine called so (``h100-sxm``), or that of a YAML file.
+    """Loads the machine called so (``h100-sxm``), or that of a YAML file.
 
     Raises:
         ConfigError: an unknown name (all are listed), an unreadable file, or one with an

@@ -30,7 +30,7 @@ def model_names() -> list[str]:
 
 
 def load_model(name_or_path: str) -> ModelShape:
-    """The model called so (``7b``), or that of a YAML file; ``vocab_size`` is not padded yet.
+    """Loads the model called so (``7b``), or that of a YAML file; ``vocab_size`` is not padded yet.
 
     Raises:
         ConfigError: an unknown name (all are listed), an unreadable file, or one with an
@@ -60,7 +60,7 @@ def is_shape(path: Path) -> bool:
 
 
 def padded_vocabulary(shape: ModelShape, tp_size: int) -> ModelShape:
-    """The shape with the rows of LM head and embedding that Megatron makes of them."""
+    """Pads the shape to the rows of LM head and embedding that Megatron makes of them."""
     multiple = VOCAB_MULTIPLE * tp_size
     return replace(shape, vocab_size=-(-shape.vocab_size // multiple) * multiple)
 

@@ -26,7 +26,7 @@ class Sample:
     """Measured times of a micro-batch that is one document."""
 
     length: int
-    """Tokens."""
+    """Tokens of the document."""
     forward_us: float
     backward_us: float
 
@@ -39,7 +39,7 @@ class Fit:
     mean_error: float
     """Mean of ``|predicted ÷ measured - 1|`` over all forward and backward times."""
     max_error: float
-    """The largest one."""
+    """The largest ``|predicted ÷ measured - 1|``."""
     num_samples: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
         times = (sample.forward_us, sample.backward_us)
         if sample.length < 1 or not all(math.isfinite(us) and us > 0 for us in times):
             raise ConfigError(
-                f"cost fit: {sample} is no measurement; lengths and times must be positive"
+                f"cost profile: {sample} is no measurement; lengths and times must be positive"
             )
     num_lengths = len({sample.length for sample in samples})
     if num_lengths < 3:
@@ -96,7 +96,7 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
     backward, backward_errors = _fit(lengths, np.array([s.backward_us for s in samples]))
     if not any(forward[1:]) and not any(backward[1:]):
         raise ConfigError(
-            f"cost fit: times do not grow with the length over {min(lengths):.0f}-"
+            f"cost profile: times do not grow with the length over {min(lengths):.0f}-"
             f"{max(lengths):.0f} tokens; measure longer documents"
         )
     errors = np.concatenate([forward_errors, backward_errors])
@@ -113,7 +113,7 @@ class StageSample:
     """Measured times of one stage's forward and backward of a micro-batch."""
 
     lengths: Sequence[int]
-    """Tokens of each document (and of padding)."""
+    """Lengths of each document (and of padding), in tokens."""
     forward_us: float
     backward_us: float
 

@@ -26,7 +26,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.graph import Floats
 
 BACKWARD_OVERHEAD = 2 / 3
-"""Share of what a micro-batch takes besides its documents that is backward's."""
+"""Backward's share of what a micro-batch takes besides its documents."""
 
 BUCKET_PARAMETERS = 40_000_000
 """Megatron reduces the first stage's gradients in buckets of so many, or of a million a DP rank if
@@ -61,7 +61,7 @@ class StageCosts:
 
     @classmethod
     def even(cls, cost: StageCost, num_stages: int) -> StageCosts:
-        """A cost of the whole model, an equal share of it in every stage.
+        """Gives every stage an equal share of a cost of the whole model.
 
         For a cost that was measured on the whole: where embedding and LM head weigh is not in it.
         """
@@ -69,7 +69,7 @@ class StageCosts:
 
     @classmethod
     def shared(cls, cost: StageCost, shares: Sequence[float]) -> StageCosts:
-        """A cost of the whole model in given shares, such as layers of a stage ÷ all layers."""
+        """Divides a cost of the whole model in shares, such as layers of a stage ÷ all layers."""
         for share in shares:
             if not share > 0:
                 raise ConfigError(f"a stage's share of the model is {share}; give more than 0")
@@ -78,7 +78,7 @@ class StageCosts:
 
     @classmethod
     def spread(cls, cost: StageCost, model: AnalyticModel) -> StageCosts:
-        """A cost of the whole model, spread over the stages as ``model`` predicts its parts to be.
+        """Spreads a cost of the whole model over the stages as ``model`` predicts its parts to be.
 
         Layers, embedding and LM head weigh as they do there, attention and all else apart; what a
         micro-batch takes besides its documents is spread evenly.
@@ -99,7 +99,7 @@ class StageCosts:
         micro_batches: Sequence[Sequence[int]],
         attention_scale: npt.ArrayLike | None = None,
     ) -> Floats:
-        """Forwards and backwards, ``[2, S, N]``.
+        """Times of forwards and backwards, ``[2, S, N]``.
 
         Args:
             micro_batches: lengths of each micro-batch's attention segments.
@@ -157,7 +157,7 @@ class _Part:
 
     cost: StageCost
     shares: tuple[float, ...]
-    """Of linear and attention forward, linear and attention backward, and of the overhead."""
+    """Shares of linear and attention forward, both backward, and of the overhead."""
 
     def work(self, lengths: Iterable[int]) -> Work:
         work = self.cost.work(lengths)
@@ -185,22 +185,22 @@ class StepCosts:
 
     stages: StageCosts
     p2p_latency_us: float = 0.0
-    """Of a tensor sent to the next or previous stage; added to what its tokens take."""
+    """Time of a message to the next or previous stage besides what its tokens take."""
     p2p_us_per_token: float = 0.0
-    """Token of the micro-batch, padding included."""
+    """Time to send a token of the micro-batch, padding included."""
     reduce_us: tuple[float, ...] = ()
-    """Of each virtual stage: reducing its gradients over the data-parallel (and CP) ranks."""
+    """Time to reduce each virtual stage's gradients over the data-parallel (and CP) ranks."""
     reduce_buckets: tuple[int, ...] = ()
-    """In how many parts, of which each can start when its gradients are there; 1 if not given."""
+    """Number of parts, each of which can start when its gradients are there; 1 if not given."""
     overlap_reduce: bool = False
     """Whether parts start during the last backward (``--overlap-grad-reduce``), or all together
     when the rank's last backward is done."""
     embedding_us: float = 0.0
-    """Adding up the gradients of tied embeddings on the first and the last pipeline rank."""
+    """Time to add up the gradients of tied embeddings on the first and the last pipeline rank."""
     update_us: tuple[float, ...] = ()
-    """Of each pipeline rank: the optimizer's update, gathering its weights included."""
+    """Time of the optimizer's update on each pipeline rank, gathering weights included."""
     fixed_us: float = 0.0
-    """Once a step, on all ranks: what is none of the above."""
+    """Time once a step, on all ranks: what is none of the above."""
 
     def __post_init__(self) -> None:
         for f in fields(self)[1:]:
@@ -218,7 +218,7 @@ class StepCosts:
                 )
 
     def p2p_us(self, num_tokens: Sequence[int]) -> Floats:
-        """Of each micro-batch, to bring its tensor to another stage."""
+        """Time to bring each micro-batch's tensor to another stage."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
         return self.p2p_latency_us + self.p2p_us_per_token * tokens
 

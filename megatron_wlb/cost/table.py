@@ -82,7 +82,7 @@ class Curve:
         return cls(name, tuple(tokens for tokens, _ in points), tuple(rising))
 
     def __call__(self, num_tokens: int) -> float:
-        """µs. Raises :class:`ConfigError` beyond the longest point, unless told to extrapolate."""
+        """Reads µs. Raises :class:`ConfigError` beyond the longest point, unless extrapolating."""
         if num_tokens <= self.tokens[0]:
             return self.times_us[0] * num_tokens / self.tokens[0]
         at = bisect_left(self.tokens, num_tokens)
@@ -115,11 +115,11 @@ class ProfiledCost:
     tp_size: int
     cp_size: int
     attention: tuple[Row, ...]
-    """All layers' core attention, of single documents."""
+    """Times of all layers' core attention of single documents."""
     linear: tuple[Row, ...]
-    """All that is not core attention, of whole micro-batches."""
+    """Times of all that is not core attention, of whole micro-batches."""
     machine: str = ""
-    """Where it was measured."""
+    """The machine of the measurement."""
     extrapolate: bool = False
     """Whether lengths beyond a table's longest follow its last two rows; else they are an error."""
 
@@ -148,12 +148,12 @@ class ProfiledCost:
         return (total_us[-1] - total_us[0]) / (forward.tokens[-1] - forward.tokens[0])
 
     def document_us(self, length: int) -> float:
-        """Forward plus backward of one document, without what every micro-batch costs."""
+        """Predicts one document's forward plus backward, without what every micro-batch costs."""
         _, forward, _, backward = self._curves
         return forward(length) + backward(length) + self._linear_us_per_token * length
 
     def total_us(self, lengths: Iterable[int]) -> float:
-        """Forward plus backward of one micro-batch; of an empty one it is 0."""
+        """Predicts one micro-batch's forward plus backward; an empty one takes 0."""
         return self.work(lengths).total_us
 
     def work(self, lengths: Iterable[int]) -> Work:
@@ -183,12 +183,12 @@ class ProfiledCost:
             curve(max_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; inverse of :meth:`from_dict`."""
+        """The tables, JSON-able; inverse of :meth:`from_dict`."""
         return {**asdict(self), "model": dict(self.model)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ProfiledCost:
-        """Raises :class:`ConfigError` for a missing, unknown or impossible entry."""
+        """Reads tables. Raises :class:`ConfigError` for a missing, unknown or impossible entry."""
         known = list(cls.__dataclass_fields__)
         check_names("cost table: ", "entry", values, known, known[:5])
         model = values["model"]

@@ -50,7 +50,7 @@ class Blend:
 
 
 class BlendedStream:
-    """Documents of several corpora, of which each gives its weight's share of the tokens.
+    """A stream of several corpora in which each gives its weight's share of the tokens.
 
     Each corpus is a :class:`~megatron_wlb.data.documents.DocumentStream` of its own, with its own
     epochs and a line of tokens of its own. The next document is always that of the corpus which has
@@ -81,7 +81,7 @@ class BlendedStream:
         long_documents: LongDocuments = "split",
         names: Sequence[str] = (),
     ) -> None:
-        """As of ``DocumentStream``; ``weights`` by corpus, 0 leaves one out.
+        """Takes what ``DocumentStream`` takes; ``weights`` by corpus, 0 leaves one out.
 
         A weight means the decimal number that it prints as: 0.3 and 0.7 are 30 and 70.
         """
@@ -111,7 +111,7 @@ class BlendedStream:
         self.step_tokens = step_tokens
         self.step = 0
         """The step that :meth:`next_step` gives the documents of."""
-        self._drawn: list[Document] = []  # of the corpora, and to be given in later steps
+        self._drawn: list[Document] = []  # what the corpora gave for later steps
         self._num_arrived = 0
         self._position_tokens = 0  # given so far
 
@@ -181,7 +181,7 @@ class BlendedStream:
         return [document._replace(corpus=corpus) for _, corpus, document in drawn]
 
     def _numbered(self, document: Document) -> Document:
-        """With its number and its step in the blend; pieces of long documents have their own.
+        """Gives a document its number and step in the blend; pieces of long ones have their own.
 
         Made anew field by field: ``_replace`` takes several times as long.
         """

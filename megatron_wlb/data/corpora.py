@@ -20,9 +20,9 @@ class Corpora:
     corpora: Sequence[Corpus]
     vocab_size: int
     ranges: dict[str, list[tuple[int, int]]]
-    """Per split, a half-open range of documents of each corpus."""
+    """The half-open range of each corpus's documents, by split."""
     weights: dict[str, tuple[float, ...] | None] = field(default_factory=dict)
-    """Per split, each corpus's share of the tokens; None, or no entry, is by size."""
+    """Each corpus's share of the tokens, by split; None, or no entry, is by size."""
 
     @classmethod
     def open(cls, config: Config) -> Corpora:
@@ -42,7 +42,7 @@ class Corpora:
 
     @classmethod
     def of_blend(cls, blend: Blend, split: str, vocab_size: int | None) -> Corpora:
-        """One blend, whose corpora are each divided by ``split``; see :meth:`open`."""
+        """Opens one blend and divides each of its corpora by ``split``; see :meth:`open`."""
         corpora = [Corpus.open(prefix) for prefix in blend.prefixes]
         splits = [parse_split(split, len(corpus.lengths)) for corpus in corpora]
         ranges = {name: [s[number] for s in splits] for number, name in enumerate(SPLITS)}
@@ -51,7 +51,7 @@ class Corpora:
 
     @classmethod
     def of_blends(cls, blends: Mapping[str, Blend | None], vocab_size: int | None) -> Corpora:
-        """A blend of whole corpora for each split; None where a split has no documents."""
+        """Opens a blend of whole corpora for each split; None where a split has no documents."""
         corpora: list[Corpus] = []
         ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in SPLITS}
         weights: dict[str, tuple[float, ...] | None] = {}

@@ -41,7 +41,7 @@ from megatron_wlb.reading import check_names, parse_mapping, whole_number
 _FORMAT = "megatron-wlb corpus 1"
 _MAX_INFO_CHARACTERS = 1 << 16
 MAX_INFO_NUMBER = 1 << 53
-"""Of what is counted: tokens, files."""
+"""The largest count that a file may hold: of tokens, files."""
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document bounds
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # by type code; 6 and 7 are floats
@@ -61,7 +61,7 @@ class CorpusInfo:
     """The token that ends each document."""
     num_documents: int
     num_tokens: int
-    """With one EOD a document."""
+    """Tokens of the corpus, with one EOD a document."""
     num_files: int
     num_binary_files: int
     num_unparsable_files: int
@@ -239,7 +239,7 @@ class Corpus:
     lengths: npt.NDArray[np.int64]
     """Tokens of each document, EOD included."""
     vocab_size: int | None
-    """None, like ``eod``, without the ``PREFIX.json`` that :func:`build_corpus` writes."""
+    """The number of token ids; None, like ``eod``, without the file ``PREFIX.json``."""
     eod: int | None
 
     @classmethod

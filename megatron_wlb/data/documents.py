@@ -59,7 +59,7 @@ class DocumentStream:
         first_corpus: int = 0,
         names: Sequence[str] = (),
     ) -> None:
-        """``lengths`` and ``ranges`` (half-open, of document numbers; default all): by corpus.
+        """Takes ``lengths`` and half-open ``ranges`` of documents (default: all), by corpus.
 
         ``num_epochs`` None never ends; ``step_tokens`` may be a fraction, for a share of a step;
         ``first_corpus`` is how errors number the first one; ``names``, by corpus, are how they name
@@ -201,7 +201,7 @@ class DocumentStream:
         self._document, self._offset = document, offset
 
     def _other_corpora(self, saved: Any) -> list[str]:
-        """Which corpora are others than those of a state, and in what."""
+        """Says which corpora differ from those of a state, and in what."""
         ours: list[str] = self._settings["corpora"]
         if not isinstance(saved, list) or len(saved) != len(ours):
             number = len(saved) if isinstance(saved, list) else 0
@@ -262,7 +262,7 @@ class DocumentStream:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """All that decides which documents come when."""
+        """Everything that decides which documents come when."""
         corpora = []
         for first, (start, stop) in zip(self._first_number, self._ranges, strict=True):
             part = self._lengths[first : first + stop - start].astype("<i8")
@@ -293,7 +293,7 @@ def _json_able(number: int | Fraction) -> int | str:
 
 
 def _readable(setting: Any) -> Any:
-    """Fractions to twelve digits: a weight of 0.3 is no exact one as a binary number."""
+    """Rounds fractions to twelve digits: 0.3 is not exact as a binary number."""
     if isinstance(setting, int | str) and not isinstance(setting, bool):
         with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
             return f"{float(Fraction(setting)):.12g}"

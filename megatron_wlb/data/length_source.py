@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
@@ -22,7 +23,7 @@ from megatron_wlb.reading import one_line
 MAX_LENGTH = 2**31 - 1
 """Tokens of a document: Megatron's index counts them in an int32."""
 MIN_TO_SPLIT = 64
-"""Documents, below which a half would not resemble the whole."""
+"""The fewest documents to split: halves of fewer would not resemble the whole."""
 _CHUNK_BYTES = 1 << 24
 
 
@@ -32,21 +33,21 @@ class LengthSource:
 
     title: str
     stored: Lengths | None = None
-    """None where a distribution draws them."""
+    """The documents' lengths; None where a distribution draws them."""
     distribution: str = ""
     seed_offset: int = 0
     """Added to every seed: another one is another draw."""
 
     @classmethod
     def of_corpora(cls, prefixes: Sequence[str]) -> LengthSource:
-        """All documents of ``.bin/.idx`` corpora; only their indices are read."""
+        """Reads all documents of ``.bin/.idx`` corpora, from their indices alone."""
         parts = [Corpus.open(prefix).lengths for prefix in prefixes]
         title = ", ".join(Path(prefix).name for prefix in prefixes)
         return cls(title, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     @classmethod
     def of_file(cls, path: str | Path) -> LengthSource:
-        """One length a line, or an ``.npy`` array of one dimension.
+        """Reads one length a line, or an ``.npy`` array of one dimension.
 
         Raises :class:`CorpusError` for a file that is missing, empty, no such thing, or has a
         length below 1, naming it.
@@ -58,41 +59,55 @@ class LengthSource:
             raise CorpusError(
                 f"cannot read {path}: {one_line(error)}; give a file of lengths"
             ) from error
+        return cls.of_lengths(str(path), lengths, path.name)
+
+    @classmethod
+    def of_lengths(cls, name: str, lengths: npt.NDArray[Any], title: str = "") -> LengthSource:
+        """Takes one length for each document; errors call them ``name``.
+
+        Raises :class:`CorpusError` for none, for numbers that are not whole, and for lengths that
+        no document has.
+        """
         if not lengths.size:
-            raise CorpusError(f"{path} has no lengths; give at least one")
+            raise CorpusError(f"{name} has no lengths; give at least one")
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+            raise CorpusError(
+                f"{name} holds {lengths.dtype} of shape {lengths.shape}; give whole numbers, one "
+                "for each document"
+            )
         impossible = np.flatnonzero((lengths < 1) | (lengths > MAX_LENGTH))
         if impossible.size:
             first = int(impossible[0])
             raise CorpusError(
-                f"{path}: length number {first + 1} is {lengths[first]} ({impossible.size} such); "
+                f"{name}: length number {first + 1} is {lengths[first]} ({impossible.size} such); "
                 f"lengths are 1 to {MAX_LENGTH} tokens, correct or remove it"
             )
-        return cls(path.name, lengths.astype(np.int64, copy=False))
+        return cls(title or name, lengths.astype(np.int64, copy=False))
 
     @classmethod
     def of_distribution(cls, name: str) -> LengthSource:
-        """One of :data:`megatron_wlb.data.lengths.DISTRIBUTIONS`."""
+        """Draws from one of :data:`megatron_wlb.data.lengths.DISTRIBUTIONS`."""
         distribution(name)
         return cls(f"distribution {name}", distribution=name)
 
     @property
     def num_documents(self) -> float:
-        """That are not empty; a distribution has no end of them."""
+        """Number of documents that are not empty; infinite for a distribution."""
         return np.inf if self.stored is None else int(np.count_nonzero(self.stored))
 
     def longest(self, window: int) -> int:
-        """The longest document; of a distribution, which is cut at windows, the window."""
+        """The longest document; a distribution is cut at windows, so its longest is the window."""
         return window if self.stored is None else int(self.stored.max())
 
     def lengths(self, num_windows: int, *, window: int, seed: int) -> Lengths:
-        """All stored ones, or so many windows' worth of drawn ones."""
+        """Returns all stored lengths, or draws so many windows' worth."""
         if self.stored is not None:
             return self.stored
         seed += self.seed_offset
         return sample_lengths(self.distribution, num_windows, seed=seed, window=window)
 
     def sampled(self, num_tokens: int, *, window: int, seed: int) -> LengthSource:
-        """At random as many documents as have ``num_tokens``, or all where there are not so many.
+        """Samples documents that have ``num_tokens`` together, or all where there are fewer.
 
         A shuffled stream of them begins as one of all documents would. It spares sorting a hundred
         million documents to try a few thousand.
@@ -131,7 +146,7 @@ class LengthSource:
         seed: int,
         long_documents: LongDocuments,
     ) -> DocumentStream:
-        """At least ``num_steps`` steps of documents, as training would draw them.
+        """Streams at least ``num_steps`` steps of documents, as training would draw them.
 
         Stored documents are shuffled, and drawn again in another order once all have been. Drawn
         ones keep their order, in which they fill windows exactly. Documents above ``longest``
@@ -167,7 +182,7 @@ class LengthSource:
             )
 
     def remarks(self, num_tokens: int, *, window: int, long_documents: LongDocuments) -> list[str]:
-        """What becomes of these documents where ``num_tokens`` are to be packed; often nothing."""
+        """Says what becomes of documents where ``num_tokens`` are to be packed; often nothing."""
         if self.stored is None:
             return []
         said = []
@@ -200,9 +215,8 @@ def _read_array(path: Path) -> Lengths:
         raise
     except Exception as error:  # numpy raises anything for a damaged header, or one of 10¹² entries
         _refuse(path, f"is no intact .npy array ({one_line(error)})")
-    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        what = getattr(lengths, "dtype", "several arrays")
-        _refuse(path, f"holds {what} of shape {getattr(lengths, 'shape', '')}")
+    if not isinstance(lengths, np.ndarray):
+        _refuse(path, "holds several arrays")
     return lengths
 
 
@@ -220,7 +234,7 @@ def _read_lines(path: Path) -> Lengths:
 
 
 def _refuse_line(path: Path, lines: Iterable[bytes], num_before: int) -> NoReturn:
-    """For the first of ``lines``, which come after ``num_before`` others, that is not a length."""
+    """Refuses the first of ``lines``, which follow ``num_before`` others, that is no length."""
     for number, line in enumerate(lines, start=num_before + 1):
         try:
             if line.strip():

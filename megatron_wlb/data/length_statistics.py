@@ -33,7 +33,7 @@ class Part:
     tokens: int
     tokens_share: float
     attention_share: float
-    """Of the causal attention of all documents: :func:`attention_work`."""
+    """Share of the causal attention of all documents: :func:`attention_work`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class Bin:
 
 @dataclass(frozen=True, eq=False)
 class LengthStatistics:
-    """Of documents that are not empty."""
+    """Statistics of the documents that are not empty."""
 
     lengths: Lengths
-    """Ascending, each once."""
+    """The lengths that occur, ascending."""
     counts: npt.NDArray[np.int64]
     """How many documents have each length."""
     num_empty: int
@@ -59,7 +59,7 @@ class LengthStatistics:
 
     @classmethod
     def of(cls, lengths: Lengths, window: int | None = None) -> LengthStatistics:
-        """Raises :class:`CorpusError` if all are empty."""
+        """Counts the lengths. Raises :class:`CorpusError` if all are empty."""
         if not lengths.size or not lengths.max():
             raise CorpusError("no document has tokens; give a corpus with text")
         if int(lengths.max()) <= _MOST_TO_COUNT:
@@ -86,7 +86,7 @@ class LengthStatistics:
         return int(self.lengths[-1])
 
     def percentile(self, percent: float) -> float:
-        """As ``numpy.percentile`` has it: between two documents, in proportion."""
+        """A percentile of the lengths, as ``numpy.percentile`` has it."""
         last = np.cumsum(self.counts) - 1  # number of the last document of each length
         place = percent / 100 * (self.documents - 1)
         below, above = self.lengths[np.searchsorted(last, [np.floor(place), np.ceil(place)])]
@@ -110,13 +110,13 @@ class LengthStatistics:
         return attention_work(self.lengths, self.window) * self.counts
 
     def histogram(self) -> list[Bin]:
-        """By powers of two, from the shortest document's to the longest's."""
+        """Bins by powers of two, from the shortest document's to the longest's."""
         first, last = int(self.lengths[0]).bit_length() - 1, self.longest.bit_length() - 1
         edges = [2**exponent for exponent in range(first, last + 2)]
         return [Bin(start, stop, self.part(start, stop)) for start, stop in pairwise(edges)]
 
     def as_dict(self, window: int) -> dict[str, Any]:
-        """JSON-able: all of the above, and the documents at or above fractions of the window."""
+        """All of the above, JSON-able, and the documents at or above fractions of the window."""
         return {
             "documents": self.documents,
             "empty_documents": self.num_empty,
@@ -142,7 +142,7 @@ class LengthStatistics:
 
 
 def attention_work(lengths: npt.ArrayLike, window: int | None) -> npt.NDArray[np.float64]:
-    """Of each document: the square of its length, or of its pieces' where it is over the window."""
+    """Squares of the documents' lengths, or of the pieces' of those over the window."""
     whole = np.asarray(lengths, dtype=np.float64)
     if window is None:
         return whole**2

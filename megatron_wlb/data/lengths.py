@@ -17,11 +17,11 @@ from megatron_wlb.reading import unknown, whole_number
 
 Lengths: TypeAlias = npt.NDArray[np.int64]
 Draw: TypeAlias = Callable[[np.random.Generator, int], npt.NDArray[Any]]
-"""So many lengths of uncut documents, at least 1 each; fractions are dropped."""
+"""Draws so many lengths of uncut documents, at least 1 each; fractions are dropped."""
 
 REFERENCE_WINDOW = 131072
 MOST_DRAWN_TOKENS = 1 << 38
-"""Their documents take some GB and as many seconds."""
+"""The most tokens to draw: their documents take some GB and as many seconds."""
 
 
 def reference(random: np.random.Generator, size: int) -> npt.NDArray[Any]:
@@ -69,7 +69,7 @@ DISTRIBUTIONS: dict[str, Draw] = {
 
 
 def distribution(name: str) -> Draw:
-    """The one called so. Raises :class:`ConfigError` otherwise, and names the nearest."""
+    """The distribution called so. Raises :class:`ConfigError` otherwise, and names the nearest."""
     if name not in DISTRIBUTIONS:
         raise unknown("distribution", name, DISTRIBUTIONS)
     return DISTRIBUTIONS[name]
@@ -105,5 +105,5 @@ def sample_lengths(
 def _from_quantiles(
     random: np.random.Generator, size: int, shares: Sequence[float], lengths: Sequence[float]
 ) -> npt.NDArray[Any]:
-    """Of which the share ``shares[i]`` is below ``lengths[i]``; log-uniform between these."""
+    """Draws lengths with the share ``shares[i]`` below ``lengths[i]``, log-uniform between."""
     return np.exp(np.interp(random.random(size), shares, np.log(lengths)))

@@ -57,7 +57,7 @@ def tokenizer_settings(tokenizer: str, vocab_size: int | None) -> dict[str, str 
 
 
 def bytes_encoder() -> Encoder:
-    """Token = byte: 256 ids. EOD is 0, the NUL byte, which text does not contain."""
+    """Makes each byte a token: 256 ids. EOD is 0, the NUL byte, which text does not contain."""
     return Encoder(256, 0, lambda batch: (np.frombuffer(data, np.uint8) for data in batch))
 
 

@@ -1,4 +1,4 @@
-"""Which documents run in a step, and with which others in a micro-batch."""
+"""Packings: which documents run in a step, and with which others in a micro-batch."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from megatron_wlb.reading import whole_number
 MOST_TOKENS = 1 << 28
 """Longest micro-batch: costs are kept by length, 8 bytes each."""
 MOST_MICRO_BATCHES = 1 << 17
-"""Of a step: planning one takes seconds then."""
+"""The most micro-batches of a step: planning so many takes seconds."""
 MOST_STEPS_AHEAD = 1000
 """Steps that may be read ahead, batches repacked together, or queues: all wait in memory."""
 MOST_STEP_TOKENS = 1 << 48
-"""Of a step."""
+"""The most tokens of a step."""
 MOST_STEPS = 1_000_000
-"""Of a trial without training."""
+"""The most steps of a trial without training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Packer(Protocol):
     """Whether the order of the micro-batches, and of the documents in them, is the stream's and
     must be kept; otherwise it means nothing."""
     look_ahead: int
-    """To how many steps after the present one documents are to be given already. They may run
+    """How many steps after the present one have their documents given already. They may run
     before they arrive; what could not be given by then, at the end of the data, is no loss."""
 
     @property
@@ -130,7 +130,7 @@ class Packer(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later steps depend on, JSON-able."""
+        """Everything that later steps depend on, JSON-able."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class Packer(Protocol):
 
 
 def save_state(packer: Packer, **waiting: Iterable[Document]) -> dict[str, Any]:
-    """JSON-able: whose state it is, and lists of waiting documents by name.
+    """Writes whose state it is and the named lists of waiting documents, JSON-able.
 
     The lists are copies, and documents do not change: about 10 ns a document.
     """
@@ -152,7 +152,7 @@ def save_state(packer: Packer, **waiting: Iterable[Document]) -> dict[str, Any]:
 
 
 def load_state(packer: Packer, state: Mapping[str, Any], *names: str) -> list[list[Document]]:
-    """The named lists of a state that :func:`save_state` wrote for such a packer.
+    """Reads the named lists of a state that :func:`save_state` wrote for such a packer.
 
     Raises :class:`CheckpointError` where ``packer`` cannot continue from it.
     """

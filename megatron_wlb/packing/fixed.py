@@ -46,7 +46,7 @@ class FixedPacker(ABC):
 
     @abstractmethod
     def _repack(self, windows: list[list[Document]], step: int) -> list[list[list[Document]]]:
-        """The same tokens in as many windows, N for each step; the first step is ``step``."""
+        """Repacks the same tokens into as many windows, N for each step from ``step`` on."""
 
     @property
     def waiting(self) -> Sequence[Document]:
@@ -54,7 +54,7 @@ class FixedPacker(ABC):
         return (*planned, *self._waiting)
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
-        """The next step of those that were repacked together; documents may be of any length."""
+        """Returns the next of the repacked steps; documents may have any length."""
         self._waiting += documents
         if not self._planned:
             self._planned.extend(self._plan(step))
@@ -69,7 +69,7 @@ class FixedPacker(ABC):
         return {**save_state(self, waiting=self._waiting, planned=planned), "planned_sizes": sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Packer.load_state_dict`; all settings but N may differ from the saved run's.
+        """Follows :meth:`Packer.load_state_dict`; settings other than N may differ.
 
         Steps that were planned already run as planned.
         """
@@ -91,7 +91,7 @@ class FixedPacker(ABC):
         self._waiting = waiting
 
     def _plan(self, step: int) -> list[list[list[Document]]]:
-        """Micro-batches of as many steps, up to k, as the waiting documents fill."""
+        """Plans as many steps, up to k, as the waiting documents fill."""
         size, window = self.limits.num_micro_batches, self.limits.window
         num_windows = size * (self.look_ahead + 1)
         windows, self._waiting = cut_windows(self._waiting, num_windows, size, window, step)
@@ -101,7 +101,7 @@ class FixedPacker(ABC):
         return sorted(steps, key=lambda step: mean_arrival(chain(*step))) if steps[1:] else steps
 
     def _balance(self, windows: list[list[Document]]) -> list[list[Document]]:
-        """The same tokens in as many windows of nearly equal work, in descending order of it."""
+        """Repacks tokens into as many windows of nearly equal work, in descending order of it."""
         ranking = rank([*chain(*windows)], self._costs_us)
         placement = ranking.place(len(windows), self.limits.window)
         work_us = placement.loads_us
@@ -155,7 +155,7 @@ class FixedGreedyPacker(FixedPacker):
 
 
 def cut_into_room(room: Sequence[int], left: Iterable[Document]) -> Iterator[tuple[int, Document]]:
-    """Pieces of ``left`` and in which window they go: where most room is, cut to fit.
+    """Cuts ``left`` into pieces that fit, each for the window with the most room.
 
     All windows together have room for ``left``.
     """
@@ -174,7 +174,7 @@ def cut_into_room(room: Sequence[int], left: Iterable[Document]) -> Iterator[tup
 
 
 def mean_arrival(documents: Iterable[Document]) -> float:
-    """Token-weighted mean of the steps in which ``documents`` arrive; infinite without any."""
+    """The token-weighted mean step in which ``documents`` arrive; infinite without any."""
     steps = tokens = 0
     for document in documents:
         steps += document.length * document.step

@@ -25,7 +25,7 @@ documents to draw on from later steps the same balance is had for less delay."""
 TOLERANCE = 0.002
 """A choice that is at most so much worse than any other could be is taken: 0.2 % of a step."""
 MAX_PLACEMENTS = 8
-"""Where S_max binds, the best of so many choices is taken: each costs a whole placement."""
+"""The number of choices that are placed where S_max binds: each costs a whole placement."""
 WORTH_TRYING = 0.1
 """Choices whose delay alone makes them so much worse than the best one's bound are not tried."""
 WORTH_EARLY_WINDOWS = 1 / 8
@@ -37,10 +37,10 @@ class _Choice(NamedTuple):
     """What may run in a step: all but the heaviest, and some documents before they arrive."""
 
     bound: float
-    """The score cannot be lower."""
+    """What the score cannot be below."""
     num_held: int
     early_delay: float
-    """What running early delays, in steps × tokens of a mean step."""
+    """The delay that running early adds, in steps × tokens of a mean step."""
     early: list[int]
     """Numbers of documents in :attr:`HoldPacker._heavy_ahead`."""
 
@@ -59,7 +59,7 @@ class _Outcome:
     """Numbers of what is to run early, as in :class:`_Choice`."""
     running: Ranking
     placement: Placement
-    """Of ``running``; what is left of it had no room."""
+    """Where ``running`` is placed; what is left of it had no room."""
 
 
 class HoldPacker:
@@ -153,14 +153,14 @@ class HoldPacker:
         return save_state(self, held=self._held, ahead=ahead)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Packer.load_state_dict`; all settings but N may differ from the saved run's."""
+        """Follows :meth:`Packer.load_state_dict`; settings other than N may differ."""
         held, ahead = load_state(self, state, "held", "ahead")
         self.limits.check(held + ahead)
         self._held, self._heavy_ahead, self._light_ahead = held, [], []
         self._read_ahead(ahead)
 
     def _arrived(self, documents: Sequence[Document], step: int) -> list[Document]:
-        """What has arrived by ``step``, of ``documents`` and of those read ahead before."""
+        """Collects what has arrived by ``step``, of ``documents`` and of those read ahead."""
         arrived = []
         for ahead in (self._heavy_ahead, self._light_ahead):
             count = bisect_right(ahead, step, key=_step)
@@ -176,14 +176,14 @@ class HoldPacker:
         self._light_ahead += [d for d in documents if d.length < shortest]
 
     def _give_back(self, documents: Sequence[Document]) -> None:
-        """Those that have yet to arrive and did not run after all."""
+        """Keeps the documents that have yet to arrive and did not run after all."""
         if documents:
             self._read_ahead(documents)
             self._heavy_ahead.sort(key=_key)
             self._light_ahead.sort(key=_key)
 
     def _choose(self, present: list[Document], step: int) -> _Outcome:
-        """The best that was found."""
+        """Finds the best choice."""
         ranking = rank(present, self._costs_us, step - self.limits.max_age)
         candidates = self._candidates(step)
         apart = max(1, self.limits.num_micro_batches // 16)
@@ -211,7 +211,7 @@ class HoldPacker:
         return best
 
     def _candidates(self, step: int) -> list[_Candidate]:
-        """Those first that do the most work for their delay."""
+        """Ranks what may run early: the most work for its delay first."""
         if not self._heavy_ahead:
             return []
         lengths = np.array([document.length for document in self._heavy_ahead])
@@ -225,7 +225,7 @@ class HoldPacker:
     def _choices(
         self, ranking: Ranking, candidates: list[_Candidate], margin: float
     ) -> Iterator[_Choice]:
-        """Numbers of documents to hold back, from 0 on.
+        """Makes a choice for each number of documents to hold back, from 0 on.
 
         Until delay alone makes further ones worse by ``margin`` than the best one's bound.
         """
@@ -259,7 +259,7 @@ class HoldPacker:
     def _early(
         self, candidates: list[_Candidate], heaviest_us: float, total_us: float
     ) -> tuple[list[int], float, float]:
-        """What of ``candidates`` is worth running beside others of ``total_us``; its cost, delay.
+        """Picks what is worth running early beside others of ``total_us``; its cost and delay.
 
         As long as the heaviest document makes the step longer than its mean micro-batch, and one
         more brings more balance than its delay costs. None is heavier than the heaviest.

@@ -15,26 +15,26 @@ from megatron_wlb.plan import Document, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class PackingMetrics:
-    """Over a run of steps; times are predicted, delays are steps between arrival and run."""
+    """Metrics of a run of steps; times are predicted, delays are steps from arrival to run."""
 
     num_steps: int
     num_documents: int
-    """That ran; pieces of cut ones count each."""
+    """Documents that ran; pieces of cut ones count each."""
     num_tokens: int
-    """That ran, without padding."""
+    """Tokens that ran, without padding."""
     imbalance_mean: float
     """Mean over the steps of ``max · N / Σ`` of micro-batch times. (§7.4 prints PP_size for N,
     which is the same only where there are as many micro-batches as stages.)"""
     imbalance_weighted: float
     """``Σ max · N / ΣΣ``: the steps weighted by their time, so what a run loses."""
     imbalance_p95: float
-    """95th percentile over the steps."""
+    """95th percentile of the steps' imbalance."""
     imbalance_worst: float
-    """Of the worst step."""
+    """Imbalance of the worst step."""
     rank_imbalance_mean: float
     """Mean over the steps of ``max · dp_size / Σ`` of the data-parallel ranks' sums."""
     delay_mean_steps: float
-    """Token-weighted, over the documents that ran; running early counts as running late does."""
+    """Token-weighted mean over the documents that ran; early counts as late does."""
     delay_p99_steps: int
     """The least delay that 99 % of the tokens that ran do not exceed."""
     delay_max_steps: int
@@ -42,15 +42,15 @@ class PackingMetrics:
     """Documents that arrived and have not run; in none of the delays above."""
     waiting_tokens: int
     waiting_age_mean_steps: float
-    """Token-weighted delay that they would have if all ran in the step after the last: the least
-    that they can have."""
+    """Token-weighted delay of all that waits if it ran in the step after the last: the least
+    that it can have."""
     tokens_cv: float
     """Standard deviation ÷ mean of the tokens of a step."""
     padding_share: float
     """Padding ÷ all tokens computed."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """All metrics by name, JSON-able."""
         return asdict(self)
 
 
@@ -64,7 +64,7 @@ class Meter:
         self._step_tokens: list[int] = []
         self._imbalances: list[float] = []
         self._rank_imbalances: list[float] = []
-        self._max_us = 0.0  # of each step, times N
+        self._max_us = 0.0  # Σ over the steps of max · N
         self._total_us = 0.0
         self._delays: Counter[int] = Counter()  # tokens by delay
 
@@ -83,7 +83,7 @@ class Meter:
             self._delays[abs(plan.step - document.step)] += document.length
 
     def metrics(self, waiting: Sequence[Document] = ()) -> PackingMetrics:
-        """Of the steps so far, after which the documents ``waiting`` had not run.
+        """The metrics of the steps so far, after which the documents ``waiting`` had not run.
 
         Those that were only read ahead do not count as waiting.
 

@@ -34,7 +34,7 @@ class OriginalPacker:
         return tuple(self._waiting)
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
-        """The next N windows; documents may be of any length."""
+        """Returns the next N windows; documents may have any length."""
         num_windows, window = self.limits.num_micro_batches, self.limits.window
         documents = [*self._waiting, *documents]
         windows, self._waiting = cut_windows(documents, num_windows, num_windows, window, step)
@@ -62,7 +62,7 @@ def check_windows(packing: str, limits: Limits) -> None:
 def cut_windows(
     documents: Sequence[Document], num_windows: int, windows_a_step: int, window: int, step: int
 ) -> tuple[list[list[Document]], list[Document]]:
-    """What fills the windows of ``step`` and those after it, in order; and what is beyond them.
+    """Fills the windows of ``step`` and those after it, in order; returns the rest as well.
 
     A document that does not end with its window is cut. What lies in windows of a later step
     arrives then.

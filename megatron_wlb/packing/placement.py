@@ -1,4 +1,4 @@
-"""Documents by cost, and greedily into micro-batches: the part of packing that has to be fast."""
+"""Ranks documents by cost and places them greedily: the part of packing that has to be fast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CostTable:
         self.of(np.array([limits.window]))
 
     def of(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """None above S_max."""
+        """Costs of documents of these lengths, of which none is above S_max."""
         costs_us = self._us[lengths]
         unknown = np.isnan(costs_us)
         if unknown.any():
@@ -56,9 +56,9 @@ class Ranking:
     """Documents in the order in which they are to be placed, and what placing asks of them."""
 
     documents: Sequence[Document]
-    """As given."""
+    """The documents in the order in which they were given."""
     order: npt.NDArray[np.int64]
-    """By rank: which of ``documents``."""
+    """The number in ``documents`` of each rank."""
     lengths: npt.NDArray[np.int64]
     costs_us: npt.NDArray[np.float64]
     num_due: int
@@ -68,7 +68,7 @@ class Ranking:
         return [self.documents[number] for number in self.order[ranks].tolist()]
 
     def take_each(self, placement: Placement) -> tuple[list[list[Document]], list[Document]]:
-        """The documents of each micro-batch, and all others that were given; both as given.
+        """Returns the documents of each micro-batch and those left over, in the order given.
 
         That is how they lie in memory: of a large step, twice as fast as by rank.
         """
@@ -81,14 +81,14 @@ class Ranking:
         return taken[:-1], taken[-1]
 
     def only(self, ranks: npt.NDArray[np.int64]) -> Ranking:
-        """Ranked anew; due ones and then others have to come in ``ranks``, which ascend."""
+        """Keeps these ``ranks`` only; they ascend, and due documents come before others."""
         num_due = int(np.searchsorted(ranks, self.num_due))
         return Ranking(
             self.documents, self.order[ranks], self.lengths[ranks], self.costs_us[ranks], num_due
         )
 
     def without(self, start: int, stop: int) -> Ranking:
-        """Ranked anew; those of ranks ``[start, stop)`` left out."""
+        """Leaves out the documents of ranks ``[start, stop)``."""
         if start == stop:
             return self
         ranks = np.arange(len(self.order) - (stop - start))
@@ -96,7 +96,7 @@ class Ranking:
         return self.only(ranks)
 
     def within(self, cap: int | None) -> Ranking:
-        """Ranked anew: what is due, and of the others those that fit under ``cap`` tokens.
+        """Keeps what is due, and of the others those that fit under ``cap`` tokens.
 
         At least one, heaviest first.
         """
@@ -112,7 +112,7 @@ class Ranking:
         return self.only(np.array(fits, dtype=np.int64))
 
     def beside(self, others: Sequence[Document], costs_us: CostTable) -> Ranking:
-        """Ranked anew, together with others that are not due."""
+        """Adds others that are not due."""
         more_lengths = np.array([document.length for document in others], dtype=np.int64)
         order = np.concatenate([self.order, len(self.documents) + np.arange(len(others))])
         lengths = np.concatenate([self.lengths, more_lengths])
@@ -125,7 +125,7 @@ class Ranking:
         return Ranking(documents, order[ranks], lengths[ranks], weights_us[ranks], self.num_due)
 
     def place(self, num_micro_batches: int, max_tokens: int) -> Placement:
-        """All of them; see :func:`place`."""
+        """Places all of them; see :func:`place`."""
         return place(self.costs_us, self.lengths, num_micro_batches, max_tokens)
 
 
@@ -134,7 +134,7 @@ def rank(
     costs_us: CostTable,
     due_from_step: int | None = None,
 ) -> Ranking:
-    """Those that arrived by ``due_from_step``, oldest first; then the others, heaviest first.
+    """Ranks what arrived by ``due_from_step``, oldest first; then the others, heaviest first.
 
     Placed in this order, a due document finds no room only where older ones have taken it: age
     goes before cost. Others of equal cost stay in the order given.
@@ -155,10 +155,10 @@ def rank(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which of N micro-batches each document is in, and what these come to."""
+    """The micro-batch of each document, and what the micro-batches come to."""
 
     index_of: npt.NDArray[np.int64]
-    """By document; N where no micro-batch had room."""
+    """The micro-batch of each document; N where none had room."""
     loads_us: list[float]
     room: list[int]
     """Tokens that each micro-batch could still take."""
@@ -223,7 +223,7 @@ def place(
 
 
 MANY_MICRO_BATCHES = 64
-"""From here on numpy serves them faster."""
+"""Number of micro-batches from which on numpy is faster."""
 
 
 def _place_in_rounds(

@@ -25,7 +25,7 @@ SOLVER_LIMIT = 10.0
 UNITS = 100_000
 """Work is rounded to this part of a mean window's, because the solver counts in integers."""
 PROGRESS_S = 1.0
-"""At most one progress line in so many seconds."""
+"""The least seconds between two progress lines."""
 
 
 class FixedSolverPacker(FixedPacker):

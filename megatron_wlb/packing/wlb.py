@@ -92,7 +92,7 @@ class WLBPacker:
         return save_state(self, remained=self._remained, queued=queued)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Packer.load_state_dict`; thresholds may differ from the saved run's."""
+        """Follows :meth:`Packer.load_state_dict`; thresholds may differ."""
         remained, queued = load_state(self, state, "remained", "queued")
         self.limits.check(remained + queued)
         for queue in self._queues:
@@ -101,7 +101,7 @@ class WLBPacker:
         self._remained = remained + self._enqueue(queued)
 
     def _enqueue(self, documents: Sequence[Document]) -> list[Document]:
-        """Outliers into their queues; returns the others."""
+        """Puts outliers into their queues; returns the others."""
         shortest = self.queue_thresholds[0]
         for document in documents:
             if document.length >= shortest:

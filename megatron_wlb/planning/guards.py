@@ -120,7 +120,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def refusals(config: Config, world_size: int) -> Iterator[str]:
-    """What cannot run, each as the line that a user reads."""
+    """Lists what cannot run, each as the line that a user reads."""
     if any(_check_ranges(config)):  # all else counts with these
         yield from _check_ranges(config)
         return

@@ -51,7 +51,7 @@ class PlanAhead:
         self.close()
 
     def next_plan(self) -> StepPlan | None:
-        """As :meth:`Planner.next_plan`; waits for the thread if it is behind."""
+        """Does what :meth:`Planner.next_plan` does; waits for the thread if it is behind."""
         # After the end or an error there is nothing more to come, however often one asks.
         if self._last is None or (self._last.plan is not None and self._last.error is None):
             self._last = self._made.get()

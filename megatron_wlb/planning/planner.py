@@ -1,4 +1,4 @@
-"""Documents to :class:`~megatron_wlb.plan.StepPlan`. Read this first.
+"""Plans steps: documents to :class:`~megatron_wlb.plan.StepPlan`. Read this first.
 
 One step, planned from lengths alone::
 
@@ -33,7 +33,7 @@ run."""
 
 
 class Stream(Protocol):
-    """Where documents come from; see :class:`~megatron_wlb.data.documents.DocumentStream`."""
+    """Gives documents step by step; see :class:`~megatron_wlb.data.documents.DocumentStream`."""
 
     step: int
     """The step that :meth:`next_step` gives the documents of."""
@@ -56,7 +56,7 @@ class Shaping(Protocol):
     """Chooses other sizes and another order; see :class:`~megatron_wlb.planning.shaping.Shaper`."""
 
     def shape(self, ranks: Sequence[Sequence[Sequence[Document]]]) -> list[list[list[Document]]]:
-        """The same documents as ``[dp_size][micro-batches of a rank][documents]``."""
+        """Returns the same documents as ``[dp_size][micro-batches of a rank][documents]``."""
         ...
 
 
@@ -115,11 +115,11 @@ class Planner:
         self.selector = selector
         self.step = 0
         """The step that :meth:`next_plan` plans next."""
-        self._steps_read = 0  # of the stream: some ahead, where the packer looks ahead
+        self._steps_read = 0  # steps that the stream has given; more where the packer looks ahead
         self._warn_above_tokens = BACKLOG_STEPS * packer.limits.step_tokens
 
     def next_plan(self) -> StepPlan | None:
-        """The next step, or None when the stream is exhausted and no document waits.
+        """Plans the next step; None when the stream is exhausted and no document waits.
 
         It has tokens, unless nothing waits and the stream gives no document without being
         exhausted, which a stream of at least a window a step does not.
@@ -152,7 +152,7 @@ class Planner:
         return plan
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later plans depend on, JSON-able."""
+        """Everything that later plans depend on, JSON-able."""
         return {
             "step": self.step,
             "steps_read": self._steps_read,
@@ -179,7 +179,7 @@ class Planner:
         self.step, self._steps_read = step, steps_read
 
     def _read(self) -> list[Document]:
-        """What the stream gives up to the step that the packer looks ahead to."""
+        """Reads the stream up to the step that the packer looks ahead to."""
         documents: list[Document] = []
         if self._steps_read < self.step and not self.stream.exhausted:
             # Steps have passed since its end, which more epochs have moved.
@@ -210,7 +210,7 @@ class Planner:
         return self._sharded(micro_batch, lengths) if self.selector else micro_batch
 
     def _sharded(self, micro_batch: MicroBatchPlan, lengths: Sequence[int]) -> MicroBatchPlan:
-        """With its sharding, and the time that all wait for the rank with the slowest attention.
+        """Adds the sharding, and the time that all wait for the rank with the slowest attention.
 
         The cost has each rank do 1/CP of the attention; the slowest one does more.
         """
@@ -245,7 +245,7 @@ class Planner:
 
 
 def assign(micro_batches: Sequence[MicroBatchPlan], dp_size: int) -> list[list[MicroBatchPlan]]:
-    """Equally many micro-batches for each rank, with nearly equal sums of predicted time.
+    """Gives each rank equally many micro-batches, with nearly equal sums of predicted time.
 
     In descending order of time each goes to the rank with the least so far that still has a place;
     ties by lowest index, so that all ranks agree.
@@ -262,7 +262,7 @@ def assign(micro_batches: Sequence[MicroBatchPlan], dp_size: int) -> list[list[M
 
 
 def run_order(micro_batches: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
-    """The smallest first and last, the largest in the middle; ties by index.
+    """Orders micro-batches: the smallest first and last, the largest in the middle; ties by index.
 
     The first and last micro-batches fill and drain the pipeline while other stages wait: small
     ones keep that short.

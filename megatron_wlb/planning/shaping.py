@@ -4,7 +4,7 @@ Equal micro-batches are not the fastest. The first ones fill the pipeline and th
 it while other ranks wait, so a step is shorter when these are small and those between larger. How
 small follows from the schedule: for micro-batches of sizes ``w`` the step is a maximum over paths
 of sums of ``w``, which is convex, so that its minimum over all ``w`` with ``Σ w = 1`` can be found
-once for a run (:func:`profile`). Each step's documents are then placed to come near these sizes,
+once for a run (:func:`best_sizes`). Each step's documents are then placed to come near these sizes,
 heaviest first, and moved while that makes the simulated step shorter.
 
 The imbalance degree cannot see this: shaped plans are unequal on purpose.
@@ -36,12 +36,12 @@ from megatron_wlb.schedule.graph import Floats, Graph, graph_of
 Ranks: TypeAlias = Sequence[Sequence[Sequence[Document]]]
 """``[dp_size][N][documents]``, in running order."""
 
-PROFILE_ROUNDS = 300
+DESCENT_ROUNDS = 300
 MOMENTUM = 0.8
 NUM_ALTERNATIVES = 64
 MAX_ROUNDS = 16
 ROUND_ACTIONS = 3072
-"""So many actions of the schedule are looked at in rounds of alternatives: 6 rounds for PP=4 and
+"""Actions of the schedule that are looked at in rounds of alternatives: 6 rounds for PP=4 and
 N=64, some 20 ms."""
 MOVES = (0.3, 0.1, 0.03, 0.01)
 """Work of the documents that are tried to move, in mean micro-batches."""
@@ -71,7 +71,7 @@ class _Work:
         ]
 
     def _table(self, kind: StageCost) -> Floats:
-        """``[2, GRID]``: all but attention, by tokens."""
+        """Times of all but attention, by tokens: ``[2, GRID]``."""
         works = [kind.work([int(tokens)]) for tokens in self._grid[1:]]
         nothing = (0.0, 0.0)
         linear = [nothing, *((w.forward_linear_us, w.backward_linear_us) for w in works)]
@@ -80,7 +80,7 @@ class _Work:
         return np.array(linear, dtype=np.float64).T + shares[:, None]
 
     def attention_us(self, lengths: Sequence[int]) -> Floats:
-        """Of single documents, ``[2, Q, D]``."""
+        """Attention times of single documents, ``[2, Q, D]``."""
         result = np.empty((2, len(self._kinds), len(lengths)))
         squares = np.array(lengths, dtype=np.float64) ** 2
         for number, kind in enumerate(self._kinds):
@@ -115,7 +115,7 @@ class _Pipeline:
     """The micro-batches of one data-parallel rank while they are shaped."""
 
     members: list[list[int]]
-    """Per micro-batch, numbers of documents in ascending order: the heaviest first."""
+    """The documents of each micro-batch by number, ascending: the heaviest first."""
     tokens: Floats
     attention_us: Floats
     step_us: float
@@ -129,7 +129,7 @@ class Shaper:
         parallelism: the layout.
         num_micro_batches: of one data-parallel rank.
         max_tokens: S_max; no micro-batch gets longer.
-        window: the step's profile is made for documents of half of it.
+        window: the best sizes are those for documents of half of it.
 
     Raises :class:`ConfigError` for a layout that Megatron refuses.
     """
@@ -156,12 +156,12 @@ class Shaper:
         self._max_tokens = max_tokens
         typical = [max(1, window // 2)]
         unit_us = costs.stages.times_us([typical])[:, :, 0]
-        self._profile = profile(self._graph, _hashable(unit_us / unit_us.sum()))
+        self._sizes = best_sizes(self._graph, _hashable(unit_us / unit_us.sum()))
         num_actions = sum(map(len, self._graph.order))
         self._num_rounds = min(MAX_ROUNDS, ROUND_ACTIONS // num_actions)
 
     def shape(self, ranks: Ranks) -> list[list[list[Document]]]:
-        """The same documents in other micro-batches, or as they are where that is not faster.
+        """Deals the same documents anew, or leaves them where that is not faster.
 
         The order of the micro-batches, and so which document runs on which data-parallel rank, may
         change; no micro-batch gets longer than S_max.
@@ -188,7 +188,7 @@ class Shaper:
                 at += len(micro_batch)
             given.append(members)
         best = [self._pipeline(step, members) for members in given]
-        placed = _place(step, len(ranks), self._profile)
+        placed = _place(step, len(ranks), self._sizes)
         if placed is not None:
             pipelines = [self._pipeline(step, members) for members in placed]
             if _slowest(pipelines).step_us < _slowest(best).step_us:
@@ -259,7 +259,7 @@ class Shaper:
             slowest.step_us = float(steps_us[best])
 
     def _moves(self, step: _Step, pipeline: _Pipeline, failed: int) -> list[tuple[int, int, int]]:
-        """(from, to, document): from micro-batches with much of the critical path to others."""
+        """Lists (from, to, document) to try: off micro-batches with much of the critical path."""
         shares = _critical_shares(
             self._graph,
             self._work.times_us(pipeline.tokens, pipeline.attention_us),
@@ -299,25 +299,25 @@ class _Step:
     max_tokens: int
 
 
-def profile(graph: Graph, unit_us: tuple[tuple[float, ...], ...]) -> Floats:
+def best_sizes(graph: Graph, unit_us: tuple[tuple[float, ...], ...]) -> Floats:
     """Sizes of micro-batches, Σ = 1, with which a step is shortest: about, as found by descent.
 
     ``unit_us`` is ``[2][S]``, forward and backward of a micro-batch of size 1, which take
     proportionally less for a smaller one. Equal sizes are where the search starts, so that no worse
     ones come out of it. Some 0.3 s for PP=4 and N=64, once for a run.
     """
-    return _profile(graph, unit_us).copy()
+    return _best_sizes(graph, unit_us).copy()
 
 
 @lru_cache(maxsize=64)
-def _profile(graph: Graph, unit: tuple[tuple[float, ...], ...]) -> Floats:
+def _best_sizes(graph: Graph, unit: tuple[tuple[float, ...], ...]) -> Floats:
     unit_us = np.array(unit)
     num = graph.num_micro_batches
     nothing = np.zeros(num)
     sizes = np.full(num, 1.0 / num)
     best, best_us = sizes, float("inf")
     slope = np.zeros(num)
-    for number in range(PROFILE_ROUNDS):
+    for number in range(DESCENT_ROUNDS):
         times_us = unit_us[:, :, None] * sizes
         step_us = float(graph.step_us(times_us, nothing))
         if step_us < best_us:
@@ -336,7 +336,7 @@ def _profile(graph: Graph, unit: tuple[tuple[float, ...], ...]) -> Floats:
 
 
 def _critical_shares(graph: Graph, times_us: Floats, p2p_us: Floats) -> Floats:
-    """Of each micro-batch, which share of its time is on the critical path: ``[N]``."""
+    """The share of each micro-batch's time that is on the critical path: ``[N]``."""
     replayed = graph.replay(times_us, p2p_us)
     stops = [float(graph.of_rank(replayed.stop_us, rank)[-1]) for rank in range(graph.pp_size)]
     rank = stops.index(max(stops))
@@ -350,7 +350,7 @@ def _critical_shares(graph: Graph, times_us: Floats, p2p_us: Floats) -> Floats:
 
 
 def _place(step: _Step, dp_size: int, sizes: Floats) -> list[list[list[int]]] | None:
-    """Heaviest first, each where most of the wanted work is missing and there is room.
+    """Places documents, heaviest first, where most wanted work is missing and there is room.
 
     None if a document finds no room at all.
     """

@@ -33,11 +33,11 @@ class Batch:
     position_ids: torch.Tensor
     packed_seq_params: PlanSeqParams
     tokens: torch.Tensor | None
-    """On the first stage only."""
+    """Token ids, on the first stage only."""
     labels: torch.Tensor | None
-    """On the last stage only; 0 where there is none."""
+    """Labels, on the last stage only; 0 where there is none."""
     loss_mask: torch.Tensor | None
-    """On the last stage only; fp32, 1 where the token has a label."""
+    """The loss mask, on the last stage only: fp32, 1 where the token has a label."""
     num_targets: int
     """Local tokens that have a label: this rank's part of the loss normaliser. 0 before the last
     stage."""
@@ -110,7 +110,7 @@ class BatchBuilder:
         self._latest: dict[int, _Shared] = {}
 
     def build(self, plan: MicroBatchPlan, *, first: bool, last: bool) -> Batch:
-        """The tensors of ``plan`` for a stage that embeds (``first``) or has the loss (``last``).
+        """Builds the tensors for a stage that embeds (``first``) or has the loss (``last``).
 
         Raises:
             CorpusError: a token id outside the vocabulary.
@@ -146,7 +146,7 @@ class BatchBuilder:
         self._latest.clear()
 
     def _shared(self, plan: MicroBatchPlan) -> _Shared:
-        """Made once a micro-batch, not once a chunk."""
+        """Makes what chunks share once a micro-batch, not once a chunk."""
         known = self._latest.get(plan.index)
         if known is None or known.plan is not plan:
             positions = np.concatenate(
@@ -182,6 +182,6 @@ class BatchBuilder:
     def iterate(
         self, micro_batches: Sequence[MicroBatchPlan], *, first: bool, last: bool
     ) -> Iterator[Batch]:
-        """One batch after another, built when it is asked for."""
+        """Builds one batch after another, when it is asked for."""
         for plan in micro_batches:
             yield self.build(plan, first=first, last=last)

@@ -34,7 +34,7 @@ PACKAGES = {
     "ortools": "--wlb-packing fixed-solver",
 }
 _MODULES = {"flash-attn-3": "flash_attn_interface", "apex": "apex", "triton": "triton"}
-"""Where the module may be there without a distribution of that name."""
+"""Modules that may be there without a distribution of that name."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _patches(source: MegatronSource) -> Finding:
 
 
 def _version(name: str) -> str | None:
-    """Of a distribution, or of a module that came without one."""
+    """The version of a distribution, or of a module that came without one."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -115,7 +115,7 @@ def measure_tables(
 
 
 def _on_all_ranks(make: Callable[[], _T]) -> _T:
-    """What the first rank makes, on every rank; also its :class:`ConfigError`."""
+    """Brings what the first rank makes to every rank; also its :class:`ConfigError`."""
     made: list[_T | ConfigError | None] = [None]
     if torch.distributed.get_rank() == 0:
         try:
@@ -141,7 +141,7 @@ def _rows(lengths: Sequence[int], times_us: Sequence[Sequence[float]]) -> tuple[
 
 
 def _multiple(model: Model) -> int:
-    """Of tokens, so that they divide over the ranks that share a micro-batch."""
+    """What tokens must be a multiple of to divide over the ranks of a micro-batch."""
     return length_multiple(
         model.groups.tp.size(), model.groups.cp.size(), model.config.sequence_parallel
     )
@@ -175,7 +175,7 @@ def _least_us(
     num_repeats: int,
     run: Callable[[int], tuple[float, float]],
 ) -> list[list[float]]:
-    """Least µs of forward and backward of each length, of the whole model.
+    """Measures the least µs of both passes of each length, of the whole model.
 
     The least of several runs, because all that others do on the machine only adds time.
     """

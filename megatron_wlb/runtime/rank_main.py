@@ -97,7 +97,7 @@ def _end_as_orphan(torchrun: int, where: str) -> None:
 
 
 def _tell(error: WLBError, where: str) -> None:
-    """Says it on stderr, and to torchrun, whose report then says it instead of how to trace it."""
+    """Tells the error on stderr and to torchrun, whose report then says it, not how to trace it."""
     report = error.report(where)
     sys.stderr.write(report)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

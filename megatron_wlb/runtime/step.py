@@ -27,7 +27,7 @@ ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torc
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Over all data-parallel ranks; on every rank."""
+    """The loss over all data-parallel ranks; every rank has it."""
 
     loss_sum: float
     """Σ token losses, in nats."""
@@ -93,7 +93,7 @@ class StepRunner:
         self._num_runs = 0
 
     def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
-        """Forward (and backward) of one step; gradients are left in the model, reduced.
+        """Runs forward (and backward) of one step; gradients are left in the model, reduced.
 
         Raises:
             PlanError: ranks disagree, or the plan does not fit the layout.

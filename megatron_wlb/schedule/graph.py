@@ -1,4 +1,4 @@
-"""A pipeline order as a graph in arrays: replayed once, or for many step times at once.
+"""A pipeline order as a graph in arrays: replays one step, or many alternatives at once.
 
 A node is an action, or a transfer between ranks where those take the ranks' time. Each waits for
 at most two others: the one before it on its rank, and the one that brings its input. Nodes stand by
@@ -75,7 +75,7 @@ class Graph:
         self.num_stages = self.pp_size * self.vpp_size
         nodes, first, second, crosses = _nodes(self.order, sends)
         level = _levels(nodes, first, second)
-        # By level; node 0 is the beginning of the step.
+        # Nodes are sorted by level; node 0 is the beginning of the step.
         by_level = sorted(range(len(nodes)), key=level.__getitem__)
         number = {old: new for new, old in enumerate(by_level, start=1)} | {-1: 0}
         self.nodes = tuple(nodes[old] for old in by_level)
@@ -117,7 +117,7 @@ class Graph:
         ]
 
     def replay(self, times_us: Floats, p2p_us: Floats) -> Replay:
-        """Every node starts as soon as what it waits for is done.
+        """Starts every node as soon as what it waits for is done.
 
         Args:
             times_us: ``[2, S, N]`` or ``[2, S, N, K]``: of forwards and of backwards.
@@ -134,7 +134,7 @@ class Graph:
         return Replay(start, stop)
 
     def step_us(self, times_us: Floats, p2p_us: Floats) -> Floats:
-        """From the first start to the last stop of an action: ``[]`` or ``[K]``."""
+        """Time from the first start to the last stop of an action: ``[]`` or ``[K]``."""
         durations, gaps = self._durations(times_us, p2p_us)
         stop = np.zeros_like(durations)
         first, second = self._first, self._second
@@ -149,7 +149,7 @@ class Graph:
         return result
 
     def of_rank(self, values: Floats, pp_rank: int) -> Floats:
-        """Of a replay's ``start_us`` or ``stop_us``, those of a rank's actions in their order."""
+        """The part of a replay's ``start_us`` or ``stop_us`` that is a rank's, in its order."""
         result: Floats = values[self._of_rank[pp_rank]]
         return result
 
@@ -173,13 +173,13 @@ class Graph:
         return path[::-1]
 
     def waits(self, times_us: Floats, p2p_us: Floats) -> list[Wait]:
-        """Of each node what it waits for and takes, for other kinds of replay."""
+        """What each node waits for and takes, for other kinds of replay."""
         durations, gaps = self._durations(times_us, p2p_us)
         columns = (self._first - 1, self._second - 1, gaps, durations)
         return [Wait(*row) for row in zip(*(c[1:].tolist() for c in columns), strict=True)]
 
     def _durations(self, times_us: Floats, p2p_us: Floats) -> tuple[Floats, Floats]:
-        """Of each node, and of what passes between its second input and its start."""
+        """The time of each node, and of what passes from its second input to its start."""
         num = 2 * self.num_stages * self.num_micro_batches
         alternatives = times_us.shape[3:]
         table = np.concatenate(
@@ -252,7 +252,7 @@ def _nodes(
 
 
 def _levels(nodes: Sequence[Any], first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Of each node the longest way to it. Raises :class:`PlanError` for a circle."""
+    """The longest way to each node. Raises :class:`PlanError` for a circle."""
     followers: list[list[int]] = [[] for _ in nodes]
     waits = [0] * len(nodes)
     for number, pair in enumerate(zip(first, second, strict=True)):

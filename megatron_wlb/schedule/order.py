@@ -44,16 +44,16 @@ class Action:
 Order: TypeAlias = list[list[Action]]
 """``[pp_size][2 * vpp_size * num_micro_batches]``."""
 
-Unit: TypeAlias = tuple[int, int]
-"""``(chunk, micro_batch)``, the chunk counted on the rank that runs it."""
+Pass: TypeAlias = tuple[int, int]
+"""``(chunk, micro_batch)`` of a forward or backward; the chunk is counted on its rank."""
 
 
 class ReceiveOrder(NamedTuple):
     """What a rank receives, one entry per message, named by the action that consumes it."""
 
-    forward: list[Unit]
+    forward: list[Pass]
     """Activations from the previous rank."""
-    backward: list[Unit]
+    backward: list[Pass]
     """Gradients from the next rank."""
 
 
@@ -69,8 +69,8 @@ class Task(NamedTuple):
 def one_f_one_b(pp_size: int, num_micro_batches: int) -> Order:
     """Megatron's schedule for one chunk a rank; with ``pp_size`` 1, that without a pipeline."""
     _check_sizes(pp_size, 1, num_micro_batches)
-    units = _forward_units(1, num_micro_batches, num_micro_batches)
-    return [_warm_up_then_alternate(units, 1, pp_size - rank - 1) for rank in range(pp_size)]
+    passes = _forward_passes(1, num_micro_batches, num_micro_batches)
+    return [_warm_up_then_alternate(passes, 1, pp_size - rank - 1) for rank in range(pp_size)]
 
 
 def interleaved(
@@ -84,10 +84,10 @@ def interleaved(
     """
     group_size = pp_size if group_size is None else group_size
     _check_interleaved(pp_size, vpp_size, num_micro_batches, group_size)
-    units = _forward_units(vpp_size, num_micro_batches, group_size)
+    passes = _forward_passes(vpp_size, num_micro_batches, group_size)
     warm_up = (vpp_size - 1) * group_size
     return [
-        _warm_up_then_alternate(units, vpp_size, warm_up + 2 * (pp_size - rank - 1))
+        _warm_up_then_alternate(passes, vpp_size, warm_up + 2 * (pp_size - rank - 1))
         for rank in range(pp_size)
     ]
 
@@ -99,12 +99,12 @@ def gpipe(pp_size: int, num_micro_batches: int) -> Order:
     all micro-batches. Backwards run first to last, as Megatron's do.
     """
     _check_sizes(pp_size, 1, num_micro_batches)
-    units = _forward_units(1, num_micro_batches, num_micro_batches)
-    return [_warm_up_then_alternate(units, 1, num_micro_batches) for _ in range(pp_size)]
+    passes = _forward_passes(1, num_micro_batches, num_micro_batches)
+    return [_warm_up_then_alternate(passes, 1, num_micro_batches) for _ in range(pp_size)]
 
 
 MOST_PASSES = 1 << 20
-"""Forward passes of a pipeline and step: as many more take seconds and gigabytes."""
+"""The most forward passes of a pipeline and step: more take seconds and gigabytes."""
 
 
 def schedule(
@@ -119,7 +119,7 @@ def schedule(
 def receive_order(
     pp_size: int, vpp_size: int, num_micro_batches: int, group_size: int | None, pp_rank: int
 ) -> ReceiveOrder:
-    """In which order a rank receives activations and gradients under :func:`schedule`.
+    """The order in which a rank receives activations and gradients under :func:`schedule`.
 
     A rank receives in the order in which its neighbour sends. As all ranks run their forwards in
     one common order, and so their backwards, this is also the order in which the rank itself
@@ -134,12 +134,12 @@ def receive_order(
         _check_interleaved(pp_size, vpp_size, num_micro_batches, group_size)
     if not 0 <= pp_rank < pp_size:
         raise ConfigError(f"pp_rank {pp_rank} is not below pp_size {pp_size}; give 0 … pp_size - 1")
-    units = _forward_units(vpp_size, num_micro_batches, group_size)
+    passes = _forward_passes(vpp_size, num_micro_batches, group_size)
     first, last = pp_rank == 0, pp_rank == pp_size - 1
     last_chunk = vpp_size - 1
     return ReceiveOrder(
-        forward=[(c, m) for c, m in units if not (first and c == 0)],
-        backward=[(last_chunk - c, m) for c, m in units if not (last and c == 0)],
+        forward=[(c, m) for c, m in passes if not (first and c == 0)],
+        backward=[(last_chunk - c, m) for c, m in passes if not (last and c == 0)],
     )
 
 
@@ -221,7 +221,7 @@ def validate(order: Sequence[Sequence[Action]]) -> None:
     dataflow(order)
 
 
-def _forward_units(vpp_size: int, num_micro_batches: int, group_size: int) -> list[Unit]:
+def _forward_passes(vpp_size: int, num_micro_batches: int, group_size: int) -> list[Pass]:
     """What each rank runs forward, in order; backward is the same with the chunks reversed."""
     return [
         (chunk, micro_batch)
@@ -231,11 +231,11 @@ def _forward_units(vpp_size: int, num_micro_batches: int, group_size: int) -> li
     ]
 
 
-def _warm_up_then_alternate(units: Sequence[Unit], vpp_size: int, warm_up: int) -> list[Action]:
+def _warm_up_then_alternate(passes: Sequence[Pass], vpp_size: int, warm_up: int) -> list[Action]:
     """``warm_up`` forwards, then one forward and one backward in turn, then what is left."""
-    forward = [Action("F", chunk, micro_batch) for chunk, micro_batch in units]
-    backward = [Action("B", vpp_size - 1 - chunk, micro_batch) for chunk, micro_batch in units]
-    num_alternating = max(len(units) - warm_up, 0)
+    forward = [Action("F", chunk, micro_batch) for chunk, micro_batch in passes]
+    backward = [Action("B", vpp_size - 1 - chunk, micro_batch) for chunk, micro_batch in passes]
+    num_alternating = max(len(passes) - warm_up, 0)
     actions = forward[:warm_up]
     for pair in zip(forward[warm_up:], backward, strict=False):
         actions.extend(pair)

@@ -30,7 +30,7 @@ def megatron_flags() -> frozenset[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises :class:`ConfigError` instead of leaving the process."""
+    """A parser that raises :class:`ConfigError` instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
         refuse_arguments(self, message)
@@ -60,7 +60,7 @@ def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def unknown_flags(words: Iterable[str], known: Iterable[str]) -> Iterator[str]:
-    """What to say of each flag among ``words`` that is none of ``known``: the nearest one."""
+    """Says of each flag among ``words`` that is none of ``known`` which is the nearest."""
     flags = sorted(known)
     for name in (word.split("=")[0] for word in words):
         if name.startswith("--") and name not in flags:
@@ -110,7 +110,7 @@ def add_flags(
     group = parser.add_argument_group(title, group_type.__doc__)
     hints = typing.get_type_hints(group_type)
     for f in dataclasses.fields(group_type):
-        # By identity: 0 is a default worth showing, though it equals False.
+        # This compares identity, as 0 is a default worth showing, though it equals False.
         hidden = f.default is None or f.default is False or f.default == ()
         shown = "" if hidden else f" (default: {f.default})"
         group.add_argument(
@@ -145,7 +145,7 @@ def parse(
     prog: str = "python -m megatron_wlb.pretrain_gpt",
     description: str = "Trains a GPT on Megatron-core with workload-balanced micro-batches.",
 ) -> Config:
-    """Settings from a command line (and from the YAML file that it names).
+    """Reads settings from a command line (and from the YAML file that it names).
 
     Raises:
         ConfigError: an unknown flag (the nearest one is named), a Megatron flag that is not
@@ -179,7 +179,7 @@ def parse_known(
 
 
 def _switches() -> set[str]:
-    """Flags that are given as on or off."""
+    """The flags that are given as on or off."""
     return {
         flag_of(name)
         for group in groups_of_settings().values()

@@ -20,7 +20,7 @@ def setting(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the GPT."""
+    """Sizes and parts of the GPT."""
 
     num_layers: int = setting(4, "transformer layers")
     hidden_size: int = setting(64, "hidden size")

@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch each context-parallel rank holds, and how that is chosen."""
+"""Shardings: which tokens of a micro-batch each CP rank holds, and how that is chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a context-parallel rank finds its tokens, and the keys that they attend to.
+"""The place of a context-parallel rank's tokens, and of the keys that they attend to.
 
 The ranks' local tokens one after another, rank by rank, is the order in which an all-gather
 returns keys and values; a *row* is a place in it. A kernel wants another order: for each chunk the
@@ -33,7 +33,7 @@ class RankLayout:
     """What one rank holds and attends to."""
 
     num_tokens: int
-    """Of the micro-batch, over all ranks, T."""
+    """Tokens of the micro-batch over all ranks, T."""
     tokens: IntArray
     """``[T / CP]``: which of the micro-batch's tokens are local, in local order."""
     lengths_q: IntArray
@@ -45,7 +45,7 @@ class RankLayout:
 
     @property
     def rounds(self) -> list[tuple[IntArray, IntArray]]:
-        """The keys in groups such that gradients can be added to their rows in any order.
+        """Groups the keys so that gradients can be added to their rows in any order.
 
         Pairs of (places in :attr:`key_rows`, their rows). Two numbers have the same sum in either
         order, so a row comes at most twice in the first group, and once in each later one. Chunks
@@ -67,7 +67,7 @@ class RankLayout:
 def rank_layout(
     lengths: Sequence[int], cp_size: int, cp_rank: int, sharding: Sharding
 ) -> RankLayout:
-    """The layout of one rank. All arrays, no loop over documents.
+    """Makes the layout of one rank: all arrays, no loop over documents.
 
     Raises :class:`PlanError` as :func:`shard_arrays` does.
     """

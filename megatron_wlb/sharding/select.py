@@ -1,4 +1,4 @@
-"""Which sharding a micro-batch gets: the one whose slowest rank is predicted to be done first.
+"""Chooses the sharding of a micro-batch: the one whose slowest rank is predicted done first.
 
 ``adaptive`` is WLB-LLM §5.3: per-sequence or per-document, whichever has the faster attention.
 ``hybrid`` also weighs sharding only the long documents per document, and from which length on.
@@ -31,7 +31,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 PER_SEQUENCE, PER_DOCUMENT = Sharding("per-sequence"), Sharding("per-document")
 
 MIN_THRESHOLDS, MAX_CHUNKS = 12, 16_384
-"""Of `hybrid`: every length is tried that makes no more chunks of short documents than this in all;
+"""`hybrid` tries every length that makes at most so many chunks of short documents in all;
 where there are too many, as many as that allows but at least 12, evenly spread."""
 
 BLOCK = 8192
@@ -49,12 +49,12 @@ class Prediction:
 
     @property
     def latency_us(self) -> float:
-        """Of the slowest rank, which the others wait for in each pass."""
+        """Time of the slowest rank, which the others wait for in each pass."""
         return max(self.forward_us) + max(self.backward_us)
 
     @property
     def forward_imbalance(self) -> float:
-        """The slowest rank's over the mean; 1 is perfect."""
+        """The slowest rank's forward time over the mean; 1 is perfect."""
         return _imbalance(self.forward_us)
 
     @property
@@ -82,7 +82,7 @@ def _shares_us(latency: AttentionLatency, queries: IntArray, keys: IntArray) -> 
 def predict(
     lengths: Sequence[int], cp_size: int, sharding: Sharding, latency: AttentionLatency
 ) -> Prediction:
-    """Attention of a micro-batch with such segments, one varlen call a rank and pass."""
+    """Predicts the attention of a micro-batch, one varlen call a rank and pass."""
     ranks = shard_arrays(lengths, cp_size, sharding)
     rank = np.repeat(np.arange(cp_size), [len(rows) for rows in ranks])
     _, start, stop = np.concatenate(ranks).T
@@ -98,7 +98,7 @@ def predict(
 def predict_each(
     lengths: Sequence[int], cp_size: int, shardings: Sequence[Sharding], latency: AttentionLatency
 ) -> list[Prediction]:
-    """What :func:`predict` says of each, in about the time of one.
+    """Does what :func:`predict` does for each, in about the time of one.
 
     The shardings differ in which documents are long, and are in ascending order of that threshold.
     """
@@ -142,12 +142,12 @@ class Selector:
         return min(self.predictions(lengths), key=lambda prediction: prediction.latency_us)
 
     def predictions(self, lengths: Sequence[int]) -> list[Prediction]:
-        """Of every candidate."""
+        """The prediction of every candidate."""
         found = predict_each(lengths, self.cp_size, self._candidates(lengths), self.latency)
         return found[-1:] + found[:-1]  # per-sequence comes first
 
     def _candidates(self, lengths: Sequence[int]) -> list[Sharding]:
-        """By ascending threshold."""
+        """Candidates by ascending threshold."""
         match self.mode:
             case "per-sequence":
                 return [PER_SEQUENCE]

@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch each context-parallel rank holds.
+"""Shards a micro-batch: which of its tokens each context-parallel rank holds.
 
 A sharding cuts the micro-batch into 2·CP *slots* of equally many tokens; rank k holds the slots k
 and 2·CP-1-k, early and late ones alike, because late tokens attend to more. The shardings differ
@@ -31,7 +31,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 NEVER_LONG = sys.maxsize
-"""Tokens that no document has."""
+"""A length that no document has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def shard(
 
 
 def shard_arrays(lengths: Sequence[int], cp_size: int, sharding: Sharding) -> tuple[IntArray, ...]:
-    """Every token in exactly one chunk, and ``sum(lengths) / cp_size`` tokens on every rank.
+    """Puts every token in exactly one chunk, ``sum(lengths) / cp_size`` tokens on every rank.
 
     Returns, for each rank, ``[num_chunks, 3]`` rows of segment, start and stop in local order,
     which is that of the micro-batch. No chunk is empty, and no two of a rank touch.
@@ -140,7 +140,7 @@ def checked_lengths(lengths: Sequence[int], cp_size: int) -> IntArray:
 
 
 class Chunks(NamedTuple):
-    """Arrays of as many numbers: tokens ``[start, stop)`` of a segment, and what holds them."""
+    """Chunks as arrays alike: tokens ``[start, stop)`` of a segment, and what holds them."""
 
     segment: IntArray
     start: IntArray
@@ -151,7 +151,7 @@ class Chunks(NamedTuple):
 def chunks_by_threshold(
     document_tokens: IntArray, cp_size: int, thresholds: Sequence[int]
 ) -> tuple[Chunks, Chunks]:
-    """Of the hybrids with these ascending thresholds: chunks of long and of short documents.
+    """Chunks of long and of short documents, for the hybrids with these ascending thresholds.
 
     What holds them is ``i · CP + rank`` for the i-th threshold, from 0. A long document has the
     same chunks whatever the threshold, so they are there once, for the last one that finds it long.
@@ -200,7 +200,7 @@ def _per_document(document_tokens: IntArray, which: IntArray, num_slots: int) ->
 
 
 def _two_a_rank(which: IntArray, stop: IntArray) -> Chunks:
-    """Of such pieces: by rank, its two of a document joined where nothing is between them."""
+    """Gathers such pieces by rank and joins a rank's two of a document that touch."""
     start = np.zeros_like(stop)
     start[1:] = stop[:-1]
     stop = stop.copy()
@@ -216,7 +216,7 @@ def _two_a_rank(which: IntArray, stop: IntArray) -> Chunks:
 
 
 def _per_sequence(document_tokens: IntArray, which: IntArray, slot_stops: IntArray) -> Chunks:
-    """The documents one after another, cut into slots at any token; slots hold them."""
+    """Cuts the row of documents into slots at any token."""
     tokens = document_tokens[which]
     document_stops = np.cumsum(tokens)
     stops = np.concatenate([document_stops, slot_stops])
@@ -250,7 +250,7 @@ def _together(*groups: Chunks) -> Chunks:
 
 
 def _in_order(chunks: Chunks, document_tokens: IntArray) -> Chunks:
-    """By rank, then as the tokens are in the micro-batch."""
+    """Sorts by rank, then as the tokens are in the micro-batch."""
     first_token = np.cumsum(document_tokens) - document_tokens
     token = chunks.holder * document_tokens.sum() + first_token[chunks.segment] + chunks.start
     order = np.argsort(token, kind="stable")
@@ -258,7 +258,7 @@ def _in_order(chunks: Chunks, document_tokens: IntArray) -> Chunks:
 
 
 def _joined(pieces: Chunks) -> Chunks:
-    """Each piece joined to the one before it, if it continues that and the same holds both."""
+    """Joins each piece to the one before it, if it continues that and has the same holder."""
     segment, start, stop, holder = pieces
     begins = np.ones(len(start) + 1, dtype=bool)  # and one past the end
     begins[1:-1] = start[1:] != stop[:-1]

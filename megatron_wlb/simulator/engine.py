@@ -17,7 +17,7 @@ from megatron_wlb.schedule.graph import Floats, Graph, Replay, Sends
 from megatron_wlb.schedule.order import Action, sizes
 
 StageTimes: TypeAlias = Sequence[Sequence[Sequence[float]]]
-"""µs, ``[pp_size][vpp_size][num_micro_batches]``: what one action of each kind takes."""
+"""Time of one action of each kind: ``[pp_size][vpp_size][num_micro_batches]``, µs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,22 @@ class Timeline:
     """What every pipeline rank did during one step, replayed or recorded."""
 
     intervals: tuple[tuple[Interval, ...], ...]
-    """Per rank, in the order in which they ran, without overlap."""
+    """Intervals of each rank, in the order in which they ran, without overlap."""
 
     @cached_property
     def start_us(self) -> float:
-        """When the first rank starts."""
+        """Time at which the first rank starts."""
         return min((rank[0].start_us for rank in self.intervals if rank), default=0.0)
 
     @cached_property
     def step_us(self) -> float:
-        """From the first start to the last stop over all ranks."""
+        """Time from the first start to the last stop over all ranks."""
         stop_us = max((rank[-1].stop_us for rank in self.intervals if rank), default=0.0)
         return stop_us - self.start_us
 
     @cached_property
     def busy_us(self) -> tuple[float, ...]:
-        """Per rank, the time in which it runs an action."""
+        """Time in which each rank runs an action."""
         return tuple(sum(i.stop_us - i.start_us for i in rank) for rank in self.intervals)
 
     @cached_property
@@ -66,7 +66,7 @@ def replay(
     p2p_us: float = 0.0,
     sends: Sends = "buffered",
 ) -> Timeline:
-    """The timeline on which every action starts as soon as its rank is free and its input there.
+    """Starts every action as soon as its rank is free and its input is there.
 
     ``p2p_us`` passes between the stop of an action and the arrival of its output on another rank;
     with blocking ``sends`` it is the time of both ranks, and begins when both have come to it.
@@ -89,7 +89,7 @@ def replay(
 
 
 def timeline(graph: Graph, replayed: Replay) -> Timeline:
-    """What a replay of one alternative says, rank by rank."""
+    """Makes a timeline of a replay of one alternative, rank by rank."""
     return Timeline(
         tuple(
             tuple(

@@ -23,9 +23,9 @@ class RankMemory:
     state: StateBytes
     actions: tuple[Action, ...]
     activations: tuple[ActivationBytes, ...]
-    """Around each action: the most while it runs, and what stays after it."""
+    """Bytes around each action: the most while it runs, and what stays after it."""
     update: int
-    """What the optimizer's update needs besides the state."""
+    """Bytes that the optimizer's update needs besides the state."""
 
     @cached_property
     def activation_peak_bytes(self) -> float:
@@ -38,7 +38,7 @@ class RankMemory:
 
     @cached_property
     def peak_at(self) -> str:
-        """The action in which the peak is reached (the first such), or ``update``."""
+        """The action that reaches the peak (the first such), or ``update``."""
         peak = self.activation_peak_bytes
         if self.update > peak or not self.actions:
             return "update"
@@ -49,7 +49,7 @@ class RankMemory:
         )
 
     def first_above(self, limit_bytes: float) -> str | None:
-        """Where the rank runs out of memory: ``weights and optimizer``, an action, ``update``."""
+        """Names where memory runs out: ``weights and optimizer``, an action, ``update``."""
         if self.state.total > limit_bytes:
             return "weights and optimizer"
         for action, used in zip(self.actions, self.activations, strict=True):

@@ -19,7 +19,7 @@ from megatron_wlb.schedule.graph import Floats, Graph, Replay
 def replay_shared(
     graph: Graph, times_us: Floats, p2p_us: Floats, core_of_rank: Sequence[int]
 ) -> Replay:
-    """As :meth:`Graph.replay` of one alternative; equal to it where no core is shared.
+    """Replays one alternative as :meth:`Graph.replay` does; equal to it where no core is shared.
 
     Transfers take time but no core. Costs some µs an action and busy rank.
 

@@ -26,7 +26,7 @@ from megatron_wlb.schedule.order import Order
 from megatron_wlb.sharding import Selector
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
-from megatron_wlb.simulator.step_timeline import Segment, StepTimeline
+from megatron_wlb.simulator.step_timeline import Activity, StepTimeline
 
 Lengths: TypeAlias = Sequence[Sequence[Sequence[int]]]
 """``[dp_size][num_micro_batches][segments]``: tokens of each document, and of padding."""
@@ -136,10 +136,10 @@ class Simulator:
 
     def _finish(
         self, graph: Graph, replays: Sequence[Replay]
-    ) -> tuple[tuple[tuple[Segment, ...], ...], float]:
+    ) -> tuple[tuple[tuple[Activity, ...], ...], float]:
         """Reductions and updates of each pipeline rank, and when the last one ends."""
         costs = self.costs
-        parts: list[list[Segment]] = []
+        parts: list[list[Activity]] = []
         free_us: list[float] = []
         for rank in range(graph.pp_size):
             own, done_us = self._reduce(graph, replays, rank)
@@ -149,20 +149,20 @@ class Simulator:
             start_us = max(free_us[0], free_us[-1])
             for rank in (0, graph.pp_size - 1):
                 free_us[rank] = start_us + costs.embedding_us
-                parts[rank].append(Segment(-1, rank, "embedding", start_us, free_us[rank]))
+                parts[rank].append(Activity(-1, rank, "embedding", start_us, free_us[rank]))
         end_us = max(free_us)
         if costs.update_us or costs.fixed_us:
             start_us = end_us
             for rank in range(graph.pp_size):
                 update_us = costs.fixed_us + (costs.update_us[rank] if costs.update_us else 0.0)
                 stop_us = start_us + update_us
-                parts[rank].append(Segment(-1, rank, "update", start_us, stop_us))
+                parts[rank].append(Activity(-1, rank, "update", start_us, stop_us))
                 end_us = max(end_us, stop_us)
         return tuple(map(tuple, parts)), end_us
 
     def _reduce(
         self, graph: Graph, replays: Sequence[Replay], rank: int
-    ) -> tuple[list[Segment], float]:
+    ) -> tuple[list[Activity], float]:
         """A pipeline rank's reductions, which its data-parallel ranks do together, one by one."""
         costs = self.costs
         actions = graph.order[rank]
@@ -187,7 +187,7 @@ class Simulator:
                 first_us = begin + (end - begin) / num
                 start_us = max(free_us, first_us)
                 stop_us = max(start_us + whole_us, end + whole_us / num)
-            parts.append(Segment(-1, rank, f"reduce {chunk}", start_us, stop_us))
+            parts.append(Activity(-1, rank, f"reduce {chunk}", start_us, stop_us))
             free_us = stop_us
         return parts, max(done_us, free_us)
 
@@ -224,7 +224,7 @@ def attention_scales(plan: StepPlan, selector: Selector) -> list[Floats]:
 
 
 def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:
-    """Segments of each micro-batch, and all tokens."""
+    """The segments of each micro-batch, and the number of all tokens."""
     if isinstance(micro_batches, StepPlan):
         plan = micro_batches
         return [[m.lengths for m in rank] for rank in plan.micro_batches], plan.num_tokens

@@ -17,8 +17,8 @@ from megatron_wlb.simulator.engine import Timeline, timeline
 from megatron_wlb.simulator.memory import StepMemory
 
 
-class Segment(NamedTuple):
-    """A part of a step on one rank; ``dp_rank`` -1: the same on all data-parallel ranks."""
+class Activity(NamedTuple):
+    """What a rank does in a part of a step; ``dp_rank`` -1: the same on all data-parallel ranks."""
 
     dp_rank: int
     pp_rank: int
@@ -34,19 +34,19 @@ class StepTimeline:
 
     graph: Graph
     times_us: tuple[Floats, ...]
-    """Per data-parallel rank ``[2, S, N]``."""
+    """Times of forwards and backwards, per data-parallel rank ``[2, S, N]``."""
     p2p_us: tuple[Floats, ...]
-    """Per data-parallel rank ``[N]``."""
+    """Times to send each micro-batch to the next stage, per data-parallel rank ``[N]``."""
     replays: tuple[Replay, ...]
-    """Per data-parallel rank."""
-    collectives: tuple[tuple[Segment, ...], ...]
-    """Per pipeline rank, after (or beside) its actions: reductions and the update."""
+    """One pipeline's replay per data-parallel rank."""
+    collectives: tuple[tuple[Activity, ...], ...]
+    """Reductions and the update, per pipeline rank, after (or beside) its actions."""
     step_us: float
-    """From the first forward to the end of the update on the last rank."""
+    """Time from the first forward to the end of the update on the last rank."""
     num_tokens: int
-    """Without padding where a plan was given."""
+    """Tokens of the step, without padding where a plan was given."""
     memory: tuple[StepMemory, ...] = field(default=())
-    """Per data-parallel rank; empty without a memory model."""
+    """What each data-parallel rank's pipeline holds; empty without a memory model."""
 
     @property
     def dp_size(self) -> int:
@@ -54,17 +54,17 @@ class StepTimeline:
 
     @cached_property
     def replicas(self) -> tuple[Timeline, ...]:
-        """Per data-parallel rank, the forwards and backwards of its pipeline ranks."""
+        """The forwards and backwards of the pipeline ranks, one timeline a data-parallel rank."""
         return tuple(timeline(self.graph, replayed) for replayed in self.replays)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Of all ranks together, pipeline by pipeline: for a picture."""
+        """The timeline of all ranks together, pipeline by pipeline: for a picture."""
         return Timeline(tuple(rank for line in self.replicas for rank in line.intervals))
 
     @cached_property
     def pipeline_us(self) -> float:
-        """From the first forward to the last backward on any rank."""
+        """Time from the first forward to the last backward on any rank."""
         return max(float(replayed.stop_us.max()) for replayed in self.replays)
 
     @cached_property
@@ -92,7 +92,7 @@ class StepTimeline:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all data-parallel ranks together."""
+        """Tokens a second of all data-parallel ranks together."""
         return self.num_tokens / self.step_us * 1e6 if self.step_us else 0.0
 
     @cached_property
@@ -126,7 +126,7 @@ class StepTimeline:
             memory.check(limit_bytes, f"data-parallel rank {dp_rank}" if self.dp_size > 1 else "")
 
     @cached_property
-    def critical_path(self) -> tuple[Segment, ...]:
+    def critical_path(self) -> tuple[Activity, ...]:
         """What kept the step from ending earlier, first to last.
 
         Each part starts when the one before it has stopped and, on another rank, its tensor was
@@ -158,7 +158,7 @@ class StepTimeline:
         )
         return (
             *(
-                Segment(dp_rank, node.rank, str(node.action), start_us, stop_us)
+                Activity(dp_rank, node.rank, str(node.action), start_us, stop_us)
                 for node, start_us, stop_us in path
                 if not node.is_transfer
             ),
@@ -166,15 +166,15 @@ class StepTimeline:
         )
 
     def _last_stop_us(self, pp_rank: int) -> float:
-        """When a pipeline rank's actions are done on all data-parallel ranks."""
+        """Time at which a pipeline rank's actions are done on all data-parallel ranks."""
         return max(float(self.graph.of_rank(r.stop_us, pp_rank)[-1]) for r in self.replays)
 
-    def _critical_tail(self) -> list[Segment]:
+    def _critical_tail(self) -> list[Activity]:
         """Reductions and the update behind the last of the path's actions."""
         left = sorted(
             (part for parts in self.collectives for part in parts), key=lambda part: part.start_us
         )
-        tail: list[Segment] = []
+        tail: list[Activity] = []
         end_us, pp_rank = self.step_us, -1
         while causes := [part for part in left if part.stop_us == end_us]:
             cause = next((part for part in causes if part.pp_rank == pp_rank), causes[-1])

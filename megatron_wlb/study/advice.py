@@ -1,4 +1,4 @@
-"""One rule for what is recommended, of every table that recommends something.
+"""The rule for what is recommended, one for every table that recommends something.
 
 The fastest that stays within the limit of delay. Speeds are those that tables print, over
 `original` to three digits; of equals the least delay, the least S_max, then `original`.
@@ -15,11 +15,11 @@ from megatron_wlb.errors import ConfigError
 T = TypeVar("T")
 
 MAX_DELAY_STEPS = 0.5
-"""Most that a token may be delayed in the mean, if nothing else is asked for: the paper's."""
+"""The most mean delay of a token, if nothing else is asked for: the paper's."""
 DIGITS = 3
-"""Of speeds over `original`, behind the point."""
+"""Digits behind the point of speeds over `original`."""
 PARTS = 4
-"""Into so many parts, one after the other, steps are divided to see how a gain varies."""
+"""Number of parts in a row that steps are divided into, to see how a gain varies."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Option(Generic[T]):
     work_rate: float
     """Work ÷ time, in a unit that only compares."""
     work_rate_by_part: tuple[float, ...]
-    """The same of each part of the steps."""
+    """The work rate of each part of the steps."""
     delay_steps: float
     imbalance: float
     max_tokens: int
@@ -67,12 +67,12 @@ def recommended(
 
 
 def preference(option: Option[T], base: Option[T]) -> tuple[float, ...]:
-    """What to sort by, the best first; ``base`` is what printed speeds are over."""
+    """The key that sorts the best first; printed speeds are over ``base``."""
     return -round(option.speedup(base), DIGITS), option.delay_steps, option.max_tokens
 
 
 def gain(option: Option[T], original: Option[T], how: str = "modelled") -> str:
-    """How much faster ``option`` is, how that varies, and where it comes from."""
+    """Says how much faster ``option`` is, how that varies, and where it comes from."""
     speedup = option.speedup(original)
     said = f"{speedup:.{DIGITS}f} × the work a second of original"
     spread = option.range_over_parts(original)

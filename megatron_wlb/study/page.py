@@ -52,7 +52,7 @@ class Page:
     outcomes: Sequence[Outcome]
     original: Outcome
     lengths: Lengths
-    """Of a sample of the documents."""
+    """Lengths of a sample of the documents."""
     title: str
     subtitle: str
     facts: Sequence[tuple[str, str]]
@@ -177,7 +177,7 @@ def fastest(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """To be drawn: the first, and of each other packing the one with the fastest's sharding."""
+    """Outcomes to draw: the first, and each other packing's with the fastest's sharding."""
     first, best = outcomes[0], fastest(outcomes)
     return [
         outcome
@@ -191,7 +191,7 @@ def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _histogram(lengths: Lengths, window: int) -> dict[str, Any]:
-    """Of documents with tokens: others are not packed."""
+    """Makes bins of the documents that have tokens: others are not packed."""
     lengths = np.sort(lengths[lengths > 0])
     low = int(np.log2(lengths[0]))
     high = max(low + 1, int(np.ceil(np.log2(max(int(lengths[-1]), window)))))
@@ -228,7 +228,7 @@ def _first_steps(steps: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _timeline(title: str, line: StepTimeline) -> dict[str, Any]:
-    """Of the replica that is done last."""
+    """The timeline of the data-parallel rank that is done last."""
     last = max(range(line.dp_size), key=lambda rank: line.replicas[rank].step_us)
     replica = line.replicas[last]
     ranks = []

@@ -74,7 +74,7 @@ FIGURE_15 = {
     ("per-document", 128 * K): 1.07,
     ("adaptive", 0): 1.075,
 }
-"""Over per-sequence; the text gives the adaptive one over both windows."""
+"""Speed-ups over per-sequence; the text gives the adaptive one over both windows."""
 WINDOWS = tuple(number * K for number in (32, 64, 96, 128, 160))
 
 
@@ -225,7 +225,7 @@ LAYER_SHARDINGS: tuple[Mode | Kind, ...] = (
 
 
 def figure_15(window: int, effort: Effort, on_step: Progress) -> dict[str, list[float]]:
-    """Forward and backward of one 7B layer with CP 4, per sharding and seed: µs over all steps.
+    """Times one 7B layer with CP 4, both passes, per sharding and seed: µs over all steps.
 
     ``paper-adaptive`` chooses between per-sequence and §5.1's per-document, ``adaptive`` between
     per-sequence and this project's, which deals out no single rows.

@@ -35,12 +35,12 @@ BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
 GREY, INK, PALE_INK = "#E4E4E4", "#222222", "#666666"
 
 MAX_BARS = 128
-"""So many micro-batches of a packing are drawn, in whole steps; more could not be told apart."""
+"""The most micro-batches of a packing to draw, in whole steps; more could not be told apart."""
 
 Path: TypeAlias = str | os.PathLike[str]
 
 FORMATS: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}}
-"""By ending of the file's name: what is written into the file besides."""
+"""Metadata that is written into a picture, by the ending of the file's name."""
 
 
 def plot_lengths(
@@ -241,7 +241,7 @@ def plot_timelines(
 
 
 def _figure(title: str, height: float) -> Figure:
-    """1500 pixels wide for 10 inches: shown at 1000, text of 10 points is 14 pixels high."""
+    """Makes a figure 1500 pixels wide: shown at 1000, text of 10 points is 14 pixels high."""
     figure = Figure(figsize=(10, height), dpi=150, facecolor="white")
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     figure.suptitle(title, fontsize=13, fontweight="bold", color=INK)
@@ -249,7 +249,7 @@ def _figure(title: str, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """As SVG where the name ends so, otherwise as PNG."""
+    """Saves as SVG where the name ends so, otherwise as PNG."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(PALE_INK)

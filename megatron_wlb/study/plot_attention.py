@@ -26,7 +26,7 @@ from megatron_wlb.study.plot import (
 SKY, GREEN = "#56B4E9", "#009E73"  # Okabe and Ito's, as those of the other pictures
 
 MAX_LINES = 6
-"""So many key lengths are drawn; more could not be told apart."""
+"""The most key lengths to draw; more could not be told apart."""
 
 
 def plot_attention(profile: AttentionProfile, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which layout, batch and packing train a model fastest on so many devices under a memory limit.
+"""Searches the layout, batch and packing that train a model fastest under a memory limit.
 
 Three passes, each over fewer candidates and each more exact::
 
@@ -37,7 +37,7 @@ MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
 DEFAULT_WINDOWS = 2.0
 """S_max in windows with which layouts are refined, where it fits."""
 MOST_CHUNKS = 8
-"""VPP that is tried at most."""
+"""The most VPP that is tried."""
 SAMPLE_WINDOWS = 64
 """Windows of documents of which the coarse pass takes the average micro-batch."""
 FULL = Recompute("full", "uniform", 1)
@@ -48,7 +48,7 @@ class Space:
     """What is searched."""
 
     shape: ModelShape
-    """Its vocabulary not padded."""
+    """The model; its vocabulary is not padded."""
     hardware: Hardware
     num_devices: int
     window: int
@@ -58,11 +58,11 @@ class Space:
     """As :meth:`Variant.parse` takes them; the last one that is not shaped refines the layouts.
     Where there is one stage ``+shape`` is left off: there is nothing to shape."""
     sharding: Mode = "adaptive"
-    """Where CP is above 1."""
+    """The sharding where CP is above 1."""
     recompute: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
-    """Least first: more is only tried where S_max is below :data:`DEFAULT_WINDOWS`."""
+    """Recomputation to try, least first: more only where S_max is below :data:`DEFAULT_WINDOWS`."""
     max_tp: int | None = None
-    """A node's devices if not given."""
+    """The most TP to try; a node's devices if not given."""
     memory_gib: float | None = None
     extrapolate: bool = False
     """Whether to go beyond the end of the hardware's measured attention."""
@@ -98,7 +98,7 @@ class Candidate:
     max_tokens: int
     """The largest S_max that fits."""
     mfu: float
-    """Of even micro-batches of an average mix of documents; only to rank layouts."""
+    """The MFU of even micro-batches of an average mix of documents; only ranks layouts."""
 
     @property
     def windows(self) -> float:
@@ -126,7 +126,7 @@ class Search:
     """By :func:`~megatron_wlb.study.advice.preference`, so the fastest first; those above the
     limit of delay come after all others, and those that ran out of memory last."""
     candidates: tuple[Candidate, ...]
-    """All that can run, by the coarse pass, fastest first; the first ones were refined."""
+    """Every layout that can run, by the coarse pass, fastest first; the first were refined."""
     rejected: tuple[Rejected, ...]
     max_delay: float
 
@@ -158,7 +158,7 @@ class Search:
 
     @property
     def num_rejected(self) -> dict[str, int]:
-        """By why, most first."""
+        """Number of rejected layouts by reason, most first."""
         return dict(Counter(str(one.why) for one in self.rejected).most_common())
 
 
@@ -175,7 +175,7 @@ def search(
     long_documents: LongDocuments = "split",
     progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> Search:
-    """The ranking.
+    """Searches all layouts and ranks those that can run.
 
     Args:
         space: what is searched.
@@ -240,7 +240,7 @@ def search(
 
 
 def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
-    """What fits, keeps the limit and is fastest first."""
+    """Ranks choices: what fits first, then what keeps the limit, then the fastest."""
     base = (_original(choices) or max(choices, key=lambda c: c.outcome.mfu)).outcome.option
 
     def order(choice: Choice) -> tuple[object, ...]:
@@ -385,7 +385,7 @@ def _possible(
 
 
 def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
-    """One line: nothing can run, why, and what to do."""
+    """Says in one line that nothing can run, why, and what to do."""
     counts = Counter(one.why for one in rejected)
     said = ", ".join(f"{count} for {why}" for why, count in counts.most_common())
     memory = [one for one in rejected if one.why == "memory"]
@@ -413,7 +413,7 @@ def _sample(
 
 
 def _coarse_mfu(space: Space, scenario: Scenario, sample: Sequence[int]) -> float:
-    """Of a step of N times the most average of :data:`SAMPLE_WINDOWS` balanced micro-batches."""
+    """The MFU of a step of N times the most average of balanced sample micro-batches."""
     cost, p = scenario.cost, scenario.parallelism
     mean_us = cost.total_us(sample) / SAMPLE_WINDOWS
     loads = [(0.0, number) for number in range(SAMPLE_WINDOWS)]

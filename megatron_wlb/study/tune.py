@@ -22,7 +22,7 @@ TUNABLE = ("wlb", "hold")
 WARM_UP_STEPS = 25
 QUEUES = (1, 2, 3)
 THRESHOLDS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 2 / 3, 5 / 6)
-"""Of the longest document, or of the window where that is longer."""
+"""Thresholds to try, as shares of the longest document, or of the window if that is shorter."""
 DELAY_PRICES = (0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 TAUS = (1.0, 1.02, 1.05)
 MAX_WINDOWS = (1.0, 1.25, 1.5, 2.0, 3.0)
@@ -30,11 +30,11 @@ MAX_WINDOWS = (1.0, 1.25, 1.5, 2.0, 3.0)
 NEIGHBOUR = 1.15
 """A threshold or a price is tried again this much higher and lower."""
 NUM_REFINED = 3
-"""So many of the best of each packing are refined."""
+"""How many of the best of each packing are refined."""
 TOLERANCE = 0.002
 """A smaller S_max, then a lower delay, is worth this share of the throughput."""
 NUM_JUDGED = 8
-"""So many choices are judged, if those before turn out to be above the limit."""
+"""How many choices are judged, if those before turn out to be above the limit."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Tuning:
     chosen: Evaluation
     """What is recommended, on held-out steps, as are those below."""
     defaults: tuple[Evaluation, ...]
-    """Of the packings that were tuned."""
+    """The defaults of the packings that were tuned."""
     baselines: tuple[Evaluation, ...]
     """`original` first, then `fixed-greedy`."""
     tuned: Evaluation | None = None
-    """Of what was tried, the best that keeps the limit, or what comes nearest to it."""
+    """The best of what was tried that keeps the limit, or what comes nearest to it."""
 
     @property
     def original(self) -> Evaluation:
@@ -61,7 +61,7 @@ class Tuning:
 
     @property
     def judged(self) -> tuple[Evaluation, ...]:
-        """All on held-out steps, each setting once; what is recommended is one of them."""
+        """Every setting that ran on held-out steps, once; what is recommended is one of them."""
         every = [*self.baselines, *self.defaults, *([self.tuned] if self.tuned else [])]
         return tuple({evaluation.setting: evaluation for evaluation in every}.values())
 
@@ -72,7 +72,7 @@ class Tuning:
 
 
 def frontier(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
-    """Those that no other one beats in delay and throughput at once, by rising delay."""
+    """The settings that none beats in delay and throughput at once, by rising delay."""
     best: list[Evaluation] = []
     for evaluation in sorted(evaluations, key=lambda e: (e.delay, -e.efficiency)):
         if not best or evaluation.efficiency > best[-1].efficiency:
@@ -219,7 +219,7 @@ def _refined(
 
 
 def _ranked(evaluations: Iterable[Evaluation], max_delay: float) -> list[Evaluation]:
-    """Those within the limit, the best first: of the nearly best, the least S_max, then delay."""
+    """Ranks what keeps the limit, the best first: of the nearly best by least S_max, then delay."""
     within = [e for e in evaluations if e.delay <= max_delay]
     best = max((e.efficiency for e in within), default=0.0)
 
@@ -234,7 +234,7 @@ def _ranked(evaluations: Iterable[Evaluation], max_delay: float) -> list[Evaluat
 def _judge(
     ranked: Sequence[Evaluation], run: Callable[[Setting], Evaluation], max_delay: float
 ) -> Evaluation | None:
-    """The first that stays within the limit on held-out steps, or the nearest to it."""
+    """Finds the first that keeps the limit on held-out steps, or the nearest to it."""
     nearest: Evaluation | None = None
     for evaluation in ranked[:NUM_JUDGED]:
         judged = run(evaluation.setting)

@@ -1,4 +1,4 @@
-"""Attention by its definition, and that of all context-parallel ranks on one device."""
+"""Computes attention by its definition, and that of all CP ranks on one device."""
 
 from __future__ import annotations
 

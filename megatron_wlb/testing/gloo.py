@@ -41,9 +41,9 @@ _ENVIRONMENT = {
 _START_S = 120.0
 """How long a world may take to start; it includes the fork server's imports."""
 _GRACE_S = 1.0
-"""After a first failure, how long to listen for failures of other ranks."""
+"""How long to listen for failures of other ranks after a first one."""
 _DUMP_S = 1.0
-"""After a timeout, how long the ranks have to write their stacks."""
+"""How long the ranks have to write their stacks after a timeout."""
 
 
 class RankError(WLBError):
@@ -168,7 +168,7 @@ class _World:
         for process in self._processes:
             assert process.pid is not None
             process.kill()
-            # With the processes it has started, which nobody would end any more.
+            # This also ends the processes that it has started, which nobody else would.
             with contextlib.suppress(ProcessLookupError):  # it had no time to make its group
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:

@@ -22,7 +22,7 @@ class Ledger:
         self._left_tokens = lengths.copy()
         self._pieces: dict[int, list[Document]] = {}
         self.num_documents = 0
-        """That ran; pieces count."""
+        """Documents that ran; pieces count."""
         self.num_tokens = 0
 
     def run(self, documents: Iterable[Document]) -> None:
@@ -40,7 +40,7 @@ class Ledger:
 
     @property
     def lost_tokens(self) -> int:
-        """That have not run."""
+        """Number of tokens that have not run."""
         return int(self._left_tokens.sum())
 
 

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive, and the most that ever were, by watching every operation.
+"""Counts bytes of the tensors that are alive, and their peak, by watching every operation.
 
 A storage counts from the first operation that returns it until Python or autograd lets it go,
 once, however many tensors view it. What kernels use inside and give back is not seen.
@@ -25,7 +25,7 @@ from megatron_wlb.sharding import Sharding
 from megatron_wlb.testing.workload import make_workload
 
 VOCAB_SIZE = 500
-"""Of the documents in :func:`measure_step`."""
+"""Vocabulary of the documents in :func:`measure_step`."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class MeasuredMemory:
 
     num_parameters: int
     held: int
-    """Between steps: weights, gradient buffers, optimizer state."""
+    """Bytes between steps: weights, gradient buffers, optimizer state."""
     activations: int
     """The most that forward and backward added."""
     update: int

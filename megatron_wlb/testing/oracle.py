@@ -32,7 +32,7 @@ class OracleStep:
     loss: float
     """Σ token losses ÷ Σ labelled tokens, in nats."""
     gradients: State
-    """Of that loss; not clipped."""
+    """Gradients of that loss; not clipped."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which elements of the whole model a rank holds, and whether they are what the oracle has.
+"""Finds which elements of the model a rank holds, and compares them with the oracle's.
 
 A rank's parameter is described by the *flat indices* of its elements in the whole parameter, got
 by cutting an array of indices exactly as an array of weights. So one function cuts the weights
@@ -32,7 +32,7 @@ relative to the sum can hold where they cancel. The terms are of the order of th
 entries: up to 2.5e-6 was seen in the first step.
 """
 ATOL_LATER = 3e-5
-"""The same after the first step. The weights differ by such roundings too by then, which normalised
+"""Absolute tolerance after the first step: weights differ by roundings too, which normalised
 queries and keys and large scores (YaRN's) amplify: up to 1.4e-5 was seen, with either of the CPU's
 kernels.
 """
@@ -49,9 +49,9 @@ class Held:
     """A parameter of one rank, as part of the whole model's."""
 
     name: str
-    """In the whole model."""
+    """The parameter's name in the whole model."""
     indices: Indices
-    """Of its elements in the flattened whole parameter; the shape is that of the rank's."""
+    """Where its elements lie in the flattened whole parameter; shaped as the rank's part."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class RankRun:
     evaluated: tuple[float, ...]
     """The losses again, from forward passes alone."""
     gradients: tuple[tuple[Array, ...], ...]
-    """Of each step and parameter; flat, the elements that ``gradient_ranges`` says."""
+    """Gradients by step and parameter: flat, the elements of ``gradient_ranges``."""
     gradient_ranges: tuple[tuple[int, int], ...]
-    """Per parameter: the part of its flat elements whose gradient this rank has.
+    """The part of each parameter's flat elements whose gradient this rank has.
 
     All of it, unless the distributed optimizer shards gradients over DP.
     """
     final: tuple[Array, ...]
-    """Weights after the last step, of each parameter."""
+    """Each parameter's weights after the last step."""
 
 
 def whole_name(name: str, first_layer: int, tied: bool) -> str:
@@ -116,7 +116,7 @@ def shard(
 
 
 def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
-    """How the ranks' run differs from the oracle's, one line a difference; none is equality.
+    """Lists how the ranks' run differs from the oracle's, one line a difference.
 
     Everything that any rank holds is compared, and everything that the oracle has must be held by
     some rank.
@@ -179,7 +179,7 @@ def _compare(
 def held_by(
     state: State, parameters: Iterable[tuple[str, Any]], tp_rank: int, tp_size: int, gated: bool
 ) -> list[Held]:
-    """Where the elements of a rank's parameters lie in the whole model's.
+    """Finds where the elements of a rank's parameters lie in the whole model's.
 
     Args:
         state: of the whole model, for its shapes.

@@ -37,9 +37,9 @@ class Soak:
     packing: str
     """One of :data:`PACKINGS`."""
     lengths: tuple[tuple[int, ...], ...]
-    """Stored documents by corpus."""
+    """Lengths of the stored documents by corpus."""
     weights: tuple[float, ...] | None
-    """By corpus; None streams all as one corpus."""
+    """Weights by corpus; None streams all as one corpus."""
     num_epochs: int | None
     long_documents: LongDocuments
     window: int
@@ -52,7 +52,7 @@ class Soak:
     seed: int
 
     def planner(self) -> Planner:
-        """A new one, at step 0."""
+        """Makes a new planner, at step 0."""
         name, settings = self.packing.partition(",")[0], PACKINGS[self.packing]
         longest = self.window
         if name in CUTS_AT_WINDOWS and self.long_documents == "split":
@@ -131,7 +131,7 @@ class Soak:
 
 @st.composite
 def soaks(draw: st.DrawFn, num_steps: int = 40) -> Soak:
-    """One to three corpora of uneven documents, many of them longer than the window."""
+    """Draws one to three corpora of uneven documents, many of them longer than the window."""
     window = draw(st.integers(2, 40))
     longest = draw(st.sampled_from([1, 2, 5])) * window
     num_corpora = draw(st.integers(1, 3))

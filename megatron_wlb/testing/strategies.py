@@ -50,7 +50,7 @@ class ListStream:
 
     @classmethod
     def of_step_tokens(cls, lengths: Sequence[int], step_tokens: int) -> ListStream:
-        """As the real stream does: a document arrives in the step in which its first token lies."""
+        """Lets documents arrive as the real stream does: in the step of their first token."""
         steps: list[list[int]] = [[] for _ in range(-(-sum(lengths) // step_tokens))]
         position = 0
         for length in lengths:

@@ -44,10 +44,10 @@ class CoreRun:
 
     version: str
     folder: str
-    """Of ``megatron.core``, on every rank."""
+    """The folder of ``megatron.core``, on every rank."""
     takes_shape_provider: bool
     differences: dict[str, list[str]]
-    """By case; nothing where every loss and gradient is right."""
+    """Differences by case; empty where every loss and gradient is right."""
 
 
 def run_with_core(root: Path, *, stock_communicator: bool = False) -> CoreRun:
@@ -73,7 +73,7 @@ def run_with_core(root: Path, *, stock_communicator: bool = False) -> CoreRun:
 
 
 def main() -> None:
-    """The program of that process; prints a :class:`CoreRun`."""
+    """Runs in that process and prints a :class:`CoreRun`."""
     from megatron_wlb.testing.gloo import GlooPool
     from megatron_wlb.testing.oracle import OracleRun, run_oracle
     from megatron_wlb.testing.ranks import train
@@ -108,7 +108,7 @@ def describe_core() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _public_shapes(runner: Any) -> Iterator[None]:
-    """Where the core takes a shape provider, nothing private may be asked for shapes."""
+    """Refuses private requests for shapes where the core takes a shape provider."""
     from megatron_wlb.runtime.communicator import TAKES_SHAPE_PROVIDER
 
     if not TAKES_SHAPE_PROVIDER:

@@ -21,7 +21,7 @@ MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch", "testing", "bench")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
 LAYERS = (
     "errors", "files", "reading", "settings", "schedule", "cost", "sharding", "plan", "data",
-    "packing", "planning", "simulator", "study", "runtime", "testing", "bench", "cli",
+    "packing", "planning", "simulator", "study", "api", "runtime", "testing", "bench", "cli",
 )  # fmt: skip
 """Each imports from those before it alone. In the root there are these and programs."""
 RUNTIME_LAYERS = (

@@ -92,7 +92,7 @@ def context_attention(
     scale: float,
     parallel: ContextParallel,
 ) -> torch.Tensor:
-    """Attention of the local queries to the keys of all ranks.
+    """Computes attention of the local queries to the keys of all ranks.
 
     All ranks of the group call it together, with shards of one micro-batch.
 
@@ -146,7 +146,7 @@ class _ContextAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One layer's attention of one micro-batch."""
+    """Runs one layer's attention of one micro-batch."""
 
     segments: Segments
     gather: KeyGather

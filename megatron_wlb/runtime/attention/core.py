@@ -31,7 +31,7 @@ from megatron_wlb.runtime.transfer import to_device
 
 @dataclass
 class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
-    """What one micro-batch's plan tells attention and RoPE, of this context-parallel rank.
+    """What one micro-batch's plan tells attention and RoPE on this context-parallel rank.
 
     ``qkv_format`` is ``sbhd``, not ``thd``: Megatron's THD code would look for boundaries that are
     padded and sharded as ring attention needs them. The documents travel in the fields below.
@@ -70,7 +70,7 @@ class AttentionOptions:
     num_head_groups: int = 1
     """Groups of key/value heads whose communication and computation overlap under CP."""
     keep_gathered: bool = False
-    """Under CP, keep gathered keys and values for the backward pass."""
+    """Whether gathered keys and values are kept for the backward pass under CP."""
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]

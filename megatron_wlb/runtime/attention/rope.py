@@ -47,7 +47,7 @@ class DocumentRotaryEmbedding(torch.nn.Module):
         YaRN gives them with a factor of their sine and cosine, as the model expects.
         """
         assert self._positions is not None
-        # As of packed sequences: with all positions, not only those of a zigzag shard.
+        # As for packed sequences it returns all positions, not only those of a zigzag shard.
         found = self.inner(max_seq_len, packed_seq=True)
         if isinstance(found, tuple):
             angles, factor = found

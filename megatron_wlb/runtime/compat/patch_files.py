@@ -35,7 +35,7 @@ class FilePatch:
     """One file's diff."""
 
     path: str
-    """Below the folder that holds ``megatron``."""
+    """The file's path below the folder that holds ``megatron``."""
     before: str
     """The git blob it applies to, and the one that comes of it."""
     after: str
@@ -78,7 +78,7 @@ class PatchSeries:
 
     @classmethod
     def of(cls, version: str) -> PatchSeries:
-        """Raises :class:`CompatibilityError` for a version that has none."""
+        """The patches of a version. Raises :class:`CompatibilityError` where it has none."""
         for folder in _FOLDERS:
             if (folder / f"core_v{version}").is_dir():
                 found = folder / f"core_v{version}"
@@ -114,7 +114,7 @@ class PatchSeries:
         return self._change(source, revert=False)
 
     def revert(self, source: MegatronSource) -> tuple[str, ...]:
-        """The inverse of :meth:`apply`: the files are byte for byte what they were."""
+        """Undoes :meth:`apply`: the files are byte for byte what they were."""
         return self._change(source, revert=True)
 
     def _is_patched(self, source: MegatronSource, file: FilePatch) -> bool:

@@ -23,11 +23,11 @@ class Signature:
     parameters: tuple[str, ...]
     """Names in order; ``*args`` and ``**kwargs`` with their stars."""
     required: frozenset[str]
-    """Those without a default."""
+    """Parameters without a default."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes names that it does not list."""
+        """Whether the function takes names that it does not list."""
         return any(name.startswith("**") for name in self.parameters)
 
 

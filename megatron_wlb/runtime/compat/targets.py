@@ -28,7 +28,7 @@ _SCHEDULE = (
     "forward_only p2p_communicator pg_collection"
 )
 IS_THERE: Final = "*"
-"""In a table: the name must be bound in the module; what it takes does not matter."""
+"""Says in a table that a name must be bound in the module, whatever it takes."""
 
 Table = Mapping[str, str]
 """``module:name`` -> parameters that must be there, in this order; any other has a default."""
@@ -91,7 +91,7 @@ CORE: Table = {
     "megatron.core.dist_checkpointing.serialization:load": "sharded_state_dict checkpoint_dir",
     "megatron.core.datasets.indexed_dataset:IndexedDataset": IS_THERE,
 }
-"""Of ``megatron.core``: alike in all versions of the tables."""
+"""The names of ``megatron.core``: alike in all versions of the tables."""
 
 _TRAINING_ALWAYS: Table = {
     f"{_TRAINING}:get_forward_backward_func": IS_THERE,

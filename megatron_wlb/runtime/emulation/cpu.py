@@ -180,7 +180,7 @@ def install() -> None:
     _mode = _CudaOnCpu()
     _mode.__enter__()  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # That there is neither Apex nor TransformerEngine is the point here.
+        # Megatron warns that Apex is missing, which is the point here.
         warnings.filterwarnings("ignore", message=".*Apex.*")
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer  # noqa: F401

@@ -20,7 +20,7 @@ _OPTIONS = {
 
 
 def keep_freed_memory() -> bool:
-    """For the whole process from now on; returns whether it does. Only glibc is told."""
+    """Keeps the process's freed memory from now on; returns whether it does (glibc only)."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt

@@ -20,21 +20,21 @@ _OURS = {
 }
 
 _SAME = (
-    # Of the model.
+    # The model.
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
     "group_query_attention", "num_query_groups", "kv_channels", "position_embedding_type",
     "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_interleaved",
     "normalization", "qk_layernorm", "swiglu", "add_qkv_bias",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "hidden_dropout",
     "attention_dropout", "transformer_impl",
-    # Of the layout.
+    # The layout.
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
     "distributed_backend",
-    # Of the batch, and what its memory depends on.
+    # The batch, and what its memory depends on.
     "micro_batch_size", "global_batch_size", "seed", "recompute_granularity",
     "recompute_method", "recompute_num_layers", "deterministic_mode", "bf16",
-    # Of the data.
+    # The data.
     "split", "seq_length",
 )  # fmt: skip
 

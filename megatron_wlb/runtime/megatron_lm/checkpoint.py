@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Hooks:
-    """Around Megatron's save and load."""
+    """Wraps Megatron's save and load."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -45,7 +45,7 @@ class Hooks:
         self._loaded: dict[str, Any] | None = None
         """The newest state dict that Megatron read, if it has an entry of ours."""
         self._scheduler: Any = None
-        """Megatron's, while it loads a checkpoint."""
+        """Megatron's scheduler while it loads a checkpoint."""
         self._state: dict[str, Any] = {}
         """What this entry says."""
         self._compared: tuple[str, bool] | None = None
@@ -82,7 +82,7 @@ class Hooks:
             "checksums": self._writes(self.session.args.save)
             and self.session.args.ckpt_format == "torch_dist"
         }
-        # As text: Megatron compares what all ranks share value by value.
+        # It is text, because Megatron compares what all ranks share value by value.
         self._saving = {STATE: checksums.seal_state(state), RNG: rng}
         try:
             saved = original(*args, **kwargs)
@@ -94,7 +94,7 @@ class Hooks:
         return saved
 
     def save(self, original: Any, state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
-        """Of ``dist_checkpointing``: adds checksums once the files are there."""
+        """Saves as ``dist_checkpointing`` does, then adds checksums of the files."""
         request = original(state, folder, *args, **kwargs)
         if self._saving is not None and self._writes(folder):
             if request is None:
@@ -113,7 +113,7 @@ class Hooks:
         return state
 
     def load_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Notes what is ours in what Megatron reads, before it makes use of it.
+        """Notes what is ours in what Megatron reads, before Megatron uses it.
 
         Raises:
             CheckpointError: it was changed, or lacks the checksums that it was saved with; a
@@ -142,12 +142,12 @@ class Hooks:
         return found
 
     def get_checkpoint_format(self, original: Any, folder: str, *args: Any) -> Any:
-        """Of a checkpoint that Megatron is about to read: verifies its files."""
+        """Verifies the files of a checkpoint that Megatron is about to read."""
         self._verify(folder)
         return original(folder, *args)
 
     def load_global_dist_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same, of one that is not persistent, of whose format Megatron does not ask."""
+        """Verifies a checkpoint that is not persistent, whose format Megatron does not ask for."""
         root, _, _, _, iteration, release = args[:6]
         self._verify(_folder(root, iteration, release))
         return original(*args, **kwargs)
@@ -161,7 +161,7 @@ class Hooks:
         return self.session.config.wlb.wlb_no_checksums
 
     def _writes(self, folder: str) -> bool:
-        return not self._skips and "://" not in folder  # of Megatron's multi-storage client
+        return not self._skips and "://" not in folder  # a path of Megatron's multi-storage client
 
     def load_checkpoint(
         self,
@@ -172,7 +172,7 @@ class Hooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """After Megatron's own load: the packer's state for when the data are opened, and the
+        """Restores, after Megatron's load, the packer's state for when the data are opened, and the
         random numbers.
         """
         self._scheduler = opt_param_scheduler

@@ -32,7 +32,7 @@ NEEDED: dict[str, Callable[[argparse.Namespace], bool]] = {
         and (args.position_embedding_type == "rope" or args.use_rotary_position_embeddings)
     ),
 }
-"""What a command line must say for a machine without GPUs, and when that is missing."""
+"""The flags that a machine without GPUs needs, and when one is missing."""
 
 
 _patches = PatchSet()
@@ -83,7 +83,7 @@ def make_importable() -> None:
 
 
 def refusals(args: argparse.Namespace) -> Iterator[str]:
-    """One line that names all flags that are missing, if any is."""
+    """Makes one line that names all flags that are missing, if any is."""
     missing = [flag for flag, is_missing in NEEDED.items() if is_missing(args)]
     if missing:
         yield f"without a GPU Megatron-LM must be told so; add {' '.join(missing)}"

@@ -26,7 +26,7 @@ class DocumentFlops:
 
     @classmethod
     def of(cls, formula: Formula, args: argparse.Namespace) -> DocumentFlops:
-        """From Megatron's formula at one and at two windows."""
+        """Derives them from Megatron's formula at one and at two windows."""
         window = args.seq_length
         one, two = (
             float(formula(argparse.Namespace(**{**vars(args), "seq_length": length}), 1))
@@ -36,9 +36,9 @@ class DocumentFlops:
         return cls((one - squared * window**2) / window, squared)
 
     def documents(self, lengths: Iterable[int]) -> float:
-        """``a·Σd + b·Σd²``."""
+        """Counts the operations of documents: ``a·Σd + b·Σd²``."""
         return sum(self.per_token * d + self.per_token_squared * d * d for d in lengths)
 
     def plan(self, plan: StepPlan) -> float:
-        """Of a step; its padding is no work that counts."""
+        """Counts the operations of a step; its padding is no work that counts."""
         return self.documents(span.length for m in plan for span in m.spans)

@@ -25,7 +25,7 @@ class Refusal:
 
     flag: str
     name: str
-    """Of the attribute that the flag sets."""
+    """The attribute that the flag sets."""
     reason: str
     remedy: str = "leave it out"
     refused: Condition | None = None

@@ -110,7 +110,7 @@ def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.A
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Our refusals, Megatron's own checks, then ours of what it made of the arguments.
+    """Runs our refusals, Megatron's own checks, then ours of the arguments that it has changed.
 
     All before a process group exists.
     """
@@ -170,7 +170,7 @@ def _get_model(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Notes the model, before a checkpoint is loaded into it; ``--save`` is ours from here on."""
     assert _session is not None, "arguments are checked before a model is built"
     save = _session.args.save
-    if save is not None and "://" not in save:  # of Megatron's multi-storage client
+    if save is not None and "://" not in save:  # a path of Megatron's multi-storage client
         lock_folder(save)
     chunks = original(*args, **kwargs)
     _session.model = model.of_chunks(chunks)
@@ -178,7 +178,7 @@ def _get_model(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pretrain(original: Any, provider: Any, model_provider: Any, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's ``pretrain`` with our data in place of the script's."""
+    """Runs Megatron's ``pretrain`` with our data in place of the script's."""
 
     @functools.cache
     def plans() -> Any:

@@ -24,7 +24,7 @@ from megatron_wlb.schedule.graph import Graph, graph_of
 
 
 class Log:
-    """Around Megatron's ``training_log``, and what it counts floating-point operations with."""
+    """Wraps Megatron's ``training_log`` and its count of floating-point operations."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -43,7 +43,7 @@ class Log:
             patches.replace(training, name, functools.update_wrapper(hook, original))
 
     def num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
-        """Of the step that just ran; inside a log line the mean of the steps that it covers."""
+        """Counts the operations of the last step; inside a log line the mean of its steps."""
         session = self.session
         if session.step is None:  # nothing has run
             return float(original(args, batch_size))
@@ -136,7 +136,7 @@ class Log:
         return figures
 
     def predicted_us(self, plan: StepPlan) -> float:
-        """Forward and backward of the slowest data-parallel rank, replayed: a prediction.
+        """Predicts both passes of the slowest data-parallel rank by a replay.
 
         Micro-batches take what the cost model says, in equal shares on all chunks; collectives of
         data parallelism and the update are not in it.
@@ -186,7 +186,7 @@ class Log:
             self._metrics.write(values)
 
     def _shardings(self, plan: StepPlan) -> str:
-        """How many micro-batches are divided how over context-parallel ranks, if there are any."""
+        """Counts micro-batches by their sharding over context-parallel ranks, if there are any."""
         if self.session.model.groups.cp.size() == 1:
             return ""
         counts = ", ".join(f"{number} {kind}" for kind, number in sorted(plan.shardings.items()))

@@ -25,7 +25,7 @@ _DEFAULTS = {
     "start_weight_decay": "weight_decay",
     "end_weight_decay": "weight_decay",
 }
-"""Of these, the ones that have another's value if not given."""
+"""The arguments that take another's value if they are not given."""
 
 
 def require_same_schedule(args: argparse.Namespace, scheduler: Any, state: dict[str, Any]) -> None:

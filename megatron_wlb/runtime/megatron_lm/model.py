@@ -72,7 +72,7 @@ def packed(spec: Any, options: AttentionOptions) -> Any:
 
 
 def of_chunks(chunks: Sequence[torch.nn.Module]) -> Model:
-    """What Megatron's set-up built, as the step runner takes it.
+    """Wraps what Megatron's set-up built as the step runner takes it.
 
     Raises:
         CompatibilityError: a chunk is no GPT, or its attention is not over documents.

@@ -68,7 +68,7 @@ def skip_step(data_iterator: Any) -> None:
 def forward_step(
     session: Session, batches: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
-    """In place of the script's own: the next micro-batch of the plan through one chunk."""
+    """Replaces the script's own: runs the next micro-batch of the plan through one chunk."""
     from megatron.training import get_timers
 
     timers = get_timers()
@@ -84,7 +84,7 @@ def forward_step(
 def loss_function(
     session: Session, batch: Batch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """As of Megatron's pretrain_gpt.py: (Σ losses, number of tokens, what to report).
+    """Follows Megatron's pretrain_gpt.py: (Σ losses, number of tokens, what to report).
 
     Megatron's loop adds the report up over micro-batches and data-parallel ranks and divides once.
     """
@@ -95,7 +95,7 @@ def loss_function(
 
 
 def _validate(session: Session, loss: torch.Tensor) -> None:
-    """What Megatron checks of each micro-batch's loss."""
+    """Checks what Megatron checks of each micro-batch's loss."""
     args, rerun = session.args, get_rerun_state_machine()
     validate = functools.partial(rerun.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:

@@ -65,7 +65,7 @@ class RunningStep:
     asked_s: float
     """Monotonic time at which the loop asked for the plan."""
     planned_s: float
-    """When it had it."""
+    """Monotonic time at which the loop had the plan."""
 
 
 @dataclass
@@ -75,13 +75,13 @@ class Session:
     config: Config
     args: argparse.Namespace
     formula: Formula
-    """Megatron's own of floating-point operations."""
+    """Megatron's own count of floating-point operations."""
     totals: Totals = field(default_factory=Totals)
     restored: dict[str, Any] | None = None
     """What the loaded checkpoint holds of ours, until the data are opened."""
     step: RunningStep | None = None
     flops_since_log: list[float] = field(default_factory=list)
-    """Of each step since the last line of the log."""
+    """The operations of each step since the last line of the log."""
 
     def __post_init__(self) -> None:
         self._model: Model | None = None
@@ -100,7 +100,7 @@ class Session:
 
     @cached_property
     def flops(self) -> DocumentFlops:
-        """Of documents; not before the tokenizer has said how large the vocabulary is."""
+        """Counts operations of documents; needs the tokenizer's size of the vocabulary."""
         return DocumentFlops.of(self.formula, self.args)
 
     @property
@@ -248,7 +248,7 @@ def _device() -> str:
 
 
 def _evaluation_plans(planner: Any, num_steps: int) -> Iterator[StepPlan]:
-    """The same steps at each evaluation, so that only the weights differ between two.
+    """Plans the same steps at each evaluation, so that only the weights differ between two.
 
     Megatron goes on through the split from one evaluation to the next. A split with fewer steps is
     passed over again, as there.
@@ -258,5 +258,5 @@ def _evaluation_plans(planner: Any, num_steps: int) -> Iterator[StepPlan]:
 
 
 def data_iterator_of(iterators: Any) -> Any:
-    """The one that gives plans: with virtual stages Megatron has an iterator for each chunk."""
+    """The iterator that gives plans: with virtual stages Megatron has one for each chunk."""
     return iterators[0] if isinstance(iterators, list) else iterators

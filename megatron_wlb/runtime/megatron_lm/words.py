@@ -23,7 +23,7 @@ DEFAULTS = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
 }
-"""Of Megatron, where ours are others and predictions depend on them."""
+"""Megatron's defaults that differ from ours where predictions depend on them."""
 _OF_GUARDS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -31,7 +31,7 @@ _OF_GUARDS = {
     "overlap_p2p_comm": True,
     "ckpt_format": "torch_dist",
 }
-"""Of Megatron, that refusals look at."""
+"""Megatron's defaults that refusals look at."""
 _REQUIRED = (
     "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length",
     "micro_batch_size",
@@ -80,7 +80,7 @@ def check(words: Sequence[str], num_devices: int, environment: Mapping[str, str]
 
 
 def settings(words: Sequence[str], num_devices: int) -> Config:
-    """As :func:`~megatron_wlb.study.forecast.settings_of`, with Megatron's defaults.
+    """Reads settings as :func:`~megatron_wlb.study.forecast.settings_of`, with Megatron's defaults.
 
     Schedule, logs and checkpoints keep ours, as nothing reads them. Raises :class:`ConfigError` for
     flags of which they cannot be read.
@@ -91,7 +91,7 @@ def settings(words: Sequence[str], num_devices: int) -> Config:
     if model.swiglu and model.ffn_hidden_size is None:  # as many weights as without a gate
         model = dataclasses.replace(model, ffn_hidden_size=model.hidden_size * 8 // 3 // 64 * 64)
     if given.fp16:
-        training = dataclasses.replace(training, bf16=True)  # of the same sizes and rates
+        training = dataclasses.replace(training, bf16=True)  # it has the same sizes and rates
     if given.global_batch_size is None:
         dp_size = max(1, common_guards.data_parallel_size(config, num_devices))
         training = dataclasses.replace(
@@ -101,7 +101,7 @@ def settings(words: Sequence[str], num_devices: int) -> Config:
 
 
 def _read(words: Sequence[str]) -> list[str]:
-    """Without settings that are Megatron's alone, and may be what ours may not."""
+    """Reads all settings but Megatron's own, which may have values that ours may not."""
     names = {name for name in Config().flat() if not name.startswith("wlb_")}
     unread = {flag_of(name) for name in names - arguments.READ - {"vocab_size"}}
     kept, keep = [], True

@@ -64,7 +64,7 @@ FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_si
 """Settings of the model that may differ: its weights mean the same."""
 
 _FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
-"""Of a save."""
+"""What a save may raise."""
 
 
 def folder_of(root: str, iteration: int) -> Path:
@@ -229,7 +229,7 @@ def save(
         "iteration": iteration,
         "settings": _settings(config, model),
         "opt_param_scheduler": scheduler.state_dict(),
-        # As text: Megatron compares common state over ranks value by value.
+        # It is text, because Megatron compares common state over ranks value by value.
         "planner": checksums.seal_state(planner_state),
         "config": json.dumps(config.flat()),
         "checksums": not config.wlb.wlb_no_checksums,
@@ -281,7 +281,7 @@ def _sync(path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """One line; of Megatron's collected errors, the first rank's."""
+    """Puts an error into one line; of Megatron's collected errors, the first rank's."""
     if isinstance(error, CheckpointException):
         for failure, _ in error.failures.values():
             return _reason(failure)
@@ -296,7 +296,7 @@ def _content_metadata() -> dict[str, Any]:
 
 
 def _num_bytes(state: dict[str, Any]) -> int:
-    """Bytes of this rank's tensors × the world: more than what is written (replicas count)."""
+    """Counts this rank's bytes × the world: more than what is written, as replicas count."""
     total = 0
     stack: list[Any] = [state]
     while stack:

@@ -111,7 +111,7 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
 
 
 def remedy(folder: str | os.PathLike[str]) -> str:
-    """How to go on without the checkpoint in ``folder``: from the newest one before it.
+    """Says how to go on without the checkpoint in ``folder``: from the newest one before it.
 
     Those with checksums come first: they are whole, where others may be of interrupted saves.
     """
@@ -129,7 +129,7 @@ def remedy(folder: str | os.PathLike[str]) -> str:
 
 
 def _iteration(folder: Path) -> int | None:
-    """Of ``iter_0000012``, 12: names are compared as numbers, as from 10⁷ on they grow longer."""
+    """The number in ``iter_0000012``: from 10⁷ on names are longer, so text has another order."""
     number = folder.name.removeprefix("iter_")
     return int(number) if number.isascii() and number.isdigit() else None
 
@@ -224,7 +224,7 @@ def _read(path: Path) -> _Content:
 
 
 def _damage(path: Path, expected: _Content) -> str:
-    """How a file is not what was saved; nothing if it is."""
+    """Says how a file differs from what was saved; nothing if it does not."""
     try:
         # The size first: it tells at once of a file that was cut short.
         if (num_bytes := path.stat().st_size) != expected.num_bytes:

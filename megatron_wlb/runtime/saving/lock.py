@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder of ``--save``: the lock file in it.
+"""The lock file in a folder of ``--save``: it lets one run at a time write there.
 
 ``FOLDER/wlb_run.lock`` names host, process, start and Slurm job of the run, is held by ``flock``
 where the file system has it, and is touched every :data:`BEAT_S` seconds. ``flock`` ends with its
@@ -31,12 +31,12 @@ from megatron_wlb.errors import CheckpointError
 NAME = "wlb_run.lock"
 BEAT_S = 10.0
 SILENT_S = 60.0
-"""Without a touch for so long, a process of another machine is taken for gone or cut off. NFS may
+"""Silence after which a process of another machine is taken for gone or cut off. NFS may
 show a touch late, by a few seconds where the file is opened anew as here."""
 PATIENCE_S = 5.0
 """How long a start waits for a run that is ending."""
 _SETTLE_S = 0.5
-"""Without ``flock``: how long two that start at once need to see each other's record."""
+"""How long two that start at once without ``flock`` need to see each other's record."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +47,15 @@ class Holder:
 
     host: str
     boot: str
-    """Of the machine since it was last started: another one after that, or on another machine."""
+    """The machine's boot: another one after a restart, and on another machine."""
     pid: int
     start_ticks: str
-    """Of the process since the machine was started: a later process of this number has another."""
+    """When the process started, from the boot: a later process of its number differs."""
     since: str
     job: str
-    """Of Slurm; empty outside."""
+    """The number that Slurm gives the job; empty outside Slurm."""
     attempt: str
-    """Of this job, counted by Slurm and by torchrun."""
+    """How often this job was restarted, as Slurm and torchrun count."""
 
     @classmethod
     def this(cls) -> Holder:
@@ -106,7 +106,7 @@ class SaveLock:
             if self._is_in_place():
                 self.path.unlink()
         with contextlib.suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # of children that were forked, too
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # also what forked children hold
         os.close(self._file)
 
     def _take(self) -> None:
@@ -130,7 +130,7 @@ class SaveLock:
                 raise CheckpointError(self._in_use(str(holder)))
 
     def _require_gone(self, holder: Holder) -> None:
-        """Raises unless the process that the lock names is known to have ended."""
+        """Refuses to go on unless the process that the lock names is known to have ended."""
         this = Holder.this()
         if holder.boot == this.boot:
             if _start_ticks(holder.pid) == holder.start_ticks:
@@ -162,14 +162,14 @@ class SaveLock:
             return False
 
     def _read(self) -> Holder | None:
-        """None where nobody is named."""
+        """Reads whom the lock names; None where it names nobody."""
         try:
             return Holder(**json.loads(os.pread(self._file, 1 << 16, 0)))
         except (ValueError, TypeError):
             return None
 
     def _silent_s(self) -> float:
-        """Since the last touch, by the clock of the file system: machines' own may differ."""
+        """Seconds since the last touch, by the file system's clock: machines' own may differ."""
         with tempfile.TemporaryFile(dir=self.path.parent) as probe:
             probe.write(b"now")
             probe.flush()
@@ -201,7 +201,7 @@ def release_all() -> None:
 
 
 def _flock(file: int) -> bool | None:
-    """Whether it is granted; None where the file system has none."""
+    """Takes the lock and says whether it is granted; None where the file system has none."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -214,7 +214,7 @@ def _boot() -> str:
 
 
 def _start_ticks(pid: int) -> str:
-    """Empty where there is no such process."""
+    """When the process started; empty where there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

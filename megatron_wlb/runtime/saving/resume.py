@@ -121,7 +121,7 @@ def changed_settings(
 
 
 def machine_digest(config: Config) -> str | None:
-    """Which figures of ``--wlb-hardware`` plans depend on, as 16 hex digits; None if on none.
+    """Digests the figures of ``--wlb-hardware`` that plans depend on: 16 hex digits, or None.
 
     A checkpoint holds it, as the file of the same name may have been measured anew meanwhile. The
     cost is not in it: that is restored itself.

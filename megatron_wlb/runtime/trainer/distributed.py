@@ -96,7 +96,7 @@ def seed(config: Config) -> None:
     """Starts the random-number streams anew, as at the beginning of a run."""
     from megatron.core import parallel_state, tensor_parallel
 
-    # As Megatron-LM does: another stream a pipeline stage; TP ranks differ by the tracker.
+    # Each pipeline stage has another stream, as in Megatron-LM; TP ranks differ by the tracker.
     value = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(value)
     tensor_parallel.model_parallel_cuda_manual_seed(value, force_reset_rng=True)

@@ -156,7 +156,7 @@ class Trainer:
         return loss.mean, math.nan if grad_norm is None else float(grad_norm), lr
 
     def evaluate(self) -> float:
-        """Mean loss over :attr:`evaluation_plans`."""
+        """Computes the mean loss over :attr:`evaluation_plans`."""
         for chunk in self.model.chunks:
             chunk.eval()
         loss_sum, num_targets = 0.0, 0

@@ -26,7 +26,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PACKINGS, packer
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.planner import Planner
-from megatron_wlb.planning.shaping import Shaper, profile
+from megatron_wlb.planning.shaping import Shaper, best_sizes
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import simulate_step
 from megatron_wlb.testing.strategies import ListStream
@@ -146,11 +146,11 @@ def test_shaping_a_large_step_takes_milliseconds():
     assert min(times) < 0.1  # measured: 0.03; wanted: 0.05
 
 
-def test_profile_is_small_at_the_ends_and_about_the_best_of_all():
+def test_best_sizes_are_small_at_the_ends_and_about_the_best_of_all():
     """Two ranks, three micro-batches: against every size in steps of a hundredth."""
     graph = graph_of(2, 1, 3)
     unit = ((0.2, 0.2), (0.3, 0.3))
-    sizes = profile(graph, unit)
+    sizes = best_sizes(graph, unit)
     assert sizes.sum() == pytest.approx(1)
     assert sizes[0] < sizes[1] > sizes[2]
     grid = np.array([(a, b, 100 - a - b) for a in range(101) for b in range(101 - a)]) / 100
@@ -163,8 +163,8 @@ def test_profile_is_small_at_the_ends_and_about_the_best_of_all():
     assert found < 0.95 * equal
 
 
-def test_profile_without_a_pipeline_is_equal():
-    assert profile(graph_of(1, 1, 4), ((1.0,), (2.0,))) == pytest.approx([0.25] * 4)
+def test_best_sizes_without_a_pipeline_are_equal():
+    assert best_sizes(graph_of(1, 1, 4), ((1.0,), (2.0,))) == pytest.approx([0.25] * 4)
 
 
 def test_same_documents_give_the_same_shape_on_every_rank():

@@ -24,7 +24,7 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.schedule.order import gpipe
 from megatron_wlb.sharding import Selector
 from megatron_wlb.simulator.step import Simulator, attention_scales, simulate_step
-from megatron_wlb.simulator.step_timeline import Segment
+from megatron_wlb.simulator.step_timeline import Activity
 
 COST = DocumentCost(3.0, 0.5, 6.0, 1.25, micro_batch_us=9.0)
 SHAPE = ModelShape(
@@ -97,14 +97,14 @@ def test_data_parallel_ranks_meet_at_the_reduction_and_all_ranks_at_the_update()
     begin = max(reduced)
     assert line.collectives == (
         (
-            Segment(-1, 0, "reduce 0", stops[0], reduced[0]),
-            Segment(-1, 0, "embedding", begin, begin + 5),
-            Segment(-1, 0, "update", begin + 5, begin + 18),
+            Activity(-1, 0, "reduce 0", stops[0], reduced[0]),
+            Activity(-1, 0, "embedding", begin, begin + 5),
+            Activity(-1, 0, "update", begin + 5, begin + 18),
         ),
         (
-            Segment(-1, 1, "reduce 0", stops[1], reduced[1]),
-            Segment(-1, 1, "embedding", begin, begin + 5),
-            Segment(-1, 1, "update", begin + 5, begin + 14),
+            Activity(-1, 1, "reduce 0", stops[1], reduced[1]),
+            Activity(-1, 1, "embedding", begin, begin + 5),
+            Activity(-1, 1, "update", begin + 5, begin + 14),
         ),
     )
     assert line.step_us == begin + 18

@@ -165,7 +165,7 @@ def _mistake(kernel: VarlenKernel, demand: Demand, segments: Segments) -> str | 
         return values.to(demand.device, demand.dtype)
 
     query = draw(sum(segments.lengths_q), demand.num_heads)
-    # As attention under context parallelism has them: strided halves of one tensor.
+    # Keys and values are strided halves of one tensor, as under context parallelism.
     pair = torch.stack([draw(sum(segments.lengths_k), demand.num_groups) for _ in range(2)], dim=1)
     grad = draw(*query.shape[:2])
     scale = demand.head_dim**-0.5

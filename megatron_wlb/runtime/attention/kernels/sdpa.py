@@ -22,7 +22,7 @@ the block sees are left out.
 
 
 def obstacle(demand: Demand) -> str | None:
-    """Nothing is in its way."""
+    """Returns None: nothing is in this kernel's way."""
     return None
 
 
@@ -37,7 +37,7 @@ def sdpa_varlen(
     segments: Segments,
     scale: float,
 ) -> torch.Tensor:
-    """See :class:`megatron_wlb.runtime.attention.kernels.VarlenKernel`."""
+    """Runs segment by segment; see :class:`megatron_wlb.runtime.attention.kernels.VarlenKernel`."""
     attend = partial(_attend, scale=scale, grouped=query.shape[1] != key.shape[1])
     outputs = []
     queries = torch.split(query, list(segments.lengths_q))

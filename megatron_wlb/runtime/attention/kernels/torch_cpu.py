@@ -22,7 +22,7 @@ Pairs: TypeAlias = list[tuple[torch.Tensor, ...]]
 """Keys and values, or their gradients, of each segment."""
 
 BREAKS = (192, 768)
-"""Queries from which on torch's blocks have 64, and then 256 of them, instead of 32."""
+"""Numbers of queries from which on torch's blocks have 64, and then 256 of them, instead of 32."""
 OPERATIONS = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -49,7 +49,7 @@ def torch_cpu_varlen(
     segments: Segments,
     scale: float,
 ) -> torch.Tensor:
-    """See :class:`megatron_wlb.runtime.attention.kernels.VarlenKernel`."""
+    """Runs torch's CPU kernel; see :class:`megatron_wlb.runtime.attention.kernels.VarlenKernel`."""
     out: torch.Tensor = _Attention.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
     return out
 
@@ -116,14 +116,14 @@ class _Attention(torch.autograd.Function):
 def _queries(
     segments: Segments, num_groups: int, *tensors: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Of each segment views of ``[Tq, H, …]``: ``[G, H / G, q, …]``, the heads of each group."""
+    """Views each segment of ``[Tq, H, …]`` as ``[G, H / G, q, …]``: the heads of each group."""
     lengths = list(segments.lengths_q)
     views = (t.view(len(t), num_groups, -1, *t.shape[2:]).movedim(0, 2) for t in tensors)
     return zip(*(torch.split(view, lengths, 2) for view in views), strict=True)
 
 
 def _keys(segments: Segments, num_heads: int, *tensors: torch.Tensor) -> tuple[Pairs, Pairs]:
-    """Of each segment views of ``[Tk, G, D]``, of its own keys and of those before them:
+    """Views each segment of ``[Tk, G, D]``, its own keys and those before them, as
     ``[G, H / G, k, D]``, each key/value head for all query heads of its group.
     """
     lengths = [

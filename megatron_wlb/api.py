@@ -1,0 +1,185 @@
+"""The public Python API: plan the steps of a corpus, evaluate a packing, simulate a step.
+
+``import megatron_wlb`` offers these names and loads this module when one of them is used first.
+Nothing here needs torch or a GPU. ``docs/python.md`` shows each function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.cost import Cost, DocumentCost, Parallelism, analytic_cost, load_hardware
+from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.data.documents import DocumentStream
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.data.lengths import sample_lengths
+from megatron_wlb.errors import WLBError
+from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingMetrics
+from megatron_wlb.packing.base import MOST_TOKENS
+from megatron_wlb.packing.reference import REFERENCE_COST
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.planning.planner import Planner
+from megatron_wlb.reading import whole_number
+from megatron_wlb.sharding import length_multiple
+from megatron_wlb.sharding.select import Mode
+from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.simulator.step_timeline import StepTimeline
+from megatron_wlb.study.evaluate import Setting, Workload, evaluate
+from megatron_wlb.study.scenario import Scenario
+
+__all__ = [
+    "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
+    "StepPlan", "StepTimeline", "WLBError", "evaluate_packing", "model_cost", "plan_steps",
+    "sample_lengths", "simulate_step",
+]  # fmt: skip
+
+Documents: TypeAlias = str | Path | Sequence[int] | npt.NDArray[np.integer[Any]]
+"""The prefix of a ``.bin/.idx`` corpus, or the documents' lengths in tokens."""
+
+ONE_DEVICE = Parallelism()
+
+
+def plan_steps(
+    documents: Documents,
+    *,
+    window: int,
+    num_micro_batches: int,
+    packing: str = "hold",
+    max_tokens: int | None = None,
+    cost: Cost = REFERENCE_COST,
+    layout: Parallelism = ONE_DEVICE,
+    seed: int = 1,
+    num_epochs: int | None = 1,
+) -> Iterator[StepPlan]:
+    """Plans one step after another until every document has run.
+
+    Args:
+        documents: the prefix of a corpus, or the documents' lengths in tokens.
+        window: training's ``--seq-length`` in tokens; longer documents are split.
+        num_micro_batches: N, the micro-batches of a step over all data-parallel ranks.
+        packing: ``original``, ``fixed-greedy``, ``fixed-solver``, ``wlb`` or ``hold``; ``NAME:K``
+            sets the number of global batches, of queues, or of steps to look ahead.
+        max_tokens: S_max, the most tokens of a micro-batch; two windows if not given.
+        cost: what balance is measured by; :func:`model_cost` makes one for a model.
+        layout: its ``dp_size`` ranks share a step; TP and CP decide what lengths are padded to.
+        seed: of the order in which documents arrive.
+        num_epochs: passes over the documents; None never ends.
+
+    Raises:
+        WLBError: documents that cannot be read or placed, or settings that cannot work.
+    """
+    source = _source(documents)
+    multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
+    setting, workload = _workload(
+        source, window, num_micro_batches, packing, max_tokens, cost, seed, multiple
+    )
+    packer = workload.packer(setting)
+    stream = DocumentStream(
+        [source.lengths(0, window=window, seed=seed)],
+        window=max(window, source.longest(window)) if packer.name in CUTS_AT_WINDOWS else window,
+        step_tokens=workload.step_tokens,
+        seed=seed,
+        num_epochs=num_epochs,
+    )
+    planner = Planner(
+        stream, packer, cost, dp_size=layout.dp_size, length_multiple=workload.length_multiple
+    )
+    return iter(planner.next_plan, None)
+
+
+def evaluate_packing(
+    documents: Documents,
+    *,
+    window: int,
+    num_micro_batches: int,
+    packing: str = "hold",
+    max_tokens: int | None = None,
+    cost: Cost = REFERENCE_COST,
+    seed: int = 1,
+    num_steps: int = 200,
+) -> PackingMetrics:
+    """Measures the balance and the delay of a packing over ``num_steps`` steps after a warm-up.
+
+    The arguments are those of :func:`plan_steps`. Documents repeat where there are too few.
+
+    Raises:
+        WLBError: documents that cannot be read or placed, or settings that cannot work.
+    """
+    setting, workload = _workload(
+        _source(documents), window, num_micro_batches, packing, max_tokens, cost, seed
+    )
+    return evaluate(workload, setting, num_steps).metrics
+
+
+def simulate_step(
+    plan: StepPlan,
+    layout: Parallelism = ONE_DEVICE,
+    *,
+    model: str = "7b",
+    hardware: str = "h100-sxm",
+    sharding: Mode = "adaptive",
+) -> StepTimeline:
+    """Simulates when each rank runs what in a planned step, what it waits for and what it holds.
+
+    Args:
+        plan: a step planned for this layout.
+        layout: how the model is divided over devices.
+        model: a name (``550m``, ``7b``, ``30b``, ``70b``) or a YAML file of sizes.
+        hardware: a name (``h100-sxm``, ``h200``, ``a100``, ``cpu``) or a hardware file.
+        sharding: how context-parallel ranks share a micro-batch.
+
+    Raises:
+        WLBError: an unknown model or hardware, or a layout that does not divide them or the plan.
+    """
+    scenario = Scenario(
+        padded_vocabulary(load_model(model), layout.tp_size),
+        load_hardware(hardware),
+        layout,
+        window=max(micro_batch.padded_length for micro_batch in plan),
+        num_micro_batches=sum(map(len, plan.micro_batches)),
+    )
+    choose = scenario.chooser(sharding)
+    scale = [
+        [scenario.attention_scale(m.lengths, choose(m.lengths)) for m in rank]
+        for rank in plan.micro_batches
+    ]
+    return Simulator(scenario.costs, layout, memory=scenario.memory).step(plan, scale)
+
+
+def model_cost(model: str, layout: Parallelism = ONE_DEVICE, *, hardware: str = "h100-sxm") -> Cost:
+    """Predicts what a document takes in the whole model, from the rates of the hardware.
+
+    The arguments are those of :func:`simulate_step`.
+    """
+    sizes = padded_vocabulary(load_model(model), layout.tp_size)
+    return analytic_cost(sizes, load_hardware(hardware), layout)
+
+
+def _source(documents: Documents) -> LengthSource:
+    if isinstance(documents, str | Path):
+        return LengthSource.of_corpora([str(documents)])
+    return LengthSource.of_lengths("lengths", np.asarray(documents))
+
+
+def _workload(
+    source: LengthSource,
+    window: int,
+    num_micro_batches: int,
+    packing: str,
+    max_tokens: int | None,
+    cost: Cost,
+    seed: int,
+    multiple: int = 1,
+) -> tuple[Setting, Workload]:
+    whole_number("window", window, 2, MOST_TOKENS)
+    whole_number("seed", seed, 0, 2**32 - 1)
+    source.check(window=window, long_documents="split")
+    setting = Setting.parse(packing, window, 2 * window if max_tokens is None else max_tokens)
+    workload = Workload(source, window, num_micro_batches, cost, seed, length_multiple=multiple)
+    workload.check([setting])
+    return setting, workload
