@@ -160,7 +160,7 @@ def end(argv: list[str]) -> int:
         else:
             status = main(argv)
     except WLBError as error:
-        assert "\n" not in str(error), error
+        assert all(line.strip() for line in str(error).split("\n")), error  # one, or a line each
         status = error.exit_code
     except SystemExit as usage:
         status = int(usage.code or 0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_wlb.cli import tune as command
 from megatron_wlb.cli.main import main
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.study import tune as module
@@ -19,6 +20,7 @@ REFERENCE = ["tune", "--distribution", "reference", *OPTIONS]
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "WARM_UP_STEPS", 4)
+    monkeypatch.setattr(command, "WARM_UP_STEPS", 4)
     monkeypatch.setattr(module, "THRESHOLDS", (1 / 4, 1 / 2))
     monkeypatch.setattr(module, "DELAY_PRICES", (0.05, 0.4))
     monkeypatch.setattr(module, "TAUS", (1.0,))
@@ -105,7 +107,9 @@ def test_plot_is_written_whole_and_alone(quick: Path, capsys) -> None:
 def test_bad_input_is_one_line(arguments: list[str], status: int, message: str, capsys) -> None:
     assert main([*REFERENCE, *arguments]) == status
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
+    *progress, line = err.splitlines()
+    assert out == "" and line.startswith(f"error: {message}")
+    assert all(said.startswith("trying settings: ") for said in progress)  # after a second
 
 
 def test_help_teaches_by_examples(capsys) -> None:

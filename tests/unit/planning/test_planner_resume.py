@@ -89,4 +89,4 @@ def test_planner_state_takes_a_microsecond_a_document_at_most() -> None:
         packing.state_dict()
         return (time.process_time() - start_s) / num_waiting * 1e6
 
-    assert min(us_a_document() for _ in range(5)) < 0.5
+    assert min(us_a_document() for _ in range(5)) < 1.0
