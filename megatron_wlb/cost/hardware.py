@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.errors import ConfigError
@@ -86,15 +86,28 @@ class Hardware:
             else:
                 real_number(what, value, LEAST, 1 if name in _SHARES else MOST)
 
+    def reached_tflops(
+        self, operation: Literal["linear", "attention"], peak: str = "peak_tflops"
+    ) -> float:
+        """10¹² FLOP/s that an operation reaches of the peak that its precision names.
+
+        Raises :class:`ConfigError` where there is no such figure.
+        """
+        tflops: float | None = getattr(self, peak, None)
+        if tflops is None:
+            raise ConfigError(f"hardware: there is no figure {peak}; name the peak of a precision")
+        share: float = getattr(self, f"{operation}_share")
+        return tflops * share
+
     @property
     def linear_tflops(self) -> float:
-        """10¹² FLOP/s that matrix products reach."""
-        return self.peak_tflops * self.linear_share
+        """10¹² FLOP/s that matrix products reach in the precision of training."""
+        return self.reached_tflops("linear")
 
     @property
     def attention_tflops(self) -> float:
-        """10¹² FLOP/s that attention reaches."""
-        return self.peak_tflops * self.attention_share
+        """10¹² FLOP/s that attention reaches in the precision of training."""
+        return self.reached_tflops("attention")
 
     def memory_us(self, num_bytes: float) -> float:
         """Time that element-wise operations need to read and write so many bytes."""

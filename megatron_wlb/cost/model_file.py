@@ -19,6 +19,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE / "configs" / "model", _PACKAGE.parent / "configs" / "model")
 """Where an installed package and where a checkout has the files."""
 
+_SIZES = {f.name: f.default is MISSING for f in fields(ModelShape) if f.name != "layers"}
+"""What a file may give, of equal layers, and whether it must."""
+
 VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of so many rows a TP rank."""
 
@@ -51,7 +54,7 @@ def is_shape(path: Path) -> bool:
 
     Raises :class:`ConfigError` for an unreadable file.
     """
-    known = {f.name for f in fields(ModelShape)} | {"description"}
+    known = {*_SIZES, "description"}
     # These are called so in both.
     ours = known - {"hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads",
                     "num_query_groups", "kv_channels", "vocab_size", "rotary_percent"}  # fmt: skip
@@ -71,9 +74,8 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _from_sizes(path: Path, content: dict[str, Any]) -> ModelShape:
     values = {name: value for name, value in content.items() if name != "description"}
-    known = {f.name: f.default is MISSING for f in fields(ModelShape)}
     try:
-        check_names("", "size", values, known, [n for n, needed in known.items() if needed])
+        check_names("", "size", values, _SIZES, [n for n, needed in _SIZES.items() if needed])
         return ModelShape(**values)
     except ConfigError as error:
         raise ConfigError(f"model {path}: {error}") from None
