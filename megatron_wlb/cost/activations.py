@@ -142,8 +142,7 @@ class ActivationModel:
             operations.append(Operation("rotary angles", FP32 * rotary))
         if last:
             operations += self._head()
-        per_cp_rank = (_scaled(o, 1 / self.parallelism.cp_size) for o in operations)
-        return Tape(tuple(per_cp_rank))
+        return Tape(_scaled(operations, 1 / self.parallelism.cp_size))
 
     # Sizes on this rank, in numbers or bytes a token.
 
@@ -386,27 +385,20 @@ class ActivationModel:
 
 def _with(operation: Operation, *, saved: float = 0.0, backward: float = 0.0) -> Operation:
     """``operation`` with more bytes."""
-    return Operation(
-        operation.name,
-        operation.saved + saved,
-        operation.forward,
-        operation.backward + backward,
-        operation.weight_bytes,
-        operation.inner,
+    saved, backward = operation.saved + saved, operation.backward + backward
+    return replace(operation, saved=saved, backward=backward)
+
+
+def _scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, ...]:
+    """``operations`` on a share of the tokens."""
+    return tuple(
+        Operation(
+            o.name,
+            o.saved * factor,
+            o.forward * factor,
+            o.backward * factor,
+            o.weight_bytes,
+            _scaled(o.inner, factor),
+        )
+        for o in operations
     )
-
-
-def _scaled(operation: Operation, factor: float) -> Operation:
-    """``operation`` on a share of the tokens."""
-    return Operation(
-        operation.name,
-        operation.saved * factor,
-        operation.forward * factor,
-        operation.backward * factor,
-        operation.weight_bytes,
-        _all_scaled(operation.inner, factor),
-    )
-
-
-def _all_scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, ...]:
-    return tuple(_scaled(operation, factor) for operation in operations)

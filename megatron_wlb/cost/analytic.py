@@ -86,7 +86,7 @@ class AnalyticModel:
         exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size)
         # Each rank copies the keys and values of all ranks into the order of its kernel.
         copied_bytes = 2 * kv_bytes if p.cp_size > 1 else 0.0
-        attention_tflops = machine.reached_tflops("attention", attention.peak)
+        attention_tflops = machine.reached_tflops(machine.attention_share, attention.peak)
         return ForwardTimes(
             self._matrix_us(shape.hidden_size * layer.matrix_numbers, precisions.matrix),
             self._elementwise_us(
@@ -163,7 +163,7 @@ class AnalyticModel:
         return linear_us, sum((num * layer.attention_us for num, layer in times), 0.0)
 
     def _matrix_us(self, num_weights: int, precision: Precision) -> float:
-        tflops = self.hardware.reached_tflops("linear", precision.peak)
+        tflops = self.hardware.reached_tflops(self.hardware.linear_share, precision.peak)
         return 2 * num_weights / (self._devices * tflops * 1e6)
 
     def _elementwise_us(self, num_bytes: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import real_number, truth, whole_number
@@ -116,6 +116,13 @@ class FeedForward:
     gated: bool
     """Whether it has a gate (SwiGLU): three matrices instead of two."""
 
+    # It has nothing of attention's.
+    query_size: ClassVar[int] = 0
+    key_size: ClassVar[int] = 0
+    kv_channels: ClassVar[int] = 0
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         check_sizes(self)
 
@@ -156,12 +163,12 @@ class Layer:
     @property
     def query_size(self) -> int:
         """Numbers of a token's queries."""
-        return sum(part.query_size for part in self.parts if isinstance(part, Attention))
+        return sum(part.query_size for part in self.parts)
 
     @property
     def key_size(self) -> int:
         """Numbers of a token's keys."""
-        return sum(part.key_size for part in self.parts if isinstance(part, Attention))
+        return sum(part.key_size for part in self.parts)
 
 
 Runs: TypeAlias = tuple[tuple[int, Layer], ...]

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_wlb.cost.activations import FP32, ActivationModel, Kernels, Tape
-from megatron_wlb.cost.layers import Attention, Part
+from megatron_wlb.cost.layers import Part
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.order import Action, schedule
@@ -93,23 +93,17 @@ class MemoryModel:
         if has.last:
             # Tied weights are one tensor only where both ends are on one rank.
             shared = shape.tied_embeddings and p.pp_size == 1
-            total += self._norm_parameters(shape.hidden_size) + (0 if shared else embedding)
+            total += shape.norm_vectors * shape.hidden_size + (0 if shared else embedding)
         return total
-
-    def _norm_parameters(self, size: int) -> int:
-        return (1 if self.shape.rms_norm else 2) * size
 
     def _part_parameters(self, part: Part) -> int:
         """Norm, both matrix products and what biases and norms it has besides."""
         shape, tp, h = self.shape, self.parallelism.tp_size, self.shape.hidden_size
-        total = self._norm_parameters(h) + h * (part.columns + part.rows) // tp
-        if shape.linear_bias:
-            total += h
-        if shape.linear_bias or (isinstance(part, Attention) and part.qkv_bias):
+        norms = h + (2 * part.kv_channels if part.qk_norm else 0)
+        total = shape.norm_vectors * norms + h * (part.columns + part.rows) // tp
+        if shape.linear_bias or part.qkv_bias:
             total += part.columns // tp
-        if isinstance(part, Attention) and part.qk_norm:
-            total += 2 * self._norm_parameters(part.kv_channels)
-        return total
+        return total + (h if shape.linear_bias else 0)
 
     def state_bytes(self, pp_rank: int) -> StateBytes:
         """Weights, gradients and optimizer state of a pipeline rank."""

@@ -88,6 +88,11 @@ class ModelShape:
         return self.layers or ((self.num_layers, self.layer),)
 
     @property
+    def norm_vectors(self) -> int:
+        """Parameters of a norm for each number: a factor, and of LayerNorm a shift."""
+        return 1 if self.rms_norm else 2
+
+    @property
     def head_linear_parameters(self) -> int:
         """Weights of the LM head."""
         return self.hidden_size * self.vocab_size
