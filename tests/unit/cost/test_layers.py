@@ -99,6 +99,8 @@ def test_stage_costs_are_sums_over_their_layers() -> None:
     # collectives.
     assert lone.attention_us == lone.cp_us == lone.cp_copy_us == 0
     assert lone.tp_us == pytest.approx(usual.tp_us / 2)
+    num_bytes = 2 * (5 * 64 + 3 * 160 / 2) / 2
+    assert lone.elementwise_us == pytest.approx(H100.memory_us(num_bytes))
     swapped = dataclasses.replace(UNLIKE, layers=UNLIKE.layers[::-1])
     assert analytic(swapped, layout).stage_costs()[0] != first
 
@@ -163,10 +165,22 @@ def test_memory_counts_the_layers_of_each_stage() -> None:
     # Residual, norm and statistic; gate and factor, and their product.
     assert lone == 2 * (64 + 64) + 4 + 2 * (2 * 160 + 160)
     assert usual > lone
-    # Recomputed layers work on what they are: the wide one more than one without attention.
-    full = MemoryModel(UNLIKE, Parallelism(pp_size=6), Recompute("full", "uniform", 1))
-    needs = [full.tape(rank, 0).backward_peak_bytes(1000) for rank in (1, 3)]
-    assert needs[0] < needs[1]
+
+
+def test_recomputed_groups_are_of_their_own_layers() -> None:
+    memory = MemoryModel(UNLIKE, Parallelism(pp_size=2), Recompute("full", "uniform", 2))
+    groups = [
+        [inner.name for inner in operation.inner if inner.name in ("attention", "fc1")]
+        for rank in (0, 1)
+        for operation in memory.tape(rank, 0).operations
+        if operation.inner
+    ]
+    assert groups == [
+        ["attention", "fc1", "fc1"],
+        ["fc1"],
+        ["attention", "fc1"] * 2,
+        ["attention", "fc1"],
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
