@@ -227,6 +227,30 @@ def unknown(what: str, name: str, names: Iterable[str], other: str = "") -> Conf
     return ConfigError(f"unknown {what} {shown(name)[1:-1]}; {hint} {', '.join(names)}{other}")
 
 
+def shipped(kind: str) -> dict[str, Path]:
+    """The files ``configs/KIND/*.yaml`` that come with the project, by name.
+
+    A checkout has them beside the package, an installed package has a copy inside.
+    """
+    package = Path(__file__).resolve().parent
+    folders = (package.parent / "configs" / kind, package / "configs" / kind)
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
+def named_file(kind: str, name_or_path: str, names: Callable[[], Iterable[str]]) -> Path:
+    """The shipped file called so, or the path of a YAML or JSON file.
+
+    Raises :class:`ConfigError` that lists ``names`` for an unknown one.
+    """
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return path
+    found = shipped(kind).get(name_or_path.lower())
+    if found is None:
+        raise unknown(kind, name_or_path, names(), ", or give a YAML file")
+    return found
+
+
 def decimal(text: str) -> float:
     """Reads a flag's value that is a finite number, for argparse."""
     try:

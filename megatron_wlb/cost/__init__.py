@@ -8,6 +8,7 @@ from typing import Any
 from megatron_wlb.cost.analytic import AnalyticModel, analytic_cost
 from megatron_wlb.cost.document import Cost, CostModel, DocumentCost, Work
 from megatron_wlb.cost.hardware import Hardware, hardware_names, load_hardware
+from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precision, Precisions
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
@@ -15,14 +16,19 @@ from megatron_wlb.cost.table import ProfiledCost, Row, check_model, model_identi
 
 __all__ = [
     "AnalyticModel",
+    "Attention",
     "Cost",
     "CostModel",
     "DocumentCost",
+    "FeedForward",
     "Fit",
     "Hardware",
+    "Layer",
     "MemoryModel",
     "ModelShape",
     "Parallelism",
+    "Precision",
+    "Precisions",
     "ProfiledCost",
     "Recompute",
     "Row",

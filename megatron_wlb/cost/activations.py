@@ -14,6 +14,9 @@ Two ways to count, by the kernels that run:
   fused RoPE and fused SwiGLU do. Not measured; from their definitions (for a GPT with dropout it is
   the ``34·h`` bytes a token and layer of Korthikanti et al., 2022).
 
+A number is kept in the precision of the operation that reads it again: a matrix product's input in
+that product's, queries and keys in attention's, the residual stream in that of norms.
+
 Legend: ``h`` hidden, ``f`` FFN, ``q``/``k`` numbers of a token's query/key on a TP rank. All bytes
 are those of one device, a token of the micro-batch (padded, over CP).
 """
@@ -21,10 +24,11 @@ are those of one device, a token of the micro-batch (padded, over CP).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from megatron_wlb.cost.exchange import exchange_bytes
+from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precisions, Runs, slices
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
 
 Kernels: TypeAlias = Literal["torch", "fused"]
@@ -97,7 +101,11 @@ def _backward(operations: Sequence[Operation], num_tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ActivationModel:
-    """Tapes of a model's chunks. ``element_bytes`` is 2 with bf16 and 4 with fp32."""
+    """Tapes of a model's chunks.
+
+    ``element_bytes`` is 2 in bf16 and 4 in fp32, for weights' gradients, the model's ends, and
+    layers without precisions of their own.
+    """
 
     shape: ModelShape
     parallelism: Parallelism
@@ -106,17 +114,20 @@ class ActivationModel:
     kernels: Kernels
     keep_gathered: bool = False
     """Under CP: whether gathered keys and values are kept for the backward pass."""
+    precisions: Precisions | None = None
+    """Of the layer at hand."""
 
-    def tape(self, *, first: bool, last: bool, num_layers: int | None = None) -> Tape:
+    def tape(self, *, first: bool, last: bool, layers: Runs | None = None) -> Tape:
         """The tape of a chunk that embeds (``first``) or has the loss (``last``), or of another.
 
-        ``num_layers`` is that of the chunk; if not given, all chunks have as many.
+        ``layers`` are the chunk's; those of the first one if not given.
         """
-        if num_layers is None:
-            num_layers = self.parallelism.layers_of_stages(self.shape)[0]
+        if layers is None:
+            layers = self.parallelism.stages(self.shape)[0].layers
         operations = [self._embedding() if first else self._received()]
-        groups = self.recompute.groups(num_layers)
-        for number, (group_layers, recomputed) in enumerate(groups):
+        groups = self.recompute.groups(sum(num for num, _ in layers))
+        cut = slices(layers, (num for num, _ in groups))
+        for number, ((_, recomputed), group_layers) in enumerate(zip(groups, cut, strict=True)):
             # What leaves a chunk that is not the last is sent and freed.
             leaves = number == len(groups) - 1 and not last
             if recomputed:
@@ -126,14 +137,22 @@ class ActivationModel:
                 operations.append(Operation("recomputed", kept, backward=again, inner=inner))
             else:
                 operations += self._layers(group_layers, keep_output=not leaves)
-        if self.recompute.granularity == "full" and self._rotary:
-            operations.append(Operation("rotary angles", FP32 * self._rotary))
+        rotary = self.shape.kv_channels * self.shape.rotary_percent
+        if self.recompute.granularity == "full" and rotary:
+            operations.append(Operation("rotary angles", FP32 * rotary))
         if last:
             operations += self._head()
-        per_cp_rank = (_scaled(o, 1 / self.parallelism.cp_size) for o in operations)
-        return Tape(tuple(per_cp_rank))
+        return Tape(_scaled(operations, 1 / self.parallelism.cp_size))
 
     # Sizes on this rank, in numbers or bytes a token.
+
+    @property
+    def _bytes(self) -> Precisions:
+        return self.precisions or Precisions.same(self.element_bytes)
+
+    @property
+    def _elementwise(self) -> int:
+        return self._bytes.elementwise.element_bytes
 
     @property
     def _fused(self) -> bool:
@@ -146,26 +165,23 @@ class ActivationModel:
     @property
     def _hidden(self) -> float:
         """Bytes of a hidden state where sequence parallelism spreads it."""
-        return self.element_bytes * self._residual_numbers
+        return self._elementwise * self._residual_numbers
 
     @property
     def _gathered(self) -> float:
         """Bytes of a hidden state of all tokens, as matrix products take and give it."""
-        return float(self.element_bytes * self.shape.hidden_size)
+        return float(self._bytes.matrix.element_bytes * self.shape.hidden_size)
 
     @property
     def _collective(self) -> float:
         """What sequence parallelism needs beside a matrix product's input and output."""
-        return self._gathered if self.parallelism.sequence_shards > 1 else 0.0
-
-    @property
-    def _rotary(self) -> float:
-        return self.shape.kv_channels * self.shape.rotary_percent
+        spread = self.parallelism.sequence_shards > 1
+        return self._bytes.collective.element_bytes * self.shape.hidden_size if spread else 0.0
 
     @property
     def _keeps_residual(self) -> bool:
         """Torch's RMSNorm keeps an fp32 copy of a bf16 input instead of the input."""
-        return self._fused or not self.shape.rms_norm or self.element_bytes == FP32
+        return self._fused or not self.shape.rms_norm or self._elementwise == FP32
 
     def _weight(self, rows: int, columns: int) -> int:
         return self.element_bytes * rows * columns // self.parallelism.tp_size
@@ -189,16 +205,18 @@ class ActivationModel:
     def _received(self) -> Operation:
         return Operation("received", self._hidden + INT64, backward=self._hidden)
 
-    def _layers(self, num_layers: int, *, keep_output: bool) -> tuple[Operation, ...]:
-        """``num_layers`` layers; the output of the last may be kept by nobody."""
-        layer = self._layer()
+    def _layers(self, runs: Runs, *, keep_output: bool) -> tuple[Operation, ...]:
+        """Layers one after another; the output of the last may be kept by nobody."""
+        operations: tuple[Operation, ...] = ()
+        for num, layer in runs:
+            operations += replace(self, precisions=layer.precisions)._layer(layer) * num
         if keep_output:
-            return layer * num_layers
-        return (*(layer * num_layers)[:-1], Operation("output", self._dropout_mask))
+            return operations
+        return (*operations[:-1], Operation("output", self._dropout_mask))
 
     def _norm(self, name: str, numbers: float, *, num_rows: float = 1.0) -> Operation:
         """A norm of ``numbers`` in ``num_rows`` rows a token, without its input and output."""
-        e, statistics = self.element_bytes, FP32 * num_rows
+        e, statistics = self._elementwise, FP32 * num_rows
         if not self.shape.rms_norm:
             return Operation(name, 2 * statistics, backward=2 * e * numbers)
         if self._fused:
@@ -219,25 +237,22 @@ class ActivationModel:
         kept = self._hidden if self._keeps_residual else 0.0
         return Operation(name, kept + self._dropout_mask)
 
-    def _layer(self) -> tuple[Operation, ...]:
-        return (
-            self._layer_norm(),
-            *self._attention(),
-            self._residual("attention residual"),
-            self._layer_norm(),
-            *self._mlp(),
-            self._residual("output"),
-        )
+    def _layer(self, layer: Layer) -> tuple[Operation, ...]:
+        operations: list[Operation] = []
+        for part in layer.parts:
+            inner = self._attention(part) if isinstance(part, Attention) else self._mlp(part)
+            operations += [self._layer_norm(), *inner, self._residual("output")]
+        return tuple(operations)
 
     def _layer_norm(self) -> Operation:
         """A norm of the residual stream, with its output: the input of a matrix product."""
         rows = 1 / self.parallelism.sequence_shards
         norm = self._norm("norm", self._residual_numbers, num_rows=rows)
-        return _with(norm, saved=self._hidden, backward=self._hidden)
+        kept = self._bytes.matrix.element_bytes * self._residual_numbers
+        return _with(norm, saved=kept, backward=self._hidden)
 
-    def _into(self, name: str, outputs: float, columns: int, *, bias: bool) -> Operation:
-        """A matrix product from the hidden state to ``outputs`` numbers, which are kept."""
-        product = self.element_bytes * outputs
+    def _into(self, name: str, product: float, columns: int, *, bias: bool) -> Operation:
+        """A matrix product from the hidden state to ``product`` bytes, which are kept."""
         return Operation(
             name,
             product,
@@ -246,12 +261,11 @@ class ActivationModel:
             weight_bytes=self._weight(self.shape.hidden_size, columns),
         )
 
-    def _out_of(self, name: str, inputs: float, rows: int) -> Operation:
-        """A matrix product from ``inputs`` numbers, which are kept, to the hidden state.
+    def _out_of(self, name: str, product: float, rows: int) -> Operation:
+        """A matrix product from ``product`` bytes, which are kept, to the hidden state.
 
         Its output's gradient is that of the residual path.
         """
-        product = self.element_bytes * inputs
         return Operation(
             name,
             product,
@@ -260,20 +274,20 @@ class ActivationModel:
             weight_bytes=self._weight(rows, self.shape.hidden_size),
         )
 
-    def _attention(self) -> list[Operation]:
+    def _attention(self, part: Attention) -> list[Operation]:
         """From the norm's output to the projection."""
-        shape, tp_size, e = self.shape, self.parallelism.tp_size, self.element_bytes
-        q, k = shape.query_size / tp_size, shape.key_size / tp_size
-        heads, groups = shape.num_attention_heads / tp_size, shape.num_query_groups / tp_size
-        columns = shape.query_size + 2 * shape.key_size
-        bias = shape.linear_bias or shape.qkv_bias
+        tp_size, e = self.parallelism.tp_size, self._bytes.attention.element_bytes
+        q, k = part.query_size / tp_size, part.key_size / tp_size
+        heads, groups = part.num_attention_heads / tp_size, part.num_query_groups / tp_size
+        bias = self.shape.linear_bias or part.qkv_bias
         # V stays a view of the product, and so keeps all of it.
-        operations = [self._into("qkv", q + 2 * k, columns, bias=bias)]
+        operations = [self._into("qkv", e * (q + 2 * k), part.columns, bias=bias)]
 
-        rotated = self._rotary > 0
+        rotary = part.kv_channels * part.rotary_percent
+        rotated = rotary > 0
         # Queries of several heads a group are copied out; somebody may keep the copy.
         copied = e * q if heads != groups and not self._fused else 0.0
-        if shape.qk_norm:
+        if part.qk_norm:
             norm = self._norm("qk norm", q + k, num_rows=heads + groups)
             kept_input = copied if self._keeps_residual else 0.0
             kept_output = 0.0 if rotated else e * (q + k)
@@ -281,16 +295,16 @@ class ActivationModel:
                 _with(norm, saved=kept_input + kept_output, backward=self._hidden + e * k)
             )
         if rotated:
-            tables = 0.0 if self._fused else 4 * e * self._rotary  # cos and sin, for q and for k
+            tables = 0.0 if self._fused else 4 * e * rotary  # cos and sin, for q and for k
             operations.append(
                 Operation(
                     "rotary",
                     e * (q + k) + tables,
-                    forward=2 * e * q + FP32 * self._rotary,
+                    forward=2 * e * q + FP32 * rotary,
                     backward=self._hidden + 4 * e * q + 2 * e * k,
                 )
             )
-        elif not shape.qk_norm:
+        elif not part.qk_norm:
             operations.append(Operation("query", copied))
 
         # Of its output and log-sum-exp the first is the projection's input.
@@ -298,28 +312,29 @@ class ActivationModel:
         # Gradients of the output, of q, k, v, and of one document's again.
         gradients = self._hidden + e * q + 2 * e * (q + 2 * k)
         if self.parallelism.cp_size > 1:
-            attention = self._context_attention(kept, self._hidden + e * q)
+            attention = self._context_attention(part, kept, self._hidden + e * q)
         elif self.recompute.granularity == "selective":
             attention = Operation("attention", forward=kept, backward=gradients + kept + e * q)
         else:
             attention = Operation("attention", kept, backward=gradients)
-        return [*operations, attention, self._out_of("projection", q, shape.query_size)]
+        return [*operations, attention, self._out_of("projection", e * q, part.rows)]
 
-    def _context_attention(self, kept: float, gradients: float) -> Operation:
+    def _context_attention(self, part: Attention, kept: float, gradients: float) -> Operation:
         """Attention over CP ranks, in one head group.
 
         ``kept`` is what the kernel keeps beside keys and values, ``gradients`` are those of its
         output and queries. Keys are counted as of documents sharded per document, on the ranks
         that need most; the shardings that plans choose need no more.
         """
-        cp_size, tp_size, e = self.parallelism.cp_size, self.parallelism.tp_size, self.element_bytes
+        cp_size, tp_size = self.parallelism.cp_size, self.parallelism.tp_size
+        e = self._bytes.attention.element_bytes
         # Of a local token: there are CP times as many of all ranks.
-        exchange = exchange_bytes(1, cp_size, cp_size + 0.5, 2 * e * self.shape.key_size / tp_size)
+        exchange = exchange_bytes(1, cp_size, cp_size + 0.5, 2 * e * part.key_size / tp_size)
         gathering, copy = exchange.gathering, exchange.copy
         backward = gradients + exchange.gradients
         if not self._fused:
             # A chunk's gradients, and then all chunks' in one.
-            backward = max(backward + e * self.shape.query_size / tp_size, gradients + 3 * copy)
+            backward = max(backward + e * part.query_size / tp_size, gradients + 3 * copy)
         if self.recompute.granularity == "selective":
             # The copy of the forward pass that is run again serves the backward pass.
             return Operation(
@@ -331,21 +346,19 @@ class ActivationModel:
             )
         return Operation("attention", kept, forward=max(gathering - kept, copy), backward=backward)
 
-    def _mlp(self) -> list[Operation]:
+    def _mlp(self, part: FeedForward) -> list[Operation]:
         """From the norm's output to the second product."""
-        shape, e = self.shape, self.element_bytes
-        f = shape.ffn_hidden_size / self.parallelism.tp_size
-        matrices = 2 if shape.gated else 1
-        columns = matrices * shape.ffn_hidden_size
+        tp_size, e = self.parallelism.tp_size, self._elementwise
+        f, columns = part.rows / tp_size, part.columns / tp_size
         return [
-            self._into("fc1", matrices * f, columns, bias=shape.linear_bias),
+            self._into("fc1", e * columns, part.columns, bias=self.shape.linear_bias),
             Operation(
                 "activation",
                 # Torch keeps SiLU's output and its factor.
-                2 * e * f if shape.gated and not self._fused else 0.0,
-                backward=self._hidden + (matrices + 1) * e * f,
+                2 * e * f if part.gated and not self._fused else 0.0,
+                backward=self._hidden + e * (columns + f),
             ),
-            self._out_of("fc2", f, shape.ffn_hidden_size),
+            self._out_of("fc2", self._bytes.matrix.element_bytes * f, part.rows),
         ]
 
     def _head(self) -> list[Operation]:
@@ -372,27 +385,20 @@ class ActivationModel:
 
 def _with(operation: Operation, *, saved: float = 0.0, backward: float = 0.0) -> Operation:
     """``operation`` with more bytes."""
-    return Operation(
-        operation.name,
-        operation.saved + saved,
-        operation.forward,
-        operation.backward + backward,
-        operation.weight_bytes,
-        operation.inner,
+    saved, backward = operation.saved + saved, operation.backward + backward
+    return replace(operation, saved=saved, backward=backward)
+
+
+def _scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, ...]:
+    """``operations`` on a share of the tokens."""
+    return tuple(
+        Operation(
+            o.name,
+            o.saved * factor,
+            o.forward * factor,
+            o.backward * factor,
+            o.weight_bytes,
+            _scaled(o.inner, factor),
+        )
+        for o in operations
     )
-
-
-def _scaled(operation: Operation, factor: float) -> Operation:
-    """``operation`` on a share of the tokens."""
-    return Operation(
-        operation.name,
-        operation.saved * factor,
-        operation.forward * factor,
-        operation.backward * factor,
-        operation.weight_bytes,
-        _all_scaled(operation.inner, factor),
-    )
-
-
-def _all_scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, ...]:
-    return tuple(_scaled(operation, factor) for operation in operations)

@@ -1,10 +1,11 @@
 """A cost from first principles: the model's operations at the rates of a machine.
 
-Per device and layer, forward, of a micro-batch (``h`` hidden, bytes of ``e`` a number):
+Per device and layer, forward, of a micro-batch (``h`` hidden; bytes and rates are those of each
+operation's precision):
 
 * matrix products: 2 FLOPs a weight and token, over TP and CP;
 * causal attention: ``2 · heads · dim · d²`` FLOPs a document, over TP and CP;
-* TP: four all-gathers or reduce-scatters of ``[tokens / CP, h]`` (two all-reduces are as much),
+* TP: two all-gathers or reduce-scatters of ``[tokens / CP, h]`` a part (an all-reduce is as much),
   less what is hidden behind matrix products;
 * CP: the other ranks' K and V, less what is hidden behind attention, and the copy of all ranks'
   into the order that the attention kernel takes;
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 
 from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.hardware import Hardware
-from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
+from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
 
 BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
 """Work of the backward pass, in forwards."""
@@ -56,7 +58,10 @@ class ForwardTimes:
 
 @dataclass(frozen=True, slots=True)
 class AnalyticModel:
-    """Times of a model's parts on a machine. ``element_bytes`` is 2 with bf16, 4 with fp32."""
+    """Times of a model's parts on a machine.
+
+    ``element_bytes`` is 2 in bf16 and 4 in fp32, for operations without a precision of their own.
+    """
 
     shape: ModelShape
     hardware: Hardware
@@ -64,37 +69,42 @@ class AnalyticModel:
     recompute: Recompute
     element_bytes: int = 2
 
-    def layer(self) -> ForwardTimes:
-        """One transformer layer."""
-        shape, p = self.shape, self.parallelism
-        # Numbers read and written a token. Norms: 2 each; residual additions: 3 each.
-        spread = 10 * shape.hidden_size / p.sequence_shards
-        attention_numbers = shape.query_size + shape.key_size
-        local = 2 * (attention_numbers + shape.key_size)  # q, k, v taken out of one tensor
-        if shape.rotary_percent:
-            local += 2 * attention_numbers
-        if shape.qk_norm:
-            local += 2 * attention_numbers
-        local += (3 if shape.gated else 2) * shape.ffn_hidden_size
-        kv_bytes = 2 * shape.key_size / p.tp_size * self.element_bytes
+    def layer(self, layer: Layer | None = None) -> ForwardTimes:
+        """One transformer layer; of the shape's own sizes if not given.
+
+        Raises :class:`ConfigError` for a precision of which the machine has no rate.
+        """
+        shape, p, machine = self.shape, self.parallelism, self.hardware
+        layer = layer or shape.layer
+        precisions = layer.precisions or Precisions.same(self.element_bytes)
+        attention = precisions.attention
+        # Numbers read and written a token. A part's norm: 2; its residual addition: 3.
+        spread = 5 * len(layer.parts) * shape.hidden_size / p.sequence_shards
+        local = sum(part.elementwise_numbers for part in layer.parts)
+        kv_bytes = 2 * layer.key_size / p.tp_size * attention.element_bytes
         gathered_bytes = kv_bytes * (p.cp_size - 1) / p.cp_size
-        exchange_us = self.hardware.transfer_us(gathered_bytes, p.tp_size * p.cp_size)
+        exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size)
         # Each rank copies the keys and values of all ranks into the order of its kernel.
         copied_bytes = 2 * kv_bytes if p.cp_size > 1 else 0.0
+        attention_tflops = machine.reached_tflops(machine.attention_share, attention.peak)
         return ForwardTimes(
-            self._matrix_us(shape.layer_linear_parameters),
-            self._elementwise_us((spread + local / p.tp_size) * self.element_bytes),
-            self._tp_us(num_collectives=4),
-            (1 - self.hardware.cp_overlap) * exchange_us,
-            self.hardware.memory_us(copied_bytes),
-            2 * shape.query_size / (self._devices * self.hardware.attention_tflops * 1e6),
+            self._matrix_us(shape.hidden_size * layer.matrix_numbers, precisions.matrix),
+            self._elementwise_us(
+                (spread + local / p.tp_size) * precisions.elementwise.element_bytes
+            ),
+            self._tp_us(2 * len(layer.parts), precisions.collective.element_bytes),
+            (1 - machine.cp_overlap) * exchange_us,
+            machine.memory_us(copied_bytes),
+            2 * layer.query_size / (self._devices * attention_tflops * 1e6),
         )
 
     def embedding(self) -> ForwardTimes:
         """What the first stage has besides its layers."""
         spread = 2 * self.shape.hidden_size / self.parallelism.sequence_shards
         return ForwardTimes(
-            0.0, self._elementwise_us(spread * self.element_bytes), self._tp_us(num_collectives=1)
+            0.0,
+            self._elementwise_us(spread * self.element_bytes),
+            self._tp_us(1, self.element_bytes),
         )
 
     def head(self) -> ForwardTimes:
@@ -103,34 +113,33 @@ class AnalyticModel:
         norm_bytes = 2 * shape.hidden_size / p.sequence_shards * self.element_bytes
         loss_bytes = shape.vocab_size / p.tp_size * (self.element_bytes + _LOSS_BYTES)
         return ForwardTimes(
-            self._matrix_us(shape.head_linear_parameters),
+            self._matrix_us(shape.head_linear_parameters, Precision(self.element_bytes)),
             self._elementwise_us(norm_bytes + loss_bytes),
-            self._tp_us(num_collectives=1),
+            self._tp_us(1, self.element_bytes),
         )
 
-    def chunk_cost(self, num_layers: int, *, first: bool, last: bool) -> DocumentCost:
-        """Cost of a document in a model chunk that embeds, has the loss, both or neither."""
-        layer = self.layer()
-        again = self.recompute.recomputed_layers(num_layers)
-        again_attention = num_layers if self.recompute.granularity == "selective" else again
-        linear_us, attention_us = num_layers * layer.linear_us, num_layers * layer.attention_us
-        ends = [part for part, has in ((self.embedding(), first), (self.head(), last)) if has]
-        linear_us += sum(part.linear_us for part in ends)
+    def stage_cost(self, stage: Stage) -> DocumentCost:
+        """Cost of a document in a virtual stage."""
+        recompute = self.recompute
+        (first,) = slices(stage.layers, [recompute.recomputed_layers(stage.num_layers)])
+        linear_us, attention_us = self._layers_us(stage.layers)
+        again_us, again_attention_us = self._layers_us(first)
+        if recompute.granularity == "selective":
+            again_attention_us = attention_us
+        ends = ((self.embedding(), stage.first), (self.head(), stage.last))
+        linear_us += sum(part.linear_us for part, has in ends if has)
         return DocumentCost(
             linear_us,
             attention_us,
-            BACKWARD_LINEAR * linear_us + again * layer.linear_us,
-            BACKWARD_ATTENTION * attention_us + again_attention * layer.attention_us,
+            BACKWARD_LINEAR * linear_us + again_us,
+            BACKWARD_ATTENTION * attention_us + again_attention_us,
         )
 
     def stage_costs(self) -> tuple[DocumentCost, ...]:
         """Cost in each virtual stage (chunk ``c`` of rank ``r`` is ``c · PP + r``)."""
-        layers = self.parallelism.layers_of_stages(self.shape)
-        last = len(layers) - 1
-        return tuple(
-            self.chunk_cost(num, first=stage == 0, last=stage == last)
-            for stage, num in enumerate(layers)
-        )
+        stages = self.parallelism.stages(self.shape)
+        costs = {stage: self.stage_cost(stage) for stage in set(stages)}
+        return tuple(costs[stage] for stage in stages)
 
     def cost(self) -> DocumentCost:
         """Cost of a document in the whole model: the sum over its stages."""
@@ -147,15 +156,22 @@ class AnalyticModel:
         """Devices that share a layer."""
         return self.parallelism.tp_size * self.parallelism.cp_size
 
-    def _matrix_us(self, num_weights: int) -> float:
-        return 2 * num_weights / (self._devices * self.hardware.linear_tflops * 1e6)
+    def _layers_us(self, runs: Runs) -> tuple[float, float]:
+        """Linear and attention µs, a token and a token², of layers."""
+        times = [(num, self.layer(layer)) for num, layer in runs]
+        linear_us = sum((num * layer.linear_us for num, layer in times), 0.0)
+        return linear_us, sum((num * layer.attention_us for num, layer in times), 0.0)
+
+    def _matrix_us(self, num_weights: int, precision: Precision) -> float:
+        tflops = self.hardware.reached_tflops(self.hardware.linear_share, precision.peak)
+        return 2 * num_weights / (self._devices * tflops * 1e6)
 
     def _elementwise_us(self, num_bytes: float) -> float:
         return self.hardware.memory_us(num_bytes / self.parallelism.cp_size)
 
-    def _tp_us(self, num_collectives: int) -> float:
+    def _tp_us(self, num_collectives: int, element_bytes: int) -> float:
         p = self.parallelism
-        hidden_bytes = self.shape.hidden_size * self.element_bytes / p.cp_size
+        hidden_bytes = self.shape.hidden_size * element_bytes / p.cp_size
         received = num_collectives * hidden_bytes * (p.tp_size - 1) / p.tp_size
         return (1 - self.hardware.tp_overlap) * self.hardware.transfer_us(received, p.tp_size)
 

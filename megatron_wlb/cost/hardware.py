@@ -8,7 +8,6 @@ measured tables of attention kernels.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -20,16 +19,13 @@ from megatron_wlb.reading import (
     MOST_DEVICES,
     check_names,
     listed,
+    named_file,
     read_mapping,
     real_number,
+    shipped,
     shown,
-    unknown,
     whole_number,
 )
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-_FOLDERS = (_PACKAGE / "configs" / "hardware", _PACKAGE.parent / "configs" / "hardware")
-"""Where an installed package and where a checkout has the files."""
 
 _SHARES = (
     "linear_share", "attention_share", "memory_share", "link_share", "tp_overlap", "cp_overlap",
@@ -86,15 +82,22 @@ class Hardware:
             else:
                 real_number(what, value, LEAST, 1 if name in _SHARES else MOST)
 
+    def reached_tflops(self, share: float, peak: str = "peak_tflops") -> float:
+        """10¹² FLOP/s: a share of the peak of a precision, or :class:`ConfigError` without it."""
+        tflops: float | None = getattr(self, peak, None)
+        if tflops is None:
+            raise ConfigError(f"hardware: there is no figure {peak}; name the peak of a precision")
+        return tflops * share
+
     @property
     def linear_tflops(self) -> float:
-        """10¹² FLOP/s that matrix products reach."""
-        return self.peak_tflops * self.linear_share
+        """10¹² FLOP/s that matrix products reach in the precision of training."""
+        return self.reached_tflops(self.linear_share)
 
     @property
     def attention_tflops(self) -> float:
-        """10¹² FLOP/s that attention reaches."""
-        return self.peak_tflops * self.attention_share
+        """10¹² FLOP/s that attention reaches in the precision of training."""
+        return self.reached_tflops(self.attention_share)
 
     def memory_us(self, num_bytes: float) -> float:
         """Time that element-wise operations need to read and write so many bytes."""
@@ -113,7 +116,7 @@ FIGURES = tuple(f.name for f in fields(Hardware) if f.name != "attention")
 
 def hardware_names() -> list[str]:
     """The machines whose files come with the project."""
-    return sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")})
+    return sorted(shipped("hardware"))
 
 
 def load_hardware(name_or_path: str) -> Hardware:
@@ -129,14 +132,7 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 def read_hardware(name_or_path: str) -> tuple[Path, Mapping[str, Any]]:
     """The file that :func:`load_hardware` reads, and what it says, unchecked."""
-    path = Path(name_or_path)
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        found = [folder / f"{name_or_path.lower()}.yaml" for folder in _FOLDERS]
-        existing = [candidate for candidate in found if os.path.isfile(candidate)]
-        if not existing:
-            names = hardware_names()
-            raise unknown("hardware", name_or_path, names, ", or give a YAML file")
-        path = existing[0]
+    path = named_file("hardware", name_or_path, hardware_names)
     remedy = f"give {' or '.join(hardware_names())}, or a file such as `wlb profile` writes"
     return path, read_mapping(path, "hardware", remedy)
 

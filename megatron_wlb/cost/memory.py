@@ -18,7 +18,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_wlb.cost.activations import FP32, ActivationModel, Kernels, Tape
-from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.layers import Part
+from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.order import Action, schedule
 
@@ -69,7 +70,7 @@ class MemoryModel:
     """Under CP: whether gathered keys and values are kept for the backward pass."""
 
     def __post_init__(self) -> None:
-        self.parallelism.layers_of_stages(self.shape)
+        _ = self._stages
 
     def num_parameters(self, pp_rank: int) -> int:
         """Parameters of all chunks of a pipeline rank, on one of its TP ranks."""
@@ -81,26 +82,28 @@ class MemoryModel:
     def stage_parameters(self, stage: int) -> int:
         """Parameters of a virtual stage, on one of its TP ranks."""
         shape, p = self.shape, self.parallelism
-        h, tp = shape.hidden_size, p.tp_size
-        norm = (1 if shape.rms_norm else 2) * h
-        qkv = (shape.query_size + 2 * shape.key_size) // tp
-        ffn_in = (2 if shape.gated else 1) * shape.ffn_hidden_size // tp
-        layer = 2 * norm + shape.layer_linear_parameters // tp
-        if shape.linear_bias:
-            layer += ffn_in + 2 * h
-        if shape.linear_bias or shape.qkv_bias:
-            layer += qkv
-        if shape.qk_norm:
-            layer += 2 * (1 if shape.rms_norm else 2) * shape.kv_channels
-        total = p.layers_of_stages(shape)[stage] * layer
-        embedding = shape.head_linear_parameters // tp
-        if stage == 0:
-            total += embedding + shape.learned_positions * h
-        if stage == p.num_stages - 1:
+        has = self._stages[stage]
+        total = sum(
+            num * sum(self._part_parameters(part) for part in layer.parts)
+            for num, layer in has.layers
+        )
+        embedding = shape.head_linear_parameters // p.tp_size
+        if has.first:
+            total += embedding + shape.learned_positions * shape.hidden_size
+        if has.last:
             # Tied weights are one tensor only where both ends are on one rank.
             shared = shape.tied_embeddings and p.pp_size == 1
-            total += norm + (0 if shared else embedding)
+            total += shape.norm_vectors * shape.hidden_size + (0 if shared else embedding)
         return total
+
+    def _part_parameters(self, part: Part) -> int:
+        """Norm, both matrix products and what biases and norms it has besides."""
+        shape, tp, h = self.shape, self.parallelism.tp_size, self.shape.hidden_size
+        norms = h + (2 * part.kv_channels if part.qk_norm else 0)
+        total = shape.norm_vectors * norms + h * (part.columns + part.rows) // tp
+        if shape.linear_bias or part.qkv_bias:
+            total += part.columns // tp
+        return total + (h if shape.linear_bias else 0)
 
     def state_bytes(self, pp_rank: int) -> StateBytes:
         """Weights, gradients and optimizer state of a pipeline rank."""
@@ -194,6 +197,10 @@ class MemoryModel:
         return {}
 
     @cached_property
+    def _stages(self) -> tuple[Stage, ...]:
+        return self.parallelism.stages(self.shape)
+
+    @cached_property
     def _tapes(self) -> list[list[Tape]]:
         activations = ActivationModel(
             self.shape,
@@ -203,20 +210,12 @@ class MemoryModel:
             self.kernels,
             self.keep_gathered,
         )
-        p, layers = self.parallelism, self.parallelism.layers_of_stages(self.shape)
-        last = len(layers) - 1
-        by_kind: dict[tuple[bool, bool, int], Tape] = {}  # equal stages share one
-        for stage, num in enumerate(layers):
-            kind = (stage == 0, stage == last, num)
-            if kind not in by_kind:
-                by_kind[kind] = activations.tape(first=kind[0], last=kind[1], num_layers=num)
-        return [
-            [
-                by_kind[stage == 0, stage == last, layers[stage]]
-                for stage in range(rank, last + 1, p.pp_size)
-            ]
-            for rank in range(p.pp_size)
-        ]
+        tapes = {  # equal stages share one
+            stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)
+            for stage in set(self._stages)
+        }
+        pp_size = self.parallelism.pp_size
+        return [[tapes[stage] for stage in self._stages[r::pp_size]] for r in range(pp_size)]
 
     def _order(self, num_micro_batches: int) -> Sequence[Sequence[Action]]:
         p = self.parallelism

@@ -6,18 +6,16 @@ A file gives :class:`~megatron_wlb.cost.shape.ModelShape` by field, and may say 
 
 from __future__ import annotations
 
-import os
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import check_names, read_mapping, unknown
+from megatron_wlb.reading import check_names, named_file, read_mapping, shipped
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_FOLDERS = (_PACKAGE / "configs" / "model", _PACKAGE.parent / "configs" / "model")
-"""Where an installed package and where a checkout has the files."""
+_SIZES = {f.name: f.default is MISSING for f in fields(ModelShape) if f.name != "layers"}
+"""What a file may give, of equal layers, and whether it must."""
 
 VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of so many rows a TP rank."""
@@ -25,8 +23,7 @@ VOCAB_MULTIPLE = 128
 
 def model_names() -> list[str]:
     """The models whose files come with the project, small to large."""
-    names = {path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")}
-    return sorted(names, key=lambda name: load_model(name).linear_parameters)
+    return sorted(shipped("model"), key=lambda name: load_model(name).linear_parameters)
 
 
 def load_model(name_or_path: str) -> ModelShape:
@@ -36,14 +33,14 @@ def load_model(name_or_path: str) -> ModelShape:
         ConfigError: an unknown name (all are listed), an unreadable file, or one with an
             unknown, missing or impossible size.
     """
-    path = Path(name_or_path)
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        found = [folder / f"{name_or_path.lower()}.yaml" for folder in _FOLDERS]
-        existing = [candidate for candidate in found if os.path.isfile(candidate)]
-        if not existing:
-            raise unknown("model", name_or_path, model_names(), ", or give a YAML file")
-        path = existing[0]
-    return _from_sizes(path, _content(path))
+    path = named_file("model", name_or_path, model_names)
+    content = _content(path)
+    content.pop("description", None)
+    try:
+        check_names("", "size", content, _SIZES, [n for n, needed in _SIZES.items() if needed])
+        return ModelShape(**content)
+    except ConfigError as error:
+        raise ConfigError(f"model {path}: {error}") from None
 
 
 def is_shape(path: Path) -> bool:
@@ -51,7 +48,7 @@ def is_shape(path: Path) -> bool:
 
     Raises :class:`ConfigError` for an unreadable file.
     """
-    known = {f.name for f in fields(ModelShape)} | {"description"}
+    known = {*_SIZES, "description"}
     # These are called so in both.
     ours = known - {"hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads",
                     "num_query_groups", "kv_channels", "vocab_size", "rotary_percent"}  # fmt: skip
@@ -67,13 +64,3 @@ def padded_vocabulary(shape: ModelShape, tp_size: int) -> ModelShape:
 
 def _content(path: Path) -> dict[str, Any]:
     return read_mapping(path, "model")
-
-
-def _from_sizes(path: Path, content: dict[str, Any]) -> ModelShape:
-    values = {name: value for name, value in content.items() if name != "description"}
-    known = {f.name: f.default is MISSING for f in fields(ModelShape)}
-    try:
-        check_names("", "size", values, known, [n for n, needed in known.items() if needed])
-        return ModelShape(**values)
-    except ConfigError as error:
-        raise ConfigError(f"model {path}: {error}") from None

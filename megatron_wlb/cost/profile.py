@@ -7,10 +7,10 @@ rank must plan with the same cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,30 +41,6 @@ class Fit:
     max_error: float
     """The largest ``|predicted ÷ measured - 1|``."""
     num_samples: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able, for checkpoints, logs and profile files; inverse of :meth:`from_dict`."""
-        return {
-            "cost": self.cost.as_dict(),
-            "mean_error": self.mean_error,
-            "max_error": self.max_error,
-            "num_samples": self.num_samples,
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Fit:
-        """Raises :class:`ConfigError` if it is not what :meth:`as_dict` wrote."""
-        try:
-            return cls(
-                DocumentCost.from_dict(values["cost"]),
-                float(values["mean_error"]),
-                float(values["max_error"]),
-                int(values["num_samples"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"cost profile: {type(error).__name__} {error}; write it again by measuring"
-            ) from None
 
 
 def fit_document_cost(samples: Iterable[Sample]) -> Fit:

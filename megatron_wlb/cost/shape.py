@@ -9,19 +9,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from megatron_wlb.cost.layers import (
+    MOST_LAYERS,
+    Attention,
+    FeedForward,
+    Layer,
+    Runs,
+    check_sizes,
+    slices,
+)
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import MOST_DEVICES, real_number, truth, whole_number
-
-MOST, MOST_LAYERS = 2**31 - 1, 10_000
-"""Sizes above them are mistakes, and planning would not come to an end with them."""
+from megatron_wlb.reading import MOST_DEVICES, whole_number
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a dense GPT. FLOPs depend on the first eight, memory on all.
+    """A GPT: the embedding, a list of layers, the LM head.
 
-    Raises :class:`ConfigError` for a size below 1 or above any model's, or heads that groups do
-    not divide.
+    Its layers are ``num_layers`` times attention and a dense MLP of the sizes given here, unless
+    ``layers`` lists others. FLOPs depend on the first eight and on ``layers``, memory on all.
+
+    Raises :class:`ConfigError` for a size below 1 or above any model's, heads that groups do not
+    divide, or ``layers`` that are not ``num_layers``.
     """
 
     hidden_size: int
@@ -52,37 +61,36 @@ class ModelShape:
     dropout: bool = False
     """Whether there is dropout after attention and MLP."""
 
+    layers: Runs = ()
+    """``(number, layer)`` in order, where layers are unlike. The choice of a context-parallel
+    sharding goes by the sizes above all the same."""
+
     def __post_init__(self) -> None:
-        for f in fields(self):
-            name, value = f.name, getattr(self, f.name)
-            if f.type == "bool":
-                truth(name, value)
-            elif f.type == "float":
-                real_number(name, value, 0, 1)
-            else:
-                least = 0 if name == "learned_positions" else 1
-                whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MOST)
-        if self.num_attention_heads % self.num_query_groups:
+        check_sizes(self)
+        for num, _ in self.runs:
+            whole_number("model shape: layers of a run", num, 1, MOST_LAYERS)
+        total = sum(num for num, _ in self.runs)
+        if total != self.num_layers:
             raise ConfigError(
-                f"model shape: {self.num_attention_heads} attention heads do not divide into "
-                f"{self.num_query_groups} query groups; give a divisor"
+                f"model shape: the runs of layers have {total}, but num_layers is "
+                f"{self.num_layers}; give each layer once"
             )
 
     @property
-    def query_size(self) -> int:
-        """Numbers of a token's query, all heads."""
-        return self.num_attention_heads * self.kv_channels
+    def layer(self) -> Layer:
+        """A layer of the sizes given here."""
+        attention = Attention(*(getattr(self, f.name) for f in fields(Attention)))
+        return Layer((attention, FeedForward(self.ffn_hidden_size, self.gated)))
 
     @property
-    def key_size(self) -> int:
-        """Numbers of a token's key, and of its value."""
-        return self.num_query_groups * self.kv_channels
+    def runs(self) -> Runs:
+        """All layers in order."""
+        return self.layers or ((self.num_layers, self.layer),)
 
     @property
-    def layer_linear_parameters(self) -> int:
-        """Weights of one layer's matrix products."""
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.key_size)
-        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
+    def norm_vectors(self) -> int:
+        """Parameters of a norm for each number: a factor, and of LayerNorm a shift."""
+        return 1 if self.rms_norm else 2
 
     @property
     def head_linear_parameters(self) -> int:
@@ -92,7 +100,8 @@ class ModelShape:
     @property
     def linear_parameters(self) -> int:
         """Weights that every token is multiplied with: all layers' and the LM head's."""
-        return self.num_layers * self.layer_linear_parameters + self.head_linear_parameters
+        numbers = sum(num * layer.matrix_numbers for num, layer in self.runs)
+        return self.hidden_size * numbers + self.head_linear_parameters
 
     @property
     def linear_flops(self) -> int:
@@ -101,13 +110,28 @@ class ModelShape:
 
     def attention_flops(self, length: int) -> int:
         """Of one document, forward: QKᵀ and PV over the causal half of ``length²`` pairs."""
-        return self.num_layers * 2 * self.query_size * length**2
+        return 2 * sum(num * layer.query_size for num, layer in self.runs) * length**2
 
     def training_flops(self, lengths: Iterable[int]) -> float:
         """Of documents, forward and backward; nothing that is computed twice."""
         lengths = list(lengths)
         forward = self.linear_flops * sum(lengths)
         return 3.0 * (forward + self.attention_flops(1) * sum(n * n for n in lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A virtual stage: a slice of the model's layers, and which ends of the model it has."""
+
+    layers: Runs
+    first: bool
+    """Whether it embeds."""
+    last: bool
+    """Whether it has the LM head and the loss."""
+
+    @property
+    def num_layers(self) -> int:
+        return sum(num for num, _ in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +188,21 @@ class Parallelism:
             )
         else:
             layers = (shape.num_layers // num,) * num
-        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
-            if getattr(shape, name) % self.tp_size:
-                raise ConfigError(
-                    f"{name} {getattr(shape, name)} does not divide over TP {self.tp_size}; "
-                    "choose a multiple"
-                )
+        names = "num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"
+        for part in (*(part for _, layer in shape.runs for part in layer.parts), shape):
+            for name in names:
+                if getattr(part, name, 0) % self.tp_size:
+                    raise ConfigError(
+                        f"{name} {getattr(part, name)} does not divide over TP {self.tp_size}; "
+                        "choose a multiple"
+                    )
         return layers
+
+    def stages(self, shape: ModelShape) -> tuple[Stage, ...]:
+        """What each virtual stage has. Raises :class:`ConfigError` as :meth:`layers_of_stages`."""
+        last = self.num_stages - 1
+        cut = slices(shape.runs, self.layers_of_stages(shape))
+        return tuple(Stage(runs, at == 0, at == last) for at, runs in enumerate(cut))
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,15 +207,17 @@ class ProfiledCost:
 
 def model_identity(shape: ModelShape) -> dict[str, Any]:
     """The sizes by which a measured cost is known to be this model's."""
-    return {name: getattr(shape, name) for name in _IDENTITY}
+    sizes = {name: getattr(shape, name) for name in _IDENTITY}
+    return sizes | ({"layers": repr(shape.layers)} if shape.layers else {})
 
 
 def check_model(measured: Mapping[str, Any], shape: ModelShape) -> None:
     """Raises :class:`ConfigError` if a cost that was measured for one model is to serve another."""
     if not isinstance(measured, Mapping):
         raise ConfigError(f"model is {shown(measured)}; give its sizes by name")
-    for name, ours in model_identity(shape).items():
-        theirs = measured.get(name)
+    identity = model_identity(shape)
+    for name in (*_IDENTITY, "layers"):
+        ours, theirs = identity.get(name), measured.get(name)
         if ours != theirs:
             raise ConfigError(
                 f"measured for a model with {name} {theirs}, but this one has {ours}; measure this "

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.cost.shape import MOST_LAYERS
+from megatron_wlb.cost.layers import MOST_LAYERS
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.packing import check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import yaml
 
 from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.settings.recipe import quoted
 from megatron_wlb.study.compare import Variant
 from megatron_wlb.study.scenario import Scenario
@@ -56,8 +57,16 @@ def model_flags(shape: ModelShape) -> Flags:
 
 
 def layout_flags(scenario: Scenario) -> Flags:
-    """How the model is divided, and what is recomputed."""
+    """How the model is divided, and what is recomputed.
+
+    Raises :class:`ConfigError` for unlike layers or stages, which no flag here says.
+    """
     p, recompute = scenario.parallelism, scenario.recompute
+    if scenario.shape.layers or len(set(p.layers_of_stages(scenario.shape))) > 1:
+        raise ConfigError(
+            f"a recipe has {scenario.shape.num_layers} equal layers, as many in each stage; these "
+            "are unlike, so give a model without layers and a layout without stage_layers"
+        )
     flags: dict[str, Value] = {
         "--tensor-model-parallel-size": p.tp_size,
         "--context-parallel-size": p.cp_size,

@@ -141,7 +141,7 @@ def test_kept_keys_are_those_that_a_rank_attends_to() -> None:
         model = ActivationModel(LLAMA, layout, Recompute(), 2, "fused", keep_gathered)
         return model.tape(first=False, last=False).saved_per_token
 
-    keys_and_values = 2 * LLAMA.key_size / 2 * 2
+    keys_and_values = 2 * LLAMA.layer.key_size / 2 * 2
     assert kept(True) - kept(False) == pytest.approx(4 * 9 / 8 * keys_and_values)
     assert kept(False) == pytest.approx(
         ActivationModel(LLAMA, Parallelism(tp_size=2), Recompute(), 2, "fused")

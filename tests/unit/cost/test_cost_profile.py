@@ -1,5 +1,4 @@
 import dataclasses
-import json
 from itertools import product
 
 import numpy as np
@@ -7,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost import DocumentCost, Fit, Sample, fit_document_cost
+from megatron_wlb.cost import Sample, fit_document_cost
 from megatron_wlb.cost.profile import StageSample, fit_stage
 from megatron_wlb.errors import ConfigError
 
@@ -93,18 +92,6 @@ def test_fit_is_the_best_without_negative_coefficients(times, lengths):
         moved = best.copy()
         moved[axis] = max(0.0, moved[axis] + sign * 1e-3 * scale[axis])
         assert np.square(columns @ moved - 1).sum() >= error * (1 - 1e-9) - 1e-12
-
-
-def test_fit_survives_json():
-    fit = fit_document_cost(samples((300, 0.05, 2e-6), (700, 0.11, 5e-6), noise=0.1))
-    assert Fit.from_dict(json.loads(json.dumps(fit.as_dict()))) == fit
-    assert isinstance(fit.cost, DocumentCost)
-
-
-@pytest.mark.parametrize("spoilt", [{}, {"cost": 3}, {"cost": {}, "mean_error": 0}])
-def test_fit_refuses_a_spoilt_profile(spoilt):
-    with pytest.raises(ConfigError, match=r"cost profile|document cost"):
-        Fit.from_dict(spoilt)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_shape_counts_grouped_queries_and_plain_mlps() -> None:
     # QKᵀ and PV: 2 · 2 · heads · dim FLOPs for each of length² / 2 pairs.
     assert SHAPE.attention_flops(8) == 6 * 4 * 6 * 5 * 8**2 // 2
     gated = dataclasses.replace(SHAPE, gated=True)
-    assert gated.layer_linear_parameters == SHAPE.layer_linear_parameters + 10 * 8
+    assert gated.linear_parameters == SHAPE.linear_parameters + 6 * 10 * 8
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import yaml
 
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.recipe import read_recipe
@@ -109,3 +110,18 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     wlb = parse(words).wlb
     assert wlb.wlb_queue_thresholds == (1024, 2048, 3072)
     assert wlb.wlb_hardware == "my machine.yaml"
+
+
+def test_unlike_layers_and_stages_are_no_recipe() -> None:
+    unlike = replace(ODD, layers=((12, replace(ODD, ffn_hidden_size=500).layer),))
+    for shape, layout in (
+        (unlike, Parallelism()),
+        (ODD, Parallelism(pp_size=2, stage_layers=(5, 7))),
+    ):
+        scenario = Scenario(shape, load_hardware("h200"), layout, 4096, 8)
+        with pytest.raises(ConfigError, match="12 equal layers, as many in each stage"):
+            recipe.layout_flags(scenario)
+    even = Scenario(
+        ODD, load_hardware("h200"), Parallelism(pp_size=2, stage_layers=(6, 6)), 4096, 8
+    )
+    assert recipe.layout_flags(even)["--pipeline-model-parallel-size"] == 2

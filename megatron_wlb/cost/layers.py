@@ -1,0 +1,189 @@
+"""What a model is a list of: layers, of parts of a kind each, and the precision of operations.
+
+A part reads the residual stream and adds to it. It has a norm, a matrix product from the hidden
+state to ``columns`` numbers, its own work, and a product from ``rows`` numbers to the hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, ClassVar, TypeAlias
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import real_number, truth, whole_number
+
+MOST, MOST_LAYERS = 2**31 - 1, 10_000
+"""Sizes above them are mistakes, and planning would not come to an end with them."""
+
+
+def check_sizes(sizes: Any) -> None:
+    """Raises :class:`ConfigError` if a field is no size, share or flag that a model can have."""
+    for f in fields(sizes):
+        name, value = f.name, getattr(sizes, f.name)
+        if f.type == "bool":
+            truth(name, value)
+        elif f.type == "float":
+            real_number(name, value, 0, 1)
+        elif f.type == "int":
+            least = 0 if name == "learned_positions" else 1
+            whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How an operation takes its numbers, and which rate of the machine is its peak.
+
+    Raises :class:`ConfigError` for bytes that no number has.
+    """
+
+    element_bytes: int
+    peak: str = "peak_tflops"
+    """Figure of the hardware file, for an operation that is bound by FLOPs."""
+
+    def __post_init__(self) -> None:
+        whole_number("precision: element_bytes", self.element_bytes, 1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Precisions:
+    """The precision of each kind of operation."""
+
+    matrix: Precision
+    attention: Precision
+    elementwise: Precision
+    collective: Precision
+
+    @classmethod
+    @cache
+    def same(cls, element_bytes: int) -> Precisions:
+        """One precision for all, as in training without a format of fewer bits."""
+        return cls(*[Precision(element_bytes)] * 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Self-attention. Raises :class:`ConfigError` for heads that groups do not divide."""
+
+    num_attention_heads: int
+    num_query_groups: int
+    """Key/value heads; equal to ``num_attention_heads`` without grouped-query attention."""
+    kv_channels: int
+    """Dimension of one head."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rotary_percent: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.num_attention_heads % self.num_query_groups:
+            raise ConfigError(
+                f"model shape: {self.num_attention_heads} attention heads do not divide into "
+                f"{self.num_query_groups} query groups; give a divisor"
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a token's query, all heads."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of a token's key, and of its value."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def columns(self) -> int:
+        return self.query_size + 2 * self.key_size
+
+    @property
+    def rows(self) -> int:
+        return self.query_size
+
+    @property
+    def elementwise_numbers(self) -> int:
+        """Read and written a token: q, k, v taken out of one tensor, rotated, normalised."""
+        times = (self.rotary_percent > 0) + self.qk_norm
+        return 2 * self.columns + times * 2 * (self.query_size + self.key_size)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """A dense MLP."""
+
+    ffn_hidden_size: int
+    gated: bool
+    """Whether it has a gate (SwiGLU): three matrices instead of two."""
+
+    # It has nothing of attention's.
+    query_size: ClassVar[int] = 0
+    key_size: ClassVar[int] = 0
+    kv_channels: ClassVar[int] = 0
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+    @property
+    def columns(self) -> int:
+        return (2 if self.gated else 1) * self.ffn_hidden_size
+
+    @property
+    def rows(self) -> int:
+        return self.ffn_hidden_size
+
+    @property
+    def elementwise_numbers(self) -> int:
+        """Read and written a token by the activation function."""
+        return self.columns + self.rows
+
+
+Part: TypeAlias = Attention | FeedForward
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Parts one after another. Raises :class:`ConfigError` without any."""
+
+    parts: tuple[Part, ...]
+    precisions: Precisions | None = None
+    """Of its operations; all are in the format of training (bf16, fp32) if not given."""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ConfigError("a layer has 0 parts; give at least 1")
+
+    @property
+    def matrix_numbers(self) -> int:
+        """Weights of its matrix products for each number of the hidden state."""
+        return sum(part.columns + part.rows for part in self.parts)
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a token's queries."""
+        return sum(part.query_size for part in self.parts)
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of a token's keys."""
+        return sum(part.key_size for part in self.parts)
+
+
+Runs: TypeAlias = tuple[tuple[int, Layer], ...]
+"""Layers in order: how many equal ones, and what they are."""
+
+
+def slices(runs: Runs, counts: Iterable[int]) -> Iterator[Runs]:
+    """The next so many layers, for each count."""
+    rest = list(reversed(runs))
+    for count in counts:
+        taken = []
+        while count:
+            num, layer = rest.pop()
+            taken.append((min(num, count), layer))
+            if num > count:
+                rest.append((num - count, layer))
+            count -= taken[-1][0]
+        yield tuple(taken)
