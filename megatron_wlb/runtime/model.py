@@ -159,6 +159,17 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
     return spec
 
 
+def require_document_attention(gpt: GPTModel) -> None:
+    """Raises :class:`CompatibilityError` where Megatron built another core attention than ours."""
+    for layer in gpt.decoder.layers:
+        installed = type(layer.self_attention.core_attention)
+        if installed is not DocumentAttention:
+            raise CompatibilityError(
+                f"Megatron built {installed.__name__} where DocumentAttention was specified; this "
+                "Megatron is not one that megatron-wlb knows"
+            )
+
+
 def attention_options(
     config: Config,
     core: TransformerConfig,
@@ -201,13 +212,12 @@ def attention_options(
     return AttentionOptions(kernel, num_head_groups, config.wlb.wlb_cp_keep_gathered)
 
 
-def build_model(config: Config, vocab_size: int, *, wrap: bool = True) -> Model:
+def build_model(config: Config, vocab_size: int) -> Model:
     """Builds this rank's chunks; Megatron's process groups must exist.
 
     Args:
         config: settings, already checked (:mod:`megatron_wlb.planning.guards`).
         vocab_size: of the tokenizer; padded here.
-        wrap: whether to wrap for data parallelism (needed to train).
 
     Raises:
         CompatibilityError: Megatron built another core attention than ours.
@@ -244,20 +254,12 @@ def build_model(config: Config, vocab_size: int, *, wrap: bool = True) -> Model:
             vp_stage=vp_stage,
         )
         use_document_positions(gpt)
-        for layer in gpt.decoder.layers:
-            installed = type(layer.self_attention.core_attention)
-            if installed is not DocumentAttention:
-                raise CompatibilityError(
-                    f"Megatron built {installed.__name__} where DocumentAttention was specified; "
-                    "this megatron-core is not one that megatron-wlb knows"
-                )
+        require_document_attention(gpt)
         gpts.append(gpt.to("cuda"))
     chunks: list[torch.nn.Module] = list(gpts)
     if config.training.bf16:
         chunks = [Float16Module(core, chunk) for chunk in chunks]
-    if wrap:
-        chunks = _wrap(config, core, chunks)
-    return Model(core, groups, chunks, gpts)
+    return Model(core, groups, _wrap(config, core, chunks), gpts)
 
 
 def _wrap(

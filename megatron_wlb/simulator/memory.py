@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_wlb.cost.memory import ActivationBytes, MemoryModel, StateBytes
+from megatron_wlb.cost.memory import GIB, ActivationBytes, MemoryModel, StateBytes
+from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.order import Action
 
 
@@ -47,6 +48,15 @@ class RankMemory:
             if used.peak == peak
         )
 
+    def first_above(self, limit_bytes: float) -> str | None:
+        """Where the rank runs out of memory: ``weights and optimizer``, an action, ``update``."""
+        if self.state.total > limit_bytes:
+            return "weights and optimizer"
+        for action, used in zip(self.actions, self.activations, strict=True):
+            if self.state.total + used.peak > limit_bytes:
+                return str(action)
+        return "update" if self.state.total + self.update > limit_bytes else None
+
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -57,6 +67,18 @@ class StepMemory:
     @property
     def peak_bytes(self) -> float:
         return max(rank.peak_bytes for rank in self.ranks)
+
+    def check(self, limit_bytes: float, where: str = "") -> None:
+        """Raises :class:`PlanError` for the first rank above ``limit_bytes``, with its action."""
+        for number, rank in enumerate(self.ranks):
+            at = rank.first_above(limit_bytes)
+            if at is not None:
+                raise PlanError(
+                    f"out of memory: pipeline rank {number}{f' of {where}' if where else ''} at "
+                    f"{at}, with a peak of {rank.peak_bytes / GIB:.2f} GiB in {rank.peak_at} above "
+                    f"the limit of {limit_bytes / GIB:.2f} GiB; lower S_max, recompute activations "
+                    "or use more TP, CP or PP"
+                )
 
 
 def step_memory(

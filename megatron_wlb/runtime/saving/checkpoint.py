@@ -119,14 +119,20 @@ def _sharded_state(model: Model, optimizer: Any, *, is_loading: bool) -> dict[st
         is_loading=is_loading,
         metadata=_metadata(),
     )
-    rng = rng_state()
-    # Of data-parallel ranks too, unlike Megatron: theirs draw in step only while all micro-batches
-    # are of one length.
-    groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
-    state["rng_state"] = ShardedObject(
-        "rng_state", [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)
-    )
+    state["rng_state"] = sharded_rng("rng_state", rng_state(), model)
     return state
+
+
+def sharded_rng(name: str, rng: dict[str, Any] | None, model: Model) -> ShardedObject:
+    """The streams of this rank alone, as Megatron's distributed format holds them.
+
+    Those of data-parallel ranks too, unlike Megatron: theirs draw in step only while all
+    micro-batches are of one length.
+    """
+    groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
+    return ShardedObject(
+        name, [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)
+    )
 
 
 def rng_state() -> dict[str, Any]:
@@ -360,8 +366,7 @@ def load(
     verified = checksums.verify(folder, skip=skip)
     try:
         common = dist_checkpointing.load_common_state_dict(folder)["common"]
-        if common.get("checksums") and not (verified or skip):
-            raise CheckpointError(f"its {checksums.NAME} is missing")
+        checksums.require(common, verified or skip)
         required, settings = common["settings"], json.loads(common["config"])
         planner_state = checksums.unseal_state(common["planner"])
     except Exception as error:  # Unpickling damaged files raises anything.

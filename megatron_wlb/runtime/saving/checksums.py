@@ -18,7 +18,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,14 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
         f"verified {folder}: {len(expected)} files, {num_bytes / 1e6:.3g} MB in {seconds:.2g} s",
     )
     return True
+
+
+def require(saved: Mapping[str, Any], verified: bool) -> None:
+    """Raises :class:`CheckpointError` unless files are ``verified`` that were saved with checksums,
+    as what was ``saved`` with them says.
+    """
+    if saved.get("checksums") and not verified:
+        raise CheckpointError(f"its {NAME} is missing")
 
 
 def remedy(folder: str | os.PathLike[str]) -> str:

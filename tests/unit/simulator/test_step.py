@@ -279,6 +279,15 @@ def test_memory_of_a_step_is_the_model_s_and_its_peak_is_named():
     # Rank 0 holds the largest pair, 0 and 1, when it begins with the backward of 0.
     assert held.ranks[0].peak_at == "B0.0"
     assert line.peak_bytes == held.peak_bytes
+    held.check(line.peak_bytes)
+    first = held.ranks[0]
+    tight = first.state.total + first.activations[1].peak - 1
+    with pytest.raises(PlanError, match=r"pipeline rank 0 at F0\.1, with a peak of .* GiB in B0"):
+        held.check(tight)
+    with pytest.raises(PlanError, match="pipeline rank 0 at weights and optimizer"):
+        held.check(first.state.total - 1)
+    with pytest.raises(PlanError, match=r"rank 0 of data-parallel rank 1 at F0\.1"):
+        held.check(tight, "data-parallel rank 1")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def run(code: str) -> str:
 def test_emulation_answers_cuda_and_is_undone() -> None:
     found = run("""
 import torch
-from megatron_wlb.runtime import cpu
+from megatron_wlb.runtime.emulation import cpu
 before = {name: getattr(torch.cuda, name) for name in cpu._TORCH_CUDA}
 cpu.install(); cpu.install()
 x = torch.zeros(3, device="cuda")
@@ -50,7 +50,7 @@ def test_emulation_after_megatron_is_refused() -> None:
     found = run("""
 import megatron.core
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime import cpu
+from megatron_wlb.runtime.emulation import cpu
 try:
     cpu.install()
 except CompatibilityError as error:
