@@ -20,14 +20,13 @@ import functools
 import logging
 from typing import Any
 
-import torch
-
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state, sharded_rng
+from megatron_wlb.runtime.transfer import of_all_ranks
 
 STATE = "megatron_wlb"
 RNG = "megatron_wlb_rng"
@@ -67,14 +66,11 @@ class Hooks:
 
     def save_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Collects what is ours on all ranks, of which Megatron may ask only some for a state."""
-        groups = self.session.model.groups
         rng: Any = rng_state()
         if self.session.args.ckpt_format == "torch_dist":
             rng = sharded_rng(RNG, rng, self.session.model)
         else:
-            states: list[Any] = [None] * groups.dp_cp.size()
-            torch.distributed.all_gather_object(states, rng, group=groups.dp_cp)
-            rng = states
+            rng = of_all_ranks(rng, self.session.model.groups.dp_cp)
         state = self.session.state() | {
             "checksums": self._writes(self.session.args.save)
             and self.session.args.ckpt_format == "torch_dist"

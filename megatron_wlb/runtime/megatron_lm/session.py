@@ -81,35 +81,17 @@ class Session:
     flops_since_log: list[float] = field(default_factory=list)
     """Of each step since the last line of the log."""
 
-    def __post_init__(self) -> None:
-        self._model: Model | None = None
-        self._runner: StepRunner | None = None
-        self._plans: PlanAhead | None = None
-        self._cost: Cost | None = None
-
-    @property
-    def model(self) -> Model:
-        assert self._model is not None, "Megatron sets the model up before all else"
-        return self._model
-
-    @model.setter
-    def model(self, model: Model) -> None:
-        self._model = model
+    model: Model = field(init=False)
+    """Set once Megatron has built it, before all else."""
+    runner: StepRunner = field(init=False)
+    cost: Cost = field(init=False)
+    """Both set when the data are opened, before training."""
+    _plans: PlanAhead | None = None
 
     @cached_property
     def flops(self) -> DocumentFlops:
         """Of documents; not before the tokenizer has said how large the vocabulary is."""
         return DocumentFlops.of(self.formula, self.args)
-
-    @property
-    def runner(self) -> StepRunner:
-        assert self._runner is not None, "Megatron opens the data before it trains"
-        return self._runner
-
-    @property
-    def cost(self) -> Cost:
-        assert self._cost is not None, "the cost is known once the data are open"
-        return self._cost
 
     def open_data(self) -> tuple[Iterator[StepPlan] | None, ...]:
         """Plans for training, validation and test, as Megatron's external data loaders.
@@ -126,11 +108,11 @@ class Session:
         args = self.args
         corpora = self._corpora()
         dp_size = self.model.groups.dp.size()
-        self._cost = self._make_cost()
-        self._runner = StepRunner.of(self.config, self.model, corpora, _device())
+        self.cost = self._make_cost()
+        self.runner = StepRunner.of(self.config, self.model, corpora, _device())
         training = None
         if not args.skip_train:
-            planner = make_planner(self.config, corpora, self._cost, dp_size)
+            planner = make_planner(self.config, corpora, self.cost, dp_size)
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
                 tell_changes(self.config, self.restored["settings"], self.restored.get("machine"))
@@ -147,7 +129,7 @@ class Session:
             plans = None
             if args.eval_iters and corpora.num_documents(split):
                 evaluation = make_evaluation_planner(
-                    self.config, corpora, self._cost, dp_size, split
+                    self.config, corpora, self.cost, dp_size, split
                 )
                 plans = _evaluation_plans(evaluation, args.eval_iters)
             elif args.eval_iters and split == "valid":

@@ -29,6 +29,7 @@ from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
+from megatron_wlb.runtime.transfer import of_all_ranks
 from megatron_wlb.settings.config import Config
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -338,9 +339,7 @@ def _prepare(folder: Path, num_bytes: int) -> str:
 
 def _raise_everywhere(error: str) -> None:
     """Raises on all ranks if any has an error, so that none waits for the others for ever."""
-    errors: list[str] = [""] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(errors, error)
-    for message in errors:
+    for message in of_all_ranks(error):
         if message:
             raise CheckpointError(message)
 

@@ -18,6 +18,7 @@ from megatron_wlb.runtime.attention.kernels import (
     transformer_engine,
 )
 from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.transfer import of_all_ranks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -135,9 +136,7 @@ def _reason_of_all(reason: str | None) -> str | None:
 def _of_all_ranks(said: T) -> list[T]:
     if not torch.distributed.is_initialized():
         return [said]
-    gathered: list[T] = [said] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, said)
-    return gathered
+    return of_all_ranks(said)
 
 
 def _one_line(error: Exception) -> str:
