@@ -46,7 +46,7 @@ class Log:
             return float(original(args, batch_size))
         if self._is_logging:
             return statistics.fmean(session.flops_since_log)
-        flops = session.flops.plan(session.step.plan)
+        flops = session.flops.of_plan(session.step.plan)
         session.flops_since_log.append(flops)
         return flops
 
@@ -110,7 +110,7 @@ class Log:
         session = self.session
         assert session.step is not None
         step = session.step
-        flops = session.flops.plan(plan) / torch.distributed.get_world_size()
+        flops = session.flops.of_plan(plan) / torch.distributed.get_world_size()
         tflops_per_device = flops / (stop_s - step.asked_s) / 1e12
         figures: dict[str, float] = {
             **step_values(plan, step.asked_s, step.planned_s, stop_s),
