@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -52,12 +53,14 @@ class Candidate:
 
 
 CANDIDATES: dict[str, Candidate] = {
-    "flash-attn-3": Candidate(flash.obstacle_3, flash.build_3),
+    "flash-attn-3": Candidate(partial(flash.obstacle, 3), partial(flash.build, 3)),
     "torch": Candidate(torch_varlen.obstacle, torch_varlen.build),
-    "flash-attn-2": Candidate(flash.obstacle_2, flash.build_2),
+    "flash-attn-2": Candidate(partial(flash.obstacle, 2), partial(flash.build, 2)),
     "transformer-engine": Candidate(transformer_engine.obstacle, transformer_engine.build),
-    "torch-cpu": Candidate(torch_cpu.obstacle, torch_cpu.build, breaks=torch_cpu.BREAKS),
-    "sdpa": Candidate(sdpa.obstacle, sdpa.build, is_reference=True),
+    "torch-cpu": Candidate(
+        torch_cpu.obstacle, lambda _: torch_cpu.torch_cpu_varlen, breaks=torch_cpu.BREAKS
+    ),
+    "sdpa": Candidate(lambda _: None, lambda _: sdpa.sdpa_varlen, is_reference=True),
 }
 """Fastest first; what ``auto`` takes first that can run."""
 

@@ -37,28 +37,16 @@ def flash_obstacle(demand: Demand) -> str | None:
     return None
 
 
-def obstacle_2(demand: Demand) -> str | None:
-    """Why flash-attn 2 cannot run this, or None."""
-    return flash_obstacle(demand) or _import_obstacle(2)
-
-
-def obstacle_3(demand: Demand) -> str | None:
-    """Why flash-attn 3 cannot run this, or None."""
-    reason = flash_obstacle(demand)
-    if reason is None and torch.cuda.get_device_capability(demand.device)[0] != 9:
+def obstacle(version: int, demand: Demand) -> str | None:
+    """Why that version of flash-attn cannot run this, or None."""
+    if (reason := flash_obstacle(demand)) is not None:
+        return reason
+    if version == 3 and torch.cuda.get_device_capability(demand.device)[0] != 9:
         return "it needs a GPU of compute capability 9.x (Hopper)"
-    return reason or _import_obstacle(3)
+    return _import_obstacle(version)
 
 
-def build_2(demand: Demand) -> VarlenKernel:
-    return _build(2, demand)
-
-
-def build_3(demand: Demand) -> VarlenKernel:
-    return _build(3, demand)
-
-
-def _build(version: int, demand: Demand) -> VarlenKernel:
+def build(version: int, demand: Demand) -> VarlenKernel:
     attend = partial(_function(version), causal=True, deterministic=demand.deterministic)
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return packed_kernel(attend, *lengths, "softmax_scale")
