@@ -39,7 +39,7 @@ from megatron_wlb.packing import packer
 from megatron_wlb.plan import Document, MicroBatchPlan
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.shaping import Shaper
-from megatron_wlb.simulator.step import simulate_step
+from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.plot import plot_timelines
 
 COST = DocumentCost(
@@ -172,7 +172,7 @@ def plot(case: Case, options: argparse.Namespace) -> None:
     shaped = shaper_of(case, options).shape(balanced)
     for name, ranks in (("balanced", balanced), ("shaped", shaped)):
         lengths = [[[d.length for d in m] for m in rank] for rank in ranks]
-        lines[name] = simulate_step(lengths, costs, layout).timeline
+        lines[name] = Simulator(costs, layout).step(lengths).timeline
     title = f"One step of hold, PP={case.pp}, {case.num_micro_batches} micro-batches"
     plot_timelines(lines, options.plot, title, measured=False)
 

@@ -15,7 +15,8 @@ from megatron_wlb.runtime.compat.source import MegatronSource
 _EPILOG = """\
 The patches give Megatron's P2PCommunicator a public shape_provider, and let its pipeline schedules
 take a length for each micro-batch. Nobody needs them: without them the plugin puts a subclass in
-the communicator's place. patches/README.md says why they are there and when they go.
+the communicator's place. patches/README.md says why they are there and when they go. git must be
+installed to apply and to revert them.
 
 PATH is a folder with megatron/core in it, a checkout or a site-packages; without it, the
 megatron-core that Python would import. A file that is neither as released nor as patched, an

@@ -18,92 +18,40 @@ from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
 from megatron_wlb.settings.config import Config, ModelConfig, flag_of
 
-_AT_LEAST = {
-    **dict.fromkeys(
-        (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "distributed_timeout_minutes",
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "make_vocab_size_divisible_by",
-            "rotary_base",
-            "vocab_size",
-            "global_batch_size",
-            "train_iters",
-            "exit_interval",
-            "lr_decay_iters",
-            "recompute_num_layers",
-            "eval_iters",
-            "save_interval",
-            "log_interval",
-            "wlb_epochs",
-            "wlb_cp_overlap_groups",
-            "rotary_seq_len_interpolation_factor",
-            "wlb_yarn_original_max_position_embeddings",
-        ),
+_PARALLEL_SIZES = "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"
+_MODEL_SIZES = "hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels"
+
+_AT_LEAST = (
+    (
         1,
+        f"{_PARALLEL_SIZES} distributed_timeout_minutes num_layers {_MODEL_SIZES} rotary_base "
+        "make_vocab_size_divisible_by vocab_size global_batch_size train_iters exit_interval "
+        "lr_decay_iters recompute_num_layers eval_iters save_interval log_interval wlb_epochs "
+        "wlb_cp_overlap_groups rotary_seq_len_interpolation_factor "
+        "wlb_yarn_original_max_position_embeddings",
     ),
-    **dict.fromkeys(
-        ("lr_warmup_iters", "eval_interval", "wlb_max_age", "wlb_verify_plan_interval"), 0
-    ),
-}
-
-_AT_MOST = {
-    "num_layers": MOST_LAYERS,
-    "global_batch_size": MOST_MICRO_BATCHES,
-    "seq_length": MOST_TOKENS,
-    "wlb_max_tokens": MOST_TOKENS,
-    **dict.fromkeys(
-        (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "num_virtual_stages_per_pipeline_rank",
-        ),
-        MOST_DEVICES,
-    ),
-    **dict.fromkeys(
-        (
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "vocab_size",
-            "make_vocab_size_divisible_by",
-            "max_position_embeddings",
-        ),
-        MAX_SIZE,
-    ),
-}
+    (0, "lr_warmup_iters eval_interval wlb_max_age wlb_verify_plan_interval"),
+)
+_AT_MOST = (
+    (MOST_LAYERS, "num_layers"),
+    (MOST_MICRO_BATCHES, "global_batch_size"),
+    (MOST_TOKENS, "seq_length wlb_max_tokens"),
+    (MOST_DEVICES, f"{_PARALLEL_SIZES} num_virtual_stages_per_pipeline_rank"),
+    (MAX_SIZE, f"{_MODEL_SIZES} vocab_size make_vocab_size_divisible_by max_position_embeddings"),
+)
 """Above these nothing comes to an end, or fits a number of the kernels."""
-
-_WITHIN = {
+_WITHIN = (
     # Half-open.
-    "seed": (0, 2**32),
-    "lr": (0, math.inf),
-    "weight_decay": (0, math.inf),
-    "adam_beta1": (0, 1),
-    "adam_beta2": (0, 1),
-    "adam_eps": (0, math.inf),
-    "sgd_momentum": (0, 1),
-    "clip_grad": (0, math.inf),
-    "hidden_dropout": (0, 1),
-    "norm_epsilon": (0, math.inf),
-    "init_method_std": (0, math.inf),
-    "rope_scaling_factor": (1, math.inf),
-    "wlb_yarn_rotary_scaling_factor": (1, math.inf),
-    "wlb_yarn_beta_fast": (0, math.inf),
-    "wlb_yarn_beta_slow": (0, math.inf),
-    "wlb_yarn_mscale": (0, math.inf),
-    "wlb_yarn_mscale_all_dim": (0, math.inf),
-}
+    ((0, 2**32), "seed"),
+    ((0, 1), "adam_beta1 adam_beta2 sgd_momentum hidden_dropout"),
+    (
+        (0, math.inf),
+        "lr weight_decay adam_eps clip_grad norm_epsilon init_method_std "
+        "wlb_yarn_beta_fast wlb_yarn_beta_slow wlb_yarn_mscale wlb_yarn_mscale_all_dim",
+    ),
+    ((1, math.inf), "rope_scaling_factor wlb_yarn_rotary_scaling_factor"),
+)
+"""Settings by their bounds."""
 
 
 NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
@@ -159,15 +107,15 @@ def check_ranges(config: Config) -> None:
 
 def _check_ranges(config: Config) -> Iterator[str]:
     values = config.flat()
-    for name, most in _AT_MOST.items():
-        if values[name] is not None and values[name] > most:
-            yield f"{flag_of(name)} is {values[name]}; it must be at most {most}"
-    for name, least in _AT_LEAST.items():
-        if values[name] is not None and values[name] < least:
-            yield f"{flag_of(name)} is {values[name]}; it must be at least {least}"
-    for name, (least, below) in _WITHIN.items():
-        if not least <= values[name] < below:  # NaN is not.
-            yield (f"{flag_of(name)} is {values[name]}; it must be in [{least}, {below})")
+    for limits, sign, word in ((_AT_MOST, -1, "most"), (_AT_LEAST, 1, "least")):
+        for limit, names in limits:
+            for name in names.split():
+                if values[name] is not None and sign * values[name] < sign * limit:
+                    yield f"{flag_of(name)} is {values[name]}; it must be at {word} {limit}"
+    for (least, below), names in _WITHIN:
+        for name in names.split():
+            if not least <= values[name] < below:  # NaN is not.
+                yield f"{flag_of(name)} is {values[name]}; it must be in [{least}, {below})"
     if not 0 < values["rotary_percent"] <= 1:
         yield f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]"
 

@@ -8,6 +8,7 @@ others: processors differ in the last bits of a fit, and plans must not.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from megatron_wlb.cost import DocumentCost
 from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
@@ -25,6 +27,7 @@ from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
 from megatron_wlb.sharding import Sharding, length_multiple
 
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -60,6 +63,18 @@ def measure_cost(model: Model, window: int, vocab_size: int, *, num_repeats: int
             for length, (forward, backward) in zip(lengths, times_us, strict=True)
         )
     )
+
+
+def measured_cost(model: Model, window: int, vocab_size: int) -> DocumentCost:
+    """What :func:`measure_cost` fits; the log says it."""
+    fit = measure_cost(model, window, vocab_size)
+    logger.info(
+        "measured cost: %s (relative error mean %.1f %%, max %.1f %%)",
+        {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()},
+        100 * fit.mean_error,
+        100 * fit.max_error,
+    )
+    return fit.cost
 
 
 def measure_tables(

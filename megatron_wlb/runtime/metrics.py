@@ -1,4 +1,4 @@
-"""The file of ``--wlb-metrics``: a JSON line a step."""
+"""What a step was, by name, and the file of ``--wlb-metrics``: a JSON line a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.rank_main import writing
+
+
+def step_values(
+    plan: StepPlan, asked_s: float, planned_s: float, stop_s: float
+) -> dict[str, float]:
+    """What ran and what it took, as every log names it.
+
+    Args:
+        plan: that ran.
+        asked_s: monotonic time at which the loop asked for it; it is made ahead.
+        planned_s: when the loop had it.
+        stop_s: when the step was over, its update included.
+    """
+    return {
+        "tokens": plan.num_tokens,
+        "targets": plan.num_targets,
+        "padding": plan.padding_tokens,
+        "imbalance": plan.imbalance,
+        "delay_steps": plan.delay_steps,
+        "waiting_documents": plan.num_waiting,
+        "waiting_tokens": plan.waiting_tokens,
+        "plan_wait_ms": (planned_s - asked_s) * 1e3,
+        "step_ms": (stop_s - asked_s) * 1e3,
+    }
 
 
 class MetricsFile:

@@ -43,73 +43,58 @@ class Model:
     gpts: list[GPTModel]
 
 
+_ALIKE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization "
+    "qk_layernorm add_qkv_bias rotary_interleaved hidden_dropout attention_dropout init_method_std "
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "sequence_parallel bf16 recompute_granularity recompute_method recompute_num_layers "
+    "deterministic_mode"
+)
+"""Settings that Megatron's configuration calls as we do."""
+
+
 def transformer_config(config: Config) -> TransformerConfig:
     """Megatron's configuration of the model, with what ragged micro-batches need."""
     model, parallel, training = config.model, config.parallel, config.training
     vpp = parallel.num_virtual_stages_per_pipeline_rank
     overlap = vpp is not None and not parallel.no_overlap_p2p_communication
     dtype = torch.bfloat16 if training.bf16 else torch.float32
+    settings = config.flat()
     core = TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
+        **{name: settings[name] for name in _ALIKE.split()},
         num_query_groups=model.num_query_groups if model.group_query_attention else None,
-        kv_channels=model.kv_channels,
-        normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
-        qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.swiglu,
         activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         add_bias_linear=not model.disable_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        rotary_interleaved=model.rotary_interleaved,
         apply_rope_fusion=False,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        init_method_std=model.init_method_std,
-        bf16=training.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         gradient_accumulation_fusion=False,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vpp,
         microbatch_group_size_per_vp_stage=(
             parallel.microbatch_group_size_per_virtual_pipeline_stage
             or parallel.pipeline_model_parallel_size
         ),
-        sequence_parallel=parallel.sequence_parallel,
         overlap_p2p_comm=overlap,
         # Batched p2p cannot overlap, and with VPP and PP=2 it mixes up activations and gradients.
         batch_p2p_comm=vpp is None,
         deallocate_pipeline_outputs=True,
-        recompute_granularity=training.recompute_granularity,
-        recompute_method=training.recompute_method,
-        recompute_num_layers=training.recompute_num_layers,
         # Ragged micro-batches weigh tokens rightly only with one division, over the whole step.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         # Megatron refuses variable lengths with its default dispatcher, even for dense models.
         moe_token_dispatcher_type="alltoall",
         cuda_graph_scope=[],
-        context_parallel_size=parallel.context_parallel_size,
-        deterministic_mode=training.deterministic_mode,
     )
     if model.position_embedding_type == "yarn":
-        for name in (
-            "rotary_scaling_factor",
-            "original_max_position_embeddings",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-        ):
-            # Where Megatron's GPT and its attention look for them, though they are no fields.
-            setattr(core, f"yarn_{name}", getattr(model, f"wlb_yarn_{name}"))
+        for name, value in settings.items():
+            if name.startswith("wlb_yarn_"):
+                # Where Megatron's GPT and its attention look for them, though they are no fields.
+                setattr(core, name.removeprefix("wlb_"), value)
         core.yarn_correction_range_round_to_int = True
     return core
 
@@ -159,6 +144,17 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
     return spec
 
 
+def require_document_attention(gpt: GPTModel) -> None:
+    """Raises :class:`CompatibilityError` where Megatron built another core attention than ours."""
+    for layer in gpt.decoder.layers:
+        installed = type(layer.self_attention.core_attention)
+        if installed is not DocumentAttention:
+            raise CompatibilityError(
+                f"Megatron built {installed.__name__} where DocumentAttention was specified; this "
+                "Megatron is not one that megatron-wlb knows"
+            )
+
+
 def attention_options(
     config: Config,
     core: TransformerConfig,
@@ -201,13 +197,12 @@ def attention_options(
     return AttentionOptions(kernel, num_head_groups, config.wlb.wlb_cp_keep_gathered)
 
 
-def build_model(config: Config, vocab_size: int, *, wrap: bool = True) -> Model:
+def build_model(config: Config, vocab_size: int) -> Model:
     """Builds this rank's chunks; Megatron's process groups must exist.
 
     Args:
         config: settings, already checked (:mod:`megatron_wlb.planning.guards`).
         vocab_size: of the tokenizer; padded here.
-        wrap: whether to wrap for data parallelism (needed to train).
 
     Raises:
         CompatibilityError: Megatron built another core attention than ours.
@@ -244,20 +239,12 @@ def build_model(config: Config, vocab_size: int, *, wrap: bool = True) -> Model:
             vp_stage=vp_stage,
         )
         use_document_positions(gpt)
-        for layer in gpt.decoder.layers:
-            installed = type(layer.self_attention.core_attention)
-            if installed is not DocumentAttention:
-                raise CompatibilityError(
-                    f"Megatron built {installed.__name__} where DocumentAttention was specified; "
-                    "this megatron-core is not one that megatron-wlb knows"
-                )
+        require_document_attention(gpt)
         gpts.append(gpt.to("cuda"))
     chunks: list[torch.nn.Module] = list(gpts)
     if config.training.bf16:
         chunks = [Float16Module(core, chunk) for chunk in chunks]
-    if wrap:
-        chunks = _wrap(config, core, chunks)
-    return Model(core, groups, chunks, gpts)
+    return Model(core, groups, _wrap(config, core, chunks), gpts)
 
 
 def _wrap(

@@ -15,11 +15,13 @@ from typing import Any, TypeAlias
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.batch import Batch, BatchBuilder
 from megatron_wlb.runtime.communicator import PlanCommunicator
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.settings.config import Config
 
 ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
 """Megatron's ``forward_step_func``: the next micro-batch through a chunk, and its loss function."""
@@ -91,6 +93,20 @@ class StepRunner:
         self.verify_plan_interval = verify_plan_interval
         self._schedule = get_forward_backward_func()
         self._num_runs = 0
+
+    @classmethod
+    def of(cls, config: Config, model: Model, corpora: Corpora, device: str) -> StepRunner:
+        """The runner of a run with these settings."""
+        cp = model.groups.cp
+        batches = BatchBuilder(
+            corpora.corpora, corpora.vocab_size, device, cp_rank=cp.rank(), cp_size=cp.size()
+        )
+        return cls(
+            model,
+            batches,
+            verify_shapes=config.wlb.wlb_verify_shapes,
+            verify_plan_interval=config.wlb.wlb_verify_plan_interval,
+        )
 
     def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
         """Runs forward (and backward) of one step; gradients are left in the model, reduced.

@@ -1,11 +1,13 @@
-"""Arrays made on the host -> tensors on the device, while it computes."""
+"""Moves values: arrays made on the host to the device, and Python objects to all ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import torch
+
+T = TypeVar("T")
 
 
 def to_device(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -18,3 +20,10 @@ def to_device(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def of_all_ranks(mine: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
+    """What each rank of the group, or of the world, gives, by rank; called by all of them."""
+    gathered: list[T] = [mine] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, mine, group=group)
+    return gathered

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: orders of actions, graphs, text."""
+"""Pipeline schedules as data: orders of actions, and graphs of them."""

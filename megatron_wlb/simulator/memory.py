@@ -68,11 +68,6 @@ class StepMemory:
     def peak_bytes(self) -> float:
         return max(rank.peak_bytes for rank in self.ranks)
 
-    @property
-    def peak_rank(self) -> int:
-        """The rank with the highest peak; the first of equal ones."""
-        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].peak_bytes)
-
     def check(self, limit_bytes: float, where: str = "") -> None:
         """Raises :class:`PlanError` for the first rank above ``limit_bytes``, with its action."""
         for number, rank in enumerate(self.ranks):

@@ -1,9 +1,9 @@
 """A whole training step, simulated: pipelines of all data-parallel ranks, reduction and update.
 
-``simulate_step`` is a pure function from micro-batches, costs and layout to a
-:class:`StepTimeline`; :class:`Simulator` is the same for many steps of one run. Each data-parallel
-rank's pipeline is a graph of its own (:mod:`megatron_wlb.schedule.graph`); they meet where
-gradients are reduced, and all ranks meet at the update, as the norm of all gradients comes first.
+:class:`Simulator` makes a :class:`StepTimeline` of micro-batches, costs and layout. Each
+data-parallel rank's pipeline is a graph of its own (:mod:`megatron_wlb.schedule.graph`); they meet
+where gradients are reduced, and all ranks meet at the update, as the norm of all gradients comes
+first.
 
 Everything here is *simulated*. Times are in µs and start at 0.
 """
@@ -21,9 +21,8 @@ from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.schedule.graph import Floats, Graph, Replay, Sends, graph_of
+from megatron_wlb.schedule.graph import Graph, Replay, Sends, graph_of
 from megatron_wlb.schedule.order import Order
-from megatron_wlb.sharding import Selector
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
 from megatron_wlb.simulator.step_timeline import Activity, StepTimeline
@@ -96,7 +95,7 @@ class Simulator:
             micro_batches: a plan, or lengths of each rank's micro-batches in running order.
             attention_scale: of each data-parallel rank ``[N]`` or ``[2, N]`` (forward and
                 backward), the attention of the slowest context-parallel rank in even shares; 1 is
-                perfect balance. :func:`attention_scales` says it for a plan.
+                perfect balance.
 
         Raises:
             ConfigError: a schedule that Megatron refuses.
@@ -190,37 +189,6 @@ class Simulator:
             parts.append(Activity(-1, rank, f"reduce {chunk}", start_us, stop_us))
             free_us = stop_us
         return parts, max(done_us, free_us)
-
-
-def simulate_step(
-    micro_batches: StepPlan | Lengths,
-    costs: StepCosts,
-    parallelism: Parallelism,
-    *,
-    order: Order | None = None,
-    sends: Sends | None = None,
-    memory: MemoryModel | None = None,
-    attention_scale: Sequence[npt.ArrayLike] | None = None,
-) -> StepTimeline:
-    """The timeline of one step; see :class:`Simulator`, which is the same for many."""
-    simulator = Simulator(costs, parallelism, order=order, sends=sends, memory=memory)
-    return simulator.step(micro_batches, attention_scale)
-
-
-def attention_scales(plan: StepPlan, selector: Selector) -> list[Floats]:
-    """What the shardings that ``selector`` chooses for a plan come to, for ``attention_scale``."""
-    result = []
-    for rank in plan.micro_batches:
-        chosen = [selector.choose(micro_batch.lengths) for micro_batch in rank]
-        result.append(
-            np.array(
-                [
-                    [prediction.forward_imbalance for prediction in chosen],
-                    [prediction.backward_imbalance for prediction in chosen],
-                ]
-            )
-        )
-    return result
 
 
 def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:

@@ -86,11 +86,6 @@ class StepTimeline:
         return max(0.0, 1.0 - busy_us / available_us) if available_us else 0.0
 
     @property
-    def tail_us(self) -> float:
-        """From the last backward to the end of the step: reduction that is not hidden, update."""
-        return self.step_us - self.pipeline_us
-
-    @property
     def tokens_per_s(self) -> float:
         """Tokens a second of all data-parallel ranks together."""
         return self.num_tokens / self.step_us * 1e6 if self.step_us else 0.0
@@ -119,11 +114,6 @@ class StepTimeline:
     def peak_bytes(self) -> float:
         """The most that any rank holds; 0 without a memory model."""
         return max((rank.peak_bytes for rank in self.memory), default=0.0)
-
-    def check_memory(self, limit_bytes: float) -> None:
-        """Raises :class:`PlanError` naming the first rank and action above ``limit_bytes``."""
-        for dp_rank, memory in enumerate(self.memory):
-            memory.check(limit_bytes, f"data-parallel rank {dp_rank}" if self.dp_size > 1 else "")
 
     @cached_property
     def critical_path(self) -> tuple[Activity, ...]:

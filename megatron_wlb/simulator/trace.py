@@ -6,12 +6,9 @@ a thread a pipeline rank. Open https://ui.perfetto.dev or chrome://tracing and d
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_wlb.files import write_text
 from megatron_wlb.simulator.engine import Timeline
 from megatron_wlb.simulator.step_timeline import StepTimeline
 
@@ -35,16 +32,6 @@ def trace(timelines: Mapping[str, StepTimeline | Timeline]) -> dict[str, Any]:
         else:
             events += _actions(line, len(_processes(events)), name, frozenset())
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(
-    path: str | os.PathLike[str], timelines: Mapping[str, StepTimeline | Timeline]
-) -> None:
-    """Writes :func:`trace`, whole or not at all.
-
-    Raises :class:`~megatron_wlb.errors.ConfigError` where it cannot be written.
-    """
-    write_text(path, json.dumps(trace(timelines)))
 
 
 def _processes(events: Iterable[Mapping[str, Any]]) -> set[int]:

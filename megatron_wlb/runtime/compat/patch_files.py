@@ -1,8 +1,8 @@
 """The patch files of ``patches/`` on a Megatron source tree: what state it is in, apply, revert.
 
 A patch names the git blob of each file before and after it (the ``index`` line of the diff). So
-the state of a file is known from its bytes alone, a hunk is never placed by guess, and what is
-written is known to be right before anything is replaced: apply and revert are exact or nothing.
+the state of a file is known from its bytes alone. ``git apply`` makes the patched files in a folder
+beside, and they are put in place only if they are the blobs that were promised: exact or nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,46 +27,21 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _FOLDERS = (_PACKAGE / "patches", _PACKAGE.parent / "patches")
 """Where an installed package and where a checkout has the files."""
 
-_INDEX = re.compile(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})(?: \d+)?")
-_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@.*")
+_DIFF = re.compile(
+    r"^diff --git a/(\S+) b/\1\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40})", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
 class FilePatch:
     """One file's diff."""
 
+    patch: Path
     path: str
     """The file's path below the folder that holds ``megatron``."""
     before: str
     """The git blob it applies to, and the one that comes of it."""
     after: str
-    hunks: tuple[tuple[int, tuple[bytes, ...]], ...]
-    """Per hunk the first line before it (from 1), and its lines with their sign."""
-
-    def applied(self, content: bytes, *, revert: bool = False) -> bytes:
-        """``content`` with the patch applied, or taken back. It must be the file as released, or
-        as patched: the result then is the other one, byte for byte.
-        """
-        assert blob(content) == (self.after if revert else self.before)
-        drop, add = (b"+", b"-") if revert else (b"-", b"+")
-        lines = content.splitlines(keepends=True)
-        result: list[bytes] = []
-        taken = shift = 0
-        for start, changes in self.hunks:
-            # A hunk's place is that before the patch; what came before it has moved the lines.
-            first = start - 1 + (shift if revert else 0)
-            result += lines[taken:first]
-            taken = first
-            for change in changes:
-                sign, line = change[:1], change[1:]
-                if sign != add:
-                    taken += 1
-                if sign != drop:
-                    result.append(line)
-                shift += {b"+": 1, b"-": -1}.get(sign, 0)
-        patched = b"".join([*result, *lines[taken:]])
-        assert blob(patched) == (self.before if revert else self.after), self.path
-        return patched
 
 
 @dataclass(frozen=True)
@@ -80,10 +56,12 @@ class PatchSeries:
     def of(cls, version: str) -> PatchSeries:
         """The patches of a version. Raises :class:`CompatibilityError` where it has none."""
         for folder in _FOLDERS:
-            if (folder / f"core_v{version}").is_dir():
-                found = folder / f"core_v{version}"
-                paths = sorted(found.glob("*.patch"))
-                files = [file for path in paths for file in _parse(path)]
+            if (found := folder / f"core_v{version}").is_dir():
+                files = (
+                    FilePatch(patch, *groups)
+                    for patch in sorted(found.glob("*.patch"))
+                    for groups in _DIFF.findall(patch.read_text(encoding="utf-8"))
+                )
                 return cls(version, found, tuple(files))
         raise CompatibilityError(
             f"there are no patches for megatron-core {version}, only for "
@@ -109,7 +87,8 @@ class PatchSeries:
         that are each whole, and the next ``apply`` or ``revert`` finishes the work.
 
         Raises:
-            CompatibilityError: as :meth:`state`; a dirty checkout; a file that cannot be written.
+            CompatibilityError: as :meth:`state`; a dirty checkout; a file that cannot be written;
+                git is not installed.
         """
         return self._change(source, revert=False)
 
@@ -136,12 +115,15 @@ class PatchSeries:
     def _change(self, source: MegatronSource, *, revert: bool) -> tuple[str, ...]:
         todo = [f for f in self.files if self._is_patched(source, f) == revert]
         _require_clean(source, self.files)
-        contents = {}
-        for file in todo:
-            path = source.core_root / file.path
-            old = path.read_bytes()
-            contents[path] = (old, file.applied(old, revert=revert))
-        _replace_all(contents)
+        if todo:
+            try:
+                with tempfile.TemporaryDirectory(prefix=".wlb-", dir=source.core_root) as beside:
+                    _change_beside(source.core_root, Path(beside), todo, revert=revert)
+            except OSError as error:
+                raise CompatibilityError(
+                    f"cannot write {error.filename}: {error.strerror}; nothing was changed: make "
+                    "the folder writable, or give a copy of the tree"
+                ) from None
         return tuple(file.path for file in todo)
 
 
@@ -156,38 +138,25 @@ def blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def _parse(path: Path) -> list[FilePatch]:
-    """The file diffs of a patch file, which is one of ours: ``git diff --full-index``."""
-    files: list[FilePatch] = []
-    name, blobs, hunks = "", ("", ""), list[tuple[int, list[bytes]]]()
-
-    def close() -> None:
-        if name:
-            done = tuple((start, tuple(lines)) for start, lines in hunks)
-            files.append(FilePatch(name, *blobs, done))
-
-    for line in path.read_bytes().splitlines(keepends=True):
-        text = line.decode().rstrip("\n")
-        if line.startswith(b"diff --git "):
-            close()
-            name, hunks = text.rpartition(" b/")[2], []
-        elif found := _INDEX.fullmatch(text):
-            blobs = (found[1], found[2])
-        elif place := _HUNK.fullmatch(text):
-            hunks.append((int(place[1]), []))
-        elif hunks and line[:1] in b" +-":
-            hunks[-1][1].append(line)
-    close()
-    return files
+def _git(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, env = ["git", *words], {**os.environ, **environment}
+    try:
+        return subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise CompatibilityError(
+            "git is not installed, which applies and reverts the patches; install it, or leave the "
+            "tree as it is: the plugin works with both"
+        ) from None
 
 
 def _require_clean(source: MegatronSource, files: Sequence[FilePatch]) -> None:
     """Refuses a git checkout with changes of somebody else's."""
     root = source.core_root
-    if not (root / ".git").exists() or shutil.which("git") is None:
+    if not (root / ".git").exists():
         return
-    command = ["git", "status", "--porcelain", "--untracked-files=no", "--no-renames", "-z"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = _git(root, "status", "--porcelain", "--untracked-files=no", "--no-renames", "-z")
     if done.returncode:
         raise CompatibilityError(f"git status fails in {root}: {done.stderr.strip()}; repair it")
     ours = {file.path for file in files}
@@ -200,31 +169,37 @@ def _require_clean(source: MegatronSource, files: Sequence[FilePatch]) -> None:
         )
 
 
-def _replace_all(contents: dict[Path, tuple[bytes, bytes]]) -> None:
-    """Puts ``(old, new)`` contents in place, all or none."""
-    replaced: list[Path] = []
+def _change_beside(root: Path, beside: Path, todo: Sequence[FilePatch], *, revert: bool) -> None:
+    """Changes copies of the files and puts them in place, all or none."""
+    old, new = beside / "old", beside / "new"
+    for file in todo:
+        for copies in (old, new):
+            (copies / file.path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / file.path, copies / file.path)
+    done = _git(
+        new,
+        "apply",
+        *["-R"] * revert,
+        "--whitespace=nowarn",
+        *(f"--include={file.path}" for file in todo),
+        *sorted({str(file.patch) for file in todo}),
+        # Neither a repository above nor the user's own settings have a say.
+        GIT_CEILING_DIRECTORIES=str(beside),
+        GIT_CONFIG_GLOBAL=os.devnull,
+        GIT_CONFIG_NOSYSTEM="1",
+    )
+    for file in todo:
+        wanted = file.before if revert else file.after
+        if done.returncode or blob((new / file.path).read_bytes()) != wanted:
+            said = " ".join(done.stderr.split()) or f"it makes another {file.path}"
+            raise CompatibilityError(
+                f"git cannot apply the patches: {said}; reinstall megatron-wlb"
+            )
+        shutil.copymode(root / file.path, new / file.path)  # git makes a new file
     try:
-        beside = {path: _write_beside(path, new) for path, (_, new) in contents.items()}
-        for path, temporary in beside.items():
-            os.replace(temporary, path)
-            replaced.append(path)
-    except OSError as error:
-        for path in replaced:
-            os.replace(_write_beside(path, contents[path][0]), path)
-        for path in contents:
-            _beside(path).unlink(missing_ok=True)
-        raise CompatibilityError(
-            f"cannot write {error.filename}: {error.strerror}; nothing was changed: make the "
-            "folder writable, or give a copy of the tree"
-        ) from None
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.wlb")
-
-
-def _write_beside(path: Path, content: bytes) -> Path:
-    temporary = _beside(path)
-    temporary.write_bytes(content)
-    shutil.copymode(path, temporary)
-    return temporary
+        for file in todo:
+            os.replace(new / file.path, root / file.path)
+    except OSError:
+        for file in todo:
+            os.replace(old / file.path, root / file.path)
+        raise

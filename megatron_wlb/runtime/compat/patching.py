@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,21 +23,14 @@ class PatchSet:
 
     _saved: list[tuple[Any, str, Any]] = field(default_factory=list)
 
-    def replace(self, owner: Any, name: str, value: Any, *, create: bool = False) -> None:
+    def replace(self, owner: Any, name: str, value: Any) -> None:
         """Sets ``owner.name``; ``owner`` may be a module's dotted name.
 
         Raises:
-            CompatibilityError: there is no such module or attribute (unless ``create``), or this
-                set has already replaced it.
+            CompatibilityError: there is no such module or attribute, or this set has already
+                replaced it.
         """
-        if isinstance(owner, str):
-            try:
-                owner = importlib.import_module(owner)
-            except ImportError as error:
-                raise CompatibilityError(
-                    f"{owner} is missing ({error}): this version of {owner.split('.')[0]} is not "
-                    "one that megatron-wlb knows; install the versions in its constraints file"
-                ) from None
+        owner = _module(owner)
         label = f"{getattr(owner, '__name__', owner)}.{name}"
         if any(o is owner and n == name for o, n, _ in self._saved):
             raise CompatibilityError(f"{label} is already replaced; a name has one owner")
@@ -44,13 +39,19 @@ class PatchSet:
             if isinstance(owner, type)
             else getattr(owner, name, _MISSING)
         )
-        if old is _MISSING and not create:
+        if old is _MISSING:
             raise CompatibilityError(
                 f"{label} is missing: this version of {label.split('.')[0]} is not one that "
                 "megatron-wlb knows; install the versions in its constraints file"
             )
         self._saved.append((owner, name, old))
         setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        """Replaces a function by ``hook(original, …)``; errors are those of :meth:`replace`."""
+        original = getattr(_module(owner), name, _MISSING)
+        self.replace(owner, name, functools.partial(hook, original))
+        functools.update_wrapper(getattr(_module(owner), name), original)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
         """Whether anything is replaced."""
@@ -60,7 +61,17 @@ class PatchSet:
         """Puts everything back; afterwards the set is empty and can be used again."""
         while self._saved:
             owner, name, old = self._saved.pop()
-            if old is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
+            setattr(owner, name, old)
+
+
+def _module(owner: Any) -> Any:
+    """The module of a dotted name; anything else as it is."""
+    if not isinstance(owner, str):
+        return owner
+    try:
+        return importlib.import_module(owner)
+    except ImportError as error:
+        raise CompatibilityError(
+            f"{owner} is missing ({error}): this version of {owner.split('.')[0]} is not "
+            "one that megatron-wlb knows; install the versions in its constraints file"
+        ) from None

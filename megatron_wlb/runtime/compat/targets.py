@@ -203,11 +203,10 @@ VERSIONS: Mapping[str, Version] = {
 
 
 @dataclass(frozen=True)
-class Hook:
+class HookedName:
     """One name of a table, held against a source."""
 
     target: str
-    expected: str
     problem: str | None
     """What is wrong, in words that follow the target; None where it fits."""
 
@@ -254,7 +253,7 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
             )
 
 
-def hooks(source: MegatronSource) -> list[Hook]:
+def hooks(source: MegatronSource) -> list[HookedName]:
     """Each name of the version's table and whether it fits; of the nearest table below for an
     unknown version, of the first for one older than all.
 
@@ -263,7 +262,7 @@ def hooks(source: MegatronSource) -> list[Hook]:
     known = version_of(source.version)
     tables = [known.core] + ([known.training] if source.has_training else [])
     return [
-        Hook(target, expected, _problem(source, target, expected))
+        HookedName(target, _problem(source, target, expected))
         for table in tables
         for target, expected in table.items()
     ]

@@ -20,15 +20,13 @@ import functools
 import logging
 from typing import Any
 
-import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.saving import checksums
-from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
+from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state, sharded_rng
+from megatron_wlb.runtime.transfer import of_all_ranks
 
 STATE = "megatron_wlb"
 RNG = "megatron_wlb_rng"
@@ -64,20 +62,15 @@ class Hooks:
             (checkpointing, "_load_global_dist_base_checkpoint"),
             (dist_checkpointing, "save"),
         ):
-            original = getattr(module, name)
-            hook = functools.partial(getattr(self, name.lstrip("_")), original)
-            patches.replace(module, name, functools.update_wrapper(hook, original))
+            patches.wrap(module, name, getattr(self, name.lstrip("_")))
 
     def save_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Collects what is ours on all ranks, of which Megatron may ask only some for a state."""
-        groups = self.session.model.groups
         rng: Any = rng_state()
         if self.session.args.ckpt_format == "torch_dist":
-            rng = self._sharded(rng)
+            rng = sharded_rng(RNG, rng, self.session.model)
         else:
-            states: list[Any] = [None] * groups.dp_cp.size()
-            torch.distributed.all_gather_object(states, rng, group=groups.dp_cp)
-            rng = states
+            rng = of_all_ranks(rng, self.session.model.groups.dp_cp)
         state = self.session.state() | {
             "checksums": self._writes(self.session.args.save)
             and self.session.args.ckpt_format == "torch_dist"
@@ -109,7 +102,7 @@ class Hooks:
         if self._saving is not None:
             state |= self._saving
         elif self._rng_fits():
-            state[RNG] = self._sharded(None)
+            state[RNG] = sharded_rng(RNG, None, self.session.model)
         return state
 
     def load_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,8 +122,7 @@ class Hooks:
             folder, verified = self._compared or (self.session.args.load, True)
             try:
                 self._state = checksums.unseal_state(state[STATE])
-                if self._state.get("checksums") and not (verified or self._skips):
-                    raise CheckpointError(f"its {checksums.NAME} is missing")
+                checksums.require(self._state, verified or self._skips)
             except CheckpointError as error:
                 raise CheckpointError(
                     f"{folder} is damaged: {error}; {checksums.remedy(folder)}"
@@ -219,14 +211,6 @@ class Hooks:
 
     def _layout(self) -> list[int]:
         return self.session.layout()
-
-    def _sharded(self, rng: Any) -> ShardedObject:
-        """What is this rank's own, as Megatron's distributed format holds it."""
-        groups = self.session.model.groups
-        order = (groups.pp, groups.tp, groups.dp_cp)
-        return ShardedObject(
-            RNG, [rng], tuple(g.size() for g in order), tuple(g.rank() for g in order)
-        )
 
 
 def _folder(root: str, iteration: int, release: bool = False) -> str:

@@ -58,9 +58,7 @@ def install() -> None:
         functools.partial(initialize.initialize_megatron, allow_no_cuda=True),
     )
     # Megatron's own checks end in an assertion or a kernel that is not there.
-    _patches.replace(
-        initialize, "validate_args", functools.partial(_validate_args, initialize.validate_args)
-    )
+    _patches.wrap(initialize, "validate_args", _validate_args)
     # Builds CUDA kernels, and an index builder that megatron-core's wheel has built already.
     _patches.replace(initialize, "_compile_dependencies", lambda: None)
     # Compiles; and draws from the generator that, on the CPU, the model's weights come from too.

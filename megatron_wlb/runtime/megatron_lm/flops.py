@@ -35,10 +35,10 @@ class DocumentFlops:
         squared = (two - 2 * one) / (2 * window**2)
         return cls((one - squared * window**2) / window, squared)
 
-    def documents(self, lengths: Iterable[int]) -> float:
+    def of_documents(self, lengths: Iterable[int]) -> float:
         """Counts the operations of documents: ``a·Σd + b·Σd²``."""
         return sum(self.per_token * d + self.per_token_squared * d * d for d in lengths)
 
-    def plan(self, plan: StepPlan) -> float:
+    def of_plan(self, plan: StepPlan) -> float:
         """Counts the operations of a step; its padding is no work that counts."""
-        return self.documents(span.length for m in plan for span in m.spans)
+        return self.of_documents(span.length for m in plan for span in m.spans)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import inspect
 import traceback
 from pathlib import Path
@@ -48,7 +47,7 @@ def installed() -> bool:
 
 def install_flags() -> None:
     """Adds our flags to Megatron's parser, and nothing else: for ``--help``."""
-    _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+    _patches.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
 
 
 def install(*, allow_untested: bool = False) -> None:
@@ -66,10 +65,10 @@ def install(*, allow_untested: bool = False) -> None:
         from megatron.training import training
 
         _require_entry_point(training.pretrain)
-        _wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
-        _wrap("megatron.training.initialize", "validate_args", _validate_args)
-        _wrap("megatron.training.training", "get_model", _get_model)
-        _wrap("megatron.training.training", "pretrain", _pretrain)
+        _patches.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+        _patches.wrap("megatron.training.initialize", "validate_args", _validate_args)
+        _patches.wrap("megatron.training.training", "get_model", _get_model)
+        _patches.wrap("megatron.training.training", "pretrain", _pretrain)
         _patches.replace("megatron.training", "pretrain", training.pretrain)  # scripts import it
     except BaseException:
         _patches.restore()
@@ -93,13 +92,6 @@ def uninstall() -> None:
         _session.close()
     _patches.restore()
     _session, _installed = None, False
-
-
-def _wrap(module: str, name: str, hook: Any) -> None:
-    """Replaces a function by ``hook(original, …)``."""
-    original = getattr(importlib.import_module(module), name)
-    wrapped = functools.update_wrapper(functools.partial(hook, original), original)
-    _patches.replace(module, name, wrapped)
 
 
 def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import statistics
@@ -19,7 +18,7 @@ from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import Session
-from megatron_wlb.runtime.metrics import MetricsFile
+from megatron_wlb.runtime.metrics import MetricsFile, step_values
 from megatron_wlb.schedule.graph import Graph, graph_of
 
 
@@ -38,9 +37,7 @@ class Log:
             "num_floating_point_operations",
             "compute_throughputs_and_append_to_progress_log",
         ):
-            original = getattr(training, name)
-            hook = functools.partial(getattr(self, name), original)
-            patches.replace(training, name, functools.update_wrapper(hook, original))
+            patches.wrap(training, name, getattr(self, name))
 
     def num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
         """Counts the operations of the last step; inside a log line the mean of its steps."""
@@ -49,7 +46,7 @@ class Log:
             return float(original(args, batch_size))
         if self._is_logging:
             return statistics.fmean(session.flops_since_log)
-        flops = session.flops.plan(session.step.plan)
+        flops = session.flops.of_plan(session.step.plan)
         session.flops_since_log.append(flops)
         return flops
 
@@ -112,22 +109,14 @@ class Log:
         """The numbers of a step, by name."""
         session = self.session
         assert session.step is not None
-        step_s = stop_s - session.step.asked_s
-        flops = session.flops.plan(plan)
-        world = torch.distributed.get_world_size()
+        step = session.step
+        flops = session.flops.of_plan(plan) / torch.distributed.get_world_size()
+        tflops_per_device = flops / (stop_s - step.asked_s) / 1e12
         figures: dict[str, float] = {
-            "tokens": plan.num_tokens,
-            "targets": plan.num_targets,
-            "padding": plan.padding_tokens,
-            "imbalance": plan.imbalance,
-            "delay_steps": plan.delay_steps,
-            "waiting_documents": plan.num_waiting,
-            "waiting_tokens": plan.waiting_tokens,
-            "plan_wait_ms": (session.step.planned_s - session.step.asked_s) * 1e3,
-            "step_ms": step_s * 1e3,
+            **step_values(plan, step.asked_s, step.planned_s, stop_s),
             "predicted_ms": self.predicted_us(plan) / 1e3,
-            "tflops_per_device": flops / step_s / world / 1e12,
-            "mfu": flops / step_s / world / 1e12 / self._peak_tflops,
+            "tflops_per_device": tflops_per_device,
+            "mfu": tflops_per_device / self._peak_tflops,
         }
         if session.model.groups.cp.size() > 1:
             num_micro_batches = sum(plan.shardings.values())

@@ -20,11 +20,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.attention.core import AttentionOptions, DocumentAttention
+from megatron_wlb.runtime.attention.core import AttentionOptions
 from megatron_wlb.runtime.attention.kernels import choose_kernel
 from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.model import Model, attention_options, with_document_attention
+from megatron_wlb.runtime.model import (
+    Model,
+    attention_options,
+    require_document_attention,
+    with_document_attention,
+)
 from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.settings.config import Config
 
@@ -84,12 +89,6 @@ def of_chunks(chunks: Sequence[torch.nn.Module]) -> Model:
                 f"the model is a {type(gpt).__name__}, but plans run on a GPTModel; run "
                 "pretrain_gpt.py, or leave out the --wlb flags"
             )
-        for layer in gpt.decoder.layers:
-            installed = type(layer.self_attention.core_attention)
-            if installed is not DocumentAttention:
-                raise CompatibilityError(
-                    f"Megatron built {installed.__name__} where DocumentAttention was specified; "
-                    "this Megatron is not one that megatron-wlb knows"
-                )
+        require_document_attention(gpt)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return Model(get_model_config(chunks[0]), groups, list(chunks), gpts)

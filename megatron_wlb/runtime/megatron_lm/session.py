@@ -22,16 +22,14 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
 from megatron_wlb.planning.plan_ahead import PlanAhead
-from megatron_wlb.runtime.batch import BatchBuilder
 from megatron_wlb.runtime.emulation import cpu
-from megatron_wlb.runtime.measure import measure_cost
+from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving.resume import (
     machine_digest,
     plan_settings,
-    tell_changed_machine,
-    tell_changed_settings,
+    tell_changes,
 )
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings.config import Config
@@ -83,35 +81,17 @@ class Session:
     flops_since_log: list[float] = field(default_factory=list)
     """The operations of each step since the last line of the log."""
 
-    def __post_init__(self) -> None:
-        self._model: Model | None = None
-        self._runner: StepRunner | None = None
-        self._plans: PlanAhead | None = None
-        self._cost: Cost | None = None
-
-    @property
-    def model(self) -> Model:
-        assert self._model is not None, "Megatron sets the model up before all else"
-        return self._model
-
-    @model.setter
-    def model(self, model: Model) -> None:
-        self._model = model
+    model: Model = field(init=False)
+    """Set once Megatron has built it, before all else."""
+    runner: StepRunner = field(init=False)
+    cost: Cost = field(init=False)
+    """Both set when the data are opened, before training."""
+    _plans: PlanAhead | None = None
 
     @cached_property
     def flops(self) -> DocumentFlops:
         """Counts operations of documents; needs the tokenizer's size of the vocabulary."""
         return DocumentFlops.of(self.formula, self.args)
-
-    @property
-    def runner(self) -> StepRunner:
-        assert self._runner is not None, "Megatron opens the data before it trains"
-        return self._runner
-
-    @property
-    def cost(self) -> Cost:
-        assert self._cost is not None, "the cost is known once the data are open"
-        return self._cost
 
     def open_data(self) -> tuple[Iterator[StepPlan] | None, ...]:
         """Plans for training, validation and test, as Megatron's external data loaders.
@@ -128,26 +108,14 @@ class Session:
         args = self.args
         corpora = self._corpora()
         dp_size = self.model.groups.dp.size()
-        self._cost = self._make_cost()
-        self._runner = StepRunner(
-            self.model,
-            BatchBuilder(
-                corpora.corpora,
-                corpora.vocab_size,
-                _device(),
-                cp_rank=self.model.groups.cp.rank(),
-                cp_size=self.model.groups.cp.size(),
-            ),
-            verify_shapes=self.config.wlb.wlb_verify_shapes,
-            verify_plan_interval=self.config.wlb.wlb_verify_plan_interval,
-        )
+        self.cost = self._make_cost()
+        self.runner = StepRunner.of(self.config, self.model, corpora, _device())
         training = None
         if not args.skip_train:
-            planner = make_planner(self.config, corpora, self._cost, dp_size)
+            planner = make_planner(self.config, corpora, self.cost, dp_size)
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
-                tell_changed_settings(self.restored["settings"], plan_settings(self.config))
-                tell_changed_machine(self.config, self.restored.get("machine"))
+                tell_changes(self.config, self.restored["settings"], self.restored.get("machine"))
                 self.totals = Totals(**self.restored["totals"])
                 logger.info(
                     "documents go on after step %d: %d wait",
@@ -161,7 +129,7 @@ class Session:
             plans = None
             if args.eval_iters and corpora.num_documents(split):
                 evaluation = make_evaluation_planner(
-                    self.config, corpora, self._cost, dp_size, split
+                    self.config, corpora, self.cost, dp_size, split
                 )
                 plans = _evaluation_plans(evaluation, args.eval_iters)
             elif args.eval_iters and split == "valid":
@@ -231,11 +199,7 @@ class Session:
             raise ConfigError(
                 "--wlb-cost is measured, which times training; give analytic with --skip-train"
             )
-        fit = measure_cost(self.model, self.args.seq_length, self.args.padded_vocab_size)
-        logger.info(
-            "measured cost: %s", {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()}
-        )
-        return fit.cost
+        return measured_cost(self.model, self.args.seq_length, self.args.padded_vocab_size)
 
 
 def _blend(given: tuple[list[str], list[float] | None]) -> Blend:

@@ -29,6 +29,7 @@ from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
+from megatron_wlb.runtime.transfer import of_all_ranks
 from megatron_wlb.settings.config import Config
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -119,14 +120,20 @@ def _sharded_state(model: Model, optimizer: Any, *, is_loading: bool) -> dict[st
         is_loading=is_loading,
         metadata=_metadata(),
     )
-    rng = rng_state()
-    # Of data-parallel ranks too, unlike Megatron: theirs draw in step only while all micro-batches
-    # are of one length.
-    groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
-    state["rng_state"] = ShardedObject(
-        "rng_state", [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)
-    )
+    state["rng_state"] = sharded_rng("rng_state", rng_state(), model)
     return state
+
+
+def sharded_rng(name: str, rng: dict[str, Any] | None, model: Model) -> ShardedObject:
+    """The streams of this rank alone, as Megatron's distributed format holds them.
+
+    Those of data-parallel ranks too, unlike Megatron: theirs draw in step only while all
+    micro-batches are of one length.
+    """
+    groups = (model.groups.pp, model.groups.tp, model.groups.dp_cp)
+    return ShardedObject(
+        name, [rng], tuple(g.size() for g in groups), tuple(g.rank() for g in groups)
+    )
 
 
 def rng_state() -> dict[str, Any]:
@@ -332,9 +339,7 @@ def _prepare(folder: Path, num_bytes: int) -> str:
 
 def _raise_everywhere(error: str) -> None:
     """Raises on all ranks if any has an error, so that none waits for the others for ever."""
-    errors: list[str] = [""] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(errors, error)
-    for message in errors:
+    for message in of_all_ranks(error):
         if message:
             raise CheckpointError(message)
 
@@ -360,8 +365,7 @@ def load(
     verified = checksums.verify(folder, skip=skip)
     try:
         common = dist_checkpointing.load_common_state_dict(folder)["common"]
-        if common.get("checksums") and not (verified or skip):
-            raise CheckpointError(f"its {checksums.NAME} is missing")
+        checksums.require(common, verified or skip)
         required, settings = common["settings"], json.loads(common["config"])
         planner_state = checksums.unseal_state(common["planner"])
     except Exception as error:  # Unpickling damaged files raises anything.

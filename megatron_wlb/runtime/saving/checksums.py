@@ -18,7 +18,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from megatron_wlb.errors import CheckpointError
+from megatron_wlb.runtime.transfer import of_all_ranks
 
 NAME = "wlb_checksums.txt"
 _PIECE_BYTES = 1 << 20
@@ -58,14 +59,14 @@ def write(folder: str | os.PathLike[str]) -> None:
         contents = {name: _read(folder / name) for name in _share(_names(folder))}
     except OSError as failure:
         error = str(failure)
-    of_ranks = _gather((contents, error))
+    of_ranks = of_all_ranks((contents, error))
     error = next((error for _, error in of_ranks if error), "")
     if torch.distributed.get_rank() == 0 and not error:
         try:
             _write(folder, {k: v for contents, _ in of_ranks for k, v in contents.items()})
         except OSError as failure:
             error = str(failure)
-    error = _gather(error)[0]
+    error = of_all_ranks(error)[0]
     if error:
         raise CheckpointError(
             f"cannot write the checksums of {folder}: {error}; free some room there, or choose "
@@ -98,7 +99,7 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
         _log(logging.WARNING, f"the files of {folder} are not verified: {why}")
         return False
     damages = [_damage(folder / name, expected[name]) for name in _share(expected)]
-    found = [damage for of_rank in _gather([d for d in damages if d]) for damage in of_rank]
+    found = [damage for of_rank in of_all_ranks([d for d in damages if d]) for damage in of_rank]
     if found:
         more = f" (and {len(found) - 1} more of its files)" if found[1:] else ""
         raise CheckpointError(f"{folder} is damaged: {found[0]}{more}; {remedy(folder)}")
@@ -108,6 +109,14 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
         f"verified {folder}: {len(expected)} files, {num_bytes / 1e6:.3g} MB in {seconds:.2g} s",
     )
     return True
+
+
+def require(saved: Mapping[str, Any], verified: bool) -> None:
+    """Raises :class:`CheckpointError` unless files are ``verified`` that were saved with checksums,
+    as what was ``saved`` with them says.
+    """
+    if saved.get("checksums") and not verified:
+        raise CheckpointError(f"its {NAME} is missing")
 
 
 def remedy(folder: str | os.PathLike[str]) -> str:
@@ -235,12 +244,6 @@ def _damage(path: Path, expected: _Content) -> str:
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror}), expected {expected}"
     return f"{path.name} has {found}, expected {expected}" if found != expected else ""
-
-
-def _gather(mine: Any) -> list[Any]:
-    of_all: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_all, mine)
-    return of_all
 
 
 def _log(level: int, message: str) -> None:

@@ -79,6 +79,21 @@ def tell_changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> N
         )
 
 
+def tell_changes(
+    config: Config, saved: Mapping[str, Any], machine: str | None, *others: str
+) -> None:
+    """Warns of what may differ from the checkpoint, but not unnoticed.
+
+    Args:
+        config: settings of this run.
+        saved: those of the checkpoint.
+        machine: its :func:`machine_digest`; None of checkpoints from before it was noted.
+        others: settings that are compared besides those by which plans are made.
+    """
+    tell_changed_settings(saved, plan_settings(config, *others))
+    tell_changed_machine(config, machine)
+
+
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """``--lr 0.001 there, 0.5 here; …``: the settings of ``now`` that are others in ``saved``.
 

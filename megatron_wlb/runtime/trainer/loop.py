@@ -6,13 +6,12 @@ import contextlib
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from megatron_wlb.cost import Cost, DocumentCost, cost_from_dict
+from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import TrainingError
 from megatron_wlb.plan import StepPlan
@@ -24,48 +23,19 @@ from megatron_wlb.planning.from_config import (
 )
 from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.planning.planner import Planner
-from megatron_wlb.runtime.batch import BatchBuilder
 from megatron_wlb.runtime.compat import targets
-from megatron_wlb.runtime.measure import measure_cost
-from megatron_wlb.runtime.metrics import MetricsFile
+from megatron_wlb.runtime.measure import measured_cost
+from megatron_wlb.runtime.metrics import MetricsFile, step_values
 from megatron_wlb.runtime.model import Model, build_model
 from megatron_wlb.runtime.optimizer import build_optimizer
 from megatron_wlb.runtime.rank_main import writing
 from megatron_wlb.runtime.saving import checkpoint
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
-from megatron_wlb.runtime.saving.resume import (
-    machine_digest,
-    plan_settings,
-    tell_changed_machine,
-    tell_changed_settings,
-)
+from megatron_wlb.runtime.saving.resume import machine_digest, tell_changes
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings.config import Config
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One training step, as it is logged: what ran, what came out, what it took."""
-
-    iteration: int
-    loss: float
-    """Σ token losses ÷ Σ labelled tokens, in nats."""
-    grad_norm: float
-    lr: float
-    tokens: int
-    targets: int
-    padding: int
-    imbalance: float
-    """Predicted, ``max · N / Σ`` over all micro-batches."""
-    delay_steps: float
-    waiting_documents: int
-    waiting_tokens: int
-    plan_wait_ms: float
-    """Time that the step waited for its plan, which is made ahead."""
-    step_ms: float
-    """Time of the whole step, this wait and the update included."""
 
 
 class Trainer:
@@ -82,23 +52,12 @@ class Trainer:
         vocab_size = self.corpora.vocab_size
         self.model: Model = build_model(config, vocab_size)
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
-        self.runner = StepRunner(
-            self.model,
-            BatchBuilder(
-                self.corpora.corpora,
-                vocab_size,
-                device,
-                cp_rank=self.model.groups.cp.rank(),
-                cp_size=self.model.groups.cp.size(),
-            ),
-            verify_shapes=config.wlb.wlb_verify_shapes,
-            verify_plan_interval=config.wlb.wlb_verify_plan_interval,
-        )
+        self.runner = StepRunner.of(config, self.model, self.corpora, device)
         self.iteration = 0
         restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
         if restored is None:
             cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
-            self.cost = cost or self._measure()
+            self.cost = cost or measured_cost(self.model, config.data.seq_length, vocab_size)
             self.planner = self._make_planner()
         else:
             self.iteration, state, settings = restored
@@ -106,8 +65,7 @@ class Trainer:
             self.cost = cost_from_dict(state["cost"])
             self.planner = self._make_planner()
             self.planner.load_state_dict(state["planner"])
-            tell_changed_settings(settings, plan_settings(config, *checkpoint.TOLD))
-            tell_changed_machine(config, state.get("machine"))
+            tell_changes(config, settings, state.get("machine"), *checkpoint.TOLD)
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
             )
@@ -130,16 +88,6 @@ class Trainer:
         )
         plans = (planner.next_plan() for _ in range(self.config.data.eval_iters))
         return tuple(plan for plan in plans if plan is not None)
-
-    def _measure(self) -> DocumentCost:
-        fit = measure_cost(self.model, self.config.data.seq_length, self.corpora.vocab_size)
-        logger.info(
-            "measured cost: %s (relative error mean %.1f %%, max %.1f %%)",
-            {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()},
-            100 * fit.mean_error,
-            100 * fit.max_error,
-        )
-        return fit.cost
 
     def train_step(self, plan: StepPlan) -> tuple[float, float, float]:
         """Runs one plan and updates the weights; returns loss, gradient norm and learning rate."""
@@ -211,24 +159,9 @@ class Trainer:
                         "--clip-grad, and resume from the last checkpoint"
                     )
                 self.iteration += 1
-                stop = time.monotonic()
-                log.step(
-                    StepReport(
-                        self.iteration,
-                        loss,
-                        grad_norm,
-                        lr,
-                        plan.num_tokens,
-                        plan.num_targets,
-                        plan.padding_tokens,
-                        plan.imbalance,
-                        plan.delay_steps,
-                        plan.num_waiting,
-                        plan.waiting_tokens,
-                        (planned - start) * 1e3,
-                        (stop - start) * 1e3,
-                    )
-                )
+                values = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+                times_s = (start, planned, time.monotonic())
+                log.step(self.iteration, values | step_values(plan, *times_s))
                 if data.eval_interval and self.iteration % data.eval_interval == 0:
                     log.evaluation(self.iteration, self.evaluate())
                 if self._due(self.config.checkpoint.save_interval):
@@ -282,26 +215,18 @@ class RunLog:
             if self._metrics is not None:
                 self._metrics.close()
 
-    def step(self, report: StepReport) -> None:
-        values = asdict(report)
-        self._write(values)
-        del values["iteration"]
-        self._plot("train", values, report.iteration)
-        if report.iteration % self._interval == 0:
+    def step(self, iteration: int, values: dict[str, float]) -> None:
+        values_by_name = {"iteration": iteration, **values}
+        self._write(values_by_name)
+        self._plot("train", values, iteration)
+        if iteration % self._interval == 0:
+            more = {"total": self._total, "per_s": values["tokens"] / values["step_ms"] * 1e3}
             logger.info(
-                "iteration %5d/%d | lm loss %.5f | grad norm %.3f | lr %.2e | tokens %d | "
-                "imbalance %.3f | delay %.2f | waiting %d | step %.0f ms | %.0f tokens/s",
-                report.iteration,
-                self._total,
-                report.loss,
-                report.grad_norm,
-                report.lr,
-                report.tokens,
-                report.imbalance,
-                report.delay_steps,
-                report.waiting_documents,
-                report.step_ms,
-                report.tokens / report.step_ms * 1e3,
+                "iteration %(iteration)5d/%(total)d | lm loss %(loss).5f | grad norm "
+                "%(grad_norm).3f | lr %(lr).2e | tokens %(tokens)d | imbalance %(imbalance).3f | "
+                "delay %(delay_steps).2f | waiting %(waiting_documents)d | step %(step_ms).0f ms | "
+                "%(per_s).0f tokens/s",
+                values_by_name | more,
             )
 
     def evaluation(self, iteration: int, loss: float) -> None:

@@ -28,7 +28,7 @@ from megatron_wlb.plan import Document
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.shaping import Shaper, best_sizes
 from megatron_wlb.schedule.graph import graph_of
-from megatron_wlb.simulator.step import simulate_step
+from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.testing.strategies import ListStream
 
 COST = DocumentCost(1.0, 0.02, 2.0, 0.05, micro_batch_us=30.0)
@@ -57,7 +57,7 @@ def shaper(layout, num, *, max_tokens=200, cost=COST, window=100):
 
 def simulated_us(costs, layout, ranks):
     lengths = [[[d.length for d in m] for m in rank] for rank in ranks]
-    return simulate_step(lengths, costs, layout).step_us
+    return Simulator(costs, layout).step(lengths).step_us
 
 
 LAYOUTS = [

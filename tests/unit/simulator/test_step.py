@@ -16,14 +16,12 @@ from megatron_wlb.cost import (
     Recompute,
     load_hardware,
 )
-from megatron_wlb.cost.attention import AnalyticAttention
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.schedule.order import gpipe
-from megatron_wlb.sharding import Selector
-from megatron_wlb.simulator.step import Simulator, attention_scales, simulate_step
+from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import Activity
 
 COST = DocumentCost(3.0, 0.5, 6.0, 1.25, micro_batch_us=9.0)
@@ -47,7 +45,7 @@ def test_step_of_equal_micro_batches_is_the_closed_form(sizes):
     """The bubble is (P - 1)/(V·N) of the ideal time, for 1F1B and interleaved."""
     pp_size, vpp_size, num = sizes
     layout = Parallelism(pp_size=pp_size, vpp_size=vpp_size)
-    line = simulate_step([[[40, 7]] * num], even(pp_size * vpp_size), layout)
+    line = Simulator(even(pp_size * vpp_size), layout).step([[[40, 7]] * num])
     ideal_us = num * sum(by_hand([40, 7])) / pp_size
     bubble = (pp_size - 1) / (vpp_size * num)
     assert line.step_us == pytest.approx(ideal_us * (1 + bubble), rel=1e-12)
@@ -88,8 +86,8 @@ def test_costs_that_are_no_coefficients_are_shared_the_same():
 def test_data_parallel_ranks_meet_at_the_reduction_and_all_ranks_at_the_update():
     light, heavy = [[10], [20], [15], [12]], [[30], [20], [35], [25]]
     costs = even(2, reduce_us=(50.0, 70.0), update_us=(11.0, 7.0), embedding_us=5.0, fixed_us=2.0)
-    line = simulate_step([light, heavy], costs, Parallelism(pp_size=2, dp_size=2))
-    alone = simulate_step([heavy], even(2), Parallelism(pp_size=2))
+    line = Simulator(costs, Parallelism(pp_size=2, dp_size=2)).step([light, heavy])
+    alone = Simulator(even(2), Parallelism(pp_size=2)).step([heavy])
     stops = [i[-1].stop_us for i in alone.replicas[0].intervals]
     assert line.pipeline_us == alone.step_us == max(stops)
     # Rank 0 ends last with its backwards, rank 1 with its longer reduction.
@@ -130,7 +128,7 @@ def test_critical_path_fills_a_step_of_unequal_micro_batches_and_stages():
         )
         lengths = [[[int(n)] for n in random.integers(1, 90, 6)] for _ in range(2)]
         layout = Parallelism(pp_size=3, vpp_size=vpp_size, dp_size=2)
-        line = simulate_step(lengths, costs, layout)
+        line = Simulator(costs, layout).step(lengths)
         path = line.critical_path
         for before, after in pairwise(path):
             assert before.stop_us == after.start_us
@@ -141,12 +139,10 @@ def test_reduction_that_overlaps_ends_as_its_last_bucket_does():
     lengths = [[[30], [20], [25], [10]]]
     layout = Parallelism(pp_size=2, vpp_size=2)
     reduce_us = (40.0, 60.0, 50.0, 30.0)  # chunks 0 and 1 of ranks 0 and 1: stages 0, 2 and 1, 3
-    plain = simulate_step(lengths, even(4, reduce_us=reduce_us), layout)
-    overlapped = simulate_step(
-        lengths,
-        even(4, reduce_us=reduce_us, reduce_buckets=(4, 1, 2, 1), overlap_reduce=True),
-        layout,
-    )
+    plain = Simulator(even(4, reduce_us=reduce_us), layout).step(lengths)
+    overlapped = Simulator(
+        even(4, reduce_us=reduce_us, reduce_buckets=(4, 1, 2, 1), overlap_reduce=True), layout
+    ).step(lengths)
     assert overlapped.replicas == plain.replicas
     backward = {
         (rank, i.action.chunk): (i.start_us, i.stop_us)
@@ -203,23 +199,12 @@ def plan_of(lengths, padding):
 def test_plan_is_simulated_with_its_padding_which_is_no_tokens():
     lengths = [[[10, 4], [20], [15], [12, 1]]]
     layout = Parallelism(pp_size=2)
-    line = simulate_step(plan_of(lengths, 6), even(2, p2p_us_per_token=1.0), layout)
+    line = Simulator(even(2, p2p_us_per_token=1.0), layout).step(plan_of(lengths, 6))
     padded = [[[*own, 6] for own in rank] for rank in lengths]
-    same = simulate_step(padded, even(2, p2p_us_per_token=1.0), layout)
+    same = Simulator(even(2, p2p_us_per_token=1.0), layout).step(padded)
     assert line.step_us == same.step_us
     assert line.num_tokens == 62 and same.num_tokens == 86
     assert line.tokens_per_s == 62 / line.step_us * 1e6
-
-
-def test_shardings_of_a_plan_make_its_attention_slower():
-    plan = plan_of([[[900, 64], [640], [150, 120, 90], [12, 4]]], 0)
-    latency = AnalyticAttention(8, 64, 100.0)
-    chosen = Selector("per-sequence", 2, latency)
-    (scale,) = attention_scales(plan, chosen)
-    assert scale.shape == (2, 4) and (scale >= 1).all() and scale[0, 0] > 1.01
-    layout = Parallelism(pp_size=2)
-    even_us = simulate_step(plan, even(2), layout).step_us
-    assert simulate_step(plan, even(2), layout, attention_scale=[scale]).step_us > even_us
 
 
 def test_given_order_is_run_instead_of_megatrons():
@@ -227,7 +212,7 @@ def test_given_order_is_run_instead_of_megatrons():
     layout = Parallelism(pp_size=3)
     simulator = Simulator(even(3), layout, order=gpipe(3, 4))
     assert simulator.step(lengths).replicas[0].intervals[2][1].action.kind == "F"
-    assert simulator.step(lengths).step_us != simulate_step(lengths, even(3), layout).step_us
+    assert simulator.step(lengths).step_us != Simulator(even(3), layout).step(lengths).step_us
     with pytest.raises(PlanError, match=r"the order is of 4 micro-batches, but .* has 3"):
         simulator.step([lengths[0][:3]])
 
@@ -281,7 +266,7 @@ def test_memory_of_a_step_is_the_model_s_and_its_peak_is_named():
     layout = Parallelism(pp_size=2)
     costs, memory = analytic(layout)
     lengths = [[[3000, 70], [9000], [100, 30, 2000], [4000]]]
-    line = simulate_step(lengths, costs, layout, memory=memory)
+    line = Simulator(costs, layout, memory=memory).step(lengths)
     padded = [3070, 9000, 2130, 4000]
     (held,) = line.memory
     for rank, found in enumerate(held.ranks):
@@ -293,23 +278,16 @@ def test_memory_of_a_step_is_the_model_s_and_its_peak_is_named():
         assert found.activations[at].peak == found.activation_peak_bytes
     # Rank 0 holds the largest pair, 0 and 1, when it begins with the backward of 0.
     assert held.ranks[0].peak_at == "B0.0"
-    assert held.peak_rank == max((0, 1), key=lambda rank: held.ranks[rank].peak_bytes)
     assert line.peak_bytes == held.peak_bytes
-    line.check_memory(line.peak_bytes)
+    held.check(line.peak_bytes)
     first = held.ranks[0]
     tight = first.state.total + first.activations[1].peak - 1
     with pytest.raises(PlanError, match=r"pipeline rank 0 at F0\.1, with a peak of .* GiB in B0"):
-        line.check_memory(tight)
+        held.check(tight)
     with pytest.raises(PlanError, match="pipeline rank 0 at weights and optimizer"):
-        line.check_memory(first.state.total - 1)
-    two = simulate_step(
-        [[[100]] * 4, lengths[0]],
-        costs,
-        dataclasses.replace(layout, dp_size=2),
-        memory=memory,
-    )
+        held.check(first.state.total - 1)
     with pytest.raises(PlanError, match=r"rank 0 of data-parallel rank 1 at F0\.1"):
-        two.check_memory(tight)
+        held.check(tight, "data-parallel rank 1")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +302,7 @@ def test_memory_of_a_step_is_the_model_s_and_its_peak_is_named():
 )
 def test_micro_batches_that_do_not_fit_the_layout_are_refused(lengths, layout, message):
     with pytest.raises(PlanError, match=message):
-        simulate_step(lengths, even(2), Parallelism(pp_size=2, **layout))
+        Simulator(even(2), Parallelism(pp_size=2, **layout)).step(lengths)
 
 
 def test_impossible_costs_and_layouts_are_refused():
@@ -343,14 +321,14 @@ def test_impossible_costs_and_layouts_are_refused():
     with pytest.raises(ConfigError, match="there are none"):
         StageCosts(())
     with pytest.raises(ConfigError, match="groups of 2 leave 1"):
-        simulate_step([[[5]] * 5], even(4), Parallelism(pp_size=2, vpp_size=2))
+        Simulator(even(4), Parallelism(pp_size=2, vpp_size=2)).step([[[5]] * 5])
 
     class Negative:
         def work(self, lengths):
             return dataclasses.replace(COST.work(lengths), forward_linear_us=-1e9)
 
     with pytest.raises(PlanError, match=r"stage times: -.* µs is no duration"):
-        simulate_step([[[5]] * 4], StepCosts(StageCosts((Negative(),))), Parallelism())
+        Simulator(StepCosts(StageCosts((Negative(),))), Parallelism()).step([[[5]] * 4])
 
 
 def test_thousand_steps_of_a_large_pipeline_take_less_than_a_minute():

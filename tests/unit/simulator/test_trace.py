@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from megatron_wlb.cost import DocumentCost, MemoryModel, ModelShape, Parallelism
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
-from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.order import Action
 from megatron_wlb.simulator.engine import Interval, Timeline
-from megatron_wlb.simulator.step import simulate_step
-from megatron_wlb.simulator.trace import trace, write_trace
+from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.simulator.trace import trace
 
 SHAPE = ModelShape(64, 128, 4, 4, 4, 16, 512, False)
 LENGTHS = [[[30], [20, 5], [25]], [[10], [40], [9, 9]]]
@@ -24,7 +21,7 @@ def line():
         reduce_us=(50.0, 70.0),
         update_us=(11.0, 7.0),
     )
-    return simulate_step(LENGTHS, costs, layout, memory=MemoryModel(SHAPE, layout))
+    return Simulator(costs, layout, memory=MemoryModel(SHAPE, layout)).step(LENGTHS)
 
 
 def test_trace_has_every_action_where_it_ran(line):
@@ -74,10 +71,3 @@ def test_trace_of_several_and_recorded_timelines_begin_at_zero(line):
     events = trace({"hold": line, "measured": recorded})["traceEvents"]
     mine = [e for e in events if e["pid"] == 2]
     assert [(e["ts"], e["dur"]) for e in mine if e["ph"] == "X"] == [(0.0, 3.0)]
-
-
-def test_trace_file_is_json_or_nothing(line, tmp_path):
-    write_trace(tmp_path / "trace.json", {"hold": line})
-    assert json.loads((tmp_path / "trace.json").read_text()) == trace({"hold": line})
-    with pytest.raises(ConfigError, match="cannot write"):
-        write_trace(tmp_path / "no" / "trace.json", {"hold": line})

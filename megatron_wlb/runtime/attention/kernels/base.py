@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -89,6 +89,30 @@ class VarlenKernel(Protocol):
         segments: Segments,
         scale: float,
     ) -> torch.Tensor: ...
+
+
+def packed_kernel(
+    attend: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], *names: str
+) -> VarlenKernel:
+    """The kernel that a package's packed function is.
+
+    ``names`` are what it calls the starts of queries and of keys, the longest of each, and the
+    scale. Of several results the first is the output: some versions return the log-sum-exp too.
+    """
+
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> torch.Tensor:
+        s = segments
+        said = (s.cu_seqlens_q, s.cu_seqlens_k, s.max_q, s.max_k, scale)
+        out = attend(query, key, value, **dict(zip(names, said, strict=True)))
+        return (out[0] if isinstance(out, tuple) else out).view(query.shape)
+
+    return kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from megatron_wlb.runtime.attention.kernels import (
     transformer_engine,
 )
 from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.transfer import of_all_ranks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,12 +53,14 @@ class Candidate:
 
 
 CANDIDATES: dict[str, Candidate] = {
-    "flash-attn-3": Candidate(flash.obstacle_3, flash.build_3),
+    "flash-attn-3": Candidate(partial(flash.obstacle, 3), partial(flash.build, 3)),
     "torch": Candidate(torch_varlen.obstacle, torch_varlen.build),
-    "flash-attn-2": Candidate(flash.obstacle_2, flash.build_2),
+    "flash-attn-2": Candidate(partial(flash.obstacle, 2), partial(flash.build, 2)),
     "transformer-engine": Candidate(transformer_engine.obstacle, transformer_engine.build),
-    "torch-cpu": Candidate(torch_cpu.obstacle, torch_cpu.build, breaks=torch_cpu.BREAKS),
-    "sdpa": Candidate(sdpa.obstacle, sdpa.build, is_reference=True),
+    "torch-cpu": Candidate(
+        torch_cpu.obstacle, lambda _: torch_cpu.torch_cpu_varlen, breaks=torch_cpu.BREAKS
+    ),
+    "sdpa": Candidate(lambda _: None, lambda _: sdpa.sdpa_varlen, is_reference=True),
 }
 """Fastest first; what ``auto`` takes first that can run."""
 
@@ -135,9 +139,7 @@ def _reason_of_all(reason: str | None) -> str | None:
 def _of_all_ranks(said: T) -> list[T]:
     if not torch.distributed.is_initialized():
         return [said]
-    gathered: list[T] = [said] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, said)
-    return gathered
+    return of_all_ranks(said)
 
 
 def _one_line(error: Exception) -> str:

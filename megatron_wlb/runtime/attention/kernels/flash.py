@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.base import Demand, VarlenKernel, packed_kernel
 
 _MODULES = {2: "flash_attn", 3: "flash_attn_interface"}
 _NEEDED = ("causal", "softmax_scale", "deterministic", "cu_seqlens_k", "max_seqlen_k")
@@ -36,25 +37,19 @@ def flash_obstacle(demand: Demand) -> str | None:
     return None
 
 
-def obstacle_2(demand: Demand) -> str | None:
-    """Why flash-attn 2 cannot run this, or None."""
-    return flash_obstacle(demand) or _import_obstacle(2)
-
-
-def obstacle_3(demand: Demand) -> str | None:
-    """Why flash-attn 3 cannot run this, or None."""
-    reason = flash_obstacle(demand)
-    if reason is None and torch.cuda.get_device_capability(demand.device)[0] != 9:
+def obstacle(version: int, demand: Demand) -> str | None:
+    """Why that version of flash-attn cannot run this, or None."""
+    if (reason := flash_obstacle(demand)) is not None:
+        return reason
+    if version == 3 and torch.cuda.get_device_capability(demand.device)[0] != 9:
         return "it needs a GPU of compute capability 9.x (Hopper)"
-    return reason or _import_obstacle(3)
+    return _import_obstacle(version)
 
 
-def build_2(demand: Demand) -> VarlenKernel:
-    return _kernel(_function(2), demand.deterministic)
-
-
-def build_3(demand: Demand) -> VarlenKernel:
-    return _kernel(_function(3), demand.deterministic)
+def build(version: int, demand: Demand) -> VarlenKernel:
+    attend = partial(_function(version), causal=True, deterministic=demand.deterministic)
+    lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return packed_kernel(attend, *lengths, "softmax_scale")
 
 
 def _function(version: int) -> Callable[..., Any]:
@@ -72,30 +67,3 @@ def _import_obstacle(version: int) -> str | None:
     if missing:
         return f"flash_attn_varlen_func of {_MODULES[version]} has no {missing[0]}; it is too old"
     return None
-
-
-def _kernel(function: Callable[..., Any], deterministic: bool) -> VarlenKernel:
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> torch.Tensor:
-        out = function(
-            query,
-            key,
-            value,
-            cu_seqlens_q=segments.cu_seqlens_q,
-            cu_seqlens_k=segments.cu_seqlens_k,
-            max_seqlen_q=segments.max_q,
-            max_seqlen_k=segments.max_k,
-            softmax_scale=scale,
-            causal=True,
-            deterministic=deterministic,
-        )
-        # Early versions of 3 return the log-sum-exp too.
-        result: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return result
-
-    return kernel

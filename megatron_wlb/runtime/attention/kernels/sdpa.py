@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.base import Segments
 
 BLOCK_TOKENS = 512
 """Queries of a call where a segment has more keys than queries.
@@ -19,15 +19,6 @@ BLOCK_TOKENS = 512
 Such a call takes a mask of all its pairs. In blocks, masks stay small and keys that no query of
 the block sees are left out.
 """
-
-
-def obstacle(demand: Demand) -> str | None:
-    """Returns None: nothing is in this kernel's way."""
-    return None
-
-
-def build(demand: Demand) -> VarlenKernel:
-    return sdpa_varlen
 
 
 def sdpa_varlen(

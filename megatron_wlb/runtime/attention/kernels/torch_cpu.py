@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.base import Demand, Segments
 
 Pairs: TypeAlias = list[tuple[torch.Tensor, ...]]
 """Keys and values, or their gradients, of each segment."""
@@ -36,10 +36,6 @@ def obstacle(demand: Demand) -> str | None:
     if not all(hasattr(torch.ops.aten, name) for name in OPERATIONS):
         return f"torch {torch.__version__} has no flash attention for the CPU"
     return None
-
-
-def build(demand: Demand) -> VarlenKernel:
-    return torch_cpu_varlen
 
 
 def torch_cpu_varlen(

@@ -7,10 +7,11 @@ Its backward pass is deterministic under ``torch.use_deterministic_algorithms``.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.base import Demand, VarlenKernel, packed_kernel
 from megatron_wlb.runtime.attention.kernels.flash import flash_obstacle
 
 
@@ -44,26 +45,10 @@ def deterministic_mode() -> bool:
 def build(demand: Demand) -> VarlenKernel:
     from torch.nn.attention.varlen import varlen_attn
 
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> torch.Tensor:
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            segments.cu_seqlens_q,
-            segments.cu_seqlens_k,
-            segments.max_q,
-            segments.max_k,
-            scale=scale,
-            window_size=(-1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
-        return out
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **packed: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        grouped = query.shape[1] != key.shape[1]
+        return varlen_attn(query, key, value, window_size=(-1, 0), enable_gqa=grouped, **packed)
 
-    return kernel
+    return packed_kernel(attend, "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale")

@@ -12,11 +12,12 @@ import importlib
 import importlib.metadata
 import os
 from functools import cache
+from typing import Any
 
 import torch
 from packaging.version import Version
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.base import Demand, VarlenKernel, packed_kernel
 from megatron_wlb.runtime.attention.kernels.flash import flash_obstacle
 
 MIN_VERSION = Version("2.2")
@@ -62,25 +63,12 @@ def build(demand: Demand) -> VarlenKernel:
         )
         return built
 
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> torch.Tensor:
-        num_heads, num_groups, head_dim = query.shape[1], key.shape[1], query.shape[2]
-        out: torch.Tensor = module(num_heads, num_groups, head_dim, scale)(
-            query,
-            key,
-            value,
-            qkv_format="thd",
-            attn_mask_type=_MASK,
-            cu_seqlens_q=segments.cu_seqlens_q,
-            cu_seqlens_kv=segments.cu_seqlens_k,
-            max_seqlen_q=segments.max_q,
-            max_seqlen_kv=segments.max_k,
-        )
-        return out.view(query.shape)  # [T, H·D] -> [T, H, D]
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **packed: Any
+    ) -> torch.Tensor:  # [T, H·D]
+        run = module(query.shape[1], key.shape[1], query.shape[2], scale)
+        out: torch.Tensor = run(query, key, value, qkv_format="thd", attn_mask_type=_MASK, **packed)
+        return out
 
-    return kernel
+    lengths = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+    return packed_kernel(attend, *lengths, "scale")

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,18 +57,44 @@ def test_apply_and_revert_restores_every_byte(tree: Path, series: PatchSeries) -
     assert series.revert(source) == ()
 
 
-def test_git_applies_them_to_the_same_bytes(tree: Path, series: PatchSeries) -> None:
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed")
+def test_git_missing_is_one_line_and_state_needs_none(
+    tree: Path, series: PatchSeries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
     source, stock = MegatronSource.at(tree), contents(tree)
-    for path in sorted(series.folder.glob("*.patch")):
-        subprocess.run(["git", "apply", str(path)], cwd=tree, check=True)
-    by_git = contents(tree)
-    assert by_git != stock
+    assert series.state(source) == "stock"
+    with pytest.raises(CompatibilityError, match=r"^git is not installed, .*; install it"):
+        series.apply(source)
+    assert contents(tree) == stock
+
+
+def test_tree_inside_a_repository_is_patched_by_its_own_paths(
+    tmp_path: Path, tree: Path, series: PatchSeries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a site-packages in a project: git would leave out what is not named from the top."""
+    inner = tmp_path / "project" / "site-packages"
+    inner.parent.mkdir()
+    shutil.copytree(tree / "megatron", inner / "megatron")
+    subprocess.run(["git", "init", "-q"], cwd=inner.parent, check=True)
+    (tmp_path / "gitconfig").write_text("[apply]\n\twhitespace = fix\n[core]\n\tautocrlf = true\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    source, stock = MegatronSource.at(inner), contents(inner)
+    assert series.apply(source) == (P2P, SCHEDULES)
     assert series.state(source) == "patched"
     series.revert(source)
-    series.apply(source)
-    assert contents(tree) == by_git
+    assert contents(inner) == stock
+
+
+def test_damaged_patch_is_one_line_and_nothing_touched(
+    tree: Path, series: PatchSeries, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.patch"
+    broken.write_text(series.files[1].patch.read_text().replace("+import", "+imp", 1)[:3000])
+    damaged = replace(series, files=(series.files[0], replace(series.files[1], patch=broken)))
+    stock = contents(tree)
+    with pytest.raises(CompatibilityError, match=r"^git cannot apply the patches: [^\n]*$"):
+        damaged.apply(MegatronSource.at(tree))
+    assert contents(tree) == stock
 
 
 def test_mode_is_kept(tree: Path, series: PatchSeries) -> None:
@@ -115,12 +142,12 @@ def test_half_done_work_is_finished(tree: Path, series: PatchSeries, action: str
 def test_failure_on_the_way_restores_all(
     tree: Path, series: PatchSeries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, replace = contents(tree), os.replace
+    before, put = contents(tree), os.replace
 
     def fails_at_the_second(source: Path, target: Path) -> None:
-        if target.name == "schedules.py":
+        if target.name == "schedules.py" and "new" in source.parts:
             raise OSError(28, "No space left on device", str(target))
-        replace(source, target)
+        put(source, target)
 
     monkeypatch.setattr(patch_files.os, "replace", fails_at_the_second)
     with pytest.raises(CompatibilityError, match="No space left on device; nothing was changed"):
@@ -129,8 +156,6 @@ def test_failure_on_the_way_restores_all(
 
 
 def test_checkout_with_other_changes_is_refused(tree: Path, series: PatchSeries) -> None:
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed")
     (tree / "other file.py").write_text("a = 1\n")
     environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull}
     for command in (

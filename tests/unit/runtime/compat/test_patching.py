@@ -47,15 +47,20 @@ def test_restore_puts_back_what_was_there(module: Any) -> None:
     assert vars(Owner)["helper"] is helper  # still a static method
 
 
-def test_restore_removes_what_was_created(module: Any) -> None:
+def test_wrap_passes_the_original_and_keeps_its_name(module: Any) -> None:
+    def area(side: int) -> int:
+        return side * module.width
+
+    module.area = area
     patches = PatchSet()
-    patches.replace(module, "height", 25, create=True)
-    patches.replace(Owner, "inherited", lambda self: "ours", create=True)
-    assert (module.height, Owner().inherited()) == (25, "ours")
+    patches.wrap("foreign.inner", "area", lambda original, side: original(side) + 1)
+    assert (module.area(2), module.area.__name__) == (161, "area")
     patches.restore()
-    assert not hasattr(module, "height")
-    assert "inherited" not in vars(Owner)
-    assert Owner().inherited() == "base"
+    assert module.area is area
+    with pytest.raises(CompatibilityError, match=r"foreign\.inner\.volume is missing"):
+        patches.wrap("foreign.inner", "volume", print)
+    with pytest.raises(CompatibilityError, match=r"foreign\.other is missing"):
+        patches.wrap("foreign.other", "volume", print)
 
 
 def test_restore_keeps_a_value_of_none(module: Any) -> None:

@@ -22,19 +22,19 @@ def test_operations_are_linear_and_quadratic_in_each_document() -> None:
     flops = DocumentFlops.of(formula, ARGS)
     assert flops.per_token == pytest.approx(7)
     assert flops.per_token_squared == pytest.approx(3)
-    assert flops.documents([10, 1, 500]) == pytest.approx(7 * 511 + 3 * (100 + 1 + 250_000))
+    assert flops.of_documents([10, 1, 500]) == pytest.approx(7 * 511 + 3 * (100 + 1 + 250_000))
     assert ARGS.seq_length == 1000
 
 
 def test_a_window_of_one_document_is_megatrons_window() -> None:
     flops = DocumentFlops.of(formula, ARGS)
-    assert flops.documents([1000] * 4) == pytest.approx(formula(ARGS, 4))
+    assert flops.of_documents([1000] * 4) == pytest.approx(formula(ARGS, 4))
 
 
 def test_padding_and_the_packing_of_documents_cost_nothing() -> None:
     workload = make_workload([[3, 90, 17, (20, 5)]], vocab_size=16)
-    expected = DocumentFlops.of(formula, ARGS).documents([3, 90, 17, 20, 5])
+    expected = DocumentFlops.of(formula, ARGS).of_documents([3, 90, 17, 20, 5])
     for multiple in (1, 8):
         plan = scatter(0, workload.steps[0], 2, 2, multiple)
         assert plan.padding_tokens
-        assert DocumentFlops.of(formula, ARGS).plan(plan) == pytest.approx(expected)
+        assert DocumentFlops.of(formula, ARGS).of_plan(plan) == pytest.approx(expected)

@@ -23,8 +23,8 @@ from megatron_wlb.runtime.saving.lock import NAME, Holder, SaveLock
 
 HOLDING = """
 import pathlib, sys, time
-from megatron_wlb.runtime.saving import lock
-lock.take(pathlib.Path(sys.argv[1]))
+from megatron_wlb.runtime.saving import lock as save_lock
+save_lock.take(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """

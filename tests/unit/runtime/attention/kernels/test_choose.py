@@ -254,3 +254,41 @@ def test_check_leaves_random_numbers_alone() -> None:
     state = torch.get_rng_state()
     check_kernel(sdpa_varlen, CPU)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_torch_varlen_is_called_as_it_is_meant(
+    monkeypatch: pytest.MonkeyPatch, capability: list[tuple[int, int]]
+) -> None:
+    def varlen_attn(
+        q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int,
+        *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+    ) -> Any:  # fmt: skip
+        assert (window_size, enable_gqa) == ((-1, 0), True)
+        lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": scale}
+        return flash(q, k, v, cu_seq_q, cu_seq_k, **lengths, causal=True)[0]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    assert CANDIDATES["torch"].obstacle(HOPPER) is None
+    demand = Demand(torch.device("cpu"), torch.float32, 8, 2, 64)
+    assert check_kernel(CANDIDATES["torch"].build(demand), demand) is None
+
+
+def test_transformer_engine_is_called_as_it_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DotProductAttention:
+        def __init__(self, num_heads: int, head_dim: int, *, softmax_scale: float, **_: Any):
+            self.width, self.scale = num_heads * head_dim, softmax_scale
+
+        def __call__(
+            self, q: Any, k: Any, v: Any, *, qkv_format: str, attn_mask_type: str,
+            cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int, max_seqlen_kv: int,
+        ) -> Any:  # fmt: skip
+            assert (qkv_format, attn_mask_type) == ("thd", "padding_causal_bottom_right")
+            lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+            return flash(q, k, v, *lengths, self.scale, causal=True)[0].reshape(-1, self.width)
+
+    module = types.ModuleType("transformer_engine.pytorch")
+    module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+    demand = Demand(torch.device("cpu"), torch.float32, 8, 2, 64)
+    assert check_kernel(CANDIDATES["transformer-engine"].build(demand), demand) is None
