@@ -45,7 +45,7 @@ from megatron_wlb.cost.attention import (
     pairs,
 )
 from megatron_wlb.data.lengths import sample_lengths
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.runtime.attention.kernels import Demand
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
 from megatron_wlb.study.plot_attention import plot_shardings
@@ -360,21 +360,17 @@ def main() -> int:
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.micro_batches = options.micro_batches or (4 if options.small else 12)
-    try:
-        if options.device == "cpu" and not (options.small or options.modelled):
-            raise ConfigError("a CPU would take days at full size; add --small, or --modelled")
-        output.check_picture("--plot", options.plot)
-        figures = run(options)
-        output.console(stderr=options.json).print(table_of(figures))
-        if options.json:
-            print(json.dumps(figures, indent=1))
-        if options.plot:
-            output.save_file("--plot", options.plot, lambda path: plot_shardings(figures, path))
-    except WLBError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if options.device == "cpu" and not (options.small or options.modelled):
+        raise ConfigError("a CPU would take days at full size; add --small, or --modelled")
+    output.check_picture("--plot", options.plot)
+    figures = run(options)
+    output.console(stderr=options.json).print(table_of(figures))
+    if options.json:
+        print(json.dumps(figures, indent=1))
+    if options.plot:
+        output.save_file("--plot", options.plot, lambda path: plot_shardings(figures, path))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

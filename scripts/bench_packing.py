@@ -36,7 +36,7 @@ from rich.table import Table
 
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import DISTRIBUTIONS, sample_lengths
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import replacing
 from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, measure, packer
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
@@ -484,15 +484,11 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="speed: time and memory over N")
     options = parser.parse_args()
     console.stderr = options.json
-    try:
-        rows = {"balance": balance, "speed": speed, "stream": stream}[options.what](options)
-        if options.json:
-            print(json.dumps({"rows": rows}, indent=1))
-    except WLBError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    rows = {"balance": balance, "speed": speed, "stream": stream}[options.what](options)
+    if options.json:
+        print(json.dumps({"rows": rows}, indent=1))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

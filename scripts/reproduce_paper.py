@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import replacing, write_text
 from megatron_wlb.study import paper
 from megatron_wlb.study.paper import Effort, K
@@ -590,8 +590,4 @@ def _json(sections: Sequence[Section]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except WLBError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    sys.exit(run_program(main))

@@ -37,7 +37,7 @@ from rich.table import Table
 from megatron_wlb.bench import quickstart
 from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
 from megatron_wlb.bench.validation import FEWEST_ROUNDS, summarize
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.planning import guards
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.study.compare import SHAPED
@@ -226,16 +226,7 @@ def main() -> int:
     parser.add_argument("--reuse", action="store_true", help="judges the recordings in --keep")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON to stdout")
     options = parser.parse_args()
-    try:
-        summary = run(options)
-    except WLBError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}; choose another place", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    summary = run(options)
     show(summary)
     if options.json:
         print(json.dumps(summary))
@@ -243,4 +234,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main, place_flag="--keep"))

@@ -21,7 +21,7 @@ from rich.console import Console
 from megatron_wlb.bench import report
 from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import ConfigError, WLBError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.settings.command_line import Parser
 
@@ -75,23 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq-length", type=int, default=8192, help="the window, in tokens")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    start = time.monotonic()
-    try:
+
+    def program() -> int:
+        start_s = time.monotonic()
         options = parser.parse_args(argv)
         console = Console(stderr=options.json, highlight=False)
         summary = run(options, console)
-    except WLBError as error:
-        sys.stderr.write(error.report())
-        return error.exit_code
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename}: {error.strerror}; choose another --out\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    console.print(f"done in {time.monotonic() - start:.0f} s")
-    if options.json:
-        sys.stdout.write(json.dumps(summary) + "\n")
-    return 0
+        console.print(f"done in {time.monotonic() - start_s:.0f} s")
+        if options.json:
+            sys.stdout.write(json.dumps(summary) + "\n")
+        return 0
+
+    return run_program(program, place_flag="--out")
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
