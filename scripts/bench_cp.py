@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from _common import parser_of
 from rich.table import Table
 
 from megatron_wlb.bench.attention_rates import AttentionTimer, measure_attention, named_kernel
@@ -334,9 +335,7 @@ def table_of(figures: dict[str, Any]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU can run")
     parser.add_argument("--modelled", action="store_true", help="predict, and measure nothing")

@@ -31,12 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from _common import parser_of
 from rich.table import Table
 
 from megatron_wlb.bench import quickstart
 from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
 from megatron_wlb.bench.validation import FEWEST_ROUNDS, summarize
+from megatron_wlb.cli import output
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.planning import guards
 from megatron_wlb.settings.command_line import parse
@@ -44,7 +45,7 @@ from megatron_wlb.study.compare import SHAPED
 
 PACKINGS = ("original", "wlb", "hold")
 WANTED_STEP_MAPE, WANTED_MEMORY_MAPE = 0.08, 0.03
-console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
+console = output.console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -195,9 +196,7 @@ def show(summary: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="NAME",
         help=f"of {', '.join(LAYOUTS)} (default: all)",

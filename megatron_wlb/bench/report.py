@@ -234,16 +234,17 @@ def draw(recording: Recording, skip_rounds: int, folder: Path, layout: str) -> l
         },
         work_path,
     )
-    nominal = statistics.mean(s.num_tokens for of in steps.values() for s in of)
+    nominal = statistics.mean(s.work_us for of in steps.values() for s in of)
     typical = {
-        # Steps of a like amount of tokens, so that one time axis compares them.
-        name: recording.timeline(min(of, key=lambda s: abs(s.num_tokens - nominal)))
+        # Steps of a like amount of work, so that one time axis compares them.
+        name: recording.timeline(min(of, key=lambda s: abs(s.work_us - nominal)))
         for name, of in steps.items()
     }
     plot_timelines(
         typical,
         timeline_path,
-        f"One step of each packing, {layout.upper()}",
+        f"A step of each packing of about equal work, {layout}",
         measured=True,
+        row="pipeline rank" if recording.pp_size > 1 else "rank",
     )
     return [work_path, timeline_path]
