@@ -4,13 +4,16 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from megatron_wlb.bench.recording import RecordedStep, Recording
-from megatron_wlb.bench.report import headline, summarize, table
+from megatron_wlb.bench.report import draw, headline, summarize, table
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.simulator.engine import Timeline
+from megatron_wlb.study import plot
 
 # A pipeline of two stages that runs two micro-batches, 1F1B: the first stage runs F0 F1 B0 B1, the
 # second one F0 B0 F1 B1. Times in µs from 100 on.
@@ -254,3 +257,35 @@ def test_headline_leads_with_speed_and_idle_time(recording: Recording) -> None:
 def test_table_has_speed_and_idle_time_first(recording: Recording) -> None:
     column = list(table("pp2", summarize(recording, skip_rounds=1)).columns[0].cells)
     assert column[0].startswith("work a second") and column[3].startswith("idle time")
+
+
+@pytest.mark.parametrize(("pp_size", "row"), [(2, "pipeline rank"), (1, "rank")])
+def test_picture_is_of_steps_of_equal_work_and_names_its_rows(
+    pp_size: int, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+
+    def keep(timelines: dict[str, Timeline], path: Path, title: str, **options: Any) -> None:
+        drawn.update(options, timelines=timelines, title=title)
+
+    monkeypatch.setattr(plot, "plot_timelines", keep)
+    monkeypatch.setattr(plot, "plot_micro_batches", lambda *_: None)
+    intervals: Intervals = [[("F", 0.0, 2.0), ("B", 9.0, 12.0)], [("F", 2.0, 5.0), ("B", 5.0, 9.0)]]
+    steps = [
+        RecordedStep(
+            # Tokens are of no matter: the third one's are those of the others.
+            name, number, 0.0, 20.0, 30 + 60 * (number < 2), [[[30]], [[30]]][:num],
+            with_cpu_time([[(kind, a, b + number) for kind, a, b in p] for p in intervals]),
+            [[work]] * num,
+        )
+        for num in [3 - pp_size]
+        for name, works in (("original", (8.0, 30.0, 60.0)), ("hold", (31.0, 1.0, 70.0)))
+        for number, work in enumerate(works)
+    ]  # fmt: skip
+    draw(read(tmp_path, steps, pp_size, world_size=2), 0, tmp_path, "layout")
+    assert drawn["row"] == row and drawn["measured"]
+    assert "layout" in drawn["title"] and "equal work" in drawn["title"]
+    assert {name: t.step_us for name, t in drawn["timelines"].items()} == {
+        "original": 13.0,
+        "hold": 12.0,
+    }
