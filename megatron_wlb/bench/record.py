@@ -102,6 +102,8 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
     counted = [(own.rounds + number, 0) for number in range(own.memory_rounds)]
     rounds = [*([(0, WARM_UP)] if own.shuffle else []), *timed, *counted]
     steps: list[RecordedStep] = []
+    gc.collect()
+    gc.freeze()  # What is there stays: the collector need not look through it before each step.
     for done, (number, repeat) in enumerate(rounds):
         # Another packing begins each round.
         for turn in range(len(packings)):
@@ -115,6 +117,7 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
             if number < own.rounds:
                 loss, _, _ = trainer.train_step(plan)
             else:
+                gc.unfreeze()
                 with LiveBytes() as live:
                     # What exists already, or operations that return it would count it as new.
                     live.watch(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
