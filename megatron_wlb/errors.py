@@ -6,7 +6,9 @@ traceback is shown only with ``WLB_TRACEBACK=1``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable
 
 
 class WLBError(Exception):
@@ -65,3 +67,33 @@ def refuse_all(messages: Iterable[str]) -> None:
     """Raises :class:`ConfigError` of all that cannot run, a line each; nothing if all can."""
     if lines := list(messages):
         raise ConfigError("\n".join(lines))
+
+
+def run_program(program: Callable[[], int], *, place_flag: str = "") -> int:
+    """Runs a command to its end; the exit code: its own, an error's, or 128 + signal.
+
+    A file that cannot be used is an error too where ``place_flag`` names the flag that says where
+    files go.
+    """
+    try:
+        code = program()
+        sys.stdout.flush()  # So that a closed pipe is met here.
+        return code
+    except WLBError as error:
+        if os.environ.get("WLB_TRACEBACK") == "1":
+            raise
+        sys.stderr.write(error.report())
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has enough (as in `wlb … | head`). Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if not place_flag or os.environ.get("WLB_TRACEBACK") == "1":
+            raise
+        where = error.filename or "a file"
+        told = WLBError(f"{where}: {error.strerror or error}; choose another {place_flag}")
+        sys.stderr.write(told.report())
+        return told.exit_code

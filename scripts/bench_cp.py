@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from _common import parser_of
 from rich.table import Table
 
 from megatron_wlb.bench.attention_rates import AttentionTimer, measure_attention, named_kernel
@@ -45,7 +46,7 @@ from megatron_wlb.cost.attention import (
     pairs,
 )
 from megatron_wlb.data.lengths import sample_lengths
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.runtime.attention.kernels import Demand
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
 from megatron_wlb.study.plot_attention import plot_shardings
@@ -334,9 +335,7 @@ def table_of(figures: dict[str, Any]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU can run")
     parser.add_argument("--modelled", action="store_true", help="predict, and measure nothing")
@@ -360,21 +359,17 @@ def main() -> int:
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.micro_batches = options.micro_batches or (4 if options.small else 12)
-    try:
-        if options.device == "cpu" and not (options.small or options.modelled):
-            raise ConfigError("a CPU would take days at full size; add --small, or --modelled")
-        output.check_picture("--plot", options.plot)
-        figures = run(options)
-        output.console(stderr=options.json).print(table_of(figures))
-        if options.json:
-            print(json.dumps(figures, indent=1))
-        if options.plot:
-            output.save_file("--plot", options.plot, lambda path: plot_shardings(figures, path))
-    except WLBError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if options.device == "cpu" and not (options.small or options.modelled):
+        raise ConfigError("a CPU would take days at full size; add --small, or --modelled")
+    output.check_picture("--plot", options.plot)
+    figures = run(options)
+    output.console(stderr=options.json).print(table_of(figures))
+    if options.json:
+        print(json.dumps(figures, indent=1))
+    if options.plot:
+        output.save_file("--plot", options.plot, lambda path: plot_shardings(figures, path))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -28,15 +28,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from _common import add_distribution, add_seeds, parser_of, verdict
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from megatron_wlb.cli import output
 from megatron_wlb.data.documents import DocumentStream
-from megatron_wlb.data.lengths import DISTRIBUTIONS, sample_lengths
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.data.lengths import sample_lengths
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import replacing
 from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, measure, packer
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
@@ -47,7 +48,7 @@ from megatron_wlb.testing.ledger import Ledger
 WARM_UP_STEPS = 50
 FAST = tuple(name for name in PACKINGS if name != "fixed-solver")
 METRICS = ("imbalance", "tw", "p95", "worst", "delay", "p99", "max", "CV")
-console = Console(width=None if sys.stdout.isatty() else 140)
+console = output.console()
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
                 str(row["delay_p99"]),
                 str(row["delay_max"]),
                 f"{row['tokens_cv']:.2f}",
-                verdict(row, case),
+                judged(row, case),
             )
     console.print(table)
     return rows
@@ -216,9 +217,9 @@ def spread(values: Sequence[float], digits: int) -> list[str]:
     return [f"{np.mean(values):.{digits}f} ({max(values):.{digits}f})"]
 
 
-def verdict(row: dict[str, Any], case: Case) -> str:
+def judged(row: dict[str, Any], case: Case) -> str:
     misses = [f"{name} {row[name]:.3f} > {most}" for name, most in case.wanted if row[name] > most]
-    return "[red]" + ", ".join(misses) if misses else "[green]as wanted" if case.wanted else ""
+    return verdict(misses) if case.wanted else ""
 
 
 def timed_cases(options: argparse.Namespace, numbers: Sequence[int]) -> list[list[Case]]:
@@ -444,9 +445,7 @@ def _steps(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("balance", "speed", "stream"))
     parser.add_argument(
         "--packing", nargs="+", choices=PACKINGS, default=list(FAST), metavar="NAME",
@@ -467,12 +466,8 @@ def main() -> int:
         metavar="K",
         help="speed, stream: of hold (default: 0 4)",
     )
-    parser.add_argument(
-        "--distribution", choices=DISTRIBUTIONS, default="reference", help="default: reference"
-    )
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[1, 2, 3], help="default: 1 2 3; others use the 1st"
-    )
+    add_distribution(parser)
+    add_seeds(parser, "; others use the 1st")
     parser.add_argument(
         "--steps", type=int, default=400, help="balance: steps that count (default: 400)"
     )
@@ -484,15 +479,11 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="speed: time and memory over N")
     options = parser.parse_args()
     console.stderr = options.json
-    try:
-        rows = {"balance": balance, "speed": speed, "stream": stream}[options.what](options)
-        if options.json:
-            print(json.dumps({"rows": rows}, indent=1))
-    except WLBError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    rows = {"balance": balance, "speed": speed, "stream": stream}[options.what](options)
+    if options.json:
+        print(json.dumps({"rows": rows}, indent=1))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

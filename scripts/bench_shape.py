@@ -26,15 +26,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from rich.console import Console
+from _common import add_distribution, add_seeds, parser_of, verdict
 from rich.progress import track
 from rich.table import Table
 
+from megatron_wlb.cli import output
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.documents import DocumentStream
-from megatron_wlb.data.lengths import DISTRIBUTIONS, REFERENCE_WINDOW, sample_lengths
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.packing import packer
 from megatron_wlb.plan import Document, MicroBatchPlan
 from megatron_wlb.planning.planner import Planner
@@ -49,7 +50,7 @@ COST = DocumentCost(
     backward_quadratic_us=2.5 * 3.27e6 / REFERENCE_WINDOW**2,
 )
 WARM_UP_STEPS = 30
-console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+console = output.console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,7 @@ def cases_of(options: argparse.Namespace) -> Sequence[Case]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--num-micro-batches", type=int, metavar="N", help="over all DP ranks")
     parser.add_argument("--pp", type=int, help="pipeline ranks (default: 4)")
     parser.add_argument("--vpp", type=int, help="chunks a pipeline rank (default: 1)")
@@ -247,8 +246,8 @@ def main() -> int:
     parser.add_argument(
         "--max-windows", type=float, default=2.0, metavar="X", help="S_max (default: 2)"
     )
-    parser.add_argument("--distribution", choices=DISTRIBUTIONS, default="reference")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="default: 1 2 3")
+    add_distribution(parser)
+    add_seeds(parser)
     parser.add_argument("--steps", type=int, default=60, help="of each seed (default: 60)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG or SVG of one step")
     parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
@@ -256,39 +255,35 @@ def main() -> int:
     table = Table("N", "PP", "VPP", "DP", "over packed", "seeds", "over small ends",
                   "worst step", "imbalance", "ms (p95)", "wanted")  # fmt: skip
     table.title = f"shaped steps, simulated: how much faster ({options.distribution} lengths)"
-    try:
-        if options.steps < 1:
-            raise ConfigError(f"--steps is {options.steps}; give at least 1")
-        rows = []
-        for case in track(cases_of(options), "shaping", console=console, transient=True):
-            row = measure(case, options)
-            rows.append(row)
-            misses = []
-            if case.wanted is not None and row["gain_over_packed"] < case.wanted:
-                misses.append(f"gain < {case.wanted:.0%}")
-            if case.num_micro_batches <= 64 and row["shaping_ms_p95"] > WANTED_MS:
-                misses.append(f"ms > {WANTED_MS:.0f}")
-            table.add_row(
-                str(case.num_micro_batches), str(case.pp), str(case.vpp), str(case.dp),
-                f"{row['gain_over_packed']:.2%}",
-                f"{row['gain_over_packed_lowest_seed']:.2%} … "
-                f"{row['gain_over_packed_highest_seed']:.2%}",
-                f"{row['gain_over_small_ends']:.2%}",
-                f"{row['worst_step_over_small_ends']:.2%}",
-                f"{row['imbalance_shaped']:.2f}",
-                f"{row['shaping_ms_mean']:.1f} ({row['shaping_ms_p95']:.1f})",
-                "[red]" + ", ".join(misses) if misses else "[green]as wanted",
-            )  # fmt: skip
-        console.print(table)
-        if options.plot:
-            plot(cases_of(options)[0], options)
-        if options.json:
-            print(json.dumps({"rows": rows}, indent=1))
-    except WLBError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if options.steps < 1:
+        raise ConfigError(f"--steps is {options.steps}; give at least 1")
+    rows = []
+    for case in track(cases_of(options), "shaping", console=console, transient=True):
+        row = measure(case, options)
+        rows.append(row)
+        misses = []
+        if case.wanted is not None and row["gain_over_packed"] < case.wanted:
+            misses.append(f"gain < {case.wanted:.0%}")
+        if case.num_micro_batches <= 64 and row["shaping_ms_p95"] > WANTED_MS:
+            misses.append(f"ms > {WANTED_MS:.0f}")
+        table.add_row(
+            str(case.num_micro_batches), str(case.pp), str(case.vpp), str(case.dp),
+            f"{row['gain_over_packed']:.2%}",
+            f"{row['gain_over_packed_lowest_seed']:.2%} … "
+            f"{row['gain_over_packed_highest_seed']:.2%}",
+            f"{row['gain_over_small_ends']:.2%}",
+            f"{row['worst_step_over_small_ends']:.2%}",
+            f"{row['imbalance_shaped']:.2f}",
+            f"{row['shaping_ms_mean']:.1f} ({row['shaping_ms_p95']:.1f})",
+            verdict(misses),
+        )  # fmt: skip
+    console.print(table)
+    if options.plot:
+        plot(cases_of(options)[0], options)
+    if options.json:
+        print(json.dumps({"rows": rows}, indent=1))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

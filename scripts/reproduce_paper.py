@@ -25,11 +25,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from _common import add_seeds, parser_of
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import replacing, write_text
 from megatron_wlb.study import paper
 from megatron_wlb.study.paper import Effort, K
@@ -141,13 +142,11 @@ def _make(key: str, effort: Effort, solver: bool) -> tuple[Section, float]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=100, help="of each seed (default: 100)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--only", nargs="+", choices=KEYS, metavar="KEY", help=", ".join(KEYS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
+    add_seeds(parser)
     parser.add_argument(
         "--hardware", default=paper.HARDWARE, metavar="NAME|FILE",
         help=f"such as one with attention that wlb profile measured (default: {paper.HARDWARE})",
@@ -592,8 +591,4 @@ def _json(sections: Sequence[Section]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except WLBError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    sys.exit(run_program(main))

@@ -9,23 +9,22 @@ Ends with status 1 and the smallest run that fails, if one does.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import time
 from collections import Counter
 
+from _common import parser_of
 from hypothesis import HealthCheck, given, seed, settings
 
+from megatron_wlb.errors import run_program
 from megatron_wlb.testing.soak import Soak, soaks
 
 ROUND = 200
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the first round of runs")
     parser.add_argument("--steps", type=int, default=60, help="of a run at most")
@@ -52,4 +51,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

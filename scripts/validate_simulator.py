@@ -24,8 +24,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -33,23 +31,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from _common import parser_of
 from rich.table import Table
 
 from megatron_wlb.bench import quickstart
-from megatron_wlb.bench.recorder import PROGRESS
-from megatron_wlb.bench.recording import FEWEST_ROUNDS, Recording
-from megatron_wlb.bench.validation import summarize
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
+from megatron_wlb.bench.validation import FEWEST_ROUNDS, summarize
+from megatron_wlb.cli import output
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.planning import guards
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.study.compare import SHAPED
 
 PACKINGS = ("original", "wlb", "hold")
-MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2"]
 WANTED_STEP_MAPE, WANTED_MEMORY_MAPE = 0.08, 0.03
-console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
+console = output.console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ def flags_of(layout: Layout, prefix: str, options: argparse.Namespace) -> list[s
         *("--data-path", prefix, "--split", "1", "--seq-length", str(options.seq_length)),
         *("--global-batch-size", str(options.micro_batches), "--seed", str(options.seed)),
         *("--train-iters", str(rounds), "--wlb-cost", "measured", "--wlb-device", "cpu"),
-        *MODEL,
+        *SMALL_MODEL,
         *layout.flags,
     ]
 
@@ -106,48 +102,6 @@ def check(layouts: Sequence[str], prefix: str, options: argparse.Namespace) -> l
     return runnable
 
 
-def record(
-    layout: Layout, prefix: str, options: argparse.Namespace, path: Path, progress: Progress
-) -> None:
-    """Trains under torchrun. Raises :class:`ConfigError` with the cause and the log if it fails."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(layout.num_processes), "-m", "megatron_wlb.bench.recorder"),
-        *("--packings", ",".join(options.packings), "--rounds", str(options.rounds)),
-        *("--repeats", str(options.repeats)),
-        *("--memory-rounds", str(options.memory_rounds), "--recording", str(path)),
-        *flags_of(layout, prefix, options),
-    ]
-    task = progress.add_task(layout.what, total=None)
-    log, error = path.with_suffix(".log"), ""
-    with (
-        log.open("w") as file,
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        ) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                file.write(line)
-                file.flush()
-                if line.startswith("error"):
-                    error = line.strip().removeprefix("error: ")
-                if line.startswith(PROGRESS):
-                    done, total = map(int, line.removeprefix(PROGRESS).split("/"))
-                    progress.update(task, completed=done, total=total)
-        except KeyboardInterrupt:
-            process.terminate()
-            raise
-    if process.returncode:
-        last = "\n".join(log.read_text().splitlines()[-5:])
-        raise ConfigError(f"{layout.what} failed: {error or last} ({log})")
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Records what is to be recorded; returns the summary."""
     if options.rounds < FEWEST_ROUNDS:
@@ -165,16 +119,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         else:
             prefix = options.corpus or str(quickstart.corpus(folder / "corpus", console))
             wanted = check(options.layouts, prefix, options)
-            columns = (
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                TimeElapsedColumn(),
-            )  # fmt: skip
-            with Progress(*columns, console=console) as progress:
-                for name in wanted:
-                    path = folder / f"{name}.json"
-                    record(LAYOUTS[name], prefix, options, path, progress)
+            for name in wanted:
+                layout = LAYOUTS[name]
+                arguments = [
+                    *("--packings", ",".join(options.packings), "--rounds", str(options.rounds)),
+                    *("--repeats", str(options.repeats), "--shuffle"),
+                    *("--memory-rounds", str(options.memory_rounds)),
+                    *flags_of(layout, prefix, options),
+                ]
+                path = folder / f"{name}.json"
+                make(layout.what, layout.num_processes, path, console, arguments)
         for name in wanted:
-            recordings[name] = Recording.read(folder / f"{name}.json")
+            recordings[name] = Recording.read(folder / f"{name}.json", FEWEST_ROUNDS)
         return summarize(recordings)
 
 
@@ -240,9 +196,7 @@ def show(summary: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="NAME",
         help=f"of {', '.join(LAYOUTS)} (default: all)",
@@ -271,16 +225,7 @@ def main() -> int:
     parser.add_argument("--reuse", action="store_true", help="judges the recordings in --keep")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON to stdout")
     options = parser.parse_args()
-    try:
-        summary = run(options)
-    except WLBError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}; choose another place", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    summary = run(options)
     show(summary)
     if options.json:
         print(json.dumps(summary))
@@ -288,4 +233,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main, place_flag="--keep"))

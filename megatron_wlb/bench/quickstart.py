@@ -1,37 +1,36 @@
 """See it work: real text, a real Megatron GPT, three packings side by side, in minutes on a CPU.
 
 Builds a corpus from the interpreter's own standard library, trains on it once as a pipeline
-(PP=2) and once data-parallel (DP=2), with steps of each packing in turns, and shows what came out.
+(PP=2) and once data-parallel (DP=2), with steps of each packing in turns, and shows what came out
+of each as soon as it is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_wlb.bench import report
-from megatron_wlb.bench.train_packings import PROGRESS
+from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
-from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.errors import ConfigError, WLBError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.settings.command_line import Parser
 
 PACKINGS = ("original", "wlb", "hold")
 NUM_PROCESSES = 2
-MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2"]
 LAYOUTS = {
-    # Name -> (what it is, windows a step, rounds, flags). DP=2 runs one micro-batch a rank.
-    "pp2": ("pipeline, PP=2, 8 micro-batches", 8, 20, ["--pipeline-model-parallel-size", "2"]),
+    # Name -> (what it is, windows a step, rounds, flags). DP=2 runs one micro-batch a rank. The
+    # rounds of the first are so many that its table is there within five minutes on two cores.
+    "pp2": ("pipeline, PP=2, 8 micro-batches", 8, 12, ["--pipeline-model-parallel-size", "2"]),
     "dp2": ("data-parallel, DP=2, 1 micro-batch a rank", 2, 60, []),
 }
 SKIP_SHARE = 4
@@ -45,64 +44,24 @@ def corpus(folder: Path, console: Console) -> Path:
     if CorpusInfo.load(prefix) is not None:
         try:
             Corpus.open(prefix)
-            console.print(f"corpus: found in {prefix}.bin")
+            console.print(f"corpus: found in {prefix}.bin", soft_wrap=True)
             return prefix
         except WLBError as error:
-            console.print(f"corpus: built again ({error})")
-    with console.status("corpus: reading the interpreter's standard library"):
-        info = build_corpus(
-            [sysconfig.get_path("stdlib")],
-            prefix,
-            python_definitions=True,
-            exclude=EXCLUDED,
-            force=True,
-        )
+            console.print(f"corpus: built again ({error})", soft_wrap=True)
+    console.print("corpus: reading the interpreter's standard library")
+    info = build_corpus(
+        [sysconfig.get_path("stdlib")],
+        prefix,
+        python_definitions=True,
+        exclude=EXCLUDED,
+        force=True,
+    )
     console.print(
         f"corpus: {info.num_documents:,} documents (functions and classes), "
-        f"{info.num_tokens:,} tokens (bytes), in {prefix}.bin"
+        f"{info.num_tokens:,} tokens (bytes), in {prefix}.bin",
+        soft_wrap=True,
     )
     return prefix
-
-
-def train(arguments: Sequence[str], log: Path, advance: Callable[[str], None]) -> None:
-    """Runs a comparison under torchrun; ``advance`` gets each line of progress.
-
-    Raises:
-        ConfigError: it failed; names the cause and the log.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [
-        "--nproc-per-node",
-        str(NUM_PROCESSES),
-        "-m",
-        "megatron_wlb.bench.train_packings",
-        *arguments,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    error = ""
-    with (
-        log.open("w") as file,
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                file.write(line)
-                file.flush()
-                if line.startswith("error"):
-                    error = line.strip().removeprefix("error: ")
-                advance(line)
-        except KeyboardInterrupt:
-            process.terminate()
-            raise
-    if process.returncode != 0:
-        raise ConfigError(f"training failed: {error or 'see the log'} ({log})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,98 +71,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to run"
     )
-    parser.add_argument("--rounds", type=int, help="steps of each packing (default: 20 and 60)")
+    parser.add_argument("--rounds", type=int, help="steps of each packing (default: 12 and 60)")
     parser.add_argument("--seq-length", type=int, default=8192, help="the window, in tokens")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    start = time.monotonic()
-    try:
+
+    def program() -> int:
+        start_s = time.monotonic()
         options = parser.parse_args(argv)
         console = Console(stderr=options.json, highlight=False)
         summary = run(options, console)
-    except WLBError as error:
-        sys.stderr.write(error.report())
-        return error.exit_code
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename}: {error.strerror}; choose another --out\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    console.print(f"done in {time.monotonic() - start:.0f} s")
-    if options.json:
-        sys.stdout.write(json.dumps(summary) + "\n")
-    return 0
+        console.print(f"done in {time.monotonic() - start_s:.0f} s")
+        if options.json:
+            sys.stdout.write(json.dumps(summary) + "\n")
+        return 0
+
+    return run_program(program, place_flag="--out")
 
 
-def run(options: argparse.Namespace, console: Console) -> dict[str, object]:
-    """Corpus, training, summary, table, pictures; returns the summary."""
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Corpus, then for each layout training, table and pictures; returns the summary."""
     fewest = next(n for n in range(1, 99) if n - n // SKIP_SHARE >= report.NUM_BLOCKS)
     if options.rounds is not None and options.rounds < fewest:
         raise ConfigError(f"--rounds is {options.rounds}; use at least {fewest}")
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     prefix = corpus(out / "corpus", console)
-    recordings = {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} rounds"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        tasks = {
-            layout: progress.add_task(
-                f"training {layout}: {LAYOUTS[layout][0]}",
-                total=options.rounds or LAYOUTS[layout][2],
-            )
-            for layout in options.layouts
-        }
-        for layout, task in tasks.items():
-            _, batch, rounds, flags = LAYOUTS[layout]
-            recordings[layout] = out / f"{layout}.json"
-
-            def advance(line: str, task=task) -> None:  # type: ignore[no-untyped-def]
-                if line.startswith(PROGRESS):
-                    done = int(line.removeprefix(PROGRESS).split("/")[0])
-                    progress.update(task, completed=done)
-
-            train(
-                [
-                    *("--packings", ",".join(PACKINGS), "--rounds", str(options.rounds or rounds)),
-                    *("--recording", str(recordings[layout]), "--data-path", str(prefix)),
-                    *("--split", "1", "--seq-length", str(options.seq_length)),
-                    *("--global-batch-size", str(batch), "--seed", str(options.seed)),
-                    *("--train-iters", str(options.rounds or rounds), "--wlb-cost", "measured"),
-                    *("--wlb-device", "cpu", *MODEL, *flags),
-                ],
-                out / f"{layout}.log",
-                advance,
-            )
-    return present(prefix, recordings, options.seq_length, out, console)
-
-
-def present(
-    prefix: Path, recordings: dict[str, Path], window: int, out: Path, console: Console
-) -> dict[str, object]:
-    """Summarises the recordings into tables, pictures and ``summary.json``."""
+    summary: dict[str, Any] = {}
+    pictures = [out / "lengths.png"]
+    for layout in options.layouts:
+        what, batch, default, flags = LAYOUTS[layout]
+        rounds, path = options.rounds or default, out / f"{layout}.json"
+        console.print(
+            f"training {layout}: {what}; {rounds} steps of each of {', '.join(PACKINGS)} in turns",
+            soft_wrap=True,
+        )
+        make(
+            f"training {layout}",
+            NUM_PROCESSES,
+            path,
+            console,
+            [
+                *("--packings", ",".join(PACKINGS), "--rounds", str(rounds)),
+                *("--data-path", str(prefix), "--split", "1"),
+                *("--seq-length", str(options.seq_length), "--global-batch-size", str(batch)),
+                *("--train-iters", str(rounds), "--seed", str(options.seed)),
+                *("--wlb-cost", "measured", "--wlb-device", "cpu", *SMALL_MODEL, *flags),
+            ],
+        )
+        recording, skip = Recording.read(path), rounds // SKIP_SHARE
+        figures = report.summarize(recording, skip)
+        explained = "" if summary else f"\n{report.WORK}"
+        console.print(f"\n{report.headline(figures)}{explained}", soft_wrap=True)
+        summary[layout] = figures
+        console.print(report.table(f"{layout}: {what}", figures))
+        pictures += report.draw(recording, skip, out, layout)
     from megatron_wlb.study.plot import plot_lengths
 
-    lengths_path = out / "lengths.png"
-    plot_lengths(Corpus.open(prefix).lengths, window, lengths_path)
-    pictures = [lengths_path]
-    summary: dict[str, object] = {}
-    for layout, path in recordings.items():
-        recording = report.Recording.read(path)
-        rounds = len(recording.of(PACKINGS[0]))
-        skip = rounds // SKIP_SHARE
-        summary[layout] = figures = report.summarize(recording, skip)
-        console.print(report.table(f"{layout}: {LAYOUTS[layout][0]}", figures))
-        pictures += report.draw(recording, skip, out, layout)
+    plot_lengths(Corpus.open(prefix).lengths, options.seq_length, pictures[0])
     write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-    console.print(f"figures:  {out / 'summary.json'}")
+    console.print(f"figures:  {out / 'summary.json'}", soft_wrap=True)
     for picture in pictures:
-        console.print(f"picture:  {picture}")
+        console.print(f"picture:  {picture}", soft_wrap=True)
     return summary
 
 

@@ -1,115 +1,212 @@
-"""Steps as :mod:`megatron_wlb.bench.recorder` wrote them: read back, and put in order.
+"""Training steps of several packings in turns, as :mod:`megatron_wlb.bench.record` measures them.
 
-Of a step's repeats the one that took the middle time counts.
+:func:`make` runs it under torchrun, :meth:`Recording.read` reads what it wrote. Of a step's repeats
+the one that took the middle time counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from megatron_wlb.bench.recorder import RecordedStep, core_of
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.graph import Floats, Graph, graph_of
 from megatron_wlb.settings.config import Config, from_flat
+from megatron_wlb.simulator.engine import Interval, Timeline
 
+SMALL_MODEL = ("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2")
+"""What a CPU trains in seconds a step."""
+PROGRESS = "round "
+"""What each line of progress on stdout starts with; a number, ``/`` and the total follow."""
 CALIBRATION_SHARE = 3
 """One in so many rounds, from the first on, is calibrated with."""
-FEWEST_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of one packing on all processes. Times in µs, of the machine's monotonic clock."""
+
+    packing: str
+    round: int
+    start_us: float
+    """On rank 0, after a barrier and before the step, which was planned already."""
+    stop_us: float
+    """On rank 0, after the update and a barrier."""
+    num_tokens: int
+    """Without padding."""
+    lengths: list[list[list[int]]]
+    """``[dp_size][num_micro_batches][segments]``"""
+    intervals: list[list[tuple[str, float, float, float]]]
+    """Per process, as :data:`megatron_wlb.bench.timeline.Interval`, in the order they ran."""
+    predicted_us: list[list[float]]
+    """``[dp_size][num_micro_batches]``, forward plus backward of the whole model."""
+    plan_us: float = 0.0
+    """What planning took on rank 0."""
+    loss: float = 0.0
+    """0 where bytes were counted: the weights stayed as they were."""
+    imbalance: float = 1.0
+    delay_steps: float = 0.0
+    activation_bytes: list[int] | None = None
+    """Per process, the most that forward and backward added; such a step is no measure of time."""
+    repeat: int = 0
+    """How many times this plan was run before."""
+
+    @property
+    def step_us(self) -> float:
+        """Of forward, backward and update."""
+        return self.stop_us - self.start_us
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step: plan, forward, backward, update."""
+        return (self.plan_us + self.step_us) / 1e6
+
+    @property
+    def work_us(self) -> float:
+        """Predicted time of all its micro-batches: how much there was to do."""
+        return sum(map(sum, self.predicted_us))
+
+    @property
+    def span_us(self) -> float:
+        """From the first start to the last stop of an operation."""
+        return max(p[-1][2] for p in self.intervals) - min(p[0][1] for p in self.intervals)
+
+    @property
+    def busy_us(self) -> float:
+        """Of all operations, over all processes."""
+        return sum(stop - start for process in self.intervals for _, start, stop, _ in process)
+
+
+def core_of(rank: int, world_size: int, pp_size: int, num_cores: int) -> int:
+    """On which core a process runs: one of its own, or where they are too few one to each pipeline
+    rank, in turns. Ranks of one stage, which compute together, then share its core.
+    """
+    return rank if world_size <= num_cores else rank // (world_size // pp_size) % num_cores
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What :mod:`megatron_wlb.bench.recorder` wrote of one layout."""
+    """What :mod:`megatron_wlb.bench.record` wrote of one layout."""
 
     config: Config
     vocab_size: int
     world_size: int
     num_cores: int
     packings: list[str]
-    timed: list[RecordedStep]
-    """Of each step's repeats the one that took the middle time."""
-    repeat_error: float
-    """Mean of ``|time ÷ middle time - 1|`` over the other repeats: what the machine does to equal
-    steps, and no simulation can foresee. 0 if there are none."""
-    counted: list[RecordedStep]
-    """Steps of which bytes were counted."""
+    steps: list[RecordedStep]
+    """In the order in which they ran."""
 
     @classmethod
-    def read(cls, path: Path) -> Recording:
+    def read(cls, path: Path, fewest_rounds: int = 1) -> Recording:
         """Raises :class:`ConfigError` for a file that is no recording, or one that is too short."""
         try:
-            content = json.loads(path.read_text())
-            steps = [RecordedStep(**step) for step in content["steps"]]
-            timed, repeat_error = _middle(s for s in steps if s.activation_bytes is None)
-            result = cls(
+            content = json.loads(path.read_text(encoding="utf-8"))
+            recording = cls(
                 from_flat(content["config"]),
                 content["vocab_size"],
                 content["world_size"],
                 content["num_cores"],
                 content["packings"],
-                timed,
-                repeat_error,
-                [step for step in steps if step.activation_bytes is not None],
+                [RecordedStep(**step) for step in content["steps"]],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is no recording ({error}); record it again") from None
-        rounds = {step.round for step in result.timed}
-        if len(rounds) < FEWEST_ROUNDS:
+        if len(recording.rounds) < fewest_rounds:
             raise ConfigError(
-                f"{path}: {len(rounds)} rounds are too few to calibrate with a third of them; "
-                f"record at least {FEWEST_ROUNDS}"
+                f"{path}: {len(recording.rounds)} rounds are too few; record at least "
+                f"{fewest_rounds}"
             )
-        return result
+        return recording
+
+    @cached_property
+    def _middles(self) -> tuple[list[RecordedStep], float]:
+        return _middle(step for step in self.steps if step.activation_bytes is None)
+
+    @property
+    def timed(self) -> list[RecordedStep]:
+        """Of each step's repeats the one that took the middle time."""
+        return self._middles[0]
+
+    @property
+    def repeat_error(self) -> float:
+        """Mean of ``|time ÷ middle time - 1|`` over the other repeats: what the machine does to
+        equal steps, and no simulation can foresee. 0 if there are none.
+        """
+        return self._middles[1]
+
+    @property
+    def counted(self) -> list[RecordedStep]:
+        """Steps of which bytes were counted."""
+        return [step for step in self.steps if step.activation_bytes is not None]
+
+    @property
+    def rounds(self) -> list[int]:
+        """Those that were timed."""
+        return sorted({step.round for step in self.timed})
+
+    @property
+    def calibrating(self) -> list[RecordedStep]:
+        """The first third of the timed steps."""
+        wanted = self.rounds[: len(self.rounds) // CALIBRATION_SHARE]
+        return [step for step in self.timed if step.round in wanted]
+
+    @property
+    def judged(self) -> list[RecordedStep]:
+        """The others."""
+        wanted = self.rounds[len(self.rounds) // CALIBRATION_SHARE :]
+        return [step for step in self.timed if step.round in wanted]
+
+    @property
+    def pp_size(self) -> int:
+        return self.config.parallel.pipeline_model_parallel_size
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.steps[0].lengths)
 
     @cached_property
     def graph(self) -> Graph:
         """The schedule that the steps ran."""
         p = self.config.parallel
         return graph_of(
-            p.pipeline_model_parallel_size,
+            self.pp_size,
             p.num_virtual_stages_per_pipeline_rank or 1,
-            len(self.timed[0].lengths[0]),
+            len(self.steps[0].lengths[0]),
             p.microbatch_group_size_per_virtual_pipeline_stage,
         )
 
     @property
-    def dp_size(self) -> int:
-        return len(self.timed[0].lengths)
-
-    @property
     def cores(self) -> list[int] | None:
         """The core of each pipeline rank, or None where each has its own."""
-        pp_size = self.graph.pp_size
-        each = self.world_size // pp_size
         cores = [
-            core_of(rank * each, self.world_size, pp_size, self.num_cores)
-            for rank in range(pp_size)
+            core_of(self.process(rank, 0), self.world_size, self.pp_size, self.num_cores)
+            for rank in range(self.pp_size)
         ]
-        return None if len(set(cores)) == pp_size else cores
+        return None if len(set(cores)) == self.pp_size else cores
 
     def process(self, pp_rank: int, dp_rank: int) -> int:
         """The first process of a stage. Megatron's order of ranks: (TP,) CP, DP, PP outermost."""
-        cp_size = self.config.parallel.context_parallel_size
-        return (pp_rank * self.dp_size + dp_rank) * cp_size
-
-    @cached_property
-    def calibrating(self) -> list[RecordedStep]:
-        """The first third of the timed steps."""
-        rounds = sorted({step.round for step in self.timed})
-        wanted = set(rounds[: len(rounds) // CALIBRATION_SHARE])
-        return [step for step in self.timed if step.round in wanted]
-
-    @cached_property
-    def judged(self) -> list[RecordedStep]:
-        rounds = sorted({step.round for step in self.timed})
-        wanted = set(rounds[len(rounds) // CALIBRATION_SHARE :])
-        return [step for step in self.timed if step.round in wanted]
+        each = self.world_size // self.pp_size
+        return pp_rank * each + dp_rank * (each // self.dp_size)
 
     def times_us(self, step: RecordedStep, dp_rank: int) -> Floats:
         """Measured ``[2, S, N]``: on the wall, or where cores are shared CPU time."""
@@ -124,6 +221,21 @@ class Recording:
                 result["FB".index(kind), stage, action.micro_batch] = us
         return result
 
+    def timeline(self, step: RecordedStep) -> Timeline:
+        """What each process ran when."""
+        each = self.world_size // self.pp_size
+        return Timeline(
+            tuple(
+                tuple(
+                    Interval(start, stop, action)
+                    for action, (_, start, stop, _) in zip(
+                        self.graph.order[process // each], intervals, strict=True
+                    )
+                )
+                for process, intervals in enumerate(step.intervals)
+            )
+        )
+
 
 def _middle(steps: Iterable[RecordedStep]) -> tuple[list[RecordedStep], float]:
     """The middle of each step's repeats, and how far the others are off in the mean."""
@@ -132,9 +244,72 @@ def _middle(steps: Iterable[RecordedStep]) -> tuple[list[RecordedStep], float]:
         repeats.setdefault((step.round, step.packing), []).append(step)
     middles, errors = [], []
     for own in repeats.values():
-        own.sort(key=lambda step: step.stop_us - step.start_us)
+        own.sort(key=lambda step: step.step_us)
         middle = own.pop((len(own) - 1) // 2)
-        us = middle.stop_us - middle.start_us
-        errors += [abs((other.stop_us - other.start_us) / us - 1) for other in own]
+        errors += [abs(other.step_us / middle.step_us - 1) for other in own]
         middles.append(middle)
     return middles, float(np.mean(errors)) if errors else 0.0
+
+
+@contextlib.contextmanager
+def progress_of(what: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar of rounds, or a line for each where there is no terminal; takes (done, total)."""
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=console) as bars:
+            bar = bars.add_task(what, total=None)
+            yield lambda done, total: bars.update(bar, completed=done, total=total)
+        return
+    start_s = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        seconds = time.monotonic() - start_s
+        console.print(f"{what}: round {done} of {total} after {seconds:.0f} s", soft_wrap=True)
+
+    console.print(f"{what}: starting", soft_wrap=True)
+    yield tell
+
+
+def make(
+    what: str, num_processes: int, path: Path, console: Console, arguments: Sequence[str]
+) -> None:
+    """Records a layout under torchrun into ``path``, with a log beside it; ``arguments`` are the
+    recorder's and the trainer's.
+
+    Raises :class:`ConfigError` if it fails: names the cause and the log.
+    """
+    command = [
+        *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
+        *("--nproc-per-node", str(num_processes), "-m", "megatron_wlb.bench.record"),
+        *("--recording", str(path), *arguments),
+    ]
+    log, lines = path.with_suffix(".log"), []
+    with (
+        progress_of(what, console) as progress,
+        log.open("w", encoding="utf-8") as file,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                lines.append(line.strip())
+                if line.startswith(PROGRESS):
+                    done, total = map(int, line.removeprefix(PROGRESS).split("/"))
+                    progress(done, total)
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
+    if process.returncode:
+        told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        raise ConfigError(f"{what} failed: " + "\n".join(told or lines[-5:]) + f" ({log})")

@@ -1,9 +1,8 @@
-"""What a recorded comparison says: one summary, a table, pictures.
+"""What a recorded comparison says: one summary, a headline, a table, pictures.
 
-Reads what :mod:`megatron_wlb.bench.train_packings` wrote (without tensor parallelism). *Measured*
-figures come from the recording alone; *replayed* ones put its measured operation times through the
-schedule of a longer pipeline (:mod:`megatron_wlb.simulator.engine`) and are called so wherever they
-stand.
+*Measured* figures come from the recording alone; *replayed* ones put its measured operation times
+through the schedule of a longer pipeline (:mod:`megatron_wlb.schedule.graph`) and are called so
+wherever they stand.
 
 Speed is judged by totals over many steps, of tokens and of predicted work: a packing that delays
 documents alternates lighter and heavier steps, which makes medians of single steps mislead.
@@ -11,123 +10,26 @@ documents alternates lighter and heavier steps, which makes medians of single st
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
-from megatron_wlb.bench.train_packings import StepRecord
+from megatron_wlb.bench.recording import RecordedStep, Recording
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.schedule.order import schedule
-from megatron_wlb.simulator.engine import Interval, Timeline, replay, split_stages
+from megatron_wlb.schedule.graph import graph_of
 
 NUM_BLOCKS = 4
 """Consecutive parts of the recording whose speed-ups show the spread."""
 
 REPLAYED_PP = 4
-
-
-@dataclass(frozen=True)
-class Step:
-    """A recorded step with its operations named."""
-
-    record: StepRecord
-    pp_size: int
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole step: plan, forward, backward, update."""
-        return (self.record.stop_us - self.record.start_us) / 1e6
-
-    @property
-    def work(self) -> float:
-        """Predicted µs of all its micro-batches: how much there was to do."""
-        return sum(map(sum, self.record.predicted_us))
-
-    @cached_property
-    def timelines(self) -> list[Timeline]:
-        """Per data-parallel rank, what each of its stages ran when."""
-        dp_size = len(self.record.lengths)
-        order = schedule(self.pp_size, 1, len(self.record.lengths[0]))
-        return [
-            Timeline(
-                tuple(
-                    tuple(
-                        Interval(start, stop, action)
-                        for action, (_, start, stop) in zip(
-                            order[pp_rank],
-                            # Megatron's order of ranks: data-parallel ones are neighbours.
-                            self.record.intervals[pp_rank * dp_size + dp_rank],
-                            strict=True,
-                        )
-                    )
-                    for pp_rank in range(self.pp_size)
-                )
-            )
-            for dp_rank in range(dp_size)
-        ]
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Of all processes together."""
-        return Timeline(tuple(rank for t in self.timelines for rank in t.intervals))
-
-    def stage_times(self, dp_rank: int) -> tuple[list[list[list[float]]], ...]:
-        """Measured µs ``[pp_size][1][num_micro_batches]``, of forward and of backward."""
-        return tuple(
-            [
-                [[i.stop_us - i.start_us for i in _by_micro_batch(rank, kind)]]
-                for rank in self.timelines[dp_rank].intervals
-            ]
-            for kind in "FB"
-        )
-
-    def micro_batch_us(self) -> list[list[float]]:
-        """Measured forward plus backward over all stages, as ``record.predicted_us``."""
-        return [
-            [
-                sum(times)
-                for times in zip(*(c for t in self.stage_times(d) for (c,) in t), strict=True)
-            ]
-            for d in range(len(self.record.lengths))
-        ]
-
-
-def _by_micro_batch(rank: Sequence[Interval], kind: str) -> list[Interval]:
-    return sorted((i for i in rank if i.action.kind == kind), key=lambda i: i.action.micro_batch)
-
-
-@dataclass(frozen=True)
-class Recording:
-    """All steps of a comparison."""
-
-    packings: list[str]
-    pp_size: int
-    dp_size: int
-    window: int
-    steps: list[Step]
-
-    @classmethod
-    def read(cls, path: Path) -> Recording:
-        content = json.loads(path.read_text())
-        pp_size = content["config"]["pipeline_model_parallel_size"]
-        return cls(
-            content["packings"],
-            pp_size,
-            content["world_size"] // pp_size,
-            content["config"]["seq_length"],
-            [Step(StepRecord(**step), pp_size) for step in content["steps"]],
-        )
-
-    def of(self, packing: str, first_round: int = 0) -> list[Step]:
-        return [
-            s for s in self.steps if s.record.packing == packing and s.record.round >= first_round
-        ]
+WORK = (
+    "work: the seconds of computing that documents should take, by a cost measured at the start. "
+    "Tokens compare worse: original cuts documents, and a piece is less work for each token."
+)
 
 
 def summarize(recording: Recording, skip_rounds: int) -> dict[str, Any]:
@@ -140,7 +42,7 @@ def summarize(recording: Recording, skip_rounds: int) -> dict[str, Any]:
     Raises:
         ConfigError: too few rounds are left.
     """
-    counted = {name: recording.of(name, skip_rounds) for name in recording.packings}
+    counted = _counted(recording, skip_rounds)
     num_rounds = min(map(len, counted.values()))
     if num_rounds < NUM_BLOCKS:
         raise ConfigError(
@@ -152,92 +54,102 @@ def summarize(recording: Recording, skip_rounds: int) -> dict[str, Any]:
         "skipped_rounds": skip_rounds,
         "packings": {name: _figures(steps) for name, steps in counted.items()},
         "speedup_over_original": {},
-        "micro_batch_prediction_error": _prediction_error(counted),
+        "micro_batch_prediction_error": _prediction_error(recording, counted),
     }
     base = counted[recording.packings[0]]
     for name, steps in counted.items():
         blocks = [_block(num_rounds, b) for b in range(NUM_BLOCKS)]
-        work = [_rate(steps[b], "work") / _rate(base[b], "work") for b in blocks]
+        work = [_rate(steps[b], "work_us") / _rate(base[b], "work_us") for b in blocks]
         summary["speedup_over_original"][name] = {
-            "tokens": _rate(steps, "tokens") / _rate(base, "tokens"),
-            "work": _rate(steps, "work") / _rate(base, "work"),
+            "tokens": _rate(steps, "num_tokens") / _rate(base, "num_tokens"),
+            "work": _rate(steps, "work_us") / _rate(base, "work_us"),
             "work_spread": {"min": min(work), "max": max(work), "blocks": NUM_BLOCKS},
         }
-    if recording.pp_size > 1:
+    if recording.pp_size > 1 and REPLAYED_PP % recording.pp_size == 0:
         summary["replay"] = _replays(recording, counted)
     return summary
+
+
+def _counted(recording: Recording, skip_rounds: int) -> dict[str, list[RecordedStep]]:
+    return {
+        name: [s for s in recording.timed if s.packing == name and s.round >= skip_rounds]
+        for name in recording.packings
+    }
 
 
 def _block(num_rounds: int, block: int) -> slice:
     return slice(num_rounds * block // NUM_BLOCKS, num_rounds * (block + 1) // NUM_BLOCKS)
 
 
-def _rate(steps: Sequence[Step], what: str) -> float:
+def _rate(steps: Sequence[RecordedStep], what: str) -> float:
     """Tokens, or µs of predicted work, a second."""
-    amount = sum(s.record.num_tokens if what == "tokens" else s.work for s in steps)
-    return amount / sum(s.seconds for s in steps)
+    return float(sum(getattr(s, what) for s in steps) / sum(s.seconds for s in steps))
 
 
-def _figures(steps: Sequence[Step]) -> dict[str, Any]:
+def _figures(steps: Sequence[RecordedStep]) -> dict[str, Any]:
     seconds = [s.seconds for s in steps]
-    available = sum(len(s.timeline.intervals) * s.timeline.step_us for s in steps)
-    busy = sum(sum(s.timeline.busy_us) for s in steps)
-    tokens = sum(s.record.num_tokens for s in steps)
+    available = sum(len(s.intervals) * s.span_us for s in steps)
+    tokens = sum(s.num_tokens for s in steps)
     return {
-        "tokens_per_s": _rate(steps, "tokens"),
+        "tokens_per_s": _rate(steps, "num_tokens"),
         # µs of predicted work a µs: 1 a process would be a perfect prediction without bubbles.
-        "work_per_s": _rate(steps, "work") / 1e6,
-        "bubble_share": 1 - busy / available,
+        "work_per_s": _rate(steps, "work_us") / 1e6,
+        "bubble_share": 1 - sum(s.busy_us for s in steps) / available,
         "step_time_s": {
             "min": min(seconds),
             "median": statistics.median(seconds),
             "max": max(seconds),
         },
-        "imbalance": statistics.mean(s.record.imbalance for s in steps),
-        "delay_steps": sum(s.record.delay_steps * s.record.num_tokens for s in steps) / tokens,
-        "loss": sum(s.record.loss * s.record.num_tokens for s in steps) / tokens,
-        "final_loss": steps[-1].record.loss,
+        "imbalance": statistics.mean(s.imbalance for s in steps),
+        "delay_steps": sum(s.delay_steps * s.num_tokens for s in steps) / tokens,
+        "loss": sum(s.loss * s.num_tokens for s in steps) / tokens,
+        "final_loss": steps[-1].loss,
         "tokens": tokens,
     }
 
 
-def _prediction_error(counted: Mapping[str, Sequence[Step]]) -> float:
+def _prediction_error(recording: Recording, counted: Mapping[str, Sequence[RecordedStep]]) -> float:
     """Mean of |predicted ÷ measured - 1| over all micro-batches, the machine's speed taken out.
 
     A shared machine is slower at times; each step's total is scaled to what was measured.
     """
-    errors = []
-    for steps in counted.values():
-        for step in steps:
-            measured = [us for rank in step.micro_batch_us() for us in rank]
-            predicted = [us for rank in step.record.predicted_us for us in rank]
-            scale = sum(measured) / sum(predicted)
-            errors += [abs(p * scale / m - 1) for p, m in zip(predicted, measured, strict=True)]
+    errors: list[float] = []
+    for step in (step for steps in counted.values() for step in steps):
+        rows = [recording.times_us(step, d).sum(axis=(0, 1)) for d in range(recording.dp_size)]
+        measured = np.concatenate(rows)
+        predicted = np.concatenate(step.predicted_us)
+        errors += abs(predicted * (measured.sum() / predicted.sum()) / measured - 1).tolist()
     return statistics.mean(errors)
 
 
-def _replays(recording: Recording, counted: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
-    """Measured operation times through the same and through a longer pipeline."""
+def _replays(recording: Recording, counted: Mapping[str, Sequence[RecordedStep]]) -> dict[str, Any]:
+    """Measured operation times through the same and through a longer pipeline.
+
+    Every stage becomes successive ones that take an equal share of its time: right for equal
+    layers; what a stage does besides (embedding, output layer, loss) is spread with them.
+    """
     errors: list[float] = []
     speed: dict[str, float] = {}
     bubble: dict[str, float] = {}
     parts = REPLAYED_PP // recording.pp_size
+    num = recording.graph.num_micro_batches
+    same, longer = (
+        graph_of(pp_size, recording.graph.vpp_size, num, sends="buffered")
+        for pp_size in (recording.pp_size, REPLAYED_PP)
+    )
+    at_once = np.zeros(num)
     for name, steps in counted.items():
         work = span = busy = 0.0
         for step in steps:
-            for dp_rank, timeline in enumerate(step.timelines):
-                forward, backward = step.stage_times(dp_rank)
-                num = len(forward[0][0])
-                same = replay(schedule(recording.pp_size, 1, num), forward, backward)
-                errors.append(abs(same.step_us / timeline.step_us - 1))
-                longer = replay(
-                    schedule(REPLAYED_PP, 1, num),
-                    split_stages(forward, parts),
-                    split_stages(backward, parts),
-                )
-                work += sum(step.record.predicted_us[dp_rank])
-                span += longer.step_us
-                busy += sum(longer.busy_us)
+            for dp_rank in range(recording.dp_size):
+                times_us = recording.times_us(step, dp_rank)
+                first = recording.process(0, dp_rank)
+                mine = step.intervals[first :: recording.world_size // recording.pp_size]
+                measured_us = max(p[-1][2] for p in mine) - min(p[0][1] for p in mine)
+                errors.append(abs(float(same.step_us(times_us, at_once)) / measured_us - 1))
+                work += sum(step.predicted_us[dp_rank])
+                span += float(longer.step_us(times_us.repeat(parts, axis=1) / parts, at_once))
+                busy += float(times_us.sum())
         speed[name] = work / span
         bubble[name] = 1 - busy / (REPLAYED_PP * span)
     base = speed[recording.packings[0]]
@@ -249,6 +161,21 @@ def _replays(recording: Recording, counted: Mapping[str, Sequence[Step]]) -> dic
         "work_speedup_over_original": {name: value / base for name, value in speed.items()},
         "bubble_share": bubble,
     }
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    """How much faster the packings are than the first one, and how long their processes wait."""
+    idle = {name: figures["bubble_share"] for name, figures in summary["packings"].items()}
+    (base, first_idle), *others = idle.items()
+    lines = [f"{base}: processes are idle {first_idle:.1%} of the time"]
+    for name, share in others:
+        speed = summary["speedup_over_original"][name]
+        low, high = speed["work_spread"]["min"], speed["work_spread"]["max"]
+        lines.append(
+            f"{name}: idle {share:.1%}; does {speed['work']:.2f}× the work of {base} in a second "
+            f"({low:.2f} … {high:.2f} in {NUM_BLOCKS} parts of {summary['rounds']} rounds)"
+        )
+    return "\n".join(lines)
 
 
 def table(title: str, summary: Mapping[str, Any]) -> Table:
@@ -263,8 +190,6 @@ def table(title: str, summary: Mapping[str, Any]) -> Table:
     def row(label: str, cells: Sequence[str]) -> None:
         result.add_row(label, *cells)
 
-    row("tokens a second", [f"{f['tokens_per_s']:,.0f}" for f in figures])
-    row("  over original", [f"{s['tokens']:.3f}×" for s in speed])
     row("work a second, over original", [f"{s['work']:.3f}×" for s in speed])
     row(
         f"  lowest … highest of {NUM_BLOCKS} parts",
@@ -276,7 +201,9 @@ def table(title: str, summary: Mapping[str, Any]) -> Table:
             f"  replayed at PP={replayed['pp']}",
             [f"{v:.3f}×" for v in replayed["work_speedup_over_original"].values()],
         )
-    row("bubble share", [f"{f['bubble_share']:.1%}" for f in figures])
+    row("idle time (bubble share)", [f"{f['bubble_share']:.1%}" for f in figures])
+    row("tokens a second", [f"{f['tokens_per_s']:,.0f}" for f in figures])
+    row("  over original", [f"{s['tokens']:.3f}×" for s in speed])
     row("imbalance (predicted)", [f"{f['imbalance']:.3f}" for f in figures])
     row("delay, steps", [f"{f['delay_steps']:.2f}" for f in figures])
     row("step time, median s", [f"{f['step_time_s']['median']:.2f}" for f in figures])
@@ -299,24 +226,25 @@ def draw(recording: Recording, skip_rounds: int, folder: Path, layout: str) -> l
 
     folder.mkdir(parents=True, exist_ok=True)
     work_path, timeline_path = (folder / f"{layout}-{n}.png" for n in ("work", "timeline"))
-    steps = {name: recording.of(name, skip_rounds) for name in recording.packings}
+    steps = _counted(recording, skip_rounds)
     plot_micro_batches(
         {
-            name: [[us for rank in s.record.predicted_us for us in rank] for s in of]
+            name: [[us for rank in s.predicted_us for us in rank] for s in of]
             for name, of in steps.items()
         },
         work_path,
     )
-    nominal = statistics.mean(s.record.num_tokens for of in steps.values() for s in of)
+    nominal = statistics.mean(s.work_us for of in steps.values() for s in of)
     typical = {
-        # Steps of a like amount of tokens, so that one time axis compares them.
-        name: min(of, key=lambda s: abs(s.record.num_tokens - nominal)).timeline
+        # Steps of a like amount of work, so that one time axis compares them.
+        name: recording.timeline(min(of, key=lambda s: abs(s.work_us - nominal)))
         for name, of in steps.items()
     }
     plot_timelines(
         typical,
         timeline_path,
-        f"One step of each packing, {layout.upper()}",
+        f"A step of each packing of about equal work, {layout}",
         measured=True,
+        row="pipeline rank" if recording.pp_size > 1 else "rank",
     )
     return [work_path, timeline_path]

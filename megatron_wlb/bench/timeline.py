@@ -8,29 +8,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
+
+Interval: TypeAlias = tuple[str, float, float, float]
+"""``F`` or ``B``; start and stop in µs of the machine's monotonic clock, which its processes share;
+µs of CPU time of the thread that computes."""
 
 _KINDS = {"forward-compute": "F", "backward-compute": "B"}
 
 
-class _Timer:
-    def __init__(self, now: Callable[[], float], record: Callable[[float, float], None]) -> None:
+class _Ignored:
+    def start(self, barrier: bool = False) -> None:
+        pass
+
+    def stop(self, barrier: bool = False) -> None:
+        pass
+
+
+class _Timer(_Ignored):
+    def __init__(
+        self, now: Callable[[], tuple[float, float]], intervals: list[Interval], kind: str
+    ):
         self._now = now
-        self._record = record
-        self._start = 0.0
+        self._intervals = intervals
+        self._kind = kind
+        self._start = (0.0, 0.0)
 
     def start(self, barrier: bool = False) -> None:
         self._start = self._now()
 
     def stop(self, barrier: bool = False) -> None:
-        self._record(self._start, self._now())
+        (start_us, cpu_us), (stop_us, last_cpu_us) = self._start, self._now()
+        self._intervals.append((self._kind, start_us, stop_us, last_cpu_us - cpu_us))
 
 
 class StepTimers:
     """Records the forward and backward computations of a step, in order.
-
-    ``intervals`` holds ``(kind, start, stop)`` with kind ``F`` or ``B`` and seconds of the
-    machine's monotonic clock, which processes of one machine share.
 
     Args:
         synchronize: called before each reading of the clock; ``torch.cuda.synchronize`` on a GPU,
@@ -38,25 +51,23 @@ class StepTimers:
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self.intervals: list[tuple[str, float, float]] = []
         self._synchronize = synchronize
+        self._intervals: list[Interval] = []
         self._timers = {
-            name: _Timer(self._now, self._recorder(kind)) for name, kind in _KINDS.items()
+            name: _Timer(self._now, self._intervals, kind) for name, kind in _KINDS.items()
         }
-        self._ignored = _Timer(lambda: 0.0, lambda *_: None)
+        self._ignored = _Ignored()
 
-    def __call__(self, name: str, log_level: int | None = None, **_: Any) -> _Timer:
+    def __call__(self, name: str, log_level: int | None = None, **_: Any) -> _Ignored:
         return self._timers.get(name, self._ignored)
 
-    def take(self) -> list[tuple[str, float, float]]:
+    def take(self) -> list[Interval]:
         """The intervals since the last call."""
-        intervals, self.intervals = self.intervals, []
+        intervals = self._intervals.copy()
+        self._intervals.clear()
         return intervals
 
-    def _now(self) -> float:
+    def _now(self) -> tuple[float, float]:
         if self._synchronize is not None:
             self._synchronize()
-        return time.monotonic()
-
-    def _recorder(self, kind: str) -> Callable[[float, float], None]:
-        return lambda start, stop: self.intervals.append((kind, start, stop))
+        return time.monotonic() * 1e6, time.thread_time() * 1e6

@@ -22,14 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.bench.recorder import RecordedStep
-from megatron_wlb.bench.recording import Recording
+from megatron_wlb.bench.recording import RecordedStep, Recording
 from megatron_wlb.cost.profile import StageSample, fit_stage
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.planning.from_config import memory_model, padded_vocab_size, parallelism
 from megatron_wlb.schedule.graph import Floats
 from megatron_wlb.schedule.order import dataflow
 from megatron_wlb.simulator.sharing import replay_shared
+
+FEWEST_ROUNDS = 6
+"""Of a recording: a third of them is to calibrate with."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ def calibrate(recording: Recording) -> Calibration:
                     waited.append(max(start - arrives, 0.0))
                 elif before > -math.inf:
                     between.append(max(start - before, 0.0))
-        first, last = _span(step)
-        besides.append(step.stop_us - step.start_us - (last - first))
+        besides.append(step.step_us - step.span_us)
     fits = [fit_stage(own) for own in samples]
     # The lower quarter: the others also wait for a neighbour to receive.
     between_us = float(np.percentile(between, 25)) if between else 0.0
@@ -94,17 +95,9 @@ def calibrate(recording: Recording) -> Calibration:
         float(np.median(besides)),
         slowdown=1.0,
     )
-    spans = np.array([last - first for first, last in map(_span, steps)])
+    spans = np.array([step.span_us for step in steps])
     simulated = np.array([_pipeline_us(recording, calibration, step) for step in steps])
     return replace(calibration, slowdown=float(np.median(spans / simulated)))
-
-
-def _span(step: RecordedStep) -> tuple[float, float]:
-    """The first start and the last stop of an action."""
-    return (
-        min(process[0][1] for process in step.intervals),
-        max(process[-1][2] for process in step.intervals),
-    )
 
 
 def _own_replay_us(
@@ -177,16 +170,15 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
     for packing in recording.packings:
         steps = [step for step in recording.judged if step.packing == packing]
         simulated = np.array([simulate(recording, calibration, step) for step in steps])
-        measured = np.array([step.stop_us - step.start_us for step in steps])
+        measured = np.array([step.step_us for step in steps])
         operations, replays = [], []
         for step in steps:
-            first, last = _span(step)
             for dp_rank, lengths in enumerate(step.lengths):
                 fitted = calibration.stages.times_us(lengths)
                 error = np.abs(fitted / recording.times_us(step, dp_rank) - 1)
                 operations.append(float(np.mean(error)))
             replayed = _own_replay_us(recording, step, calibration.between_us, calibration.p2p_us)
-            replays.append(abs(replayed / (last - first) - 1))
+            replays.append(abs(replayed / step.span_us - 1))
         tokens = sum(step.num_tokens for step in steps)
         work_us = np.array(
             [
@@ -226,13 +218,12 @@ def _memory(recording: Recording, step: RecordedStep) -> Iterable[tuple[float, i
     config = recording.config
     model = memory_model(config, padded_vocab_size(config, recording.vocab_size), recording.dp_size)
     assert step.activation_bytes is not None
-    cp_size = config.parallel.context_parallel_size
     for pp_rank, actions in enumerate(recording.graph.order):
         for dp_rank, lengths in enumerate(step.lengths):
             uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
             peak = max(used.peak for used in uses)
             first = recording.process(pp_rank, dp_rank)
-            for process in range(first, first + cp_size):
+            for process in range(first, first + config.parallel.context_parallel_size):
                 yield peak, step.activation_bytes[process]
 
 

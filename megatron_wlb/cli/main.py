@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 from megatron_wlb import __version__
-from megatron_wlb.errors import WLBError
+from megatron_wlb.errors import run_program
 from megatron_wlb.settings.command_line import Parser
 
 COMMANDS = {
@@ -57,26 +56,12 @@ WLB_TRACEBACK=1 shows where they come from.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; the exit status: 0, a :class:`WLBError`'s own, or 128 + signal.
+    """Run one sub-command; the exit status: 0, an error's own, or 128 + signal.
 
     Help and the version end in SystemExit, as argparse has it.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
-    try:
-        status = _run(argv)
-        sys.stdout.flush()  # So that a closed pipe is met here.
-        return status
-    except WLBError as error:
-        if os.environ.get("WLB_TRACEBACK") == "1":
-            raise
-        sys.stderr.write(error.report())
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader has enough (as in `wlb … | head`). Python flushes once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    words = sys.argv[1:] if argv is None else list(argv)
+    return run_program(lambda: _run(words))
 
 
 def _run(argv: list[str]) -> int:

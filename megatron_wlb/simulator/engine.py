@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.graph import Floats, Graph, Replay, Sends
 from megatron_wlb.schedule.order import Action, sizes
 
@@ -114,25 +114,6 @@ def check_times(name: str, times_us: Floats) -> None:
             f"{name}: {wrong.flat[0]} µs is no duration; give times that are finite and not "
             "negative"
         )
-
-
-def split_stages(times: StageTimes, parts: int) -> list[list[list[float]]]:
-    """The times of a pipeline of ``parts`` times as many ranks with the same layers in all.
-
-    Every virtual stage becomes ``parts`` successive ones that take an equal share of its time. So
-    times measured on 2 pipeline ranks give a *replay* of 4, which is a simulation and must be
-    called one. The share is right for equal layers; whatever a stage does besides (embedding,
-    output layer and loss) is spread over its parts with them.
-    """
-    if parts < 1:
-        raise ConfigError(f"a stage cannot be split into {parts} parts; give at least 1")
-    # Chunk c of rank r is virtual stage v = c * pp_size + r. Its part i is v * parts + i, that is
-    # chunk c of rank r * parts + i in a pipeline of pp_size * parts ranks.
-    return [
-        [[time_us / parts for time_us in chunk] for chunk in rank]
-        for rank in times
-        for _ in range(parts)
-    ]
 
 
 def _check_times(name: str, times: StageTimes, order: Sequence[Sequence[Action]]) -> None:

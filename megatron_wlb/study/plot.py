@@ -169,12 +169,17 @@ def plot_micro_batches(work: Mapping[str, Sequence[Sequence[float]]], path: Path
 
 
 def plot_timelines(
-    timelines: Mapping[str, Timeline], path: Path, title: str, measured: bool
+    timelines: Mapping[str, Timeline],
+    path: Path,
+    title: str,
+    measured: bool,
+    row: str = "pipeline rank",
 ) -> None:
     """What each pipeline rank does during a step, per packing (key), on one time axis.
 
     ``measured`` says whether the times were recorded in a run or come from a replay, and the
-    picture says it. Raises :class:`ConfigError` if there is nothing to draw.
+    picture says it; ``row`` is what a row is called. Raises :class:`ConfigError` if there is
+    nothing to draw.
     """
     longest_us = max((timeline.step_us for timeline in timelines.values()), default=0.0)
     if not longest_us:
@@ -221,7 +226,7 @@ def plot_timelines(
         axes.axvline(step, color=INK, lw=1.2, zorder=4)
         axes.set_ylim(len(timeline.intervals) - 0.5, -0.5)
         axes.set_yticks(range(len(timeline.intervals)))
-        axes.set_ylabel("pipeline rank")
+        axes.set_ylabel(row)
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)
     panels[-1].set_xlim(0, longest_us / unit_us * 1.01)

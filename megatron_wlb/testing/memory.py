@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -23,6 +23,9 @@ from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import Sharding
 from megatron_wlb.testing.workload import make_workload
+
+if TYPE_CHECKING:
+    from megatron_wlb.runtime.step import StepRunner
 
 VOCAB_SIZE = 500
 """Vocabulary of the documents in :func:`measure_step`."""
@@ -110,6 +113,20 @@ class MeasuredMemory:
     """The most that the optimizer's update added."""
 
 
+def step_bytes(live: LiveBytes, runner: StepRunner, plan: StepPlan) -> tuple[int, int]:
+    """Bytes held before forward and backward of a step, and the most that these add."""
+    for chunk in runner.model.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()  # type: ignore[operator]
+    for gpt in runner.model.gpts:
+        gpt.set_input_tensor(None)  # a chunk keeps its last input until the next one
+    gc.collect()
+    held = live.live
+    live.reset_peak()
+    runner.run(plan)
+    return held, live.peak - held
+
+
 def measure_step(config: Config, lengths: Sequence[Sequence[int]], pad: int) -> MeasuredMemory:
     """Measures a step of given micro-batches, the same ones on all data-parallel ranks.
 
@@ -140,17 +157,8 @@ def measure_step(config: Config, lengths: Sequence[Sequence[int]], pad: int) -> 
         parameters = [p for chunk in chunks for p in chunk.parameters()]
         live.watch(parameters)
         for _ in range(2):  # the first allocates what later ones find
-            for chunk in chunks:
-                chunk.train()
-                chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            for gpt in runner.model.gpts:
-                gpt.set_input_tensor(None)  # a chunk keeps its last input until the next one
-            gc.collect()
-            held = live.live
-            live.reset_peak()
-            runner.run(plan)
-            activations = live.peak - held
+            held, activations = step_bytes(live, runner, plan)
             live.reset_peak()
             optimizer.step()
             update = live.peak - held

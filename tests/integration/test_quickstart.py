@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from trainer_runs import Finished, assert_refused, spawn, torchrun
 
-from megatron_wlb.bench.report import Recording
+from megatron_wlb.bench.recording import Recording
+from megatron_wlb.bench.report import WORK
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import ConfigError
 
@@ -36,7 +37,17 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert finished.code == 0, finished.output
     for name in ("tokens a second", "bubble share", "imbalance", "delay", "summary.json"):
         assert name in finished.output
+    (folder / "printed.txt").write_text(finished.output)
     return folder / "out"
+
+
+def test_first_table_is_shown_before_the_second_training_starts(out: Path) -> None:
+    printed = (out.parent / "printed.txt").read_text()
+    assert printed.count(WORK) == 1
+    marks = ["training pp2: round 1 of 8 after", "hold: idle", WORK, "work a second, over original",
+             "idle time", "training dp2: round 1 of 8 after", "summary.json"]  # fmt: skip
+    places = [printed.index(mark) for mark in marks]
+    assert places == sorted(places), printed
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +109,24 @@ def test_recordings_hold_the_steps_in_turns(out: Path) -> None:
     }.items():
         recording = Recording.read(out / f"{layout}.json")
         assert (recording.pp_size, recording.dp_size) == (pp_size, dp_size)
-        order = [(step.record.round, step.record.packing) for step in recording.steps]
+        order = [(step.round, step.packing) for step in recording.steps]
         assert len(order) == ROUNDS * len(PACKINGS)
         assert [name for _, name in order[:6]] == [*PACKINGS, *PACKINGS[1:], PACKINGS[0]]
+        assert [number for number, _ in order[:: len(PACKINGS)]] == list(range(ROUNDS))
         for step in recording.steps:
-            record = step.record
-            assert [len(lengths) for lengths in record.lengths] == [num_micro_batches] * dp_size
-            assert sum(map(sum, record.lengths)) == record.num_tokens
-            assert len(record.intervals) == pp_size * dp_size
-            for process in record.intervals:
-                kinds = [kind for kind, _, _ in process]
+            assert [len(lengths) for lengths in step.lengths] == [num_micro_batches] * dp_size
+            num_run = sum(n for row in step.lengths for m in row for n in m)
+            assert step.num_tokens <= num_run < 1.1 * step.num_tokens  # with padding
+            assert len(step.intervals) == pp_size * dp_size
+            assert step.plan_us > 0
+            for process in step.intervals:
+                kinds = [kind for kind, *_ in process]
                 assert kinds.count("F") == kinds.count("B") == num_micro_batches
-                times = [time for _, start, stop in process for time in (start, stop)]
+                times = [time for _, start, stop, _ in process for time in (start, stop)]
                 assert times == sorted(times)
-                assert record.start_us <= times[0]
-                assert times[-1] <= record.stop_us
+                assert step.start_us <= times[0]
+                assert times[-1] <= step.stop_us
+                assert all(cpu_us > 0 for *_, cpu_us in process)
 
 
 def test_pictures_are_there(out: Path) -> None:
@@ -167,7 +181,7 @@ def test_recording_that_cannot_be_written_is_refused_before_training(
     tmp_path: Path, corpus: Path
 ) -> None:
     flags = {"data_path": corpus, "recording": "/proc/none/r.json", "rounds": 1}
-    finished = torchrun(tmp_path, 2, flags, module="megatron_wlb.bench.train_packings").wait()
+    finished = torchrun(tmp_path, 2, flags, module="megatron_wlb.bench.record").wait()
     ours = finished.output.split("torch/distributed/elastic")[0]
     assert_refused(Finished(finished.code, ours), None, "--recording /proc/none/r.json", "choose")
     assert "round 1" not in finished.output

@@ -4,13 +4,16 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from megatron_wlb.bench.report import Recording, Step, summarize, table
-from megatron_wlb.bench.train_packings import StepRecord
+from megatron_wlb.bench.recording import RecordedStep, Recording
+from megatron_wlb.bench.report import draw, headline, summarize, table
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.simulator.engine import Timeline
+from megatron_wlb.study import plot
 
 # A pipeline of two stages that runs two micro-batches, 1F1B: the first stage runs F0 F1 B0 B1, the
 # second one F0 B0 F1 B1. Times in µs from 100 on.
@@ -33,6 +36,9 @@ EVEN = [
 Intervals = list[list[tuple[str, float, float]]]
 
 
+PLAN_US = 0.5
+
+
 def record(
     packing: str,
     number: int,
@@ -43,12 +49,16 @@ def record(
     delay_steps: float,
     predicted_us: list[list[float]],
     intervals: Intervals,
-) -> StepRecord:
-    lengths = [[num_tokens - 20, 20]]
-    return StepRecord(
-        packing, number, 95.0, 95.0 + step_us, loss, num_tokens, imbalance, delay_steps, lengths,
-        predicted_us, intervals,
+) -> RecordedStep:
+    return RecordedStep(
+        packing, number, 95.0, 95.0 + step_us - PLAN_US, num_tokens, [[[num_tokens - 20], [20]]],
+        with_cpu_time(intervals), predicted_us, PLAN_US, loss, imbalance, delay_steps,
     )  # fmt: skip
+
+
+def with_cpu_time(intervals: Intervals) -> list[list[tuple[str, float, float, float]]]:
+    """Of threads that others interrupt: no figure here is to come from it."""
+    return [[(kind, a, b, 0.1) for kind, a, b in process] for process in intervals]
 
 
 ORIGINAL = [[10.0, 30.0]]
@@ -68,11 +78,13 @@ RECORDS = [
 ]
 
 
-def read(folder: Path, records: Sequence[StepRecord], pp_size: int, world_size: int) -> Recording:
-    """As `compare` writes it and `report` reads it."""
+def read(folder: Path, records: Sequence[RecordedStep], pp_size: int, world_size: int) -> Recording:
+    """As `record` writes it and `recording` reads it."""
     content = {
         "config": {"pipeline_model_parallel_size": pp_size, "seq_length": 64},
+        "vocab_size": 256,
         "world_size": world_size,
+        "num_cores": world_size,
         "packings": ["original", "hold"],
         "steps": [dataclasses.asdict(record) for record in records],
     }
@@ -170,7 +182,7 @@ def test_too_few_rounds_are_refused(recording: Recording, skip_rounds: int) -> N
         summarize(recording, skip_rounds)
 
 
-def test_processes_are_taken_by_pipeline_stage_then_replica() -> None:
+def test_processes_are_taken_by_pipeline_stage_then_replica(tmp_path: Path) -> None:
     """Megatron's order of ranks: replicas of a stage are neighbours."""
     intervals: Intervals = [
         [("F", 0.0, 2.0), ("B", 5.0, 8.0)],  # stage 0 of replica 0
@@ -178,15 +190,26 @@ def test_processes_are_taken_by_pipeline_stage_then_replica() -> None:
         [("F", 2.0, 3.0), ("B", 3.0, 5.0)],  # stage 1 of replica 0
         [("F", 4.0, 10.0), ("B", 10.0, 17.0)],  # stage 1 of replica 1
     ]
-    record = StepRecord(
-        "hold", 0, 0.0, 23.0, 1.0, 30, 1.0, 0.0, [[10], [20]], [[8.0], [22.0]], intervals
-    )
-    step = Step(record, pp_size=2)
-    assert step.micro_batch_us() == [[8.0], [22.0]]
-    assert [timeline.step_us for timeline in step.timelines] == [8.0, 22.0]
-    assert step.stage_times(1) == ([[[4.0]], [[6.0]]], [[[5.0]], [[7.0]]])
+    steps = [
+        RecordedStep(
+            packing, number, 0.0, 23.0, 30, [[[10]], [[20]]], with_cpu_time(intervals),
+            [[8.0], [22.0]],
+        )
+        for number in range(4)
+        for packing in ("original", "hold")
+    ]  # fmt: skip
+    recording = read(tmp_path, steps, pp_size=2, world_size=4)
+    assert recording.times_us(steps[0], 0).tolist() == [[[2.0], [1.0]], [[3.0], [2.0]]]
+    assert recording.times_us(steps[0], 1).tolist() == [[[4.0], [6.0]], [[5.0], [7.0]]]
+    timeline = recording.timeline(steps[0])
+    assert timeline.busy_us == (5.0, 9.0, 3.0, 13.0)
     # A replica that waits for the other one is a bubble too.
-    assert step.timeline.bubble_share == pytest.approx(1 - 30 / (4 * 22))
+    assert timeline.bubble_share == pytest.approx(1 - 30 / (4 * 22))
+    summary = summarize(recording, skip_rounds=0)
+    assert summary["packings"]["hold"]["bubble_share"] == pytest.approx(1 - 30 / (4 * 22))
+    assert summary["micro_batch_prediction_error"] == 0
+    # Each replica alone takes 8 and 22: its own pipeline has no gap.
+    assert summary["replay"]["error_against_measured_step"] == 0
 
 
 def test_data_parallel_layout_has_no_replay(tmp_path: Path) -> None:
@@ -195,12 +218,13 @@ def test_data_parallel_layout_has_no_replay(tmp_path: Path) -> None:
         [("F", 100.0, 101.0), ("B", 101.0, 103.0)],
     ]
     records = [
-        StepRecord(
-            name, number, 95.0, 115.0, 1.0, 30, 1.0, 0.0, [[20], [10]], [[9.0], [3.0]], intervals
+        RecordedStep(
+            name, number, 95.0, 115.0, 30, [[[20]], [[10]]], with_cpu_time(intervals),
+            [[9.0], [3.0]],
         )
         for number in range(4)
         for name in ("original", "hold")
-    ]
+    ]  # fmt: skip
     summary = summarize(read(tmp_path, records, 1, 2), skip_rounds=0)
     assert "replay" not in summary
     assert summary["packings"]["hold"]["bubble_share"] == pytest.approx(1 - 11 / 16)
@@ -209,7 +233,7 @@ def test_data_parallel_layout_has_no_replay(tmp_path: Path) -> None:
 def test_a_recording_without_an_operation_is_an_error(recording: Recording) -> None:
     """Never silently another figure."""
     step = recording.steps[4]
-    step.record.intervals[1].pop()
+    step.intervals[1].pop()
     with pytest.raises(ValueError, match="zip"):
         summarize(recording, skip_rounds=1)
 
@@ -220,3 +244,48 @@ def test_table_shows_the_figures(recording: Recording) -> None:
         console.print(table("pp2", summarize(recording, skip_rounds=1)))
     for shown in ("2.000×", "1.750×", "1.40 … 2.62", "40.0%", "33.3%", "0.88", "replayed at PP=4"):
         assert shown in captured.get()
+
+
+def test_headline_leads_with_speed_and_idle_time(recording: Recording) -> None:
+    assert headline(summarize(recording, skip_rounds=1)).splitlines() == [
+        "original: processes are idle 40.0% of the time",
+        "hold: idle 33.3%; does 1.75× the work of original in a second "
+        "(1.40 … 2.62 in 4 parts of 4 rounds)",
+    ]
+
+
+def test_table_has_speed_and_idle_time_first(recording: Recording) -> None:
+    column = list(table("pp2", summarize(recording, skip_rounds=1)).columns[0].cells)
+    assert column[0].startswith("work a second") and column[3].startswith("idle time")
+
+
+@pytest.mark.parametrize(("pp_size", "row"), [(2, "pipeline rank"), (1, "rank")])
+def test_picture_is_of_steps_of_equal_work_and_names_its_rows(
+    pp_size: int, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+
+    def keep(timelines: dict[str, Timeline], path: Path, title: str, **options: Any) -> None:
+        drawn.update(options, timelines=timelines, title=title)
+
+    monkeypatch.setattr(plot, "plot_timelines", keep)
+    monkeypatch.setattr(plot, "plot_micro_batches", lambda *_: None)
+    intervals: Intervals = [[("F", 0.0, 2.0), ("B", 9.0, 12.0)], [("F", 2.0, 5.0), ("B", 5.0, 9.0)]]
+    steps = [
+        RecordedStep(
+            # Tokens are of no matter: the third one's are those of the others.
+            name, number, 0.0, 20.0, 30 + 60 * (number < 2), [[[30]], [[30]]][:num],
+            with_cpu_time([[(kind, a, b + number) for kind, a, b in p] for p in intervals]),
+            [[work]] * num,
+        )
+        for num in [3 - pp_size]
+        for name, works in (("original", (8.0, 30.0, 60.0)), ("hold", (31.0, 1.0, 70.0)))
+        for number, work in enumerate(works)
+    ]  # fmt: skip
+    draw(read(tmp_path, steps, pp_size, world_size=2), 0, tmp_path, "layout")
+    assert drawn["row"] == row and drawn["measured"]
+    assert "layout" in drawn["title"] and "equal work" in drawn["title"]
+    assert {name: t.step_us for name, t in drawn["timelines"].items()} == {
+        "original": 13.0,
+        "hold": 12.0,
+    }

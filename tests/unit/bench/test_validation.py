@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 
 from megatron_wlb.bench import validation
-from megatron_wlb.bench.recorder import RecordedStep, core_of
-from megatron_wlb.bench.recording import Recording
-from megatron_wlb.bench.validation import Row, calibrate, judge, pairs, summarize
+from megatron_wlb.bench.recording import RecordedStep, Recording, core_of
+from megatron_wlb.bench.validation import (
+    FEWEST_ROUNDS,
+    Row,
+    calibrate,
+    judge,
+    pairs,
+    summarize,
+)
 from megatron_wlb.cost.profile import fit_stage
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import memory_model
@@ -57,8 +63,9 @@ def step_of(packing, number, lengths, vpp_size, num_cores, slower):
     first = min(rows[0][1] for rows in intervals)
     tokens = sum(map(sum, lengths))
     return RecordedStep(
-        packing, number, start, start + last - first + BESIDES_US, tokens, [lengths], intervals
-    )
+        packing, number, start, start + last - first + BESIDES_US, tokens, [lengths], intervals,
+        predicted_us=[[1.0] * num], plan_us=7e6,
+    )  # fmt: skip
 
 
 def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0, repeats=(1.0,)):
@@ -95,7 +102,7 @@ def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0, re
     }
     path = tmp_path / "recording.json"
     path.write_text(json.dumps(content))
-    return Recording.read(path)
+    return Recording.read(path, FEWEST_ROUNDS)
 
 
 @pytest.mark.parametrize(("vpp_size", "num_cores"), [(1, 2), (2, 2), (1, 1)])
@@ -204,6 +211,9 @@ def test_ranks_share_cores_in_turns_and_those_of_a_stage_one():
     assert [core_of(rank, 4, 4, 2) for rank in range(4)] == [0, 1, 0, 1]
     assert [core_of(rank, 4, 2, 2) for rank in range(4)] == [0, 0, 1, 1]
     assert [core_of(rank, 2, 2, 8) for rank in range(2)] == [0, 1]
+    # Where there are enough, each process has one, also of those that compute together.
+    assert [core_of(rank, 2, 1, 2) for rank in range(2)] == [0, 1]
+    assert [core_of(rank, 4, 2, 4) for rank in range(4)] == [0, 1, 2, 3]
 
 
 def test_recordings_that_cannot_be_judged_are_refused(tmp_path):

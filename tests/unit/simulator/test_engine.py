@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.order import Action, gpipe, one_f_one_b, schedule
-from megatron_wlb.simulator.engine import Interval, Timeline, replay, split_stages
+from megatron_wlb.simulator.engine import Interval, Timeline, replay
 
 F, B = "F", "B"
 
@@ -178,29 +178,3 @@ def test_replay_refuses_times_that_are_none():
             replay(order, [[[1.0] * 3], [[1.0, wrong, 1.0]]], good)
         with pytest.raises(PlanError, match=f"p2p_us: {wrong} µs"):
             replay(order, good, good, p2p_us=wrong)
-
-
-def test_split_stages_keeps_the_work_and_the_order_of_virtual_stages():
-    measured = [[[4.0, 10.0], [6.0, 2.0]], [[8.0, 12.0], [20.0, 14.0]]]  # 2 ranks of 2 chunks
-    split = split_stages(measured, 2)
-    assert split == [
-        [[2.0, 5.0], [3.0, 1.0]],
-        [[2.0, 5.0], [3.0, 1.0]],
-        [[4.0, 6.0], [10.0, 7.0]],
-        [[4.0, 6.0], [10.0, 7.0]],
-    ]
-    # Along the virtual stages c * pp_size + r, the parts of one stage follow one another.
-    along = [split[r][c][0] for c in range(2) for r in range(4)]
-    assert along == [2.0, 2.0, 4.0, 4.0, 3.0, 3.0, 10.0, 10.0]
-    assert split_stages(measured, 1) == measured
-
-
-def test_split_stages_feeds_a_replay_of_the_longer_pipeline():
-    forward, backward = [[[2.0] * 6], [[2.0] * 6]], [[[4.0] * 6], [[4.0] * 6]]
-    timeline = replay(one_f_one_b(4, 6), split_stages(forward, 2), split_stages(backward, 2))
-    assert timeline.step_us == (6 + 3) * 3.0
-
-
-def test_split_stages_refuses_no_parts():
-    with pytest.raises(ConfigError, match="0 parts"):
-        split_stages([[[1.0]]], 0)
