@@ -42,9 +42,9 @@ from megatron_wlb.bench.recorder import PROGRESS
 from megatron_wlb.bench.recording import FEWEST_ROUNDS, Recording
 from megatron_wlb.bench.validation import summarize
 from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.packing.settings import SHAPED
 from megatron_wlb.planning import guards
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.study.compare import SHAPED
 
 PACKINGS = ("original", "wlb", "hold")
 MODEL = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2"]

@@ -38,15 +38,32 @@ def num_steps(
     num_cases: int,
     default: int,
     warm_up: int,
+    times: int = 1,
 ) -> tuple[int, int]:
     """Steps that fill queues and steps that count, of each of ``num_cases``.
 
     As many as ``--steps`` says; without it ``default``, but fewer where a few short documents would
-    only be packed again and again, and that is said. Raises :class:`CorpusError` where not one step
-    is left.
+    only be packed again and again, and that is said; and so is what becomes of the documents of
+    ``times`` so many steps. Raises :class:`CorpusError` where not one step is left.
     """
     if args.steps is not None:
-        return warm_up, whole_number("--steps", args.steps, 1, MOST_STEPS)
+        steps = whole_number("--steps", args.steps, 1, MOST_STEPS)
+    else:
+        warm_up, steps = _affordable(args, documents, step_tokens, num_cases, default, warm_up)
+    tokens = times * (warm_up + steps) * step_tokens
+    for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
+        remark(text)
+    return warm_up, steps
+
+
+def _affordable(
+    args: argparse.Namespace,
+    documents: LengthSource,
+    step_tokens: int,
+    num_cases: int,
+    default: int,
+    warm_up: int,
+) -> tuple[int, int]:
     if documents.stored is None:
         return warm_up, default
     pieces = int((-(-documents.stored // args.window)).sum())
