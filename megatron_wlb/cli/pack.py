@@ -23,7 +23,7 @@ from megatron_wlb.cli.inputs import (
     source,
     workload,
 )
-from megatron_wlb.cli.output import check_picture, console, progress_bar, save_file, say
+from megatron_wlb.cli.output import check_picture, console, counting_bar, save_file, say
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
@@ -192,15 +192,9 @@ def _evaluate(
             return 0, args.steps or min(steps, SOLVER_STEPS)
         return warm_up, steps
 
-    total, done = sum(sum(sizes(setting)) for _, setting in cases), 0
     evaluations = []
-    with progress_bar("packing") as progress:
-
-        def on_step() -> None:
-            nonlocal done
-            done += 1
-            progress(done, total)
-
+    total = sum(sum(sizes(setting)) for _, setting in cases)
+    with counting_bar("packing", total) as on_step:
         for case, setting in cases:
             before, counted = sizes(setting)
             evaluations.append(evaluate(case, setting, counted, warm_up=before, on_step=on_step))

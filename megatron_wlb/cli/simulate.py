@@ -15,7 +15,7 @@ from rich.table import Table
 from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
 from megatron_wlb.cli.model import MODELS
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
+from megatron_wlb.cli.output import check_file, console, counting_bar, remark, save_file, say
 from megatron_wlb.cli.scenario import (
     MACHINES,
     add_layout,
@@ -146,14 +146,7 @@ def _run(args: argparse.Namespace) -> int:
         warm_up=WARM_UP_STEPS,
     )
     total = len(packings) * args.num_seeds * (warm_up + steps)
-    with progress_bar("simulating") as progress:
-        done = 0
-
-        def on_step() -> None:
-            nonlocal done
-            done += 1
-            progress(done, total)
-
+    with counting_bar("simulating", total) as on_step:
         outcomes = compare(
             base,
             documents,
