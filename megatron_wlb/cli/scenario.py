@@ -131,11 +131,7 @@ def scenario(args: argparse.Namespace) -> Run:
     model, hardware = read_model(args.model), load_hardware(args.hardware)
     shape, config = model.shape, model.config
     layout = Parallelism(
-        tp_size=args.tp_size,
-        cp_size=args.cp_size,
-        pp_size=args.pp_size,
-        vpp_size=args.vpp_size,
-        dp_size=args.dp_size,
+        *(args.tp_size, args.cp_size, args.pp_size, args.vpp_size, args.dp_size),
         sequence_parallel=args.tp_size > 1,
         group_size=config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )

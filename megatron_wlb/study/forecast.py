@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.blend import Blend
@@ -167,29 +167,15 @@ def forecast(
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive simulated steps."""
+class _Rates(NamedTuple):
+    """Of consecutive simulated steps."""
 
-    num_steps: int
-    num_tokens: int
-    num_flops: float
-    total_us: float
-
-    @property
-    def step_ms(self) -> float:
-        return self.total_us / self.num_steps / 1e3
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.total_us * 1e6
-
-    @property
-    def flops_per_s(self) -> float:
-        return self.num_flops / self.total_us * 1e6
+    step_ms: float
+    tokens_per_s: float
+    flops_per_s: float
 
 
-def _simulate(config: Config, run: Run, packing: PackingSettings, documents: _Documents) -> _Run:
+def _simulate(config: Config, run: Run, packing: PackingSettings, documents: _Documents) -> _Rates:
     """Simulates steps of a packing."""
     if run.parallelism.cp_size > 1:
         run.check_reach()
@@ -209,7 +195,10 @@ def _simulate(config: Config, run: Run, packing: PackingSettings, documents: _Do
     plans = plans[WARM_UP_STEPS:] or plans  # of data that end before
     total_us = sum(simulator.step(plan).step_us for plan in plans)
     num_flops = run.flops(d.length for plan in plans for d in plan.documents)
-    return _Run(len(plans), sum(plan.num_tokens for plan in plans), num_flops, total_us)
+    num_tokens = sum(plan.num_tokens for plan in plans)
+    return _Rates(
+        total_us / len(plans) / 1e3, num_tokens / total_us * 1e6, num_flops / total_us * 1e6
+    )
 
 
 @dataclass(frozen=True)

@@ -182,11 +182,8 @@ def _evaluate(
         cost=cost,
         seed=seed,
     )
-    setting = PackingSettings.parse(packing, base.window, limit)
+    setting = PackingSettings.parse(packing, base.window, limit, solver_limit=effort.solver_limit)
     if setting.name == "fixed-solver":  # holds nothing back, so nothing has to fill
-        setting = PackingSettings.parse(
-            packing, base.window, limit, solver_limit=effort.solver_limit
-        )
         return evaluate(workload, setting, effort.solver_steps, warm_up=0, on_step=on_step)
     return evaluate(workload, setting, effort.steps, warm_up=effort.warm_up, on_step=on_step)
 
