@@ -19,18 +19,18 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import WLBError
-from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingMetrics
+from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingMetrics, PackingSettings
 from megatron_wlb.packing.base import MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.reading import whole_number
 from megatron_wlb.sharding import length_multiple
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
-from megatron_wlb.study.evaluate import Setting, Workload, evaluate
-from megatron_wlb.study.scenario import Scenario
+from megatron_wlb.study.evaluate import evaluate
 
 __all__ = [
     "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
@@ -136,7 +136,7 @@ def simulate_step(
     Raises:
         WLBError: an unknown model or hardware, or a layout that does not divide them or the plan.
     """
-    scenario = Scenario(
+    scenario = Run(
         padded_vocabulary(load_model(model), layout.tp_size),
         load_hardware(hardware),
         layout,
@@ -175,11 +175,13 @@ def _workload(
     cost: Cost,
     seed: int,
     multiple: int = 1,
-) -> tuple[Setting, Workload]:
+) -> tuple[PackingSettings, Workload]:
     whole_number("window", window, 2, MOST_TOKENS)
     whole_number("seed", seed, 0, 2**32 - 1)
     source.check(window=window, long_documents="split")
-    setting = Setting.parse(packing, window, 2 * window if max_tokens is None else max_tokens)
+    setting = PackingSettings.parse(
+        packing, window, 2 * window if max_tokens is None else max_tokens
+    )
     workload = Workload(source, window, num_micro_batches, cost, seed, length_multiple=multiple)
     workload.check([setting])
     return setting, workload

@@ -43,7 +43,7 @@ def run(config: Config, path: Path) -> None:
     tables = measure_tables(
         model,
         model_shape(config, padded),
-        max_tokens(config, padded, model.groups.dp.size()) or 2 * config.data.seq_length,
+        max_tokens(config, padded, model.groups.dp.size()),
         vocab_size,
         f"{name}, {torch.distributed.get_world_size()} processes, torch {torch.__version__}",
     )

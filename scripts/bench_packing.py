@@ -36,16 +36,17 @@ from rich.table import Table
 
 from megatron_wlb.cli import output
 from megatron_wlb.data.documents import DocumentStream
+from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import replacing
-from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, measure, packer
+from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.run import Workload
+from megatron_wlb.study.evaluate import WARM_UP_STEPS, evaluate
 from megatron_wlb.testing.ledger import Ledger
 
-WARM_UP_STEPS = 50
 FAST = tuple(name for name in PACKINGS if name != "fixed-solver")
 METRICS = ("imbalance", "tw", "p95", "worst", "delay", "p99", "max", "CV")
 console = output.console()
@@ -107,41 +108,30 @@ CASES = [
 ]
 
 
-def make_packer(case: Case) -> Packer:
+def settings_of(case: Case) -> PackingSettings:
     step_tokens = case.num_micro_batches * REFERENCE_WINDOW
-    return packer(
+    return PackingSettings(
         case.packing,
-        num_micro_batches=case.num_micro_batches,
-        window=REFERENCE_WINDOW,
-        cost=REFERENCE_COST,
-        max_tokens=int(case.max_windows * REFERENCE_WINDOW),
+        int(case.max_windows * REFERENCE_WINDOW),
         max_step_tokens=int(case.step_windows * step_tokens) if case.step_windows else None,
         look_ahead=case.look_ahead,
         fixed_batches=case.fixed_batches,
     )
 
 
-def make_stream(distribution: str, num_micro_batches: int, steps: int, seed: int) -> DocumentStream:
-    lengths = sample_lengths(distribution, steps * num_micro_batches, seed=seed)
-    return DocumentStream(
-        [lengths],
-        window=REFERENCE_WINDOW,
-        step_tokens=num_micro_batches * REFERENCE_WINDOW,
-        seed=0,
-        shuffle=False,
-        num_epochs=1,
-    )
+def workload_of(case: Case, distribution: str = "reference", seed: int = 1) -> Workload:
+    source, number = LengthSource.of_distribution(distribution), case.num_micro_batches
+    return Workload(source, REFERENCE_WINDOW, number, REFERENCE_COST, seed)
+
+
+def make_packer(case: Case) -> Packer:
+    return workload_of(case).packer(settings_of(case))
 
 
 def metrics_of(case: Case, distribution: str, steps: int, seed: int) -> PackingMetrics:
     """Of ``steps`` steps after the warm-up, in which queues fill."""
-    total = WARM_UP_STEPS + steps
-    stream = make_stream(distribution, case.num_micro_batches, total + 8, seed)
-    planner = Planner(stream, make_packer(case), REFERENCE_COST, dp_size=1)
-    for _ in range(WARM_UP_STEPS):
-        planner.next_plan()
-    plans = [plan for plan in (planner.next_plan() for _ in range(steps)) if plan is not None]
-    return measure(plans, planner.packer.waiting)
+    workload = workload_of(case, distribution, seed)
+    return evaluate(workload, settings_of(case), steps, warm_up=WARM_UP_STEPS).metrics
 
 
 def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -279,7 +269,8 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
 def time_of(case: Case, distribution: str, repeats: int, seed: int) -> dict[str, Any]:
     """Time of ``pack`` alone: what arrives is made before. Queues fill in a warm-up."""
     steps = warm_up = min(500, max(4, 8000 // case.num_micro_batches))
-    stream = make_stream(distribution, case.num_micro_batches, warm_up + steps + 8, seed)
+    documents = workload_of(case, distribution, seed)
+    stream = documents.stream(settings_of(case), warm_up + steps + case.look_ahead + 1)
     ahead = make_packer(case).look_ahead
     arriving = [stream.next_step() for _ in range(warm_up + steps + ahead)]
     given = [[*chain(*arriving[: ahead + 1])], *arriving[ahead + 1 :]]
@@ -295,7 +286,7 @@ def time_of(case: Case, distribution: str, repeats: int, seed: int) -> dict[str,
             packing.pack(given[warm_up + number], warm_up + number)
             repeat[number] = time.process_time() - start_s
     gc.unfreeze()
-    documents = sum(map(len, arriving[warm_up : warm_up + steps])) / steps
+    num_documents = sum(map(len, arriving[warm_up : warm_up + steps])) / steps
     packing = make_packer(case)
     packing.pack(given[0], 0)
     tracemalloc.start()
@@ -308,10 +299,10 @@ def time_of(case: Case, distribution: str, repeats: int, seed: int) -> dict[str,
         "num_micro_batches": case.num_micro_batches,
         "max_windows": case.max_windows,
         "look_ahead": case.look_ahead,
-        "documents_per_step": documents,
+        "documents_per_step": num_documents,
         "ms_per_step": ms_per_step,
         "ms_per_step_median": float(np.median(cpu_s.mean(axis=1))) * 1e3,
-        "ms_per_1000": ms_per_step / documents * 1e3,
+        "ms_per_1000": ms_per_step / num_documents * 1e3,
         "peak_bytes": peak_bytes,
         "documents": sum(map(len, arriving)),
     }

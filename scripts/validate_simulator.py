@@ -39,9 +39,9 @@ from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
 from megatron_wlb.bench.validation import FEWEST_ROUNDS, summarize
 from megatron_wlb.cli import output
 from megatron_wlb.errors import ConfigError, run_program
+from megatron_wlb.packing.settings import SHAPED
 from megatron_wlb.planning import guards
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.study.compare import SHAPED
 
 PACKINGS = ("original", "wlb", "hold")
 WANTED_STEP_MAPE, WANTED_MEMORY_MAPE = 0.08, 0.03

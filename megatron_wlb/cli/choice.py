@@ -38,34 +38,39 @@ def num_steps(
     num_cases: int,
     default: int,
     warm_up: int,
+    times: int = 1,
 ) -> tuple[int, int]:
     """Steps that fill queues and steps that count, of each of ``num_cases``.
 
     As many as ``--steps`` says; without it ``default``, but fewer where a few short documents would
-    only be packed again and again, and that is said. Raises :class:`CorpusError` where not one step
-    is left.
+    only be packed again and again, and that is said; and so is what becomes of the documents of
+    ``times`` so many steps. Raises :class:`CorpusError` where not one step is left.
     """
+    steps = default
     if args.steps is not None:
-        return warm_up, whole_number("--steps", args.steps, 1, MOST_STEPS)
-    if documents.stored is None:
-        return warm_up, default
-    pieces = int((-(-documents.stored // args.window)).sum())
-    tokens = max(1, int(documents.stored.sum()))
-    documents_a_step = -(-step_tokens * pieces // tokens)
-    fitting = (MOST_DOCUMENTS // num_cases + MOST_REPEATS * pieces) // documents_a_step
-    if fitting >= warm_up + default:
-        return warm_up, default
-    few = (
-        f"a step of {step_tokens:,} tokens takes {documents_a_step:,} documents of "
-        f"{tokens / pieces:.4g} tokens, and there are {documents.num_documents:,.0f}"
-    )
-    if fitting < 1:
-        raise CorpusError(
-            f"{documents.title}: {few}; lower --window, give more documents, or insist with --steps"
-        )
-    warm_up = min(warm_up, fitting // 2)
-    remark(f"{few}: {fitting - warm_up} steps instead of {default} (--steps)")
-    return warm_up, fitting - warm_up
+        steps = whole_number("--steps", args.steps, 1, MOST_STEPS)
+    elif documents.stored is not None:
+        pieces = int((-(-documents.stored // args.window)).sum())
+        tokens = max(1, int(documents.stored.sum()))
+        documents_a_step = -(-step_tokens * pieces // tokens)
+        fitting = (MOST_DOCUMENTS // num_cases + MOST_REPEATS * pieces) // documents_a_step
+        if fitting < warm_up + default:
+            few = (
+                f"a step of {step_tokens:,} tokens takes {documents_a_step:,} documents of "
+                f"{tokens / pieces:.4g} tokens, and there are {documents.num_documents:,.0f}"
+            )
+            if fitting < 1:
+                raise CorpusError(
+                    f"{documents.title}: {few}; lower --window, give more documents, or insist "
+                    "with --steps"
+                )
+            warm_up = min(warm_up, fitting // 2)
+            steps = fitting - warm_up
+            remark(f"{few}: {steps} steps instead of {default} (--steps)")
+    tokens = times * (warm_up + steps) * step_tokens
+    for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
+        remark(text)
+    return warm_up, steps
 
 
 def cost_title(args: argparse.Namespace) -> str:

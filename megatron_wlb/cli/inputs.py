@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from megatron_wlb.cli.model import DEFAULT_VOCAB_SIZE, MODELS, Model, add_model_flag, read_model
 from megatron_wlb.cost import (
     Cost,
     ModelShape,
     Parallelism,
-    ProfiledCost,
     Recompute,
     analytic_cost,
-    check_model,
-    cost_from_dict,
     load_hardware,
-    read_cost_file,
 )
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
@@ -26,6 +21,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.from_config import known_cost, padded_vocab_size
+from megatron_wlb.planning.run import Workload, read_cost
 from megatron_wlb.reading import (
     Several,
     decimal,
@@ -35,7 +31,6 @@ from megatron_wlb.reading import (
     whole_number,
 )
 from megatron_wlb.settings.config import Config, from_flat
-from megatron_wlb.study.evaluate import Layout, Workload
 
 NUM_MICRO_BATCHES = 4
 
@@ -192,6 +187,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="of --model (default: h100-sxm)",
     )
+    add_cost_file(group)
+
+
+def add_cost_file(group: argparse._ArgumentGroup, tables: str = "") -> None:
+    """``--cost``, for :func:`cost_of_file`; ``tables`` are others that may end."""
     group.add_argument(
         "--cost", type=path_of_flag, metavar="FILE", help="measured tables, coefficients"
     )
@@ -199,7 +199,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--cost-extrapolate",
         "--wlb-cost-extrapolate",  # as errors about tables call it
         action="store_true",
-        help="go beyond the end of measured tables",
+        help=f"go beyond the end of measured tables{tables}",
     )
 
 
@@ -208,13 +208,16 @@ def max_tokens(args: argparse.Namespace) -> int:
     return int(real_number("--max-windows", args.max_windows, 1, MOST_TOKENS) * args.window)
 
 
+def limits(args: argparse.Namespace) -> dict[str, int | None]:
+    """Settings that the flags give to every packing."""
+    return {"max_age": args.max_age, "max_step_tokens": args.max_step_tokens}
+
+
 def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batches: int) -> Workload:
     """What the flags describe, for one N. Raises :class:`WLBError` where it cannot be packed."""
     documents.check(window=args.window, long_documents=args.long_documents)
-    sizes = args.dp_size, args.pp_size, args.vpp_size
-    layout = None
-    if any(size is not None for size in sizes):
-        layout = Layout(*(1 if size is None else size for size in sizes))
+    sizes = {name: getattr(args, name) for name in ("dp_size", "pp_size", "vpp_size")}
+    given = {name: size for name, size in sizes.items() if size is not None}
     return Workload(
         source=documents,
         window=args.window,
@@ -222,10 +225,8 @@ def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batche
         cost=cost(args),
         seed=args.seed,
         long_documents=args.long_documents,
-        max_age=args.max_age,
-        max_step_tokens=args.max_step_tokens,
         length_multiple=args.length_multiple,
-        layout=layout,
+        layout=Parallelism(**given) if given else None,
     )
 
 
@@ -261,10 +262,7 @@ def _cost_of_sizes(args: argparse.Namespace, sizes: ModelShape) -> Cost:
     if args.cost is None:
         hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
         return analytic_cost(shape, hardware, Parallelism(), Recompute())
-    found = cost_of_file(args)
-    if isinstance(found, ProfiledCost):
-        check_model(found.model, shape)
-    return found
+    return cost_of_file(args, shape)
 
 
 def _overridden(args: argparse.Namespace, config: Config) -> Config:
@@ -279,14 +277,11 @@ def _overridden(args: argparse.Namespace, config: Config) -> Config:
     return from_flat(settings)
 
 
-def cost_of_file(args: argparse.Namespace) -> Cost:
-    """What ``--cost`` names. Raises :class:`ConfigError` for a file that holds none."""
-    try:
-        values = read_cost_file(args.cost)
-        found = cost_from_dict(values.get("cost", values))
-    except ConfigError as error:
-        reason = str(error).removeprefix(f"{args.cost}: ")
-        raise ConfigError(f"--cost {args.cost}: {reason}") from None
-    if isinstance(found, ProfiledCost) and args.cost_extrapolate:
-        return dataclasses.replace(found, extrapolate=True)
-    return found
+def cost_of_file(
+    args: argparse.Namespace, shape: ModelShape | None = None, layout: Parallelism | None = None
+) -> Cost:
+    """What ``--cost`` names, of this model and layout where they are known.
+
+    Raises :class:`ConfigError` for a file that holds none.
+    """
+    return read_cost(args.cost, "--cost", shape, layout, extrapolate=args.cost_extrapolate)

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 
@@ -56,6 +57,14 @@ def progress_bar(task: str) -> Iterator[Callable[[int, int], None]]:
     with rich_progress.Progress(*columns, console=stderr, transient=True) as bars:
         bar = bars.add_task(task, total=None)
         yield lambda done, total: bars.update(bar, completed=done, total=total)
+
+
+@contextmanager
+def counting_bar(task: str, total: int) -> Iterator[Callable[[], None]]:
+    """A :func:`progress_bar` to whose count each call adds one."""
+    with progress_bar(task) as progress:
+        done = count(1)
+        yield lambda: progress(next(done), total)
 
 
 @contextmanager

@@ -17,17 +17,20 @@ from megatron_wlb.cli.inputs import (
     add_source,
     add_workload,
     fill_defaults,
+    limits,
     max_tokens,
     numbers_of_micro_batches,
     source,
     workload,
 )
-from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
-from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS
+from megatron_wlb.cli.output import check_picture, console, counting_bar, save_file, say
+from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
+from megatron_wlb.planning.run import Workload
 from megatron_wlb.reading import Several, decimal, path_of_flag
 from megatron_wlb.study.advice import check_max_delay, gain, recommended
-from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, Setting, Workload, evaluate
+from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
+from megatron_wlb.study.paper import TABLE_2
 
 ALL = (
     "original", "fixed-greedy:1", "fixed-greedy:2", "fixed-greedy:4", "fixed-greedy:8", "wlb",
@@ -39,22 +42,14 @@ EXTRA_COLUMNS = ("p95", "worst", "tokens/s", "p99", "CV", "documents")
 MIN_WIDTH = 130
 """Of a terminal that has room for them."""
 
-TABLE_2 = {
-    "original": {1: 1.44},
-    "fixed-greedy": {1: 1.41, 2: 1.22, 4: 1.11, 8: 1.08},
-    "fixed-solver": {1: 1.40, 2: 1.18, 4: 1.09},
-    "wlb": {1: 1.24, 2: 1.05, 3: 1.05},
-}
-"""WLB-LLM, Table 2: imbalance degree by packing and by its batches or queues (7B, window 128K)."""
-
 _EPILOG = f"""\
 {SOURCES}
 {COSTS}
 packings (--packing a,b,…):
   {", ".join(PACKINGS)}; with a number: fixed-greedy:4 and
   fixed-solver:4 repack 4 global batches together, wlb:3 has 3 queues, hold:4 looks 4 steps
-  ahead. Default: all but the solver, which takes seconds a step. 'paper' is every row of
-  Table 2 but the solver's.
+  ahead; hold+shape has shaped steps, with --pp-size. Default: all but the solver, which takes
+  seconds a step. 'paper' is every row of Table 2 but the solver's.
 
 columns:
   imbalance  max · N / Σ of the modelled times of a step's micro-batches, 1 is perfect: mean over
@@ -136,12 +131,8 @@ def _run(args: argparse.Namespace) -> int:
         default=STEPS,
         warm_up=WARM_UP_STEPS,
     )
-    for text in documents.remarks(
-        (warm_up + steps) * largest, window=args.window, long_documents=args.long_documents
-    ):
-        remark(text)
     evaluations = _evaluate(args, cases, warm_up, steps)
-    originals = {e.num_micro_batches: e for e in evaluations if e.setting.packing == "original"}
+    originals = {e.num_micro_batches: e for e in evaluations if e.setting.name == "original"}
     rows = [
         {**e.row(_comparable(e, originals)), "paper_imbalance": _paper(args, e)}
         for e in evaluations
@@ -167,16 +158,17 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> list[Setting]:
+def _settings(args: argparse.Namespace) -> list[PackingSettings]:
     named = args.packing or ALL
     names = [n for name in named for n in (PAPER if name == "paper" else (name,))]
     settings = []
     for name in dict.fromkeys(names):
         settings.append(
-            Setting.parse(
+            PackingSettings.parse(
                 name,
                 args.window,
                 max_tokens(args),
+                **limits(args),
                 **{
                     "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
                     "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},
@@ -188,24 +180,21 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def _evaluate(
-    args: argparse.Namespace, cases: Sequence[tuple[Workload, Setting]], warm_up: int, steps: int
+    args: argparse.Namespace,
+    cases: Sequence[tuple[Workload, PackingSettings]],
+    warm_up: int,
+    steps: int,
 ) -> list[Evaluation]:
     """Each case; the solver over fewer steps, unless they were asked for."""
 
-    def sizes(setting: Setting) -> tuple[int, int]:
-        if setting.packing == "fixed-solver":  # holds nothing back, so nothing has to fill
+    def sizes(setting: PackingSettings) -> tuple[int, int]:
+        if setting.name == "fixed-solver":  # holds nothing back, so nothing has to fill
             return 0, args.steps or min(steps, SOLVER_STEPS)
         return warm_up, steps
 
-    total, done = sum(sum(sizes(setting)) for _, setting in cases), 0
     evaluations = []
-    with progress_bar("packing") as progress:
-
-        def on_step() -> None:
-            nonlocal done
-            done += 1
-            progress(done, total)
-
+    total = sum(sum(sizes(setting)) for _, setting in cases)
+    with counting_bar("packing", total) as on_step:
         for case, setting in cases:
             before, counted = sizes(setting)
             evaluations.append(evaluate(case, setting, counted, warm_up=before, on_step=on_step))
@@ -214,7 +203,7 @@ def _evaluate(
 
 def _comparable(evaluation: Evaluation, originals: Mapping[int, Evaluation]) -> Evaluation | None:
     """`original` on the same steps; the solver has others."""
-    if evaluation.setting.packing == "fixed-solver":
+    if evaluation.setting.name == "fixed-solver":
         return None
     return originals.get(evaluation.num_micro_batches)
 
@@ -229,9 +218,11 @@ def _paper(args: argparse.Namespace, evaluation: Evaluation) -> float | None:
     if ours != ("reference", REFERENCE_WINDOW, 4) or named:
         return None
     number = setting.fixed_batches
-    if setting.packing == "wlb":
+    if setting.name == "wlb":
         number = len(setting.queue_thresholds) or 2
-    return TABLE_2.get(setting.packing, {}).get(number)
+    name = setting.name if setting.name == "original" else f"{setting.name}:{number}"
+    imbalance, _ = TABLE_2.get(name, (None, None))
+    return imbalance
 
 
 def _table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Table:
@@ -291,9 +282,9 @@ def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
     number = max(e.num_micro_batches for e in evaluations)
     at_hand = [e for e in evaluations if e.num_micro_batches == number]
     # The solver packs other steps, so it compares with itself alone.
-    same_steps = [e for e in at_hand if e.setting.packing != "fixed-solver"]
+    same_steps = [e for e in at_hand if e.setting.name != "fixed-solver"]
     options = [e.option for e in same_steps or at_hand]
-    original = next((o for o in options if o.of.setting.packing == "original"), None)
+    original = next((o for o in options if o.of.setting.name == "original"), None)
     best = recommended(options, max_delay, original)
     limit = f"a mean delay of {max_delay:g} steps (--max-delay)"
     if best is None:
@@ -311,7 +302,7 @@ def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
     gained = "" if original is None else f"; it does {gain(best, original)}"
     was = "" if original is None else f" instead of {original.imbalance:.3f}"
     memory = ""
-    if chosen.setting.packing not in CUTS_AT_WINDOWS:
+    if chosen.setting.name not in CUTS_AT_WINDOWS:
         memory = f"; it needs memory for micro-batches of {chosen.setting.max_tokens:,} tokens"
     return (
         f"At N={number} and within {limit} train with {' '.join(chosen.flags)}: imbalance "

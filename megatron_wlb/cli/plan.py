@@ -25,12 +25,12 @@ from megatron_wlb.cost import Recompute, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_STEPS
+from megatron_wlb.planning.run import MEMORY_SHARE, title
 from megatron_wlb.reading import MOST_DEVICES, Several, decimal, path_of_flag, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
 from megatron_wlb.study.compare import WARM_UP_STEPS
-from megatron_wlb.study.scenario import MEMORY_SHARE, title
 from megatron_wlb.study.search import Choice, Search, Space, search
 
 STEP_TOKENS = 1 << 22
@@ -153,12 +153,6 @@ def _run(args: argparse.Namespace) -> int:
         default=STEPS,
         warm_up=WARM_UP_STEPS,
     )
-    for text in documents.remarks(
-        (warm_up + steps) * step_tokens,
-        window=space.window,
-        long_documents=args.long_documents,
-    ):
-        remark(text)
     with progress_bar("searching") as progress:
         passes = {"memory": 0, "coarse": 1, "refined": 2, "tuned": 3}
         found = search(
@@ -248,7 +242,7 @@ def _sections(args: argparse.Namespace, best: Choice) -> dict[str, recipe.Flags]
         "Layout": recipe.layout_flags(scenario),
         "Batch": recipe.batch_flags(scenario),
         "Workload balance": recipe.balance_flags(
-            scenario, outcome.variant, outcome.sharding, args.hardware, outcome.rules
+            scenario, outcome.flags, outcome.sharding, args.hardware
         ),
     }
 
@@ -396,7 +390,7 @@ def _verdict(found: Search) -> str:
     said += f": {title(scenario.parallelism)}, {outcome.title}"
     if original is None or original is best:
         return f"{said}."
-    beside = [c for c in found.packings if c.outcome.setting.packing == "original"]
+    beside = [c for c in found.packings if c.outcome.setting.name == "original"]
     if beside:
         return f"{said}: it does {gain(outcome.option, beside[0].outcome.option, 'simulated')}."
     return (

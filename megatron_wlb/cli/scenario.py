@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_wlb.cli.inputs import cost_of_file, max_tokens
+from megatron_wlb.cli.inputs import add_cost_file, cost_of_file, max_tokens
 from megatron_wlb.cli.model import Model, add_model_flag, read_model
 from megatron_wlb.cost import (
-    Cost,
-    ModelShape,
     Parallelism,
-    ProfiledCost,
     Recompute,
     load_hardware,
 )
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
-from megatron_wlb.reading import MOST_DEVICES, decimal, path_of_flag, text_of_flag, whole_number
-from megatron_wlb.study.scenario import MEMORY_SHARE, Scenario
+from megatron_wlb.planning.from_config import recompute
+from megatron_wlb.planning.run import MEMORY_SHARE, Run
+from megatron_wlb.reading import MOST_DEVICES, decimal, text_of_flag, whole_number
 
 RECOMPUTE = {
     "none": Recompute(),
@@ -52,15 +50,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help=f"what tensors may take on a device (default: {MEMORY_SHARE:.0%}% of its memory)",
     )
-    group.add_argument(
-        "--cost", type=path_of_flag, metavar="FILE", help="measured tables, coefficients"
-    )
-    group.add_argument(
-        "--cost-extrapolate",
-        "--wlb-cost-extrapolate",  # as errors about tables call it
-        action="store_true",
-        help="go beyond the end of measured tables, also of the hardware's attention",
-    )
+    add_cost_file(group, ", also of the hardware's attention")
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
@@ -136,46 +126,26 @@ def _dp_size(args: argparse.Namespace, model: Model) -> int:
     return num_devices // inner
 
 
-def measured_cost(args: argparse.Namespace, shape: ModelShape, layout: Parallelism) -> Cost | None:
-    """What ``--cost`` names; None without it."""
-    if args.cost is None:
-        return None
-    cost = cost_of_file(args)
-    if isinstance(cost, ProfiledCost):
-        cost.check(shape, layout.tp_size, layout.cp_size)
-    return cost
-
-
-def scenario(args: argparse.Namespace) -> Scenario:
+def scenario(args: argparse.Namespace) -> Run:
     """What the flags describe. Raises :class:`ConfigError` for what cannot be."""
     model, hardware = read_model(args.model), load_hardware(args.hardware)
     shape, config = model.shape, model.config
     layout = Parallelism(
-        tp_size=args.tp_size,
-        cp_size=args.cp_size,
-        pp_size=args.pp_size,
-        vpp_size=args.vpp_size,
-        dp_size=args.dp_size,
+        *(args.tp_size, args.cp_size, args.pp_size, args.vpp_size, args.dp_size),
         sequence_parallel=args.tp_size > 1,
         group_size=config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
-    t = config.training
-    recompute = Recompute(t.recompute_granularity, t.recompute_method, t.recompute_num_layers)
-    if args.recompute is not None:
-        recompute = RECOMPUTE[args.recompute]
     number = args.num_micro_batches
-    if number is None:
-        number = args.pp_size * args.dp_size
-    return Scenario(
+    return Run(
         padded_vocabulary(shape, layout.tp_size),
         hardware,
         layout,
         args.window,
-        number,
-        recompute,
+        args.pp_size * args.dp_size if number is None else number,
+        RECOMPUTE[args.recompute] if args.recompute else recompute(config),
         args.memory_gib,
         not args.no_overlap_grad_reduce,
-        measured_cost(args, shape, layout),
+        None if args.cost is None else cost_of_file(args, shape, layout),
         args.cost_extrapolate,
     )
 
@@ -185,7 +155,7 @@ def machine_title(args: argparse.Namespace, num_devices: int) -> str:
     return f"{Path(args.model).stem} on {num_devices} × {Path(args.hardware).stem}"
 
 
-def most_tokens(args: argparse.Namespace, base: Scenario) -> tuple[int, str]:
+def most_tokens(args: argparse.Namespace, base: Run) -> tuple[int, str]:
     """S_max in tokens, and what there is to say about it.
 
     As asked for; otherwise two windows, or what fits memory, but at least a window.

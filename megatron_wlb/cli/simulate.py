@@ -15,7 +15,7 @@ from rich.table import Table
 from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
 from megatron_wlb.cli.model import MODELS
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
+from megatron_wlb.cli.output import check_file, console, counting_bar, remark, save_file, say
 from megatron_wlb.cli.scenario import (
     MACHINES,
     add_layout,
@@ -28,10 +28,11 @@ from megatron_wlb.cli.scenario import (
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import Several, decimal, path_of_flag, unknown, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
-from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, Variant, compare
-from megatron_wlb.study.scenario import Scenario, title
+from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 
 DEFAULT_PACKINGS = "original,fixed-greedy,wlb,hold"
 STEPS = 50
@@ -134,41 +135,27 @@ def _run(args: argparse.Namespace) -> int:
     max_tokens, said = most_tokens(args, base)
     if said:
         remark(said)
-    variants, shardings = _variants(args, max_tokens), _shardings(args)
+    packings, shardings = _packings(args, max_tokens), _shardings(args)
     step_tokens = base.num_micro_batches * base.window
     warm_up, steps = num_steps(
         args,
         documents,
         step_tokens=step_tokens,
-        num_cases=len(variants) * args.num_seeds,
+        num_cases=len(packings) * args.num_seeds,
         default=STEPS,
         warm_up=WARM_UP_STEPS,
     )
-    for text in documents.remarks(
-        (warm_up + steps) * step_tokens,
-        window=base.window,
-        long_documents=args.long_documents,
-    ):
-        remark(text)
-    total = len(variants) * args.num_seeds * (warm_up + steps)
-    with progress_bar("simulating") as progress:
-        done = 0
-
-        def on_step() -> None:
-            nonlocal done
-            done += 1
-            progress(done, total)
-
+    total = len(packings) * args.num_seeds * (warm_up + steps)
+    with counting_bar("simulating", total) as on_step:
         outcomes = compare(
             base,
             documents,
-            variants,
+            packings,
             shardings,
             steps=steps,
             warm_up=warm_up,
             seeds=[args.seed + number for number in range(args.num_seeds)],
             long_documents=args.long_documents,
-            max_age=args.max_age,
             on_step=on_step,
         )
     written = _write(args, base, documents, outcomes)
@@ -193,13 +180,16 @@ def _check_plot(path: Path | None) -> None:
         raise ConfigError(f"--plot {path} is neither .png nor .svg; name it so")
 
 
-def _variants(args: argparse.Namespace, max_tokens: int) -> list[Variant]:
+def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings]:
     """What is asked for, after `original`, which all are compared with."""
     named = args.packing
     if named is None:
         named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
     names = ["original", *named]
-    return [Variant.parse(name, args.window, max_tokens) for name in dict.fromkeys(names)]
+    return [
+        PackingSettings.parse(name, args.window, max_tokens, max_age=args.max_age)
+        for name in dict.fromkeys(names)
+    ]
 
 
 def _shardings(args: argparse.Namespace) -> list[Mode]:
@@ -219,7 +209,7 @@ def _shardings(args: argparse.Namespace) -> list[Mode]:
 
 
 def _write(
-    args: argparse.Namespace, base: Scenario, documents: LengthSource, outcomes: Sequence[Outcome]
+    args: argparse.Namespace, base: Run, documents: LengthSource, outcomes: Sequence[Outcome]
 ) -> list[str]:
     """The files that are asked for; what to say of them."""
     # Not at the top: matplotlib takes a second.
@@ -266,7 +256,7 @@ def _write(
     return written
 
 
-def _table(args: argparse.Namespace, base: Scenario, outcomes: Sequence[Outcome]) -> Table:
+def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> Table:
     original = outcomes[0]
     table = Table(
         title=(
@@ -289,7 +279,7 @@ def _table(args: argparse.Namespace, base: Scenario, outcomes: Sequence[Outcome]
                    "DP", "delay"):  # fmt: skip
         table.add_column(header, justify="right")
     for number, outcome in enumerate(outcomes):
-        if number and outcome.variant != outcomes[number - 1].variant and with_sharding:
+        if number and outcome.setting != outcomes[number - 1].setting and with_sharding:
             table.add_section()
         lowest, highest = outcome.speedup_by_seed(original)
         spread = f" ({lowest:.2f}-{highest:.2f})" if args.num_seeds > 1 and number else ""

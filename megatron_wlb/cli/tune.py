@@ -18,6 +18,7 @@ from megatron_wlb.cli.inputs import (
     add_source,
     add_workload,
     fill_defaults,
+    limits,
     max_tokens,
     numbers_of_micro_batches,
     source,
@@ -94,15 +95,14 @@ def _run(args: argparse.Namespace) -> int:
         num_cases=NUM_SETTINGS,
         default=max(50, min(250, 1600 // number)),
         warm_up=WARM_UP_STEPS,
+        times=2,
     )
-    tokens = 2 * (warm_up + steps) * base.step_tokens
-    for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
-        remark(text)
     if documents.num_documents < MIN_TO_SPLIT:
         remark(
             f"{documents.num_documents} documents are too few to part: settings are judged on the "
             "ones they were chosen on, in another order"
         )
+    tokens = 2 * (warm_up + steps) * base.step_tokens
     sampled = documents.sampled(tokens, window=args.window, seed=args.seed)
     halves = [dataclasses.replace(base, source=half) for half in sampled.halves(args.seed)]
     with _no_warnings_of_backlogs(), progress_bar("trying settings") as progress:
@@ -114,6 +114,7 @@ def _run(args: argparse.Namespace) -> int:
             steps=steps,
             warm_up=warm_up,
             look_ahead=args.look_ahead,
+            limits=limits(args),
             progress=progress,
         )
     title = (
@@ -194,7 +195,7 @@ def _empty_table(title: str) -> Table:
 
 def _cells(evaluation: Evaluation, original: Evaluation, role: str = "") -> Sequence[str]:
     setting, metrics = evaluation.setting, evaluation.metrics
-    has_s_max = setting.packing in TUNABLE
+    has_s_max = setting.name in TUNABLE
     return (
         f"{role}: {setting.title}" if role else setting.title,
         f"{setting.max_tokens:,}" if has_s_max else "",

@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 import numpy as np
 
 from megatron_wlb.cost import CostModel
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, load_state, save_state
 from megatron_wlb.packing.original import check_windows, cut_windows
 from megatron_wlb.packing.placement import CostTable, rank
 from megatron_wlb.plan import Document
-from megatron_wlb.reading import whole_number
+from megatron_wlb.reading import unknown, whole_number
 
 Grouping: TypeAlias = Literal["sorted", "arrival"]
 """Which windows of several global batches run in one step: those of like work, or those whose
@@ -141,9 +141,7 @@ class FixedGreedyPacker(FixedPacker):
     ) -> None:
         super().__init__(limits, cost, num_batches)
         if grouping not in get_args(Grouping):
-            raise ConfigError(
-                f"unknown grouping {grouping}; use one of {', '.join(get_args(Grouping))}"
-            )
+            raise unknown("grouping", grouping, get_args(Grouping))
         self.grouping = grouping
 
     def _repack(self, windows: list[list[Document]], step: int) -> list[list[list[Document]]]:

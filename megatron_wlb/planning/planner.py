@@ -13,7 +13,7 @@ give the same steps, bit for bit. ``StepPlan.digest`` lets them check.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
@@ -60,6 +60,16 @@ class Shaping(Protocol):
         ...
 
 
+def each_rank(num_micro_batches: int, dp_size: int) -> int:
+    """Counts a data-parallel rank's micro-batches. Raises :class:`ConfigError` for a remainder."""
+    if num_micro_batches % dp_size:
+        raise ConfigError(
+            f"{num_micro_batches} micro-batches a step do not divide over {dp_size} data-parallel "
+            "ranks; choose a multiple"
+        )
+    return num_micro_batches // dp_size
+
+
 class Planner:
     """Plans one step after another: which rank runs which documents in which order.
 
@@ -88,11 +98,7 @@ class Planner:
         for name, value in (("dp_size", dp_size), ("length_multiple", length_multiple)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; give at least 1")
-        if num_micro_batches % dp_size:
-            raise ConfigError(
-                f"{num_micro_batches} micro-batches a step do not divide over {dp_size} "
-                "data-parallel ranks; choose a multiple"
-            )
+        each_rank(num_micro_batches, dp_size)
         if shaping is not None:
             check_shaping(packer.name)
         if selector and length_multiple % (2 * selector.cp_size):
@@ -150,6 +156,13 @@ class Planner:
         self._warn_of_backlog(plan)
         self.step += 1
         return plan
+
+    def plans(self, num: int) -> Iterator[StepPlan]:
+        """Plans ``num`` steps, which the stream must have."""
+        for _ in range(num):
+            plan = self.next_plan()
+            assert plan is not None
+            yield plan
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later plans depend on, JSON-able."""

@@ -6,7 +6,7 @@ micro-batches. All times, bytes and rates are *simulated*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,9 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.packing import Meter, check_shaping
+from megatron_wlb.packing import Meter, PackingSettings
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning.planner import Planner
-from megatron_wlb.planning.shaping import Shaper
+from megatron_wlb.planning.run import Run
 from megatron_wlb.schedule.order import schedule
 from megatron_wlb.sharding.select import Mode, Prediction
 from megatron_wlb.sharding.shard import Kind
@@ -25,41 +24,9 @@ from megatron_wlb.simulator.memory import step_memory
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.advice import Option, by_part
-from megatron_wlb.study.evaluate import Setting, Workload
-from megatron_wlb.study.scenario import Scenario
 
-SHAPED = "+shape"
 WARM_UP_STEPS = 20
 """Steps that do not count: queues and pools fill."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A packing with its settings, and whether its steps are shaped."""
-
-    setting: Setting
-    shaped: bool = False
-
-    def __post_init__(self) -> None:
-        if self.shaped:
-            check_shaping(self.setting.packing)
-
-    @classmethod
-    def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> Variant:
-        """What :meth:`Setting.parse` takes, with ``+shape`` behind it for shaped steps.
-
-        Raises :class:`ConfigError` where it does, and for a packing that is not to be shaped.
-        """
-        name = text.removesuffix(SHAPED)
-        return cls(Setting.parse(name, window, max_tokens, **settings), name != text)
-
-    @property
-    def title(self) -> str:
-        return self.setting.title + (", shaped" if self.shaped else "")
-
-    def flags(self) -> list[str]:
-        """What the training command needs of this; the rules are the workload's."""
-        return self.setting.flags() + (["--wlb-shape", "on"] if self.shaped else [])
 
 
 @dataclass(frozen=True)
@@ -77,7 +44,7 @@ class Example:
 class Outcome:
     """How a packing and a sharding do in a scenario."""
 
-    variant: Variant
+    setting: PackingSettings
     sharding: Mode | Kind
     num_steps: int
     step_us: float
@@ -110,16 +77,12 @@ class Outcome:
     shares: dict[str, float]
     """Of the micro-batches, that each kind of sharding was chosen for."""
     example: Example
-    rules: tuple[str, ...]
-    """What the training command needs of the workload to pack like this."""
-
-    @property
-    def setting(self) -> Setting:
-        return self.variant.setting
+    flags: tuple[str, ...]
+    """What the training command needs to pack like this."""
 
     @property
     def title(self) -> str:
-        return self.variant.title
+        return self.setting.title
 
     @property
     def option(self) -> Option[Outcome]:
@@ -154,8 +117,8 @@ class Outcome:
         """JSON-able; speed-ups are over ``original``."""
         lowest, highest = self.speedup_by_seed(original)
         return {
-            "packing": self.setting.packing,
-            "shaped": self.variant.shaped,
+            "packing": self.setting.name,
+            "shaped": self.setting.shaped,
             "title": self.title,
             "sharding": self.sharding,
             "max_tokens": self.setting.max_tokens,
@@ -178,24 +141,23 @@ class Outcome:
             "delay_steps": self.delay_steps,
             "step_tokens": self.step_tokens,
             "sharding_shares": self.shares,
-            "flags": [*self.variant.flags(), *self.rules],
+            "flags": list(self.flags),
         }
 
 
 def compare(
-    scenario: Scenario,
+    scenario: Run,
     source: LengthSource,
-    variants: Sequence[Variant],
+    settings: Sequence[PackingSettings],
     shardings: Sequence[Mode | Kind],
     *,
     steps: int,
     seeds: Sequence[int],
     warm_up: int = WARM_UP_STEPS,
     long_documents: LongDocuments = "split",
-    max_age: int = 12,
     on_step: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:
-    """Each variant with each sharding; ``on_step`` is called after each planned step.
+    """Simulates each packing with each sharding; ``on_step`` is called after each planned step.
 
     Raises:
         ConfigError: settings that cannot work; found before any step is simulated.
@@ -206,35 +168,21 @@ def compare(
             f"{steps} steps after {warm_up}, {len(seeds)} seeds; give at least one of each"
         )
     workloads = [
-        Workload(
-            source=source,
-            window=scenario.window,
-            num_micro_batches=scenario.num_micro_batches,
-            cost=scenario.cost,
-            seed=seed,
-            long_documents=long_documents,
-            max_age=max_age,
-            length_multiple=scenario.length_multiple,
-        )
-        for seed in seeds
+        scenario.workload(source, seed=seed, long_documents=long_documents) for seed in seeds
     ]
     scenario.check_reach()
-    for workload in workloads:
-        workload.check([variant.setting for variant in variants])
-        for variant in variants:
-            if variant.shaped:
-                _planner(scenario, workload, variant, 1)
+    workloads[0].check(settings)
     outcomes = []
-    for variant in variants:
+    for setting in settings:
         memory = _Memory(scenario)
-        rules = workloads[0].rules(variant.setting)
-        tallies = [_Tally(scenario, variant, mode, memory, rules) for mode in shardings]
+        flags = workloads[0].flags(setting)
+        tallies = [_Tally(scenario, setting, mode, memory, flags) for mode in shardings]
         for workload in workloads:
             for tally in tallies:
                 tally.next_seed()
             meter = Meter()
-            planner = _planner(scenario, workload, variant, warm_up + steps)
-            for number, plan in enumerate(_plans(planner, warm_up + steps)):
+            planner = workload.planner(setting, warm_up + steps, costs=scenario.costs)
+            for number, plan in enumerate(planner.plans(warm_up + steps)):
                 if number >= warm_up:
                     meter.add(plan)
                     memory.add(plan)
@@ -249,34 +197,6 @@ def compare(
     return outcomes
 
 
-def _planner(scenario: Scenario, workload: Workload, variant: Variant, steps: int) -> Planner:
-    packing, p = workload.packer(variant.setting), scenario.parallelism
-    shaper = None
-    if variant.shaped:
-        shaper = Shaper(
-            scenario.costs,
-            p,
-            num_micro_batches=scenario.num_micro_batches // p.dp_size,
-            max_tokens=packing.limits.max_tokens,
-            window=scenario.window,
-        )
-    return Planner(
-        workload.stream(variant.setting, steps + packing.look_ahead + 1),
-        packing,
-        scenario.cost,
-        dp_size=p.dp_size,
-        length_multiple=scenario.length_multiple,
-        shaping=shaper,
-    )
-
-
-def _plans(planner: Planner, num: int) -> Iterator[StepPlan]:
-    for _ in range(num):
-        plan = planner.next_plan()
-        assert plan is not None  # The stream has more steps.
-        yield plan
-
-
 EXAMPLE_STEPS = 6
 """Of which each micro-batch is kept, to be drawn."""
 
@@ -284,7 +204,7 @@ EXAMPLE_STEPS = 6
 class _Memory:
     """The peaks of a setting's steps, which no sharding changes."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Run) -> None:
         self.peak_bytes, self.out_of_memory, self.longest_tokens = 0.0, "", 0
         self._model, self._limit_bytes = scenario.memory, scenario.limit_gib * GIB
         p = scenario.parallelism
@@ -310,14 +230,14 @@ class _Tally:
 
     def __init__(
         self,
-        scenario: Scenario,
-        variant: Variant,
+        scenario: Run,
+        setting: PackingSettings,
         sharding: Mode | Kind,
         memory: _Memory,
-        rules: tuple[str, ...],
+        flags: tuple[str, ...],
     ) -> None:
-        self.scenario, self.variant, self.sharding = scenario, variant, sharding
-        self.memory, self.rules = memory, rules
+        self.scenario, self.setting, self.sharding = scenario, setting, sharding
+        self.memory, self.flags = memory, flags
         self.imbalances: list[float] = []
         self.delays: list[float] = []
         self._simulator = Simulator(scenario.costs, scenario.parallelism)
@@ -370,7 +290,7 @@ class _Tally:
         peak_flops_per_us = self.scenario.num_devices * hardware.peak_tflops * 1e6
         total = sum(self._chosen.values())
         return Outcome(
-            self.variant,
+            self.setting,
             self.sharding,
             n,
             time_us / n,
@@ -393,7 +313,7 @@ class _Tally:
             sum(self._tokens) / n,
             {kind: count / total for kind, count in sorted(self._chosen.items())},
             self._example(),
-            self.rules,
+            self.flags,
         )
 
     def _scale(self, plan: StepPlan, chosen: Sequence[Sequence[Prediction]]) -> list[list[float]]:

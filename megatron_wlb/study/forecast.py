@@ -8,32 +8,25 @@ run's corpora, or drawn from a named distribution. Context parallelism divides a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_wlb.cost import AnalyticModel, Hardware, MemoryModel, load_hardware
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.step_costs import analytic_costs
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.data.corpus import Corpus, CorpusInfo
-from megatron_wlb.data.documents import DocumentStream
-from megatron_wlb.data.lengths import sample_lengths
+from megatron_wlb.data.corpus import CorpusInfo
+from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import CUTS_AT_WINDOWS
+from megatron_wlb.packing import PackingSettings
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
+from megatron_wlb.planning.run import Documents, Run
 from megatron_wlb.settings.command_line import parse_known
-from megatron_wlb.settings.config import Config, from_flat
+from megatron_wlb.settings.config import Config
 from megatron_wlb.simulator.step import Simulator
-
-USABLE_SHARE = 0.9
-"""Of a device's memory, for tensors: the rest is for what the allocator cannot join, the CUDA
-context, NCCL and the libraries' workspaces. Assumed; ``--wlb-memory-gib`` says it better."""
 
 WARM_UP_STEPS, NUM_STEPS, SPARE_STEPS = 10, 40, 10
 """Steps in which delay queues fill, over which times are averaged, and that are never reached."""
@@ -121,23 +114,23 @@ def forecast(
             S_max, or not even for a window.
         CorpusError: ``--data-path`` names files that are damaged.
     """
-    hardware = load_hardware(config.wlb.wlb_hardware)
-    p, window = config.parallel, config.data.seq_length
+    window = config.data.seq_length
     guards.check(config, num_devices)
-    dp_size = guards.data_parallel_size(config, num_devices)
     num_micro_batches = guards.check_micro_batches(config, num_devices)
     documents = _documents(config, distribution, vocab_size)
-    vocabulary = planning.padded_vocab_size(config, documents.corpora.vocab_size)
-    memory = _memory_model(config, vocabulary, dp_size)
-    limit_gib = config.wlb.wlb_memory_gib or hardware.memory_gib * USABLE_SHARE
-    fits = memory.max_tokens(
-        limit_gib * GIB, num_micro_batches, multiple=planning.length_multiple(config)
+    run = planning.run_of(
+        config,
+        planning.padded_vocab_size(config, documents.vocab_size),
+        guards.data_parallel_size(config, num_devices),
     )
-    fitting = min(fits, config.training.global_batch_size * window)
+    run = dataclasses.replace(run, kernels="fused")  # as on a GPU
+    layout, memory, limit_gib = run.parallelism, run.memory, run.limit_gib
+    fits = run.max_tokens()
+    fitting = min(fits, run.num_micro_batches * window)
     max_tokens = config.wlb.wlb_max_tokens
     if max_tokens is None:
         max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * window
-    stages = range(p.pipeline_model_parallel_size)
+    stages = range(layout.pp_size)
     peak_gib = max(memory.peak_bytes(r, [max_tokens] * num_micro_batches) for r in stages) / GIB
     if fits < max(max_tokens, window):
         name = "S_max (--wlb-max-tokens)" if fits >= window else "--seq-length"
@@ -146,19 +139,19 @@ def forecast(
             f"{limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fits} tokens "
             f"fit: lower {name}, recompute activations, or use more TP, CP or PP"
         )
-    planned = config.wlb.wlb_packing
-    runs = {
-        packing: _run(config, packing, max_tokens, vocabulary, memory, hardware, documents)
-        for packing in (planned, "original")
-    }
+    planned = PackingSettings.of_config(config.wlb, max_tokens)
+    ours, original = (
+        _simulate(config, run, packing, documents)
+        for packing in (planned, PackingSettings("original", max_tokens))
+    )
     return Forecast(
-        parameters=sum(memory.num_parameters(r) for r in stages) * p.tensor_model_parallel_size,
+        parameters=sum(memory.num_parameters(r) for r in stages) * layout.tp_size,
         num_devices=num_devices,
-        tp_size=p.tensor_model_parallel_size,
-        cp_size=p.context_parallel_size,
-        pp_size=p.pipeline_model_parallel_size,
-        vpp_size=p.num_virtual_stages_per_pipeline_rank or 1,
-        dp_size=dp_size,
+        tp_size=layout.tp_size,
+        cp_size=layout.cp_size,
+        pp_size=layout.pp_size,
+        vpp_size=layout.vpp_size,
+        dp_size=layout.dp_size,
         num_micro_batches=num_micro_batches,
         window=window,
         max_tokens=max_tokens,
@@ -166,83 +159,46 @@ def forecast(
         limit_gib=limit_gib,
         state_gib=max(memory.state_bytes(r).total for r in stages) / GIB,
         peak_gib=peak_gib,
-        step_ms=runs[planned].step_ms,
-        tokens_per_s=runs[planned].tokens_per_s,
-        speedup=runs[planned].flops_per_s / runs["original"].flops_per_s,
+        step_ms=ours.step_ms,
+        tokens_per_s=ours.tokens_per_s,
+        speedup=ours.flops_per_s / original.flops_per_s,
         documents=documents.title,
-        packing=planned,
+        packing=planned.name,
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive simulated steps."""
+class _Rates(NamedTuple):
+    """Of consecutive simulated steps."""
 
-    num_steps: int
-    num_tokens: int
-    num_flops: float
-    total_us: float
-
-    @property
-    def step_ms(self) -> float:
-        return self.total_us / self.num_steps / 1e3
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.total_us * 1e6
-
-    @property
-    def flops_per_s(self) -> float:
-        return self.num_flops / self.total_us * 1e6
+    step_ms: float
+    tokens_per_s: float
+    flops_per_s: float
 
 
-def _memory_model(config: Config, vocabulary: int, dp_size: int) -> MemoryModel:
-    """Of a GPU run, whose kernels are fused."""
-    model = planning.memory_model(config, vocabulary, dp_size)
-    return dataclasses.replace(model, kernels="fused")
-
-
-def _run(
-    config: Config,
-    packing: str,
-    max_tokens: int,
-    vocabulary: int,
-    memory: MemoryModel,
-    hardware: Hardware,
-    documents: _Documents,
-) -> _Run:
-    """Steps of a packing, simulated."""
-    layout = memory.parallelism
-    shape = planning.model_shape(config, vocabulary)
-    model = AnalyticModel(
-        shape,
-        hardware,
-        layout,
-        planning.recompute(config),
-        element_bytes=2 if config.training.bf16 else 4,
+def _simulate(config: Config, run: Run, packing: PackingSettings, documents: _Documents) -> _Rates:
+    """Simulates steps of a packing."""
+    if run.parallelism.cp_size > 1:
+        run.check_reach()
+    simulator = Simulator(run.costs, run.parallelism)
+    planner = run.workload(
+        documents.source,
+        seed=config.training.seed,
+        long_documents=config.wlb.wlb_long_documents,
+    ).planner(
+        packing,
+        WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS,
+        costs=planning.shaping_costs(config, run) if packing.shaped else None,
     )
-    costs = analytic_costs(model, memory, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
-    simulator = Simulator(costs, layout)
-    # The memory was looked at, by a model of fused kernels.
-    changed = {
-        "wlb_packing": packing,
-        "wlb_shape": "off" if packing in CUTS_AT_WINDOWS else config.wlb.wlb_shape,
-        "wlb_max_tokens": max_tokens,
-        "wlb_memory_gib": None,
-    }
-    planner = planning.make_planner(
-        from_flat(config.flat() | changed), documents.corpora, model.cost(), layout.dp_size
-    )
-    planner.selector = None
-    if documents.stream is not None:
-        planner.stream = documents.stream()
     plans: list[StepPlan] = []
     while len(plans) < WARM_UP_STEPS + NUM_STEPS and (plan := planner.next_plan()) is not None:
         plans.append(plan)
     plans = plans[WARM_UP_STEPS:] or plans  # of data that end before
     total_us = sum(simulator.step(plan).step_us for plan in plans)
-    num_flops = shape.training_flops(d.length for plan in plans for d in plan.documents)
-    return _Run(len(plans), sum(plan.num_tokens for plan in plans), num_flops, total_us)
+    num_flops = run.flops(d.length for plan in plans for d in plan.documents)
+    num_tokens = sum(plan.num_tokens for plan in plans)
+    return _Rates(
+        total_us / len(plans) / 1e3, num_tokens / total_us * 1e6, num_flops / total_us * 1e6
+    )
 
 
 @dataclass(frozen=True)
@@ -250,38 +206,28 @@ class _Documents:
     """What is trained on."""
 
     title: str
-    corpora: Corpora
-    stream: Callable[[], DocumentStream] | None = None
-    """Of drawn documents, that keep their order, in which they fill windows; else as in a run."""
+    source: Documents
+    """Drawn documents keep their order, in which they fill windows; others are as in a run."""
+    vocab_size: int
 
 
 def _documents(config: Config, distribution: str, vocab_size: int) -> _Documents:
-    """Those of ``--data-path`` where all its files exist, else drawn ones."""
-    data, training = config.data, config.training
+    """Opens those of ``--data-path`` where all its files exist; else draws some."""
+    data = config.data
     blend = Blend.parse(data.data_path)
     files = [Path(prefix + suffix) for prefix in blend.prefixes for suffix in (".bin", ".idx")]
     if files and all(path.is_file() for path in files):
         noted = [info.vocab_size for p in blend.prefixes if (info := CorpusInfo.load(p))]
         known = data.vocab_size or max(noted, default=vocab_size)
-        title = f"of {', '.join(blend.prefixes)}"
-        return _Documents(title, Corpora.of_blend(blend, data.split, known))
-    size = training.global_batch_size
-    num_windows = (WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS) * size
-    lengths = sample_lengths(distribution, num_windows, seed=training.seed, window=data.seq_length)
-    stream = partial(
-        DocumentStream,
-        [lengths],
-        window=data.seq_length,
-        step_tokens=size * data.seq_length,
-        seed=0,
-        shuffle=False,
-        num_epochs=1,
-    )
-    drawn = Corpus(distribution, lengths, None, None)
-    ranges = {"train": [(0, len(lengths))]}
-    corpora = Corpora([drawn], data.vocab_size or vocab_size, ranges)
+        corpora = Corpora.of_blend(blend, data.split, known)
+        split = planning.Split(corpora, "train", config.wlb.wlb_epochs)
+        return _Documents(f"of {', '.join(blend.prefixes)}", split, corpora.vocab_size)
     absent = "; --data-path has no corpus here" if files else ""
-    return _Documents(f"drawn from {distribution!r}{absent}", corpora, stream)
+    return _Documents(
+        f"drawn from {distribution!r}{absent}",
+        LengthSource.of_distribution(distribution),
+        data.vocab_size or vocab_size,
+    )
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str:

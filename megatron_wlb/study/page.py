@@ -17,9 +17,9 @@ import numpy as np
 from megatron_wlb import __version__
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.lengths import Lengths
+from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.compare import Outcome
-from megatron_wlb.study.scenario import Scenario
 
 NUM_BINS = 16
 MOST_BARS = 160
@@ -48,7 +48,7 @@ _MEMORY_COLUMN = 6
 class Page:
     """What the page shows."""
 
-    scenario: Scenario
+    scenario: Run
     outcomes: Sequence[Outcome]
     original: Outcome
     lengths: Lengths
@@ -185,7 +185,7 @@ def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
         if outcome is first
         or (
             outcome.sharding == best.sharding
-            and (outcome.variant != first.variant or outcome is best)
+            and (outcome.setting != first.setting or outcome is best)
         )
     ]
 

@@ -9,19 +9,19 @@ Figure 3, stands for them. What the paper does not say is assumed here, in one p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from megatron_wlb.cost import DocumentCost, Parallelism, load_hardware
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.sharding.shard import Kind
-from megatron_wlb.study.compare import Outcome, Variant, compare
-from megatron_wlb.study.evaluate import Evaluation, Setting, Workload, evaluate
-from megatron_wlb.study.scenario import Scenario
+from megatron_wlb.study.compare import Outcome, compare
+from megatron_wlb.study.evaluate import Evaluation, evaluate
 
 Progress: TypeAlias = Callable[[], object]
 
@@ -98,10 +98,10 @@ def scenario(
     layout: tuple[int, int, int, int],
     vpp_size: int = VPP_SIZE,
     hardware: str = HARDWARE,
-) -> Scenario:
+) -> Run:
     """A row of Table 1: N is PP × DP, as in §7.1."""
     tp_size, cp_size, pp_size, dp_size = layout
-    return Scenario(
+    return Run(
         padded_vocabulary(load_model(model), tp_size),
         load_hardware(hardware),
         Parallelism(
@@ -117,12 +117,12 @@ def scenario(
     )
 
 
-def max_tokens(base: Scenario) -> int:
+def max_tokens(base: Run) -> int:
     """S_max: :data:`MAX_WINDOWS`, or what fits."""
     return min(int(MAX_WINDOWS * base.window), max(base.window, base.max_tokens()))
 
 
-def forward_cost(base: Scenario) -> DocumentCost:
+def forward_cost(base: Run) -> DocumentCost:
     """What the paper balances and judges by: forward alone (§7.4); backward as so many of it."""
     cost = base.model.cost()
     return DocumentCost(
@@ -167,7 +167,7 @@ def figure_6(
 
 
 def _evaluate(
-    base: Scenario,
+    base: Run,
     cost: DocumentCost,
     packing: str,
     limit: int,
@@ -182,9 +182,8 @@ def _evaluate(
         cost=cost,
         seed=seed,
     )
-    setting = Setting.parse(packing, base.window, limit)
-    if setting.packing == "fixed-solver":  # holds nothing back, so nothing has to fill
-        setting = Setting.parse(packing, base.window, limit, solver_limit=effort.solver_limit)
+    setting = PackingSettings.parse(packing, base.window, limit, solver_limit=effort.solver_limit)
+    if setting.name == "fixed-solver":  # holds nothing back, so nothing has to fill
         return evaluate(workload, setting, effort.solver_steps, warm_up=0, on_step=on_step)
     return evaluate(workload, setting, effort.steps, warm_up=effort.warm_up, on_step=on_step)
 
@@ -196,7 +195,7 @@ PLAIN: Pair = ("original", "per-sequence")
 
 
 def speedups(
-    base: Scenario, pairs: Sequence[Pair], effort: Effort, on_step: Progress
+    base: Run, pairs: Sequence[Pair], effort: Effort, on_step: Progress
 ) -> dict[Pair, Outcome]:
     """What each pair does, :data:`PLAIN` included."""
     limit = max_tokens(base)
@@ -208,7 +207,7 @@ def speedups(
         outcomes = compare(
             base,
             LengthSource.of_distribution(DISTRIBUTION),
-            [Variant.parse(packing, base.window, limit)],
+            [PackingSettings.parse(packing, base.window, limit)],
             modes,
             steps=effort.steps,
             seeds=effort.seeds,
@@ -252,26 +251,12 @@ def figure_15(window: int, effort: Effort, on_step: Progress) -> dict[str, list[
     return totals
 
 
-def _micro_batches(base: Scenario, seed: int, effort: Effort) -> Iterator[tuple[int, ...]]:
+def _micro_batches(base: Run, seed: int, effort: Effort) -> Iterator[tuple[int, ...]]:
     """Windows as they come."""
-    workload = Workload(
-        source=LengthSource.of_distribution(DISTRIBUTION),
-        window=base.window,
-        num_micro_batches=1,
-        cost=base.cost,
-        seed=seed,
-        length_multiple=base.length_multiple,
+    one = replace(base, num_micro_batches=1)
+    planner = one.workload(LengthSource.of_distribution(DISTRIBUTION), seed=seed).planner(
+        PackingSettings("original", base.window), effort.steps
     )
-    setting = Setting.parse("original", base.window, base.window)
-    planner = Planner(
-        workload.stream(setting, effort.steps + 1),
-        workload.packer(setting),
-        base.cost,
-        dp_size=1,
-        length_multiple=base.length_multiple,
-    )
-    for _ in range(effort.steps):
-        plan = planner.next_plan()
-        assert plan is not None  # The stream has more steps.
+    for plan in planner.plans(effort.steps):
         for micro_batch in plan:
             yield micro_batch.lengths

@@ -35,7 +35,7 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
     figure = _figure(title, height=6.2)
     axes = figure.subplots()
     for packing, colour in COLOURS.items():
-        tried = [e for e in tuning.tried if e.setting.packing == packing]
+        tried = [e for e in tuning.tried if e.setting.name == packing]
         if not tried:
             continue
         front = frontier(tried)
@@ -55,7 +55,7 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
     for evaluation, marker in zip(tuning.baselines[1:], "^v<>", strict=False):
         marks.append(([evaluation], evaluation.setting.title, {"marker": marker, "color": INK}))
     for evaluation in tuning.defaults:
-        colour = COLOURS[evaluation.setting.packing]
+        colour = COLOURS[evaluation.setting.name]
         label = f"default: {evaluation.setting.title}"
         marks.append(([evaluation], label, {"marker": "D", "color": colour}))
     for evaluations, label, style in marks:

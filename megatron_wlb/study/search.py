@@ -23,12 +23,13 @@ from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import CUTS_AT_WINDOWS
+from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingSettings
+from megatron_wlb.packing.settings import SHAPED
+from megatron_wlb.planning.run import Run, title
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
-from megatron_wlb.study.compare import SHAPED, WARM_UP_STEPS, Outcome, Variant, compare
-from megatron_wlb.study.scenario import Scenario, title
+from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 
 Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]
 
@@ -55,8 +56,8 @@ class Space:
     num_micro_batches: tuple[int, ...]
     """N: of a step, over all data-parallel ranks."""
     packings: tuple[str, ...] = ("original", "wlb", "hold", "hold+shape")
-    """As :meth:`Variant.parse` takes them; the last one that is not shaped refines the layouts.
-    Where there is one stage ``+shape`` is left off: there is nothing to shape."""
+    """As :meth:`PackingSettings.parse` takes them; the last one that is not shaped refines the
+    layouts. Where there is one stage ``+shape`` is left off: there is nothing to shape."""
     sharding: Mode = "adaptive"
     """The sharding where CP is above 1."""
     recompute: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
@@ -76,7 +77,7 @@ class Space:
                 f"{len(self.num_micro_batches)} numbers of micro-batches; give at least 1 of each"
             )
         for packing in self.packings:  # Now, not once layouts have been searched for minutes.
-            Variant.parse(packing, self.window, self.window)
+            PackingSettings.parse(packing, self.window, self.window)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Rejected:
 class Candidate:
     """A layout that can run, by the coarse pass."""
 
-    scenario: Scenario
+    scenario: Run
     max_tokens: int
     """The largest S_max that fits."""
     mfu: float
@@ -142,7 +143,7 @@ class Search:
     @cached_property
     def layouts(self) -> list[Choice]:
         """The best of each layout with its N and recomputation."""
-        first: dict[Scenario, Choice] = {}
+        first: dict[Run, Choice] = {}
         for choice in self.ranked:
             first.setdefault(choice.candidate.scenario, choice)
         return [*first.values()]
@@ -203,7 +204,7 @@ def search(
         progress("coarse", number + 1, len(possible))
     candidates.sort(key=lambda c: (-c.mfu, _order(c.scenario)))
 
-    def simulate(candidate: Candidate, variants: Sequence[Variant]) -> list[Choice]:
+    def simulate(candidate: Candidate, variants: Sequence[PackingSettings]) -> list[Choice]:
         sharding = space.sharding if candidate.scenario.parallelism.cp_size > 1 else "per-sequence"
         outcomes = compare(
             candidate.scenario,
@@ -231,7 +232,7 @@ def search(
         others = [
             variant
             for variant in _variants(space, choice.candidate)
-            if not _alike(variant, choice.outcome.variant)
+            if not _alike(variant, choice.outcome.setting)
         ]
         tuned += simulate(choice.candidate, others)
         progress("tuned", number + 1, min(num_tuned, len(refined)))
@@ -249,7 +250,7 @@ def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
             not choice.fits,
             outcome.delay_steps > max_delay,
             preference(outcome.option, base),
-            outcome.setting.packing != "original",
+            outcome.setting.name != "original",
             outcome.setting.max_tokens,
             _order(choice.candidate.scenario),
             outcome.title,
@@ -260,17 +261,17 @@ def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
 
 def _original(choices: Sequence[Choice]) -> Choice | None:
     """The fastest with `original` packing that fits."""
-    plain = [c for c in choices if c.outcome.setting.packing == "original" and c.fits]
+    plain = [c for c in choices if c.outcome.setting.name == "original" and c.fits]
     return max(plain, key=lambda choice: choice.outcome.mfu, default=None)
 
 
-def _order(scenario: Scenario) -> tuple[int, ...]:
+def _order(scenario: Run) -> tuple[int, ...]:
     """Settles ties: the simplest layout first."""
     p = scenario.parallelism
     return p.pp_size, p.vpp_size, p.cp_size, p.tp_size, scenario.num_micro_batches
 
 
-def _variants(space: Space, candidate: Candidate) -> list[Variant]:
+def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
     """Every packing; those that S_max matters to, with each that fits."""
     fits = candidate.max_tokens / candidate.scenario.window
     windows = [w for w in MAX_WINDOWS if w <= fits]
@@ -284,19 +285,17 @@ def _variants(space: Space, candidate: Candidate) -> list[Variant]:
     return list(dict.fromkeys(variants))
 
 
-def _alike(one: Variant, other: Variant) -> bool:
+def _alike(one: PackingSettings, other: PackingSettings) -> bool:
     """Equal but for a few tokens of S_max."""
-    tokens = other.setting.max_tokens
-    setting = replace(one.setting, max_tokens=tokens)
-    near = abs(one.setting.max_tokens / tokens - 1) < 0.05
-    return near and replace(one, setting=setting) == other
+    near = abs(one.max_tokens / other.max_tokens - 1) < 0.05
+    return near and replace(one, max_tokens=other.max_tokens) == other
 
 
-def _variant(packing: str, candidate: Candidate, windows: float) -> Variant:
+def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:
     window = candidate.scenario.window
     if candidate.scenario.parallelism.pp_size == 1:
         packing = packing.removesuffix(SHAPED)
-    return Variant.parse(packing, window, min(int(windows * window), candidate.max_tokens))
+    return PackingSettings.parse(packing, window, min(int(windows * window), candidate.max_tokens))
 
 
 def _layouts(space: Space) -> Iterator[Parallelism]:
@@ -323,9 +322,9 @@ def _layouts(space: Space) -> Iterator[Parallelism]:
 
 def _possible(
     space: Space, progress: Callable[[str, int, int], object]
-) -> tuple[list[tuple[Scenario, int]], list[Rejected]]:
+) -> tuple[list[tuple[Run, int]], list[Rejected]]:
     """What can run, with the S_max that fits, and what cannot."""
-    possible: list[tuple[Scenario, int]] = []
+    possible: list[tuple[Run, int]] = []
     rejected: list[Rejected] = []
     max_tp = space.max_tp or space.hardware.devices_per_node
     layouts = list(_layouts(space))
@@ -353,7 +352,7 @@ def _possible(
         for number in space.num_micro_batches:
             for recompute in space.recompute:
                 try:
-                    scenario = Scenario(
+                    scenario = Run(
                         shape,
                         space.hardware,
                         layout,
@@ -412,7 +411,7 @@ def _sample(
     return [document.length for document in stream.next_step()]
 
 
-def _coarse_mfu(space: Space, scenario: Scenario, sample: Sequence[int]) -> float:
+def _coarse_mfu(space: Space, scenario: Run, sample: Sequence[int]) -> float:
     """The MFU of a step of N times the most average of balanced sample micro-batches."""
     cost, p = scenario.cost, scenario.parallelism
     mean_us = cost.total_us(sample) / SAMPLE_WINDOWS

@@ -9,13 +9,17 @@ judged on documents that it was not chosen on, against the defaults.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from types import MappingProxyType
+from typing import Any
 
 from megatron_wlb.errors import ConfigError, PackingError
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, recommended
-from megatron_wlb.study.evaluate import Evaluation, Setting, Workload, evaluate
+from megatron_wlb.study.evaluate import Evaluation, evaluate
 
 TUNABLE = ("wlb", "hold")
 
@@ -90,6 +94,7 @@ def tune(
     steps: int,
     warm_up: int | None = None,
     look_ahead: int = 0,
+    limits: Mapping[str, Any] = MappingProxyType({}),
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Tuning:
     """The setting with the highest modelled throughput whose mean delay is at most ``max_delay``.
@@ -101,7 +106,8 @@ def tune(
     ``held_out``, with the defaults and the baselines: the fastest there within the limit is
     recommended (:mod:`~megatron_wlb.study.advice`).
 
-    ``progress`` is told how many evaluations are done and about how many there will be.
+    ``limits`` are settings that all of them share. ``progress`` is told how many evaluations are
+    done and about how many there will be.
 
     Raises :class:`PackingError` if nothing stays within ``max_delay``, with the nearest setting,
     and :class:`ConfigError` for packings that cannot be tuned and settings that cannot work.
@@ -115,17 +121,20 @@ def tune(
     if look_ahead < 0:
         raise ConfigError(f"look_ahead is {look_ahead}; give at least 0")
     window, warm_up_steps = workload.window, WARM_UP_STEPS if warm_up is None else warm_up
-    defaults = [Setting(packing, min(max_tokens, 2 * window)) for packing in packings]
-    baselines = [
-        Setting("original", max_tokens),
-        *(Setting("fixed-greedy", max_tokens, fixed_batches=batches) for batches in (1, 4)),
+    hold = PackingSettings("hold", max_tokens, **limits)
+    defaults = [
+        replace(hold, name=packing, max_tokens=min(max_tokens, 2 * window)) for packing in packings
     ]
-    workload.check([*defaults, *baselines, Setting("hold", max_tokens)])
+    baselines = [
+        replace(hold, name="original"),
+        *(replace(hold, name="fixed-greedy", fixed_batches=batches) for batches in (1, 4)),
+    ]
+    workload.check([*defaults, *baselines, hold])
 
-    first = [*defaults, *candidates(workload, packings, max_tokens, look_ahead)]
+    first = [*defaults, *candidates(workload, packings, max_tokens, look_ahead, **limits)]
     counted = _Counter(progress, 1 + len(first) + len(defaults) + len(baselines) + 1)
 
-    def run(on: Workload, setting: Setting) -> Evaluation:
+    def run(on: Workload, setting: PackingSettings) -> Evaluation:
         evaluation = evaluate(on, setting, steps, warm_up=warm_up_steps)
         counted.add()
         return evaluation
@@ -165,22 +174,24 @@ def tune(
 
 
 def candidates(
-    workload: Workload, packings: Sequence[str], max_tokens: int, look_ahead: int
-) -> Iterator[Setting]:
-    """What is tried first, all with the largest S_max."""
+    workload: Workload, packings: Sequence[str], max_tokens: int, look_ahead: int, **limits: Any
+) -> Iterator[PackingSettings]:
+    """Gives what is tried first, all with the largest S_max and ``limits``."""
+    wlb = PackingSettings("wlb", max_tokens, **limits)
+    hold = replace(wlb, name="hold")
     top = min(workload.window, workload.source.longest(workload.window))
     lengths = sorted({max(1, round(top * fraction)) for fraction in THRESHOLDS})
     if "wlb" in packings:
         for num_queues in QUEUES:
             for thresholds in combinations(lengths, num_queues):
-                yield Setting("wlb", max_tokens, queue_thresholds=thresholds)
+                yield replace(wlb, queue_thresholds=thresholds)
     if "hold" in packings:
         # No imbalance is above N, so this one holds nothing back that has room.
-        yield Setting("hold", max_tokens, tau=float(workload.num_micro_batches), delay_price=0.0)
+        yield replace(hold, tau=float(workload.num_micro_batches), delay_price=0.0)
         for ahead in {0, look_ahead}:
             for tau in TAUS:
                 for price in DELAY_PRICES:
-                    yield Setting("hold", max_tokens, tau=tau, delay_price=price, look_ahead=ahead)
+                    yield replace(hold, tau=tau, delay_price=price, look_ahead=ahead)
 
 
 class _Counter:
@@ -194,12 +205,12 @@ class _Counter:
 
 def _refined(
     tried: Iterable[Evaluation], packings: Sequence[str], window: int, max_delay: float
-) -> set[Setting]:
+) -> set[PackingSettings]:
     """Neighbours of the best of each packing, and the same with less S_max."""
-    refined: set[Setting] = set()
+    refined: set[PackingSettings] = set()
     tried = list(tried)
     for packing in packings:
-        ranked = _ranked([e for e in tried if e.setting.packing == packing], max_delay)
+        ranked = _ranked([e for e in tried if e.setting.name == packing], max_delay)
         for setting in [evaluation.setting for evaluation in ranked[:NUM_REFINED]]:
             refined |= {
                 replace(setting, max_tokens=int(windows * window))
@@ -232,7 +243,7 @@ def _ranked(evaluations: Iterable[Evaluation], max_delay: float) -> list[Evaluat
 
 
 def _judge(
-    ranked: Sequence[Evaluation], run: Callable[[Setting], Evaluation], max_delay: float
+    ranked: Sequence[Evaluation], run: Callable[[PackingSettings], Evaluation], max_delay: float
 ) -> Evaluation | None:
     """Finds the first that keeps the limit on held-out steps, or the nearest to it."""
     nearest: Evaluation | None = None

@@ -6,15 +6,15 @@ A recipe is a YAML file in the form of Megatron-LM's ``model_config.yaml``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TypeAlias
 
 import yaml
 
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.run import Run
 from megatron_wlb.settings.recipe import quoted
-from megatron_wlb.study.compare import Variant
-from megatron_wlb.study.scenario import Scenario
 
 Value: TypeAlias = bool | int | float | str | list[str | int]
 Flags: TypeAlias = Mapping[str, Value]
@@ -56,7 +56,7 @@ def model_flags(shape: ModelShape) -> Flags:
     return flags
 
 
-def layout_flags(scenario: Scenario) -> Flags:
+def layout_flags(scenario: Run) -> Flags:
     """How the model is divided, and what is recomputed.
 
     Raises :class:`ConfigError` for unlike layers or stages, which no flag here says.
@@ -87,7 +87,7 @@ def layout_flags(scenario: Scenario) -> Flags:
     return flags
 
 
-def batch_flags(scenario: Scenario) -> Flags:
+def batch_flags(scenario: Run) -> Flags:
     """Window and micro-batches of a step.
 
     Megatron asks for ``--max-position-embeddings`` whatever the positions are.
@@ -101,17 +101,14 @@ def batch_flags(scenario: Scenario) -> Flags:
     }
 
 
-def balance_flags(
-    scenario: Scenario, variant: Variant, sharding: str, hardware: str, rules: Sequence[str] = ()
-) -> Flags:
-    """Packing with the ``rules`` of the workload, sharding, and the machine that costs are for."""
+def balance_flags(scenario: Run, packing: Sequence[str], sharding: str, hardware: str) -> Flags:
+    """The words of ``packing``, sharding, and the machine that costs are for."""
     flags: dict[str, Value] = {}
-    words = [*variant.flags(), *rules]
-    for at, word in enumerate(words):
+    for at, word in enumerate(packing):
         if word.startswith("--"):
-            until = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), None)
-            values = [int(text) if text.isdecimal() else text for text in words[at + 1 : until]]
-            flags[word] = values[0] if len(values) == 1 else values
+            values = [*takewhile(lambda text: not text.startswith("--"), packing[at + 1 :])]
+            numbers = [int(text) if text.isdecimal() else text for text in values]
+            flags[word] = numbers[0] if len(numbers) == 1 else numbers
     if scenario.parallelism.cp_size > 1:
         flags["--wlb-cp-sharding"] = sharding
     flags["--wlb-hardware"] = hardware

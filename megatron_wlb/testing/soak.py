@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost
-from megatron_wlb.data.blend import BlendedStream
+from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
-from megatron_wlb.packing import CUTS_AT_WINDOWS, packer
-from megatron_wlb.planning.planner import Planner, Stream
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.from_config import Split
+from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.run import Workload
 from megatron_wlb.testing.strategies import costs
 
 PACKINGS: dict[str, dict[str, Any]] = {
@@ -53,34 +56,27 @@ class Soak:
 
     def planner(self) -> Planner:
         """Makes a new planner, at step 0."""
-        name, settings = self.packing.partition(",")[0], PACKINGS[self.packing]
-        longest = self.window
-        if name in CUTS_AT_WINDOWS and self.long_documents == "split":
-            longest = max(longest, *map(max, self.lengths))
-        arrays = [np.array(corpus) for corpus in self.lengths]
-        step_tokens = self.num_micro_batches * self.window
-        common: dict[str, Any] = {
-            "window": longest,
-            "step_tokens": step_tokens,
-            "seed": self.seed,
-            "long_documents": self.long_documents,
-        }
-        stream: Stream
-        if self.weights is None:
-            stream = DocumentStream(arrays, num_epochs=self.num_epochs, **common)
-        else:
-            stream = BlendedStream(arrays, self.weights, **common)
-        packing = packer(
-            name,
-            num_micro_batches=self.num_micro_batches,
-            window=self.window,
-            cost=self.cost,
-            max_tokens=self.max_tokens,
+        corpora: list[Any] = [
+            SimpleNamespace(prefix=f"corpus {number}", lengths=np.array(lengths))
+            for number, lengths in enumerate(self.lengths)
+        ]
+        ranges = {"train": [(0, len(lengths)) for lengths in self.lengths]}
+        opened = Corpora(corpora, 1, ranges, {"train": self.weights})
+        packing = PackingSettings(
+            self.packing.partition(",")[0],
+            self.max_tokens,
             max_step_tokens=self.max_step_tokens,
             max_age=self.max_age,
-            **settings,
+            **PACKINGS[self.packing],
         )
-        return Planner(stream, packing, self.cost, dp_size=1)
+        return Workload(
+            Split(opened, "train", self.num_epochs),
+            self.window,
+            self.num_micro_batches,
+            self.cost,
+            self.seed,
+            self.long_documents,
+        ).planner(packing)
 
     def run(self) -> int:
         """Plans all steps twice, reloading one of the planners before each; the number of steps.

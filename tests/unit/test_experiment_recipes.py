@@ -11,9 +11,10 @@ import pytest
 from megatron_wlb.cli.main import main
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.run import MEMORY_SHARE
 from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.recipe import read_recipe
-from megatron_wlb.study.forecast import USABLE_SHARE, Forecast, forecast, settings_of
+from megatron_wlb.study.forecast import Forecast, forecast, settings_of
 from megatron_wlb.testing.index import write_index
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment"
@@ -54,7 +55,7 @@ def test_recipe_is_its_row_and_fits(name: str) -> None:
     # "The global batch size is set to PP_size × DP_size."
     assert found.num_micro_batches == found.pp_size
     assert found.parameters / 1e9 == pytest.approx(BILLIONS[model], rel=0.02)
-    assert found.limit_gib == pytest.approx(H100_GIB * USABLE_SHARE)
+    assert found.limit_gib == pytest.approx(H100_GIB * MEMORY_SHARE)
     assert found.state_gib < found.peak_gib <= found.limit_gib
     assert found.window < found.max_tokens <= found.fitting_tokens
     # Balanced steps are faster, and no device goes beyond its peak.

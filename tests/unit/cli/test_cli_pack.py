@@ -93,12 +93,13 @@ def test_papers_figures_stand_only_beside_the_papers_set_up(capsys) -> None:
 
 def test_papers_figures_are_those_of_table_2() -> None:
     """As printed: imbalance degree by number of global batches, or of queues."""
-    assert TABLE_2 == {
-        "original": {1: 1.44},
+    by_number = {
         "fixed-greedy": {1: 1.41, 2: 1.22, 4: 1.11, 8: 1.08},
         "fixed-solver": {1: 1.40, 2: 1.18, 4: 1.09},
         "wlb": {1: 1.24, 2: 1.05, 3: 1.05},
     }
+    expected = {f"{name}:{k}": value for name, row in by_number.items() for k, value in row.items()}
+    assert {name: row[0] for name, row in TABLE_2.items()} == expected | {"original": 1.44}
 
 
 def test_solver_runs_only_when_asked_and_over_fewer_steps(capsys) -> None:

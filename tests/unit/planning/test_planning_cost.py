@@ -169,12 +169,12 @@ def test_s_max_is_what_fits_the_memory() -> None:
     config = settings("--wlb-memory-gib", "0.05")
     fitting = max_tokens(config, VOCAB, dp_size=2)
     model = memory_model(config, VOCAB, dp_size=2)
-    assert fitting is not None and 1024 < fitting < 4096
+    assert 1024 < fitting < 4096
     limit = 0.05 * 2**30
     assert model.peak_bytes(0, [fitting] * 2) <= limit < model.peak_bytes(0, [fitting + 1] * 2)
     # More memory than a step can use: all its tokens in one micro-batch.
     assert max_tokens(settings("--wlb-memory-gib", "64"), VOCAB, dp_size=1) == 4 * 1024
-    assert max_tokens(settings(), VOCAB, dp_size=1) is None
+    assert max_tokens(settings(), VOCAB, dp_size=1) == 2 * 1024
     assert max_tokens(settings("--wlb-max-tokens", "1500"), VOCAB, dp_size=1) == 1500
     both = settings("--wlb-memory-gib", "0.05", "--wlb-max-tokens", "1500")
     assert max_tokens(both, VOCAB, dp_size=1) == 1500

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost import DocumentCost
+from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.run import Workload
 from megatron_wlb.study import tune as tuning
 from megatron_wlb.study.advice import Option, by_part, check_max_delay, gain, recommended
-from megatron_wlb.study.evaluate import Layout, Setting, Workload, evaluate
+from megatron_wlb.study.evaluate import evaluate
 from megatron_wlb.study.tune import tune
 
 WINDOW = 512
@@ -48,9 +50,13 @@ lengths = st.lists(st.integers(1, 3 * WINDOW), min_size=70, max_size=120)
 
 
 @settings(derandomize=True, deadline=None, max_examples=8)
-@given(lengths, st.sampled_from([0.0, 0.1, 0.5, 2.0]), st.sampled_from([None, Layout(2, 2)]))
+@given(
+    lengths,
+    st.sampled_from([0.0, 0.1, 0.5, 2.0]),
+    st.sampled_from([None, Parallelism(dp_size=2, pp_size=2)]),
+)
 def test_tuner_recommends_nothing_slower_than_its_held_out_table_has(
-    stored, limit: float, layout: Layout | None
+    stored, limit: float, layout: Parallelism | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "THRESHOLDS", (1 / 2,))
@@ -108,11 +114,9 @@ def test_limit_that_is_none_is_refused(limit: float) -> None:
 @pytest.mark.parametrize("packing", ["wlb", "hold", "original", "fixed-greedy"])
 def test_flags_hold_every_rule_that_was_packed_by(packing: str) -> None:
     source = LengthSource("made up", array_of([5, 300, 80, 512] * 20))
-    work = Workload(
-        source, WINDOW, 4, DocumentCost(1, 0.01, 2, 0.02), 1, "truncate", max_age=5,
-        max_step_tokens=3000,
-    )  # fmt: skip
-    flags = " ".join(evaluate(work, Setting(packing, 2 * WINDOW), 2, warm_up=0).flags)
+    work = Workload(source, WINDOW, 4, DocumentCost(1, 0.01, 2, 0.02), 1, long_documents="truncate")
+    chosen = PackingSettings(packing, 2 * WINDOW, max_age=5, max_step_tokens=3000)
+    flags = " ".join(evaluate(work, chosen, 2, warm_up=0).flags)
     assert "--wlb-long-documents truncate" in flags
     held = packing in ("wlb", "hold")
     assert ("--wlb-max-age 5" in flags) == ("--wlb-max-step-tokens 3000" in flags) == held

@@ -8,8 +8,9 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.study.compare import Outcome, Variant, compare
-from megatron_wlb.study.scenario import Scenario
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.run import Run
+from megatron_wlb.study.compare import Outcome, compare
 
 SHAPE = ModelShape(
     hidden_size=512, ffn_hidden_size=1280, num_layers=8, num_attention_heads=8, num_query_groups=8,
@@ -20,23 +21,23 @@ WINDOW, STEPS = 32768, 8
 REFERENCE = LengthSource.of_distribution("reference")
 
 
-def scenario(hardware: Hardware | None = None, **changes: object) -> Scenario:
+def scenario(hardware: Hardware | None = None, **changes: object) -> Run:
     values: dict = {
         "shape": SHAPE, "hardware": hardware or load_hardware("h100-sxm"),
         "parallelism": Parallelism(cp_size=2, pp_size=2, dp_size=2),
         "window": WINDOW, "num_micro_batches": 8,
     }  # fmt: skip
-    return Scenario(**values | changes)
+    return Run(**values | changes)
 
 
 def run(
-    base: Scenario,
+    base: Run,
     *packings: str,
     shardings: tuple[str, ...] = ("per-sequence",),
     source: LengthSource = REFERENCE,
     **options: object,
 ) -> dict[tuple[str, str], Outcome]:
-    variants = [Variant.parse(packing, WINDOW, 2 * WINDOW) for packing in packings]
+    variants = [PackingSettings.parse(packing, WINDOW, 2 * WINDOW) for packing in packings]
     settings: dict = {"steps": STEPS, "seeds": (1, 2), "warm_up": 6} | options
     outcomes = compare(base, source, variants, shardings, **settings)  # type: ignore[arg-type]
     keys = [(packing, sharding) for packing in packings for sharding in shardings]

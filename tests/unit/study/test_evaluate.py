@@ -8,19 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import DocumentCost, ProfiledCost, Row
+from megatron_wlb.cost import DocumentCost, Parallelism, ProfiledCost, Row
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PACKINGS, measure, packer
+from megatron_wlb.packing import PACKINGS, PackingSettings, measure, packer
 from megatron_wlb.packing.base import MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.run import Workload
 from megatron_wlb.schedule.order import schedule
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.simulator.engine import replay
-from megatron_wlb.study.evaluate import Layout, Setting, Workload, evaluate
+from megatron_wlb.study.evaluate import evaluate
 
 WINDOW = 4096
 COST = DocumentCost(1.0, 0.001, 1.7, 0.0029)
@@ -35,8 +36,8 @@ def workload(source=REFERENCE, **changes) -> Workload:
     return Workload(source, **values)
 
 
-def setting(text="hold", **settings) -> Setting:
-    return Setting.parse(text, WINDOW, 2 * WINDOW, **settings)
+def setting(text="hold", **settings) -> PackingSettings:
+    return PackingSettings.parse(text, WINDOW, 2 * WINDOW, **settings)
 
 
 @pytest.mark.parametrize("text", ["original", "fixed-greedy:2", "wlb:3", "hold", "hold:2"])
@@ -98,7 +99,9 @@ def test_padding_counts_to_the_length_multiple() -> None:
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_step_time_with_a_pipeline_is_that_of_its_replay(vpp: int) -> None:
-    work = replace(workload(), num_micro_batches=6, layout=Layout(2, pp_size=3, vpp_size=vpp))
+    work = replace(
+        workload(), num_micro_batches=6, layout=Parallelism(dp_size=2, pp_size=3, vpp_size=vpp)
+    )
     found = evaluate(work, setting("wlb"), 5, warm_up=3)
     planner = Planner(work.stream(setting("wlb"), 9), work.packer(setting("wlb")), COST, dp_size=2)
     busy = available = 0.0
@@ -120,13 +123,13 @@ def test_step_time_with_a_pipeline_is_that_of_its_replay(vpp: int) -> None:
 
 
 def test_step_time_without_a_pipeline_is_that_of_the_slowest_rank() -> None:
-    layout = Layout(dp_size=2)
+    layout = Parallelism(dp_size=2)
     found = evaluate(workload(layout=layout), setting("original"), 8)
     assert 1 / found.efficiency == pytest.approx(
         evaluate(workload(layout=layout), setting("original"), 8).metrics.rank_imbalance_mean,
         rel=0.1,
     )
-    alone = evaluate(workload(layout=Layout()), setting("original"), 8)
+    alone = evaluate(workload(layout=Parallelism()), setting("original"), 8)
     assert alone.efficiency == pytest.approx(1)
 
 
@@ -154,7 +157,7 @@ def test_row_is_json_with_every_figure() -> None:
     ],
 )
 def test_setting_is_read_from_its_name_and_number(text: str, changes: dict) -> None:
-    assert setting(text) == Setting(text.partition(":")[0], 2 * WINDOW, **changes)
+    assert setting(text) == PackingSettings(text.partition(":")[0], 2 * WINDOW, **changes)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,7 @@ def test_setting_of_an_impossible_number_is_refused(text: str) -> None:
 @pytest.mark.parametrize("name", PACKINGS)
 def test_flags_of_a_setting_are_the_trainers(name: str) -> None:
     """What the trainer reads from them is the setting again."""
-    chosen = Setting(
+    chosen = PackingSettings(
         name, 5000, fixed_batches=3, queue_thresholds=(100, 200), tau=1.02, delay_price=0.07,
         look_ahead=2,
     )  # fmt: skip
@@ -197,11 +200,11 @@ def test_titles_tell_settings_apart() -> None:
     ("work", "chosen", "message"),
     [
         (workload(), replace(setting(), max_tokens=WINDOW - 1), "is below the window of 4096"),
-        (workload(max_step_tokens=5), setting(), "max_step_tokens 5 is below the 16384 tokens"),
+        (workload(), setting(max_step_tokens=5), "max_step_tokens 5 is below the 16384 tokens"),
         (workload(), setting("hodl"), "unknown packing hodl; did you mean hold"),
         (workload(), replace(setting(), max_tokens=MOST_TOKENS + 1), "give at most 268435456"),
-        (workload(layout=Layout(dp_size=3)), setting(), "do not divide over 3 data-parallel"),
-        (workload(layout=Layout(1, 3, 2)), setting(), "in groups of 3 leave 1"),
+        (workload(layout=Parallelism(dp_size=3)), setting(), "do not divide over 3 data-parallel"),
+        (workload(layout=Parallelism(pp_size=3, vpp_size=2)), setting(), "in groups of 3 leave 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(work, chosen, message: str) -> None:
@@ -221,7 +224,7 @@ def test_tables_that_end_below_s_max_are_refused_before_packing() -> None:
 
 def test_layout_and_steps_are_at_least_one() -> None:
     with pytest.raises(ConfigError, match="pp_size is 0"):
-        Layout(pp_size=0)
+        Parallelism(pp_size=0)
     with pytest.raises(ConfigError, match="steps is 0"):
         evaluate(workload(), setting(), 0)
 
@@ -230,7 +233,8 @@ def test_reference_set_up_has_the_balance_that_is_known_of_it() -> None:
     """Wide limits around what 400 steps of three seeds give: 1.43, 1.006 at 0.25, 1.007."""
     work = Workload(REFERENCE, 131072, 4, REFERENCE_COST, 1)
     by_name = {
-        name: evaluate(work, Setting(name, 262144), 150) for name in ("original", "wlb", "hold")
+        name: evaluate(work, PackingSettings(name, 262144), 150)
+        for name in ("original", "wlb", "hold")
     }
     assert 1.36 < by_name["original"].metrics.imbalance_mean < 1.50
     assert by_name["wlb"].metrics.imbalance_mean < 1.02

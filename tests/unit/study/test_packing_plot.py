@@ -5,8 +5,10 @@ import pytest
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.run import Workload
 from megatron_wlb.study import plot_packings as module
-from megatron_wlb.study.evaluate import Evaluation, Setting, Workload, evaluate
+from megatron_wlb.study.evaluate import Evaluation, evaluate
 from megatron_wlb.study.plot_packings import plot_packings, plot_trade_off
 from megatron_wlb.study.tune import Tuning
 
@@ -14,7 +16,7 @@ WINDOW = 1024
 LENGTHS = np.random.default_rng(2).lognormal(4, 1.4, 500).astype(np.int64).clip(1, WINDOW)
 
 
-def run(setting: Setting, seed: int = 1) -> Evaluation:
+def run(setting: PackingSettings, seed: int = 1) -> Evaluation:
     cost = DocumentCost(1.0, 0.004, 1.7, 0.011)
     work = Workload(LengthSource("made up", LENGTHS), WINDOW, 4, cost, seed)
     return evaluate(work, setting, 10, warm_up=3)
@@ -22,15 +24,21 @@ def run(setting: Setting, seed: int = 1) -> Evaluation:
 
 @pytest.fixture(scope="module")
 def tuning() -> Tuning:
-    held = [Setting("hold", 2 * WINDOW, delay_price=price) for price in (0.05, 0.2, 1.0)]
-    queues = [Setting("wlb", 2 * WINDOW, queue_thresholds=(at,)) for at in (300, 600)]
+    held = [PackingSettings("hold", 2 * WINDOW, delay_price=price) for price in (0.05, 0.2, 1.0)]
+    queues = [PackingSettings("wlb", 2 * WINDOW, queue_thresholds=(at,)) for at in (300, 600)]
     return Tuning(
         max_delay=0.4,
         tried=tuple(run(setting) for setting in (*held, *queues)),
-        tried_original=run(Setting("original", WINDOW)),
+        tried_original=run(PackingSettings("original", WINDOW)),
         chosen=run(held[1], seed=2),
-        defaults=(run(Setting("wlb", WINDOW), 2), run(Setting("hold", 2 * WINDOW), 2)),
-        baselines=(run(Setting("original", WINDOW), 2), run(Setting("fixed-greedy", WINDOW), 2)),
+        defaults=(
+            run(PackingSettings("wlb", WINDOW), 2),
+            run(PackingSettings("hold", 2 * WINDOW), 2),
+        ),
+        baselines=(
+            run(PackingSettings("original", WINDOW), 2),
+            run(PackingSettings("fixed-greedy", WINDOW), 2),
+        ),
     )
 
 

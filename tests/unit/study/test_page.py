@@ -10,9 +10,10 @@ import pytest
 
 from megatron_wlb.cost import ModelShape, Parallelism, load_hardware
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.study.compare import Outcome, Variant, compare
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.run import Run
+from megatron_wlb.study.compare import Outcome, compare
 from megatron_wlb.study.page import Page, examples, fastest
-from megatron_wlb.study.scenario import Scenario
 
 WINDOW = 8192
 SHAPE = ModelShape(
@@ -24,11 +25,13 @@ SHAPE = ModelShape(
 @pytest.fixture(scope="module")
 def page() -> Page:
     source = LengthSource.of_distribution("reference")
-    base = Scenario(
+    base = Run(
         SHAPE, load_hardware("h100-sxm"), Parallelism(cp_size=2, pp_size=2, vpp_size=2),
         WINDOW, 4,
     )  # fmt: skip
-    variants = [Variant.parse(name, WINDOW, 2 * WINDOW) for name in ("original", "wlb", "hold")]
+    variants = [
+        PackingSettings.parse(name, WINDOW, 2 * WINDOW) for name in ("original", "wlb", "hold")
+    ]
     outcomes = compare(
         base, source, variants, ["per-sequence", "adaptive"], steps=5, seeds=(1, 2), warm_up=4
     )
@@ -91,7 +94,7 @@ def test_table_has_every_outcome_and_marks_the_fastest_that_fits(page: Page) -> 
 def test_examples_are_the_base_and_each_packing_once(page: Page) -> None:
     drawn = examples(page.outcomes)
     assert drawn[0] is page.outcomes[0]
-    assert [o.setting.packing for o in drawn[1:]] == ["wlb", "hold"]
+    assert [o.setting.name for o in drawn[1:]] == ["wlb", "hold"]
     assert len({o.sharding for o in drawn[1:]}) == 1
 
 

@@ -12,12 +12,12 @@ import yaml
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planning import from_config as planning
+from megatron_wlb.planning.run import Run
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.recipe import read_recipe
 from megatron_wlb.study import write_recipe as recipe
-from megatron_wlb.study.compare import Variant
-from megatron_wlb.study.scenario import Scenario
 
 ODD = ModelShape(
     hidden_size=384, ffn_hidden_size=1000, num_layers=12, num_attention_heads=6, num_query_groups=2,
@@ -27,13 +27,13 @@ ODD = ModelShape(
 FULL = Recompute("full", "uniform", 1)
 
 
-def sections(scenario: Scenario, text: str, shape: ModelShape) -> dict[str, recipe.Flags]:
-    variant = Variant.parse(text, scenario.window, 3 * scenario.window // 2)
+def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Flags]:
+    variant = PackingSettings.parse(text, scenario.window, 3 * scenario.window // 2)
     return {
         "Model": recipe.model_flags(shape),
         "Layout": recipe.layout_flags(scenario),
         "Batch": recipe.batch_flags(scenario),
-        "Workload balance": recipe.balance_flags(scenario, variant, "hybrid", "h200"),
+        "Workload balance": recipe.balance_flags(scenario, variant.flags(), "hybrid", "h200"),
     }
 
 
@@ -53,7 +53,7 @@ def sections(scenario: Scenario, text: str, shape: ModelShape) -> dict[str, reci
 def test_flags_are_read_back_as_the_same_model_layout_and_batch(
     shape: ModelShape, layout: Parallelism, recompute: Recompute, packing: str
 ) -> None:
-    scenario = Scenario(
+    scenario = Run(
         padded_vocabulary(shape, layout.tp_size), load_hardware("h200"), layout, 4096, 8, recompute
     )
     parts = sections(scenario, packing, shape)
@@ -82,7 +82,7 @@ def test_flags_are_read_back_as_the_same_model_layout_and_batch(
 def test_recipe_file_has_the_same_flags_as_the_command() -> None:
     shape = load_model("7b")
     layout = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
-    scenario = Scenario(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
+    scenario = Run(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
     parts = sections(scenario, "wlb:2", shape)
     text = recipe.recipe(parts, 32, 8, "two lines\nof remarks: yes")
     assert text.startswith("# two lines\n# of remarks: yes\n")
@@ -99,9 +99,11 @@ def test_recipe_file_has_the_same_flags_as_the_command() -> None:
 def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     shape = load_model("7b")
     layout = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
-    scenario = Scenario(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
-    variant = Variant.parse("wlb:3", 4096, 6144)
-    parts = {"Balance": recipe.balance_flags(scenario, variant, "hybrid", "my machine.yaml")}
+    scenario = Run(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
+    variant = PackingSettings.parse("wlb:3", 4096, 6144)
+    parts = {
+        "Balance": recipe.balance_flags(scenario, variant.flags(), "hybrid", "my machine.yaml")
+    }
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.recipe(parts, 32, 8, ""))
     command = shlex.split(recipe.command(parts["Balance"], 32, 8))
@@ -118,10 +120,8 @@ def test_unlike_layers_and_stages_are_no_recipe() -> None:
         (unlike, Parallelism()),
         (ODD, Parallelism(pp_size=2, stage_layers=(5, 7))),
     ):
-        scenario = Scenario(shape, load_hardware("h200"), layout, 4096, 8)
+        scenario = Run(shape, load_hardware("h200"), layout, 4096, 8)
         with pytest.raises(ConfigError, match="12 equal layers, as many in each stage"):
             recipe.layout_flags(scenario)
-    even = Scenario(
-        ODD, load_hardware("h200"), Parallelism(pp_size=2, stage_layers=(6, 6)), 4096, 8
-    )
+    even = Run(ODD, load_hardware("h200"), Parallelism(pp_size=2, stage_layers=(6, 6)), 4096, 8)
     assert recipe.layout_flags(even)["--pipeline-model-parallel-size"] == 2

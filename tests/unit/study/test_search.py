@@ -115,7 +115,7 @@ def test_search_is_the_same_each_time(found: Search) -> None:
 def test_s_max_and_packings_are_searched(found: Search) -> None:
     best = found.best.candidate.scenario
     tuned = [c.outcome for c in found.ranked if c.candidate.scenario == best]
-    assert {o.setting.packing for o in tuned} == {"original", "wlb", "hold"}
+    assert {o.setting.name for o in tuned} == {"original", "wlb", "hold"}
     assert len({o.setting.max_tokens for o in tuned}) > 2
 
 
@@ -129,7 +129,7 @@ def test_given_sizes_are_kept() -> None:
 def test_shaping_is_left_off_where_there_is_one_stage() -> None:
     for pp_size, shaped in ((1, {False}), (2, {False, True})):
         found = find(space(fixed={"pp_size": pp_size}), num_refined=1)
-        assert {c.outcome.variant.shaped for c in found.ranked} == shaped
+        assert {c.outcome.setting.shaped for c in found.ranked} == shaped
 
 
 def test_tensor_parallelism_stays_in_a_node_unless_allowed() -> None:

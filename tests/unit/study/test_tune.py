@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import DocumentCost
+from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PackingError
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.run import Workload
 from megatron_wlb.study import tune as module
-from megatron_wlb.study.evaluate import Evaluation, Layout, Setting, Workload, evaluate
+from megatron_wlb.study.evaluate import Evaluation, evaluate
 from megatron_wlb.study.tune import TOLERANCE, Tuning, candidates, frontier, tune
 
 WINDOW = 2048
@@ -75,7 +77,7 @@ def test_default_that_is_better_on_held_out_steps_is_recommended(monkeypatch) ->
     """As if all that was found had been luck with the documents that it was found on."""
     works = halves()
 
-    def lucky(on: Workload, setting: Setting, steps: int, **settings: int) -> Evaluation:
+    def lucky(on: Workload, setting: PackingSettings, steps: int, **settings: int) -> Evaluation:
         found = evaluate(on, setting, steps, **settings)
         is_default = setting.delay_price is None and not setting.queue_thresholds
         lost = 0.0 if is_default or on is works[0] else 0.3
@@ -83,7 +85,7 @@ def test_default_that_is_better_on_held_out_steps_is_recommended(monkeypatch) ->
 
     monkeypatch.setattr(module, "evaluate", lucky)
     found = tuned(works, max_delay=3.0, packings=["hold"])
-    assert found.keeps_default and found.chosen.setting == Setting("hold", 2 * WINDOW)
+    assert found.keeps_default and found.chosen.setting == PackingSettings("hold", 2 * WINDOW)
 
 
 def test_more_delay_buys_no_less_throughput() -> None:
@@ -147,7 +149,7 @@ def test_look_ahead_is_tried_only_where_it_is_allowed(usual: Tuning) -> None:
 
 
 def test_pipeline_time_is_what_is_maximised_where_the_layout_is_known() -> None:
-    works = halves(layout=Layout(dp_size=2, pp_size=2))
+    works = halves(layout=Parallelism(dp_size=2, pp_size=2))
     found = tuned(works, packings=["hold"])
     assert found.chosen.efficiency < 0.85 < 1 / found.chosen.imbalance  # with the bubbles
     assert found.chosen.efficiency >= found.defaults[0].efficiency
@@ -208,5 +210,5 @@ def test_what_cannot_be_tuned_is_refused(settings: dict, message: str) -> None:
 def test_setting_that_holds_nothing_back_is_among_the_candidates() -> None:
     work, _ = halves()
     free = next(s for s in candidates(work, ["hold"], 2 * WINDOW, 0) if s.delay_price == 0)
-    assert free == Setting("hold", 2 * WINDOW, tau=4.0, delay_price=0.0)
+    assert free == PackingSettings("hold", 2 * WINDOW, tau=4.0, delay_price=0.0)
     assert evaluate(work, free, 20).delay == 0

@@ -1,21 +1,34 @@
+"""One description of a run: what follows from model, machine, layout and batch."""
+
 from __future__ import annotations
 
+import ast
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import megatron_wlb
 from megatron_wlb.cost import (
     AnalyticModel,
     DocumentCost,
     ModelShape,
     Parallelism,
+    ProfiledCost,
     Recompute,
+    Row,
     load_hardware,
+    model_identity,
 )
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.study.scenario import MEMORY_SHARE, Scenario, title
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.run import MEMORY_SHARE, Run, Workload, read_cost, title
+from megatron_wlb.study.evaluate import evaluate
 
 SHAPE = ModelShape(
     hidden_size=256, ffn_hidden_size=640, num_layers=8, num_attention_heads=8, num_query_groups=4,
@@ -26,12 +39,12 @@ H100 = load_hardware("h100-sxm")
 LENGTHS = (5000, 130, 2000, 62, 1000)  # 8192 in all
 
 
-def scenario(**changes: object) -> Scenario:
+def scenario(**changes: object) -> Run:
     values: dict = {
         "shape": SHAPE, "hardware": H100, "parallelism": Parallelism(pp_size=2),
         "window": 4096, "num_micro_batches": 4,
     }  # fmt: skip
-    return Scenario(**values | changes)
+    return Run(**values | changes)
 
 
 @pytest.mark.parametrize(
@@ -171,3 +184,54 @@ def test_analytic_cost_is_the_layouts_own() -> None:
 def test_title_names_only_what_is_divided() -> None:
     assert title(Parallelism(tp_size=8, pp_size=4, vpp_size=2)) == "TP 8 × PP 4 × VPP 2"
     assert title(Parallelism()) == "one device"
+
+
+COST = DocumentCost(1e-3, 2e-6, 2e-3, 5e-6)
+
+
+def test_cost_file_is_refused_for_another_model_and_layout(tmp_path: Path) -> None:
+    """Whether it holds tables, which know their layout, or a fit beside its model."""
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps({"cost": COST.as_dict(), "model": model_identity(SHAPE)}))
+    other = replace(SHAPE, num_layers=12)
+    assert read_cost(path, "--cost") == read_cost(path, "--cost", SHAPE) == COST
+    with pytest.raises(ConfigError, match=rf"--cost {path}: measured for a model with num_layers"):
+        read_cost(path, "--cost", other)
+    rows = (Row(64, 1.0, 2.0), Row(4096, 70.0, 140.0))
+    tables = ProfiledCost(model_identity(SHAPE), 2, 1, rows, rows)
+    path.write_text(json.dumps(tables.as_dict()))
+    assert read_cost(path, "--cost", SHAPE) == tables
+    assert read_cost(path, "--cost", SHAPE, Parallelism(tp_size=2)) == tables
+    with pytest.raises(ConfigError, match="measured with TP 2 and CP 1, but this run has TP 1"):
+        read_cost(path, "--cost", SHAPE, Parallelism())
+    with pytest.raises(ConfigError, match="measured for a model with num_layers"):
+        read_cost(path, "--cost", other, Parallelism(tp_size=2))
+
+
+def test_planner_is_made_in_one_place() -> None:
+    """Everything else asks :class:`Workload`, so that all plan by the same rules."""
+    package = Path(megatron_wlb.__file__).parent
+    makers = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Planner"
+    }
+    assert makers == {"planning/run.py"}
+
+
+def test_shaped_steps_need_a_pipeline_and_are_no_slower() -> None:
+    packing = PackingSettings("hold", 8192)
+    source = LengthSource("made up", np.random.default_rng(7).integers(40, 4096, 900))
+    for layout in (Parallelism(pp_size=4), Parallelism(dp_size=2), None):
+        workload = Workload(source, 4096, 8, COST, 5, layout=layout)
+        plain, shaped = (
+            [*workload.planner(replace(packing, shaped=on), 6).plans(6)] for on in (False, True)
+        )
+        lengths = [[m.lengths for plan in plans for m in plan] for plans in (plain, shaped)]
+        pipeline = layout is not None and layout.pp_size > 1
+        assert (lengths[0] != lengths[1]) == pipeline
+        if pipeline:
+            assert evaluate(workload, replace(packing, shaped=True), 20).efficiency > (
+                1.01 * evaluate(workload, packing, 20).efficiency
+            )

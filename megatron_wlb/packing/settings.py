@@ -1,0 +1,225 @@
+"""A packing with its settings: its short name, its training flags, its title, and the packer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_wlb.cost import CostModel
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, Packer
+from megatron_wlb.packing.fixed import FixedGreedyPacker, Grouping
+from megatron_wlb.packing.hold import HoldPacker
+from megatron_wlb.packing.original import OriginalPacker
+from megatron_wlb.packing.solver import SOLVER_LIMIT, FixedSolverPacker
+from megatron_wlb.packing.wlb import WLBPacker
+from megatron_wlb.reading import unknown
+from megatron_wlb.settings.config import WlbConfig, flag_of
+
+PACKINGS = ("original", "fixed-greedy", "fixed-solver", "wlb", "hold")
+
+CUTS_AT_WINDOWS = frozenset({"original", "fixed-greedy", "fixed-solver"})
+"""Packings that take documents of any length and cut them at the windows of the stream, as Megatron
+does. Cut before, at windows of their own, long documents would be cut twice and their work
+understated. Their micro-batches stay windows: :func:`check_shaping`."""
+
+SHAPED = "+shape"
+
+_CONFIGURED = {"name": "wlb_packing", "tau": "wlb_hold_tau", "shaped": "wlb_shape"}
+"""What a field is called in :class:`WlbConfig`, where that is not ``wlb_`` and its name."""
+_BALANCED = ("wlb", "hold")
+_COUNTS_FOR = {
+    "max_tokens": _BALANCED,
+    "fixed_batches": ("fixed-greedy", "fixed-solver"),
+    "fixed_grouping": ("fixed-greedy",),
+    "solver_limit": ("fixed-solver",),
+    "queue_thresholds": ("wlb",),
+    "tau": ("hold",),
+    "delay_price": ("hold",),
+    "look_ahead": ("hold",),
+    "shaped": _BALANCED,
+    "max_age": _BALANCED,
+    "max_step_tokens": _BALANCED,
+}
+"""The packings that read a field; the others' flags leave it out."""
+
+
+def check_shaping(name: str) -> None:
+    """Raises :class:`ConfigError` for a packing whose steps may not be shaped.
+
+    Shaping makes micro-batches of any size up to S_max, so it would end fixed windows.
+    """
+    if name in CUTS_AT_WINDOWS:
+        raise ConfigError(
+            f"micro-batches of {name} packing are windows, so they cannot be shaped; use hold or "
+            "wlb, or leave shaping off"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackingSettings:
+    """A packing and all that it is told, as :class:`WlbConfig` has it.
+
+    Raises :class:`ConfigError` for shaped steps of a packing that has none.
+    """
+
+    name: str
+    """One of :data:`PACKINGS`; :meth:`packer` finds an unknown one."""
+    max_tokens: int
+    """S_max."""
+    fixed_batches: int = 1
+    queue_thresholds: tuple[int, ...] = ()
+    """Those that `wlb` derives if none are given."""
+    tau: float = 1.0
+    delay_price: float | None = None
+    look_ahead: int = 0
+    solver_limit: float = SOLVER_LIMIT
+    fixed_grouping: Grouping = "sorted"
+    shaped: bool = False
+    max_age: int = 12
+    max_step_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shaped:
+            check_shaping(self.name)
+
+    @classmethod
+    def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> PackingSettings:
+        """Reads ``NAME`` or ``NAME:K``, with ``+shape`` behind it for shaped steps.
+
+        K is a number of global batches, queues, or steps of look-ahead. K queues part the window
+        evenly: at ``i · window ÷ (K + 1)``. ``settings`` are for all.
+
+        Raises :class:`ConfigError` for a K that is none, and for shaped windows.
+        """
+        plain = text.removesuffix(SHAPED)
+        name, colon, number = plain.partition(":")
+        settings["shaped"] = plain != text
+        if not colon:
+            return cls(name, max_tokens, **settings)
+        least = 0 if name == "hold" else 1
+        if not (number.isdecimal() and least <= int(number[:9]) <= MOST_STEPS_AHEAD):
+            raise ConfigError(
+                f"packing {text}: {number!r} is no number of batches, queues or steps, at most "
+                f"{MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3 or hold:2"
+            )
+        count = int(number)
+        if name.startswith("fixed-"):
+            settings["fixed_batches"] = count
+        elif name == "wlb":
+            if count >= window:
+                raise ConfigError(f"packing {text}: more queues than a window of {window} parts in")
+            thresholds = tuple(window * i // (count + 1) for i in range(1, count + 1))
+            settings["queue_thresholds"] = thresholds
+        elif name == "hold":
+            settings["look_ahead"] = count
+        else:
+            raise ConfigError(f"packing {text}: {name} takes no number; write {name}")
+        return cls(name, max_tokens, **settings)
+
+    @classmethod
+    def of_config(cls, config: WlbConfig, max_tokens: int) -> PackingSettings:
+        """Takes the settings of a training run, whose S_max is ``max_tokens``."""
+        values = {f.name: getattr(config, _configured(f.name)) for f in fields(cls)}
+        values |= {"max_tokens": max_tokens, "shaped": config.wlb_shape == "on"}
+        return cls(**values)
+
+    def flags(self) -> list[str]:
+        """Lists what the training command needs to pack so: :meth:`of_config` reads it again."""
+        words = [flag_of(_configured("name")), self.name]
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, packings in _COUNTS_FOR.items():
+            value = getattr(self, name)
+            if self.name in packings and value != defaults[name]:
+                values = value if isinstance(value, tuple) else (value,)
+                words += [flag_of(_configured(name)), *map(_word, values)]
+        return words
+
+    @property
+    def title(self) -> str:
+        """The packing and what of it is not the default, in a few words."""
+        parts = [self.name]
+        if self.name.startswith("fixed-"):
+            parts.append(f"{self.fixed_batches} batch" + "es" * (self.fixed_batches > 1))
+        elif self.name == "wlb" and self.queue_thresholds:
+            parts.append("L " + " ".join(map(str, self.queue_thresholds)))
+        elif self.name == "hold":
+            if self.tau != 1:
+                parts.append(f"tau {self.tau:g}")
+            if self.delay_price is not None:
+                parts.append(f"price {self.delay_price:g}")
+            if self.look_ahead:
+                parts.append(f"look-ahead {self.look_ahead}")
+        if self.shaped:
+            parts.append("shaped")
+        return ", ".join(parts)
+
+    def packer(
+        self,
+        *,
+        num_micro_batches: int,
+        window: int,
+        cost: CostModel,
+        length_multiple: int = 1,
+        step_tokens: int | None = None,
+    ) -> Packer:
+        """Makes the packing, empty.
+
+        S_max is rounded down to a multiple of ``length_multiple``, so that padding leads to no
+        more. ``step_tokens`` arrive in a step: N windows if not given.
+
+        Raises :class:`ConfigError` for an unknown name (the nearest one is named) or settings that
+        cannot work.
+        """
+        if length_multiple < 1:
+            raise ConfigError(f"length_multiple is {length_multiple}; give at least 1")
+        s_max = self.max_tokens
+        if window <= s_max < -(-window // length_multiple) * length_multiple:
+            raise ConfigError(
+                f"max_tokens (S_max) {s_max} has no room for a window of {window} padded to a "
+                f"multiple of {length_multiple} (TP, 2 · CP); raise it"
+            )
+        limits = Limits(
+            num_micro_batches,
+            window,
+            s_max - s_max % length_multiple if s_max >= window else s_max,
+            num_micro_batches * window if step_tokens is None else step_tokens,
+            self.max_step_tokens,
+            self.max_age,
+        )
+        batches = self.fixed_batches
+        packers: dict[str, Callable[[], Packer]] = {
+            "original": lambda: OriginalPacker(limits),
+            "fixed-greedy": lambda: FixedGreedyPacker(limits, cost, batches, self.fixed_grouping),
+            "fixed-solver": lambda: FixedSolverPacker(limits, cost, batches, self.solver_limit),
+            "wlb": lambda: WLBPacker(limits, cost, self.queue_thresholds),
+            "hold": lambda: HoldPacker(
+                limits, cost, self.tau, delay_price=self.delay_price, look_ahead=self.look_ahead
+            ),
+        }
+        if self.name not in packers:
+            raise unknown("packing", self.name, packers)
+        return packers[self.name]()
+
+
+def packer(
+    name: str, *, num_micro_batches: int, window: int, cost: CostModel, **settings: Any
+) -> Packer:
+    """Makes the packing called ``name``: :meth:`PackingSettings.packer`, S_max two windows."""
+    batch = {
+        key: settings.pop(key) for key in ("length_multiple", "step_tokens") if key in settings
+    }
+    max_tokens = settings.pop("max_tokens", None)
+    chosen = PackingSettings(name, 2 * window if max_tokens is None else max_tokens, **settings)
+    return chosen.packer(num_micro_batches=num_micro_batches, window=window, cost=cost, **batch)
+
+
+def _configured(name: str) -> str:
+    return _CONFIGURED.get(name, f"wlb_{name}")
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:.15g}" if isinstance(value, float) else str(value)

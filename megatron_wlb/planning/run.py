@@ -1,0 +1,410 @@
+"""One description of a run: model, machine, layout and batch, and all that planning makes of them.
+
+Training, dry runs, simulations and trials of packings are adapters of it: each fills in what it
+knows, and gets the same cost, memory, S_max, packer and planner. What is not measured is
+*modelled*: from the model's shape and the rates of a hardware file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+import numpy as np
+
+from megatron_wlb.cost import (
+    AnalyticModel,
+    Cost,
+    Hardware,
+    MemoryModel,
+    ModelShape,
+    Parallelism,
+    ProfiledCost,
+    Recompute,
+    check_model,
+    cost_from_dict,
+    read_cost_file,
+)
+from megatron_wlb.cost.activations import Kernels
+from megatron_wlb.cost.analytic import BACKWARD_ATTENTION
+from megatron_wlb.cost.attention import (
+    AnalyticAttention,
+    AttentionLatency,
+    AttentionProfile,
+    nearest_profile,
+)
+from megatron_wlb.cost.hardware import LEAST, MOST
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
+from megatron_wlb.data.documents import LongDocuments
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import CUTS_AT_WINDOWS, Packer, PackingSettings
+from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
+from megatron_wlb.planning.planner import Planner, Stream, each_rank
+from megatron_wlb.planning.shaping import Shaper
+from megatron_wlb.reading import real_number, whole_number
+from megatron_wlb.schedule.graph import Graph, graph_of
+from megatron_wlb.schedule.order import schedule
+from megatron_wlb.sharding.layout import length_multiple
+from megatron_wlb.sharding.select import MODES, Mode, Prediction, Selector, predict
+from megatron_wlb.sharding.shard import Kind, Sharding
+
+MEMORY_SHARE = 0.9
+"""Of a device's memory that tensors may take: the rest is for the allocator's gaps, the CUDA
+context, libraries and communication buffers. Assumed; ``--wlb-memory-gib`` says it better."""
+
+
+class Documents(Protocol):
+    """Where lengths come from: corpora that are trained on, or what is tried without them."""
+
+    def longest(self, window: int) -> int:
+        """Tells the length of the longest document."""
+        ...
+
+    def stream(
+        self,
+        num_steps: int,
+        *,
+        window: int,
+        longest: int,
+        windows_a_step: int,
+        seed: int,
+        long_documents: LongDocuments,
+    ) -> Stream:
+        """Gives documents of at least ``num_steps`` steps, or all; none is above ``longest``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be packed, into what, and what it costs; the same for every packing."""
+
+    source: Documents
+    window: int
+    num_micro_batches: int
+    cost: Cost
+    seed: int
+    long_documents: LongDocuments = "split"
+    length_multiple: int = 1
+    layout: Parallelism | None = None
+    """None: a step takes as long as its slowest micro-batch, as where each has its own devices."""
+
+    @property
+    def step_tokens(self) -> int:
+        """That arrive in a step, in the mean."""
+        return self.num_micro_batches * self.window
+
+    @property
+    def dp_size(self) -> int:
+        return 1 if self.layout is None else self.layout.dp_size
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Megatron's schedule of one pipeline.
+
+        Raises :class:`ConfigError` where micro-batches do not divide as it asks.
+        """
+        p = self.layout or Parallelism()
+        each = each_rank(self.num_micro_batches, p.dp_size)
+        return graph_of(p.pp_size, p.vpp_size, each, p.group_size)
+
+    def flags(self, packing: PackingSettings) -> tuple[str, ...]:
+        """Lists what the training command needs to pack as here."""
+        flags = packing.flags()
+        if self.long_documents != "split":
+            flags += ["--wlb-long-documents", self.long_documents]
+        return tuple(flags)
+
+    def packer(self, packing: PackingSettings) -> Packer:
+        """Makes a new one. Raises :class:`ConfigError` for settings that cannot work."""
+        made = packing.packer(
+            num_micro_batches=self.num_micro_batches,
+            window=self.window,
+            cost=self.cost,
+            length_multiple=self.length_multiple,
+        )
+        if isinstance(self.cost, ProfiledCost):  # now, not in the step that reaches so far
+            self.cost.check_reach(packing.max_tokens)
+        return made
+
+    def stream(self, packing: PackingSettings, num_steps: int) -> Stream:
+        """Gives the documents of at least so many steps, new from the start."""
+        cuts = packing.name in CUTS_AT_WINDOWS and self.long_documents == "split"
+        longest = max(self.window, self.source.longest(self.window)) if cuts else self.window
+        return self.source.stream(
+            num_steps,
+            window=self.window,
+            longest=longest,
+            windows_a_step=self.num_micro_batches,
+            seed=self.seed,
+            long_documents=self.long_documents,
+        )
+
+    def planner(
+        self,
+        packing: PackingSettings,
+        num_steps: int = 0,
+        *,
+        costs: StepCosts | None = None,
+        selector: Selector | None = None,
+    ) -> Planner:
+        """Makes the planner of at least so many steps.
+
+        Where there is a pipeline, settings may shape its steps by ``costs``; by equal stages and
+        sends that take no time if these are not given.
+        """
+        made, p = self.packer(packing), self.layout
+        shaper = None
+        if packing.shaped and p is not None and p.pp_size > 1:
+            shaper = Shaper(
+                costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
+                p,
+                num_micro_batches=each_rank(self.num_micro_batches, p.dp_size),
+                max_tokens=made.limits.max_tokens,
+                window=self.window,
+            )
+        return Planner(
+            self.stream(packing, num_steps + made.look_ahead + 1),
+            made,
+            self.cost,
+            dp_size=self.dp_size,
+            length_multiple=self.length_multiple,
+            shaping=shaper,
+            selector=selector,
+        )
+
+    def check(self, packings: Sequence[PackingSettings]) -> None:
+        """Raises :class:`ConfigError` where one of them cannot work, before any work is done."""
+        for packing in packings:
+            self.packer(packing)
+        if self.layout is not None:
+            _ = self.graph
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, whether it trains or not: what its steps cost in time and memory.
+
+    Raises :class:`ConfigError` for a layout that the model or the batch does not divide over, or a
+    schedule that Megatron refuses.
+    """
+
+    shape: ModelShape
+    """Its vocabulary padded, as :func:`~megatron_wlb.cost.model_file.padded_vocabulary` does."""
+    hardware: Hardware
+    parallelism: Parallelism
+    window: int
+    num_micro_batches: int
+    """N: of a step, over all data-parallel ranks."""
+    recompute: Recompute = field(default_factory=Recompute)
+    memory_gib: float | None = None
+    """Limit of a device's tensors; :data:`MEMORY_SHARE` of its memory if not given."""
+    overlap_grad_reduce: bool = True
+    measured: Cost | None = None
+    """A cost of the whole model to use instead of the analytic one, in its shares of the stages."""
+
+    extrapolate: bool = False
+    """Whether to go beyond the end of the hardware's measured attention."""
+
+    bf16: bool = True
+    optimizer: Literal["adam", "sgd"] = "adam"
+    distributed_optimizer: bool = True
+    keep_gathered: bool = False
+    """Whether gathered keys and values are kept for the backward pass."""
+    kernels: Kernels = "fused"
+    """Norms and activations as single kernels, as on a GPU; torch's keep more."""
+
+    def __post_init__(self) -> None:
+        p = self.parallelism
+        whole_number("window", self.window, 1, MOST_TOKENS)
+        whole_number("num_micro_batches", self.num_micro_batches, 1, MOST_MICRO_BATCHES)
+        if self.memory_gib is not None:
+            real_number("memory limit in GiB", self.memory_gib, LEAST, MOST)
+        each = each_rank(self.num_micro_batches, p.dp_size)
+        p.layers_of_stages(self.shape)
+        schedule(p.pp_size, p.vpp_size, each, p.group_size)
+
+    @property
+    def num_devices(self) -> int:
+        p = self.parallelism
+        return p.tp_size * p.cp_size * p.pp_size * p.dp_size
+
+    @property
+    def limit_gib(self) -> float:
+        """What the tensors of a device may take."""
+        if self.memory_gib is not None:
+            return self.memory_gib
+        return MEMORY_SHARE * self.hardware.memory_gib
+
+    @property
+    def length_multiple(self) -> int:
+        """What a micro-batch's padded length is a multiple of."""
+        p = self.parallelism
+        return length_multiple(p.tp_size, p.cp_size, p.sequence_parallel)
+
+    @cached_property
+    def model(self) -> AnalyticModel:
+        return AnalyticModel(
+            self.shape,
+            self.hardware,
+            self.parallelism,
+            self.recompute,
+            element_bytes=2 if self.bf16 else 4,
+        )
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        return MemoryModel(
+            self.shape,
+            self.parallelism,
+            self.recompute,
+            bf16=self.bf16,
+            optimizer=self.optimizer,
+            distributed_optimizer=self.distributed_optimizer,
+            kernels=self.kernels,
+            keep_gathered=self.keep_gathered,
+        )
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Of a document in the whole model: what packings balance."""
+        return self.model.cost() if self.measured is None else self.measured
+
+    @cached_property
+    def costs(self) -> StepCosts:
+        """Of all parts of a step."""
+        analytic = analytic_costs(
+            self.model, self.memory, overlap_grad_reduce=self.overlap_grad_reduce
+        )
+        if self.measured is None:
+            return analytic
+        stages = StageCosts.spread(self.measured, self.model)
+        return replace(analytic, stages=stages)
+
+    def workload(
+        self, source: Documents, *, seed: int, long_documents: LongDocuments = "split"
+    ) -> Workload:
+        """Puts documents to the run: what is planned from."""
+        return Workload(
+            source,
+            self.window,
+            self.num_micro_batches,
+            self.cost,
+            seed,
+            long_documents,
+            self.length_multiple,
+            self.parallelism,
+        )
+
+    def check_reach(self) -> None:
+        """Raises :class:`ConfigError` where measured attention ends before the window."""
+        longest = np.array([self.window])
+        self._latency.chunk_us(longest, longest)
+
+    def max_tokens(self) -> int:
+        """S_max: the longest micro-batch of which a whole pipeline fits the memory limit.
+
+        Raises :class:`ConfigError` where the model or the shortest one does not.
+        """
+        return self.memory.max_tokens(
+            self.limit_gib * GIB,
+            self.num_micro_batches // self.parallelism.dp_size,
+            multiple=self.length_multiple,
+        )
+
+    def flops(self, lengths: Iterable[int]) -> float:
+        """Model FLOPs of documents, forward and backward; nothing that is computed twice."""
+        return self.shape.training_flops(lengths)
+
+    def chooser(self, sharding: Mode | Kind) -> Callable[[Sequence[int]], Prediction]:
+        """From the lengths of a micro-batch to its context-parallel sharding and what that takes.
+
+        Raises :class:`WLBError` for an unknown sharding.
+        """
+        if sharding in MODES:
+            return self.selector(sharding).choose
+        cp_size, latency = self.parallelism.cp_size, self._latency
+        one = Sharding(cast(Kind, sharding))
+        return lambda lengths: predict(lengths, cp_size, one, latency)
+
+    def selector(self, mode: Mode) -> Selector:
+        """Makes what chooses the sharding of each micro-batch."""
+        return Selector(mode, self.parallelism.cp_size, self._latency)
+
+    def attention_scale(self, lengths: Sequence[int], prediction: Prediction) -> float:
+        """By how much the slowest rank's attention is above an even share of the plain cost.
+
+        Imbalance, whole tiles and what chunks cost besides are all in it; with a measured cost,
+        which has the kernel's efficiency in it already, only imbalance is.
+        """
+        if self.measured is not None:
+            return prediction.forward_imbalance
+        pairs = sum([n * n for n in lengths])
+        even_us = self.model.layer().attention_us * pairs * (1 + BACKWARD_ATTENTION)
+        return prediction.latency_us / even_us if even_us else 1.0
+
+    @property
+    def dtype(self) -> str:
+        """Of activations."""
+        return "bfloat16" if self.bf16 else "float32"
+
+    @cached_property
+    def measured_attention(self) -> AttentionProfile | None:
+        """The hardware's table of such heads; without one whole tiles are assumed."""
+        shape, tp_size = self.shape, self.parallelism.tp_size
+        return nearest_profile(
+            self.hardware.attention,
+            num_heads=shape.num_attention_heads // tp_size,
+            num_groups=max(1, shape.num_query_groups // tp_size),
+            head_dim=shape.kv_channels,
+            dtype=self.dtype,
+        )
+
+    @cached_property
+    def _latency(self) -> AttentionLatency:
+        if self.measured_attention is not None:
+            return replace(self.measured_attention, extrapolate=self.extrapolate)
+        heads = self.shape.num_attention_heads // self.parallelism.tp_size
+        return AnalyticAttention(heads, self.shape.kv_channels, self.hardware.attention_tflops)
+
+
+def read_cost(
+    path: str | Path,
+    flag: str,
+    shape: ModelShape | None = None,
+    layout: Parallelism | None = None,
+    *,
+    extrapolate: bool = False,
+) -> Cost:
+    """Reads the cost in a file: coefficients, a fit or tables, of this model and layout.
+
+    Either is not looked at where it is not given. Raises :class:`ConfigError`, which names the
+    ``flag`` and the path, for a file that holds no cost, or that of another model or layout.
+    """
+    try:
+        values = read_cost_file(path)
+        inner = values.get("cost", values)
+        if inner is not values and "model" in values and shape is not None:
+            check_model(values["model"], shape)
+        cost = cost_from_dict(inner)
+        if isinstance(cost, ProfiledCost):
+            if layout is not None and shape is not None:
+                cost.check(shape, layout.tp_size, layout.cp_size)
+            elif shape is not None:
+                check_model(cost.model, shape)
+            if extrapolate:
+                cost = replace(cost, extrapolate=True)
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise ConfigError(f"{flag} {path}: {reason}") from None
+    return cost
+
+
+def title(p: Parallelism) -> str:
+    """Only what is divided: ``TP 8 × PP 4``."""
+    sizes = (("TP", p.tp_size), ("CP", p.cp_size), ("PP", p.pp_size), ("VPP", p.vpp_size),
+             ("DP", p.dp_size))  # fmt: skip
+    return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one device"
