@@ -1,6 +1,6 @@
 """Workload-balanced 4D-parallel training of large language models, as a plugin for Megatron-LM.
 
-Data flows one way: documents -> plan -> run. Start reading at :mod:`megatron_wlb.planning.planner`.
+Data flows one way: documents -> plan -> run. Start reading at :mod:`megatron_wlb.planner`.
 The names in ``__all__`` are public (:mod:`megatron_wlb.api`); all others are private.
 """
 

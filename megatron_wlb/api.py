@@ -23,7 +23,7 @@ from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingMetrics, PackingSetting
 from megatron_wlb.packing.base import MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planner import Planner
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.reading import whole_number
 from megatron_wlb.sharding import length_multiple

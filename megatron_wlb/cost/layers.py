@@ -149,7 +149,7 @@ class Layer:
 
     parts: tuple[Part, ...]
     precisions: Precisions | None = None
-    """Of its operations; all are in the format of training (bf16, fp32) if not given."""
+    """Its operations' formats; that of training (bf16, fp32) if not given."""
 
     def __post_init__(self) -> None:
         if not self.parts:

@@ -70,7 +70,7 @@ class PackingSettings:
     """S_max."""
     fixed_batches: int = 1
     queue_thresholds: tuple[int, ...] = ()
-    """Those that `wlb` derives if none are given."""
+    """L_1 L_2 … of `wlb`, which derives them if none are given."""
     tau: float = 1.0
     delay_price: float | None = None
     look_ahead: int = 0

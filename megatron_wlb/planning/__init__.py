@@ -1,1 +1,1 @@
-"""Documents to plans: planner, plans made ahead, shaping, and all of it from settings."""
+"""Plans made ahead, shaped steps, and all that plans need, from settings."""

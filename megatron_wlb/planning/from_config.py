@@ -28,7 +28,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
-from megatron_wlb.planning.planner import Planner, Stream
+from megatron_wlb.planner import Planner, Stream
 from megatron_wlb.planning.run import Run, read_cost
 from megatron_wlb.reading import real_number
 from megatron_wlb.settings.config import Config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planner import Planner
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Packer, PackingSettings
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
-from megatron_wlb.planning.planner import Planner, Stream, each_rank
+from megatron_wlb.planner import Planner, Stream, each_rank
 from megatron_wlb.planning.shaping import Shaper
 from megatron_wlb.reading import real_number, whole_number
 from megatron_wlb.schedule.graph import Graph, graph_of
@@ -53,8 +53,8 @@ from megatron_wlb.sharding.select import MODES, Mode, Prediction, Selector, pred
 from megatron_wlb.sharding.shard import Kind, Sharding
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory that tensors may take: the rest is for the allocator's gaps, the CUDA
-context, libraries and communication buffers. Assumed; ``--wlb-memory-gib`` says it better."""
+"""The share of a device's memory that tensors may take. The rest is for the allocator's gaps, the
+CUDA context, libraries and buffers. It is assumed; ``--wlb-memory-gib`` says it better."""
 
 
 class Documents(Protocol):
@@ -94,7 +94,7 @@ class Workload:
 
     @property
     def step_tokens(self) -> int:
-        """That arrive in a step, in the mean."""
+        """Tokens that arrive in a step, in the mean."""
         return self.num_micro_batches * self.window
 
     @property
@@ -270,12 +270,12 @@ class Run:
 
     @cached_property
     def cost(self) -> Cost:
-        """Of a document in the whole model: what packings balance."""
+        """The time of a document in the whole model: what packings balance."""
         return self.model.cost() if self.measured is None else self.measured
 
     @cached_property
     def costs(self) -> StepCosts:
-        """Of all parts of a step."""
+        """The times of all parts of a step."""
         analytic = analytic_costs(
             self.model, self.memory, overlap_grad_reduce=self.overlap_grad_reduce
         )
@@ -348,7 +348,7 @@ class Run:
 
     @property
     def dtype(self) -> str:
-        """Of activations."""
+        """The format of activations."""
         return "bfloat16" if self.bf16 else "float32"
 
     @cached_property

@@ -16,7 +16,7 @@ import pytest
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.original import OriginalPacker
 from megatron_wlb.plan import Document, StepPlan
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 from megatron_wlb.testing.gloo import GlooPool

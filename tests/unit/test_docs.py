@@ -166,7 +166,7 @@ def test_paths_and_modules_exist(page: str) -> None:
         named = parts[len(inner) + 1 :]
         # By its text: importing some takes Megatron, and seconds.
         text = last.read_text(encoding="utf-8") if last.is_file() else ""
-        assert not named or re.search(rf"^(def|class) {named[0]}\b", text, re.MULTILINE), module
+        assert not named or re.search(rf"^((def|class) )?{named[0]}\b", text, re.MULTILINE), module
 
 
 def test_picture_of_the_layers_is_the_order_that_the_code_keeps() -> None:

@@ -15,7 +15,7 @@ PACKAGE = Path(megatron_wlb.__file__).parent
 HANGS_ON_A_NAME = re.compile(r"(Of|Those|That|These|With|Without) ")
 """Such a first line is the end of a sentence that the name would have to begin."""
 EXCEPTED = (
-    "planning/from_config.py", "study/evaluate.py", "study/scenario.py", "study/compare.py",
+    "planning/from_config.py", "study/evaluate.py", "study/compare.py",
     "study/forecast.py", "cost/shape.py", "cost/analytic.py", "cost/activations.py",
     "cost/memory.py", "cli/", "bench/",
 )  # fmt: skip

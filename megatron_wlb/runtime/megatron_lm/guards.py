@@ -42,7 +42,7 @@ class Refusal:
 
     @property
     def name(self) -> str:
-        """Of the attribute that the flag sets."""
+        """The attribute that the flag sets."""
         return _NAMES.get(self.flag) or self.flag[2:].replace("-", "_")
 
     def applies(self, args: argparse.Namespace) -> bool:

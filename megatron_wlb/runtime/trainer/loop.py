@@ -15,6 +15,7 @@ from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import TrainingError
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import (
     known_cost,
     make_evaluation_planner,
@@ -22,7 +23,6 @@ from megatron_wlb.planning.from_config import (
     padded_vocab_size,
 )
 from megatron_wlb.planning.plan_ahead import PlanAhead
-from megatron_wlb.planning.planner import Planner
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.metrics import MetricsFile, step_values

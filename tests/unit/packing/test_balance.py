@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from megatron_wlb.packing import measure, packer
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planner import Planner
 from megatron_wlb.testing.strategies import (
     REFERENCE_COST,
     REFERENCE_WINDOW,

@@ -12,7 +12,7 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.packing import packer
 from megatron_wlb.plan import MicroBatchPlan
-from megatron_wlb.planning.planner import Planner, assign, run_order
+from megatron_wlb.planner import Planner, assign, run_order
 from megatron_wlb.sharding import Selector
 from megatron_wlb.testing.strategies import ListStream, runs
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.packing import packer
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planner import Planner
 from megatron_wlb.testing.soak import PACKINGS, Soak, soaks
 from megatron_wlb.testing.strategies import documents
 

@@ -14,6 +14,7 @@ from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import (
     known_cost,
     make_planner,
@@ -24,7 +25,6 @@ from megatron_wlb.planning.from_config import (
     parallelism,
     recompute,
 )
-from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 

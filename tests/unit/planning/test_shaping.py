@@ -25,7 +25,7 @@ from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PACKINGS, packer
 from megatron_wlb.plan import Document
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planner import Planner
 from megatron_wlb.planning.shaping import Shaper, best_sizes
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator

@@ -16,7 +16,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PACKINGS, PackingSettings, measure, packer
 from megatron_wlb.packing.base import MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST
-from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planner import Planner
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.schedule.order import schedule
 from megatron_wlb.settings.command_line import parse
