@@ -165,7 +165,8 @@ def test_paths_and_modules_exist(page: str) -> None:
                         if stem.is_dir() or file.is_file()]  # fmt: skip
         named = parts[len(inner) + 1 :]
         # By its text: importing some takes Megatron, and seconds.
-        text = last.read_text(encoding="utf-8") if last.is_file() else ""
+        source = last if last.is_file() else last.with_suffix("") / "__init__.py"
+        text = source.read_text(encoding="utf-8")
         assert not named or re.search(rf"^((def|class) )?{named[0]}\b", text, re.MULTILINE), module
 
 
