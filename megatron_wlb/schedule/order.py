@@ -12,7 +12,6 @@ one forward more before the first backward.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -30,15 +29,6 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.kind}{self.chunk}.{self.micro_batch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """The inverse of ``str``. Raises :class:`PlanError` for any other text."""
-        match = re.fullmatch(r"([FB])(\d+)\.(\d+)", text, re.ASCII)
-        if match is None:
-            raise PlanError(f"{text!r} is no action; write F or B, chunk.micro_batch, as in F0.3")
-        kind: Literal["F", "B"] = "F" if match[1] == "F" else "B"
-        return cls(kind, int(match[2]), int(match[3]))
 
 
 Order: TypeAlias = list[list[Action]]
@@ -90,17 +80,6 @@ def interleaved(
         _warm_up_then_alternate(passes, vpp_size, warm_up + 2 * (pp_size - rank - 1))
         for rank in range(pp_size)
     ]
-
-
-def gpipe(pp_size: int, num_micro_batches: int) -> Order:
-    """All forwards, then all backwards, both in the order of the micro-batches.
-
-    Not one of Megatron's: GPipe (Huang et al., 2019), to compare with. It holds the activations of
-    all micro-batches. Backwards run first to last, as Megatron's do.
-    """
-    _check_sizes(pp_size, 1, num_micro_batches)
-    passes = _forward_passes(1, num_micro_batches, num_micro_batches)
-    return [_warm_up_then_alternate(passes, 1, num_micro_batches) for _ in range(pp_size)]
 
 
 MOST_PASSES = 1 << 20

@@ -21,7 +21,7 @@ from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.schedule.graph import Graph, Replay, Sends, graph_of
+from megatron_wlb.schedule.graph import Graph, Replay, graph_of
 from megatron_wlb.schedule.order import Order
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
@@ -37,10 +37,8 @@ class Simulator:
     Args:
         costs: of stages, transfers, reduction and update.
         parallelism: the layout; TP and CP only matter through ``costs``.
-        order: another schedule than Megatron's 1F1B or interleaved one, such as
-            :func:`~megatron_wlb.schedule.order.gpipe`; all steps then have its N.
-        sends: whether ranks wait in sends; if not given, as Megatron's schedule does, and with an
-            ``order`` they wait.
+        order: another schedule than Megatron's 1F1B or interleaved one, whose ranks wait in sends;
+            all steps then have its N.
         memory: for what each rank holds; left out if None, which is faster.
 
     Raises:
@@ -53,7 +51,6 @@ class Simulator:
         parallelism: Parallelism,
         *,
         order: Order | None = None,
-        sends: Sends | None = None,
         memory: MemoryModel | None = None,
     ) -> None:
         if len(costs.stages.stages) != parallelism.num_stages:
@@ -69,8 +66,7 @@ class Simulator:
         self.costs = costs
         self.parallelism = parallelism
         self.memory = memory
-        self._sends = sends
-        self._graph = None if order is None else Graph(order, sends or "blocking")
+        self._graph = None if order is None else Graph(order, "blocking")
 
     def graph(self, num_micro_batches: int) -> Graph:
         """The schedule of so many micro-batches a data-parallel rank."""
@@ -82,7 +78,7 @@ class Simulator:
                 )
             return self._graph
         p = self.parallelism
-        return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size, self._sends)
+        return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
     def step(
         self,
@@ -138,12 +134,8 @@ class Simulator:
     ) -> tuple[tuple[tuple[Activity, ...], ...], float]:
         """Reductions and updates of each pipeline rank, and when the last one ends."""
         costs = self.costs
-        parts: list[list[Activity]] = []
-        free_us: list[float] = []
-        for rank in range(graph.pp_size):
-            own, done_us = self._reduce(graph, replays, rank)
-            parts.append(own)
-            free_us.append(done_us)
+        reduced = [self._reduce(graph, replays, rank) for rank in range(graph.pp_size)]
+        parts, free_us = [own for own, _ in reduced], [done_us for _, done_us in reduced]
         if costs.embedding_us and graph.pp_size > 1:
             start_us = max(free_us[0], free_us[-1])
             for rank in (0, graph.pp_size - 1):
@@ -152,9 +144,8 @@ class Simulator:
         end_us = max(free_us)
         if costs.update_us or costs.fixed_us:
             start_us = end_us
-            for rank in range(graph.pp_size):
-                update_us = costs.fixed_us + (costs.update_us[rank] if costs.update_us else 0.0)
-                stop_us = start_us + update_us
+            for rank, update_us in enumerate(costs.update_us or [0.0] * graph.pp_size):
+                stop_us = start_us + (costs.fixed_us + update_us)
                 parts[rank].append(Activity(-1, rank, "update", start_us, stop_us))
                 end_us = max(end_us, stop_us)
         return tuple(map(tuple, parts)), end_us
