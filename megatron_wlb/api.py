@@ -7,6 +7,7 @@ Nothing here needs torch or a GPU. ``docs/python.md`` shows each function.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,15 +16,16 @@ import numpy.typing as npt
 
 from megatron_wlb.cost import Cost, DocumentCost, Parallelism, analytic_cost, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
-from megatron_wlb.data.documents import DocumentStream
+from megatron_wlb.data.corpora import Corpora
+from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import WLBError
-from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingMetrics, PackingSettings
+from megatron_wlb.packing import PackingMetrics, PackingSettings
 from megatron_wlb.packing.base import MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.reading import whole_number
 from megatron_wlb.sharding import length_multiple
@@ -78,17 +80,10 @@ def plan_steps(
     setting, workload = _workload(
         source, window, num_micro_batches, packing, max_tokens, cost, seed, multiple
     )
-    packer = workload.packer(setting)
-    stream = DocumentStream(
-        [source.lengths(0, window=window, seed=seed)],
-        window=max(window, source.longest(window)) if packer.name in CUTS_AT_WINDOWS else window,
-        step_tokens=workload.step_tokens,
-        seed=seed,
-        num_epochs=num_epochs,
-    )
-    planner = Planner(
-        stream, packer, cost, dp_size=layout.dp_size, length_multiple=workload.length_multiple
-    )
+    corpus = Corpus(source.title, source.lengths(0, window=window, seed=seed), None, None)
+    corpora = Corpora([corpus], 0, {"train": [(0, len(corpus.lengths))]})
+    split = Split(corpora, "train", num_epochs)
+    planner = replace(workload, source=split, layout=layout).planner(setting)
     return iter(planner.next_plan, None)
 
 

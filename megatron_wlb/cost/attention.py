@@ -155,8 +155,8 @@ class AttentionProfile:
                 "ascending from 1"
             )
         whole_number("attention profile: the longest of lengths", self.lengths[-1], 1, MAX_LENGTH)
-        for name, table in (("forward_us", self.forward_us), ("backward_us", self.backward_us)):
-            if [len(row) for row in table] != list(range(n, 0, -1)):
+        for name in ("forward_us", "backward_us"):
+            if [len(row) for row in getattr(self, name)] != list(range(n, 0, -1)):
                 raise ConfigError(
                     f"attention profile: {name} needs a row for each of {n} lengths, with a time "
                     "for each key length from that on; measure again"
@@ -272,13 +272,7 @@ class AttentionProfile:
 
     def as_dict(self) -> dict[str, Any]:
         """The profile, JSON-able; inverse of :meth:`from_dict`."""
-        values = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
-        for name in ("forward_us", "backward_us"):
-            values[name] = [list(row) for row in values[name]]
-        return values
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionProfile:

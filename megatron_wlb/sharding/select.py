@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from megatron_wlb.cost.attention import AttentionLatency, Floats
+from megatron_wlb.cost.document import imbalance
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.sharding.shard import (
     IntArray,
@@ -55,16 +56,11 @@ class Prediction:
     @property
     def forward_imbalance(self) -> float:
         """The slowest rank's forward time over the mean; 1 is perfect."""
-        return _imbalance(self.forward_us)
+        return imbalance(self.forward_us)
 
     @property
     def backward_imbalance(self) -> float:
-        return _imbalance(self.backward_us)
-
-
-def _imbalance(times_us: Sequence[float]) -> float:
-    total = sum(times_us)
-    return max(times_us) * len(times_us) / total if total else 1.0
+        return imbalance(self.backward_us)
 
 
 def _shares_us(latency: AttentionLatency, queries: IntArray, keys: IntArray) -> Floats:

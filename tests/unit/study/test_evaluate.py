@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import DocumentCost, Parallelism, ProfiledCost, Row
+from megatron_wlb.cost import DocumentCost, Parallelism, ProfiledCost
+from megatron_wlb.cost.table import Row
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PACKINGS, PackingSettings, measure, packer
+from megatron_wlb.packing import PACKINGS, PackingSettings, packer
 from megatron_wlb.packing.base import MOST_TOKENS
+from megatron_wlb.packing.metrics import measure
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.planner import Planner
 from megatron_wlb.planning.run import Workload
