@@ -104,9 +104,8 @@ class AttentionProfile:
     """Measured shares on a grid of query and key lengths, interpolated.
 
     Between grid points the time a computed pair is a power of both lengths (linear on logarithmic
-    axes), where whole tiles count as computed: what tiles explain needs no interpolation. In the
-    cells on the diagonal, which have no point with more queries than keys, it is the plane through
-    the other three.
+    axes), where whole tiles count as computed. In the cells on the diagonal, which have no point
+    with more queries than keys, it is the plane through the other three.
 
     Chunks that start their document (``q = k``) have a table of their own, because kernels may run
     them by other code: torch's on the CPU needs a mask only for the others.

@@ -1,8 +1,7 @@
 """What a step is made of, in µs: each stage's forwards and backwards, and all that is between.
 
-Built from a model's shape and a machine (:func:`analytic_costs`), from one cost of the whole model
-(:meth:`StageCosts.even`), or from one measured cost a stage. Collectives of tensor and context
-parallelism are inside a stage's time (:mod:`megatron_wlb.cost.analytic`).
+Collectives of tensor and context parallelism are inside a stage's time
+(:mod:`megatron_wlb.cost.analytic`).
 
 Legend: ``S`` virtual stages (chunk ``c`` of rank ``r`` is ``c · PP + r``), ``N`` micro-batches.
 """

@@ -50,8 +50,7 @@ class Row:
 class Curve:
     """Times through measured points, never falling.
 
-    Between two points it is a power of the length (a straight line on logarithmic axes), which is
-    exact for times that grow with the square, and for those that grow with the length; below the
+    Between two points it is a power of the length (a straight line on logarithmic axes); below the
     first, proportional. A point up to 10 % under an earlier one is noise and counts as equal to it.
     """
 

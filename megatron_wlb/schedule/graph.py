@@ -138,11 +138,7 @@ class Graph:
     def critical_path(
         self, replay: Replay, times_us: Floats, p2p_us: Floats, end: tuple[int, Action]
     ) -> list[tuple[Node, float, float]]:
-        """What kept ``end`` = (rank, action) from stopping earlier, first to last.
-
-        Nodes with their start and stop. Each starts when the one before it has stopped and, on
-        another rank, its output was received: the longest path that ends there.
-        """
+        """The longest path that ends at ``end`` = (rank, action): nodes, their start and stop."""
         _, gaps = self._durations(times_us, p2p_us)
         rank, action = end
         at = int(self._of_rank[rank][self.order[rank].index(action)])

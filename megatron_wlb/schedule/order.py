@@ -100,10 +100,8 @@ def receive_order(
 ) -> ReceiveOrder:
     """The order in which a rank receives activations and gradients under :func:`schedule`.
 
-    A rank receives in the order in which its neighbour sends. As all ranks run their forwards in
-    one common order, and so their backwards, this is also the order in which the rank itself
-    consumes them; only the first virtual stage receives no activations and the last no gradients.
-    A forward-only step receives the same activations and no gradients.
+    All ranks run their forwards in one common order, and so their backwards: a rank receives in the
+    order in which it consumes. A forward-only step receives the same activations and no gradients.
     """
     group_size = pp_size if group_size is None else group_size
     if vpp_size == 1:
@@ -222,11 +220,8 @@ def _warm_up_then_alternate(passes: Sequence[Pass], vpp_size: int, warm_up: int)
 
 
 def _check_sizes(pp_size: int, vpp_size: int, num_micro_batches: int) -> None:
-    for name, size in (
-        ("pp_size", pp_size),
-        ("vpp_size", vpp_size),
-        ("num_micro_batches", num_micro_batches),
-    ):
+    given = {"pp_size": pp_size, "vpp_size": vpp_size, "num_micro_batches": num_micro_batches}
+    for name, size in given.items():
         if size < 1:
             raise ConfigError(f"{name} is {size}; it must be at least 1")
     if pp_size * vpp_size * num_micro_batches > MOST_PASSES:

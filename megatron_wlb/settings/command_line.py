@@ -157,7 +157,9 @@ def parse(
     if "wlb_config" in values:
         path = values["wlb_config"]
         try:
-            values = {**vars(parser.parse_args(_yaml_arguments(path))), **values}
+            arguments = yaml_arguments(path)  # one set of rules for both
+            _reject_unknown(arguments)
+            values = {**vars(parser.parse_args(arguments)), **values}
         except ConfigError as error:
             raise ConfigError(f"--wlb-config {path}: {error}") from None
     return from_flat(values)
@@ -186,13 +188,6 @@ def _switches() -> set[str]:
         for name, hint in typing.get_type_hints(group).items()
         if typing.get_args(hint) == ("on", "off")
     }
-
-
-def _yaml_arguments(path: str) -> list[str]:
-    """The YAML file as if it had been written on the command line: one set of rules for both."""
-    arguments = yaml_arguments(path)
-    _reject_unknown(arguments)
-    return arguments
 
 
 def yaml_arguments(path: str) -> list[str]:

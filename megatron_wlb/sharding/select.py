@@ -2,9 +2,7 @@
 
 ``adaptive`` is WLB-LLM §5.3: per-sequence or per-document, whichever has the faster attention.
 ``hybrid`` also weighs sharding only the long documents per document, and from which length on.
-
-Both choose from what the predictions of :mod:`megatron_wlb.cost.attention` say of one layer's
-attention; all else is the same for every sharding, as each rank has equally many tokens.
+Both go by :mod:`megatron_wlb.cost.attention`'s predictions of one layer's attention.
 """
 
 from __future__ import annotations
@@ -119,9 +117,7 @@ def predict_each(
 class Selector:
     """Chooses the sharding of each micro-batch, on every rank the same.
 
-    The choice is the candidate with the least :attr:`Prediction.latency_us`, the first of equals:
-    so `adaptive` is never predicted slower than its two, nor `hybrid` slower than `adaptive`.
-
+    The choice is the candidate with the least :attr:`Prediction.latency_us`, the first of equals.
     Raises :class:`ConfigError` for an unknown mode.
     """
 

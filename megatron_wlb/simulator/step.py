@@ -1,11 +1,8 @@
 """A whole training step, simulated: pipelines of all data-parallel ranks, reduction and update.
 
-:class:`Simulator` makes a :class:`StepTimeline` of micro-batches, costs and layout. Each
-data-parallel rank's pipeline is a graph of its own (:mod:`megatron_wlb.schedule.graph`); they meet
-where gradients are reduced, and all ranks meet at the update, as the norm of all gradients comes
-first.
-
-Everything here is *simulated*. Times are in µs and start at 0.
+Each data-parallel rank's pipeline is replayed for itself (:mod:`megatron_wlb.schedule.graph`); they
+meet where gradients are reduced, and all ranks meet at the update, as the norm of all gradients
+comes first. Everything here is *simulated*. Times are in µs and start at 0.
 """
 
 from __future__ import annotations
@@ -118,16 +115,8 @@ class Simulator:
         memory: tuple[StepMemory, ...] = ()
         if self.memory is not None:
             memory = tuple(step_memory(self.memory, graph.order, tokens) for tokens in padded)
-        return StepTimeline(
-            graph,
-            tuple(times),
-            tuple(gaps),
-            tuple(replays),
-            collectives,
-            step_us,
-            num_tokens,
-            memory,
-        )
+        done = tuple(times), tuple(gaps), tuple(replays)
+        return StepTimeline(graph, *done, collectives, step_us, num_tokens, memory)
 
     def _finish(
         self, graph: Graph, replays: Sequence[Replay]
@@ -187,11 +176,7 @@ def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:
     if isinstance(micro_batches, StepPlan):
         plan = micro_batches
         return [[m.lengths for m in rank] for rank in plan.micro_batches], plan.num_tokens
-    num_tokens = sum(length for rank in micro_batches for m in rank for length in m)
-    for rank in micro_batches:
-        for segments in rank:
-            if any(length < 1 for length in segments):
-                raise PlanError(
-                    f"a micro-batch has a document of {min(segments)} tokens; give at least 1"
-                )
-    return micro_batches, num_tokens
+    segments = [length for rank in micro_batches for m in rank for length in m]
+    if min(segments, default=1) < 1:
+        raise PlanError(f"a micro-batch has a document of {min(segments)} tokens; give at least 1")
+    return micro_batches, sum(segments)

@@ -78,9 +78,7 @@ class StepTimeline:
 
     @cached_property
     def bubble_share(self) -> float:
-        """Share of all ranks' time in the pipeline in which they wait, for each other or for the
-        slowest data-parallel rank: ``1 - Σ busy ÷ (ranks · pipeline_us)``.
-        """
+        """Share of the ranks' time that they wait: ``1 - Σ busy ÷ (ranks · pipeline_us)``."""
         available_us = self.dp_size * self.graph.pp_size * self.pipeline_us
         busy_us = sum(map(sum, self.busy_us))  # by rounding, it may be more than there is
         return max(0.0, 1.0 - busy_us / available_us) if available_us else 0.0
@@ -119,9 +117,8 @@ class StepTimeline:
     def critical_path(self) -> tuple[Activity, ...]:
         """What kept the step from ending earlier, first to last.
 
-        Each part starts when the one before it has stopped and, on another rank, its tensor was
-        received: they and the transfers between them fill the step. Only a reduction that overlaps
-        a backward starts within it.
+        The parts and the transfers between them fill the step. Only a reduction that overlaps a
+        backward starts within it.
         """
         tail = self._critical_tail()
         what, ranks = "", range(self.graph.pp_size)

@@ -49,10 +49,12 @@ def run_oracle(config: Config, workload: Workload) -> OracleRun:
     parameters = dict(model.named_parameters())
     initial = _randomise(parameters, config.training.seed)
     t = config.training
-    matrices = {"params": [p for p in parameters.values() if p.ndim > 1]}
-    vectors = {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters.values() if p.ndim > 1]},
+        {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        [matrices, vectors],  # as Megatron: no decay of biases and norms
+        groups,  # as Megatron: no decay of biases and norms
         lr=t.lr,
         betas=(t.adam_beta1, t.adam_beta2),
         eps=t.adam_eps,
