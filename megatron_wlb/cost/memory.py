@@ -130,13 +130,10 @@ class MemoryModel:
         return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
 
     def max_tokens(self, limit_bytes: float, num_micro_batches: int, *, multiple: int = 1) -> int:
-        """S_max: the longest micro-batch such that a step fits ``limit_bytes`` on every rank.
+        """S_max: the longest micro-batch such that a step of ``num_micro_batches`` of that length
+        fits ``limit_bytes`` on every rank; a multiple of ``multiple``, and at least that.
 
-        It fits even if all of a rank's ``num_micro_batches`` are that long. The result is a
-        multiple of ``multiple``, and at least that.
-
-        Raises:
-            ConfigError: the model does not fit, or not with a single micro-batch of ``multiple``.
+        Raises :class:`ConfigError` where the model does not fit, or no micro-batch of ``multiple``.
         """
         # Once the pipeline is full, a longer step only repeats what is in flight.
         group = self.parallelism.group_size or self.parallelism.pp_size

@@ -30,8 +30,7 @@ class Blend:
     def parse(cls, words: Sequence[str]) -> Blend:
         """Reads ``--data-path`` as Megatron does: ``A B …`` or ``WEIGHT A WEIGHT B …``.
 
-        Raises:
-            ConfigError: a weight that is negative or not finite, or weights that are all 0.
+        Raises ConfigError for a weight that is negative or not finite, or weights that are all 0.
         """
         try:
             weights = tuple(map(float, words[::2]))
@@ -174,10 +173,7 @@ class BlendedStream:
         return [document._replace(corpus=corpus) for _, corpus, document in drawn]
 
     def _numbered(self, document: Document) -> Document:
-        """Gives a document its number and step in the blend; pieces of long ones have their own.
-
-        Made anew field by field: ``_replace`` takes several times as long.
-        """
+        """Gives a document its number and step in the blend; ``_replace`` would take far longer."""
         d, arrival = document, self._num_arrived
         self._num_arrived += 1
         return Document(d.corpus, d.index, d.offset, d.length, d.ends, d.epoch, arrival, self.step)
