@@ -80,10 +80,10 @@ def plan_steps(
     setting, workload = _workload(
         source, window, num_micro_batches, packing, max_tokens, cost, seed, multiple
     )
-    lengths = source.lengths(0, window=window, seed=seed)
-    corpora = Corpora([Corpus("documents", lengths, None, None)], 1, {"train": [(0, len(lengths))]})
-    epochs = Split(corpora, "train", num_epochs)
-    planner = replace(workload, source=epochs, layout=layout).planner(setting)
+    corpus = Corpus(source.title, source.lengths(0, window=window, seed=seed), None, None)
+    corpora = Corpora([corpus], 0, {"train": [(0, len(corpus.lengths))]})
+    split = Split(corpora, "train", num_epochs)
+    planner = replace(workload, source=split, layout=layout).planner(setting)
     return iter(planner.next_plan, None)
 
 

@@ -6,41 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wlb.cost.analytic import AnalyticModel, analytic_cost
-from megatron_wlb.cost.document import Cost, CostModel, DocumentCost, Work
-from megatron_wlb.cost.hardware import Hardware, hardware_names, load_hardware
-from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precision, Precisions
+from megatron_wlb.cost.document import Cost, CostModel, DocumentCost
+from megatron_wlb.cost.hardware import Hardware, load_hardware
 from megatron_wlb.cost.memory import MemoryModel
-from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
-from megatron_wlb.cost.table import ProfiledCost, Row, check_model, model_identity, read_cost_file
+from megatron_wlb.cost.table import ProfiledCost, check_model, read_cost_file
 
 __all__ = [
     "AnalyticModel",
-    "Attention",
     "Cost",
     "CostModel",
     "DocumentCost",
-    "FeedForward",
-    "Fit",
     "Hardware",
-    "Layer",
     "MemoryModel",
     "ModelShape",
     "Parallelism",
-    "Precision",
-    "Precisions",
     "ProfiledCost",
     "Recompute",
-    "Row",
-    "Sample",
-    "Work",
     "analytic_cost",
     "check_model",
     "cost_from_dict",
-    "fit_document_cost",
-    "hardware_names",
     "load_hardware",
-    "model_identity",
     "read_cost_file",
 ]
 

@@ -1,21 +1,18 @@
 """The operations of a model chunk and the bytes that each keeps: what activation memory is made of.
 
 A chunk is a *tape* of operations. Forward writes it: each adds what its backward needs. Backward
-reads it from the end: each needs some working memory, then lets go of what it kept. The most that
-was alive on the way is the chunk's peak. Full recompute is an operation that keeps its input and,
-in backward, writes and reads an inner tape.
+reads it from the end: each needs some working memory, then lets go of what it kept. Full recompute
+is an operation that keeps its input and, in backward, writes and reads an inner tape.
 
 Two ways to count, by the kernels that run:
 
-* ``torch``: the modules that this project's runtime builds from Megatron's local layer spec, on
-  the CPU: norms of several operations that keep fp32 copies, unfused RoPE and SwiGLU, and attention
-  document by document.
+* ``torch``: Megatron's local layer spec on the CPU: norms of several operations that keep fp32
+  copies, unfused RoPE and SwiGLU, and attention document by document.
 * ``fused``: kernels that keep their inputs only, as Transformer Engine's norms, flash attention,
   fused RoPE and fused SwiGLU do. Not measured; from their definitions (for a GPT with dropout it is
   the ``34·h`` bytes a token and layer of Korthikanti et al., 2022).
 
-A number is kept in the precision of the operation that reads it again: a matrix product's input in
-that product's, queries and keys in attention's, the residual stream in that of norms.
+A number is kept in the precision of the operation that reads it again.
 
 Legend: ``h`` hidden, ``f`` FFN, ``q``/``k`` numbers of a token's query/key on a TP rank. All bytes
 are those of one device, a token of the micro-batch (padded, over CP).
@@ -23,7 +20,7 @@ are those of one device, a token of the micro-batch (padded, over CP).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -67,36 +64,27 @@ class Tape:
 
     def forward_peak_bytes(self, num_tokens: int) -> float:
         """The most that a micro-batch adds while it runs forward, what it keeps included."""
-        return _forward(self.operations, num_tokens)
+        kept = peak = 0.0
+        for operation in self.operations:
+            working = operation.forward
+            if operation.inner:  # forward without keeping anything: its largest operation
+                working = max(o.forward + o.saved for o in operation.inner)
+            peak = max(peak, kept + (operation.saved + working) * num_tokens)
+            kept += operation.saved * num_tokens
+        return peak
 
     def backward_peak_bytes(self, num_tokens: int) -> float:
         """The most of a micro-batch while it runs backward, what it has kept included."""
-        return _backward(self.operations, num_tokens)
-
-
-def _forward(operations: Sequence[Operation], num_tokens: int) -> float:
-    kept = peak = 0.0
-    for operation in operations:
-        working = operation.forward
-        if operation.inner:  # forward without keeping anything: its largest operation
-            working = max(o.forward + o.saved for o in operation.inner)
-        peak = max(peak, kept + (operation.saved + working) * num_tokens)
-        kept += operation.saved * num_tokens
-    return peak
-
-
-def _backward(operations: Sequence[Operation], num_tokens: int) -> float:
-    kept = sum(operation.saved for operation in operations) * num_tokens
-    peak = kept
-    for operation in reversed(operations):
-        working = operation.backward * num_tokens + operation.weight_bytes
-        if operation.inner:
+        peak = kept = self.saved_per_token * num_tokens
+        for operation in reversed(self.operations):
+            working = operation.backward * num_tokens + operation.weight_bytes
+            inner = Tape(operation.inner)
             working += max(
-                _forward(operation.inner, num_tokens), _backward(operation.inner, num_tokens)
+                inner.forward_peak_bytes(num_tokens), inner.backward_peak_bytes(num_tokens)
             )
-        peak = max(peak, kept + working)
-        kept -= operation.saved * num_tokens
-    return peak
+            peak = max(peak, kept + working)
+            kept -= operation.saved * num_tokens
+        return peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +103,7 @@ class ActivationModel:
     keep_gathered: bool = False
     """Under CP: whether gathered keys and values are kept for the backward pass."""
     precisions: Precisions | None = None
-    """Of the layer at hand."""
+    """The precisions of the layer at hand."""
 
     def tape(self, *, first: bool, last: bool, layers: Runs | None = None) -> Tape:
         """The tape of a chunk that embeds (``first``) or has the loss (``last``), or of another.
@@ -275,7 +263,7 @@ class ActivationModel:
         )
 
     def _attention(self, part: Attention) -> list[Operation]:
-        """From the norm's output to the projection."""
+        """Lists the operations from the norm's output to the projection."""
         tp_size, e = self.parallelism.tp_size, self._bytes.attention.element_bytes
         q, k = part.query_size / tp_size, part.key_size / tp_size
         heads, groups = part.num_attention_heads / tp_size, part.num_query_groups / tp_size
@@ -347,7 +335,7 @@ class ActivationModel:
         return Operation("attention", kept, forward=max(gathering - kept, copy), backward=backward)
 
     def _mlp(self, part: FeedForward) -> list[Operation]:
-        """From the norm's output to the second product."""
+        """Lists the operations from the norm's output to the second product."""
         tp_size, e = self.parallelism.tp_size, self._elementwise
         f, columns = part.rows / tp_size, part.columns / tp_size
         return [
@@ -392,13 +380,12 @@ def _with(operation: Operation, *, saved: float = 0.0, backward: float = 0.0) ->
 def _scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, ...]:
     """``operations`` on a share of the tokens."""
     return tuple(
-        Operation(
-            o.name,
-            o.saved * factor,
-            o.forward * factor,
-            o.backward * factor,
-            o.weight_bytes,
-            _scaled(o.inner, factor),
+        replace(
+            o,
+            saved=o.saved * factor,
+            forward=o.forward * factor,
+            backward=o.backward * factor,
+            inner=_scaled(o.inner, factor),
         )
         for o in operations
     )

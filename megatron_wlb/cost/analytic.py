@@ -143,13 +143,8 @@ class AnalyticModel:
 
     def cost(self) -> DocumentCost:
         """Cost of a document in the whole model: the sum over its stages."""
-        stages = self.stage_costs()
-        return DocumentCost(
-            sum(stage.forward_linear_us for stage in stages),
-            sum(stage.forward_quadratic_us for stage in stages),
-            sum(stage.backward_linear_us for stage in stages),
-            sum(stage.backward_quadratic_us for stage in stages),
-        )
+        stages = [stage.as_dict() for stage in self.stage_costs()]
+        return DocumentCost(**{name: sum(us[name] for us in stages) for name in stages[0]})
 
     @property
     def _devices(self) -> int:

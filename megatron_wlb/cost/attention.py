@@ -104,9 +104,8 @@ class AttentionProfile:
     """Measured shares on a grid of query and key lengths, interpolated.
 
     Between grid points the time a computed pair is a power of both lengths (linear on logarithmic
-    axes), where whole tiles count as computed: what tiles explain needs no interpolation. In the
-    cells on the diagonal, which have no point with more queries than keys, it is the plane through
-    the other three.
+    axes), where whole tiles count as computed. In the cells on the diagonal, which have no point
+    with more queries than keys, it is the plane through the other three.
 
     Chunks that start their document (``q = k``) have a table of their own, because kernels may run
     them by other code: torch's on the CPU needs a mask only for the others.
@@ -155,8 +154,8 @@ class AttentionProfile:
                 "ascending from 1"
             )
         whole_number("attention profile: the longest of lengths", self.lengths[-1], 1, MAX_LENGTH)
-        for name, table in (("forward_us", self.forward_us), ("backward_us", self.backward_us)):
-            if [len(row) for row in table] != list(range(n, 0, -1)):
+        for name in ("forward_us", "backward_us"):
+            if [len(row) for row in getattr(self, name)] != list(range(n, 0, -1)):
                 raise ConfigError(
                     f"attention profile: {name} needs a row for each of {n} lengths, with a time "
                     "for each key length from that on; measure again"
@@ -272,13 +271,7 @@ class AttentionProfile:
 
     def as_dict(self) -> dict[str, Any]:
         """The profile, JSON-able; inverse of :meth:`from_dict`."""
-        values = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
-        for name in ("forward_us", "backward_us"):
-            values[name] = [list(row) for row in values[name]]
-        return values
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionProfile:

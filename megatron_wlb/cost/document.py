@@ -6,7 +6,7 @@ with the tokens of a micro-batch, ``W_a`` (causal attention) with the square of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
@@ -15,6 +15,12 @@ from megatron_wlb.reading import check_names, real_number
 
 LEAST_US, MOST_US = 1e-12, 1e12
 """Limits of a time that is given or measured: sums of more than eleven days overflow."""
+
+
+def imbalance(times_us: Sequence[float]) -> float:
+    """``max · N / Σ`` of times (WLB-LLM §3.2); 1 is perfect, as are no times at all."""
+    total_us = sum(times_us)
+    return max(times_us) * len(times_us) / total_us if total_us else 1.0
 
 
 class CostModel(Protocol):

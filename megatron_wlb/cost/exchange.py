@@ -28,11 +28,7 @@ def exchange_bytes(
 ) -> ExchangeBytes:
     """Counts the bytes; ``tests/distributed/test_context.py`` finds it to the byte.
 
-    Args:
-        num_local: tokens of the rank, T/CP.
-        num_rows: tokens of all ranks, T.
-        num_keys: keys of the kernel call, Tk.
-        kv_bytes: of a token's keys and values.
+    Tokens of the rank (T/CP) and of all (T), keys of the kernel call (Tk), bytes of one's K and V.
     """
     collective = (num_local + num_rows) * kv_bytes
     copy = num_keys * kv_bytes

@@ -1,9 +1,8 @@
 """What a machine can do: a file of peak rates, achieved shares of them, and link bandwidths.
 
-The files are ``configs/hardware/*.yaml`` of the repository; an installed package carries a copy.
-Each figure is ``{value, source}``: the source says which data sheet it is from, what was measured
-and on what, or why a share is assumed. A file that ``wlb profile`` wrote has ``attention`` too: the
-measured tables of attention kernels.
+The files are ``configs/hardware/*.yaml``. Each figure is ``{value, source}``: the source says which
+data sheet it is from, what was measured and on what, or why a share is assumed. A file that
+``wlb profile`` wrote has ``attention`` too: the measured tables of attention kernels.
 """
 
 from __future__ import annotations
@@ -26,11 +25,6 @@ from megatron_wlb.reading import (
     shown,
     whole_number,
 )
-
-_SHARES = (
-    "linear_share", "attention_share", "memory_share", "link_share", "tp_overlap", "cp_overlap",
-)  # fmt: skip
-
 
 LEAST, MOST = 1e-9, 1e9
 """Limits of a figure. Machines are far from both; beyond them times and rates overflow."""
@@ -77,10 +71,10 @@ class Hardware:
             what, value = f"hardware: {name}", getattr(self, name)
             if name == "devices_per_node":
                 whole_number(what, value, 1, MOST_DEVICES)
-            elif name.endswith(("_overlap", "_us")):
-                real_number(what, value, 0, 1 if name in _SHARES else MOST)
             else:
-                real_number(what, value, LEAST, 1 if name in _SHARES else MOST)
+                least = 0 if name.endswith(("_overlap", "_us")) else LEAST
+                most = 1 if name.endswith(("_share", "_overlap")) else MOST
+                real_number(what, value, least, most)
 
     def reached_tflops(self, share: float, peak: str = "peak_tflops") -> float:
         """10¹² FLOP/s: a share of the peak of a precision, or :class:`ConfigError` without it."""
@@ -127,17 +121,6 @@ def load_hardware(name_or_path: str) -> Hardware:
             unknown, missing or impossible figure, or a figure without its source.
     """
     path, content = read_hardware(name_or_path)
-    return _from_figures(path, content)
-
-
-def read_hardware(name_or_path: str) -> tuple[Path, Mapping[str, Any]]:
-    """The file that :func:`load_hardware` reads, and what it says, unchecked."""
-    path = named_file("hardware", name_or_path, hardware_names)
-    remedy = f"give {' or '.join(hardware_names())}, or a file such as `wlb profile` writes"
-    return path, read_mapping(path, "hardware", remedy)
-
-
-def _from_figures(path: Path, content: Mapping[str, Any]) -> Hardware:
     figures = {n: f for n, f in content.items() if n not in ("description", "attention")}
     needed = [f.name for f in fields(Hardware) if f.default is MISSING]
     try:
@@ -152,3 +135,10 @@ def _from_figures(path: Path, content: Mapping[str, Any]) -> Hardware:
         )
     except ConfigError as error:
         raise ConfigError(f"hardware {path}: {str(error).removeprefix('hardware: ')}") from None
+
+
+def read_hardware(name_or_path: str) -> tuple[Path, Mapping[str, Any]]:
+    """The file that :func:`load_hardware` reads, and what it says, unchecked."""
+    path = named_file("hardware", name_or_path, hardware_names)
+    remedy = f"give {' or '.join(hardware_names())}, or a file such as `wlb profile` writes"
+    return path, read_mapping(path, "hardware", remedy)

@@ -1,8 +1,7 @@
 """Memory of a training step on each pipeline rank, and the longest micro-batch that fits: S_max.
 
 A rank holds its weights, gradients and optimizer state, and the activations of the micro-batches
-that are in flight: run forward, not yet backward. How many those are follows from the schedule,
-and how large from their own lengths, as ragged micro-batches differ. What one of them keeps is in
+that are in flight: run forward, not yet backward. What one of them keeps is in
 :mod:`megatron_wlb.cost.activations`.
 
 What is counted are the bytes of tensors that are alive. An allocator needs more: blocks are
@@ -44,7 +43,7 @@ class StateBytes:
 
 
 class ActivationBytes(NamedTuple):
-    """Around one action of a rank."""
+    """Bytes of activations around one action of a rank."""
 
     peak: float
     """The most alive while it runs."""
@@ -84,8 +83,7 @@ class MemoryModel:
         shape, p = self.shape, self.parallelism
         has = self._stages[stage]
         total = sum(
-            num * sum(self._part_parameters(part) for part in layer.parts)
-            for num, layer in has.layers
+            num * self._part_parameters(part) for num, layer in has.layers for part in layer.parts
         )
         embedding = shape.head_linear_parameters // p.tp_size
         if has.first:
@@ -132,13 +130,10 @@ class MemoryModel:
         return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
 
     def max_tokens(self, limit_bytes: float, num_micro_batches: int, *, multiple: int = 1) -> int:
-        """S_max: the longest micro-batch such that a step fits ``limit_bytes`` on every rank.
+        """S_max: the longest micro-batch such that a step of ``num_micro_batches`` of that length
+        fits ``limit_bytes`` on every rank; a multiple of ``multiple``, and at least that.
 
-        It fits even if all of a rank's ``num_micro_batches`` are that long. The result is a
-        multiple of ``multiple``, and at least that.
-
-        Raises:
-            ConfigError: the model does not fit, or not with a single micro-batch of ``multiple``.
+        Raises :class:`ConfigError` where the model does not fit, or no micro-batch of ``multiple``.
         """
         # Once the pipeline is full, a longer step only repeats what is in flight.
         group = self.parallelism.group_size or self.parallelism.pp_size
@@ -191,9 +186,7 @@ class MemoryModel:
 
     @cached_property
     def _action_bytes(self) -> dict[tuple[str, int, int], tuple[float, float]]:
-        """What an action keeps, and its own peak, by its kind, tape and tokens: chunks of a kind
-        share a tape, and all ranks have the same micro-batches.
-        """
+        """What an action keeps, and its own peak, by its kind, tape and tokens."""
         return {}
 
     @cached_property
@@ -202,14 +195,8 @@ class MemoryModel:
 
     @cached_property
     def _tapes(self) -> list[list[Tape]]:
-        activations = ActivationModel(
-            self.shape,
-            self.parallelism,
-            self.recompute,
-            self._element_bytes,
-            self.kernels,
-            self.keep_gathered,
-        )
+        run = self.shape, self.parallelism, self.recompute
+        activations = ActivationModel(*run, self._element_bytes, self.kernels, self.keep_gathered)
         tapes = {  # equal stages share one
             stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)
             for stage in set(self._stages)
@@ -242,11 +229,9 @@ class MemoryModel:
             tape, length = self._tapes[pp_rank][action.chunk], lengths[action.micro_batch]
             key = (action.kind, id(tape), length)
             if key not in once:
-                if action.kind == "F":
-                    peak = tape.forward_peak_bytes(length)
-                else:
-                    peak = tape.backward_peak_bytes(length)
-                once[key] = tape.saved_per_token * length, peak
+                forward = action.kind == "F"
+                peak_of = tape.forward_peak_bytes if forward else tape.backward_peak_bytes
+                once[key] = tape.saved_per_token * length, peak_of(length)
             saved, peak = once[key]
             if action.kind == "B":
                 kept -= saved
@@ -259,10 +244,9 @@ class MemoryModel:
     def _in_transit_bytes(
         self, pp_rank: int, actions: Sequence[Action], lengths: Sequence[int]
     ) -> list[float]:
-        """While each action runs: the input that arrives for the next forward, and inputs of the
-        last two backwards with the gradients that are being sent.
+        """Bytes on the way while each action runs; only the interleaved schedule has any.
 
-        Only the interleaved schedule sends and receives while it computes.
+        The input that arrives for the next forward, and what the last two backwards took and send.
         """
         p = self.parallelism
         if p.vpp_size == 1 or p.pp_size == 1:

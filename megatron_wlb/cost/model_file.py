@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
@@ -34,7 +33,7 @@ def load_model(name_or_path: str) -> ModelShape:
             unknown, missing or impossible size.
     """
     path = named_file("model", name_or_path, model_names)
-    content = _content(path)
+    content = read_mapping(path, "model")
     content.pop("description", None)
     try:
         check_names("", "size", content, _SIZES, [n for n, needed in _SIZES.items() if needed])
@@ -52,7 +51,7 @@ def is_shape(path: Path) -> bool:
     # These are called so in both.
     ours = known - {"hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads",
                     "num_query_groups", "kv_channels", "vocab_size", "rotary_percent"}  # fmt: skip
-    names = set(_content(path))
+    names = set(read_mapping(path, "model"))
     return names <= known or bool(names & ours)
 
 
@@ -60,7 +59,3 @@ def padded_vocabulary(shape: ModelShape, tp_size: int) -> ModelShape:
     """Pads the shape to the rows of LM head and embedding that Megatron makes of them."""
     multiple = VOCAB_MULTIPLE * tp_size
     return replace(shape, vocab_size=-(-shape.vocab_size // multiple) * multiple)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    return read_mapping(path, "model")

@@ -1,7 +1,6 @@
 """A :class:`DocumentCost`, or the cost of a stage, fitted to measured times; the runtime measures.
 
-Fit on one rank and send the result to the others: measured times differ between ranks, and every
-rank must plan with the same cost.
+Every rank must plan with the same cost: fit on one rank and send the result to the others.
 """
 
 from __future__ import annotations
@@ -46,13 +45,11 @@ class Fit:
 def fit_document_cost(samples: Iterable[Sample]) -> Fit:
     """The non-negative cost with the least squared *relative* errors over ``samples``.
 
-    Relative errors, because times span several orders of magnitude and short documents count as
-    much as long ones. Each pass is fitted apart as ``constant + linear · d + quadratic · d²``; the
-    two constants together are ``micro_batch_us``.
+    Relative errors, so that short documents count as much as long ones. Each pass is fitted apart
+    as ``constant + linear · d + quadratic · d²``; both constants together are ``micro_batch_us``.
 
-    Raises:
-        ConfigError: fewer than three distinct lengths, a length below 1, a time that is not
-            positive, or times that do not grow with the length.
+    Raises :class:`ConfigError` for fewer than three distinct lengths, a length below 1, a time that
+    is not positive, or times that do not grow with the length.
     """
     samples = list(samples)
     for sample in samples:
@@ -68,8 +65,9 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
             "time apart; measure at least 3"
         )
     lengths = np.array([sample.length for sample in samples], dtype=np.float64)
-    forward, forward_errors = _fit(lengths, np.array([s.forward_us for s in samples]))
-    backward, backward_errors = _fit(lengths, np.array([s.backward_us for s in samples]))
+    powers = lengths[:, None] ** np.arange(3)
+    forward, forward_errors = _fit_columns(powers, np.array([s.forward_us for s in samples]))
+    backward, backward_errors = _fit_columns(powers, np.array([s.backward_us for s in samples]))
     if not any(forward[1:]) and not any(backward[1:]):
         raise ConfigError(
             f"cost profile: times do not grow with the length over {min(lengths):.0f}-"
@@ -77,7 +75,7 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
         )
     errors = np.concatenate([forward_errors, backward_errors])
     return Fit(
-        DocumentCost(forward[1], forward[2], backward[1], backward[2], forward[0] + backward[0]),
+        DocumentCost(*map(float, (*forward[1:], *backward[1:], forward[0] + backward[0]))),
         mean_error=float(errors.mean()),
         max_error=float(errors.max()),
         num_samples=len(samples),
@@ -150,12 +148,6 @@ def fit_stage(samples: Sequence[StageSample]) -> StageFit:
 def _counts(lengths: Sequence[int]) -> tuple[int, int, int, int]:
     """What a micro-batch's time grows with."""
     return 1, len(lengths), sum(lengths), sum([length * length for length in lengths])
-
-
-def _fit(lengths: Floats, times_us: Floats) -> tuple[list[float], Floats]:
-    """Coefficients of ``d⁰, d¹, d²``, none negative, and the relative error of each time."""
-    coefficients, errors = _fit_columns(lengths[:, None] ** np.arange(3), times_us)
-    return coefficients.tolist(), errors
 
 
 def _fit_columns(columns: Floats, times_us: Floats) -> tuple[Floats, Floats]:

@@ -105,15 +105,15 @@ class ModelShape:
 
     @property
     def linear_flops(self) -> int:
-        """Of one token, forward: a multiplication and an addition a weight."""
+        """FLOPs of a token's forward: a multiplication and an addition a weight."""
         return 2 * self.linear_parameters
 
     def attention_flops(self, length: int) -> int:
-        """Of one document, forward: QKᵀ and PV over the causal half of ``length²`` pairs."""
+        """FLOPs of a document's forward: QKᵀ and PV over the causal half of ``length²`` pairs."""
         return 2 * sum(num * layer.query_size for num, layer in self.runs) * length**2
 
     def training_flops(self, lengths: Iterable[int]) -> float:
-        """Of documents, forward and backward; nothing that is computed twice."""
+        """FLOPs of documents' forward and backward; nothing that is computed twice."""
         lengths = list(lengths)
         forward = self.linear_flops * sum(lengths)
         return 3.0 * (forward + self.attention_flops(1) * sum(n * n for n in lengths))
@@ -172,8 +172,8 @@ class Parallelism:
         ``stage_layers`` are not those of the model.
         """
         num = self.num_stages
-        if self.stage_layers is not None:
-            layers = self.stage_layers
+        layers = self.stage_layers
+        if layers is not None:
             fits = len(layers) == num and sum(layers) == shape.num_layers
             if not fits or min(layers) < 0 or 0 in layers[1:-1]:
                 raise ConfigError(

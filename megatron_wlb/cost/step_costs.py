@@ -1,8 +1,7 @@
 """What a step is made of, in µs: each stage's forwards and backwards, and all that is between.
 
-Built from a model's shape and a machine (:func:`analytic_costs`), from one cost of the whole model
-(:meth:`StageCosts.even`), or from one measured cost a stage. Collectives of tensor and context
-parallelism are inside a stage's time (:mod:`megatron_wlb.cost.analytic`).
+Collectives of tensor and context parallelism are inside a stage's time
+(:mod:`megatron_wlb.cost.analytic`).
 
 Legend: ``S`` virtual stages (chunk ``c`` of rank ``r`` is ``c · PP + r``), ``N`` micro-batches.
 """
@@ -204,8 +203,7 @@ class StepCosts:
 
     def __post_init__(self) -> None:
         for f in fields(self)[1:]:
-            value = getattr(self, f.name)
-            for number in value if isinstance(value, tuple) else (value,):
+            for number in np.ravel(getattr(self, f.name)).tolist():
                 if not (math.isfinite(number) and number >= 0):
                     raise ConfigError(
                         f"step costs: {f.name} is {number}; give a finite number, not negative"
@@ -242,9 +240,8 @@ def analytic_costs(
     parameters = [memory.stage_parameters(stage) for stage in range(p.num_stages)]
     bucket = max(BUCKET_PARAMETERS, 1_000_000 * p.dp_size)
     ring = (num_reduced - 1) / num_reduced * (1 if memory.distributed_optimizer else 2)
-    embedding = 0
-    if model.shape.tied_embeddings and p.pp_size > 1:
-        embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
+    tied = model.shape.tied_embeddings and p.pp_size > 1
+    embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
     return StepCosts(
         StageCosts(model.stage_costs()),
         p2p_latency_us=machine.latency_us if p.pp_size > 1 else 0.0,
@@ -254,9 +251,7 @@ def analytic_costs(
         ),
         reduce_buckets=(max(1, -(-parameters[0] // bucket)), *[1] * (p.num_stages - 1)),
         overlap_reduce=overlap_grad_reduce,
-        embedding_us=_collective_us(machine, embedding, 2, p.pp_size * replicas)
-        if embedding
-        else 0.0,
+        embedding_us=_collective_us(machine, embedding, 2 if tied else 1, p.pp_size * replicas),
         update_us=tuple(
             _update_us(machine, memory, p, sum(parameters[rank :: p.pp_size]), replicas)
             for rank in range(p.pp_size)

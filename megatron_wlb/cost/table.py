@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,7 @@ class Row:
 class Curve:
     """Times through measured points, never falling.
 
-    Between two points it is a power of the length (a straight line on logarithmic axes), which is
-    exact for times that grow with the square, and for those that grow with the length; below the
+    Between two points it is a power of the length (a straight line on logarithmic axes); below the
     first, proportional. A point up to 10 % under an earlier one is noise and counts as equal to it.
     """
 
@@ -227,20 +226,16 @@ def check_model(measured: Mapping[str, Any], shape: ModelShape) -> None:
 
 def _table(name: str, values: object) -> tuple[Row, ...]:
     what = f"cost table: {name}"
-    return tuple(_row(what, row) for row in listed(what, values))
-
-
-def _row(what: str, values: object) -> Row:
-    if isinstance(values, Mapping):
-        values = [values.get(name) for name in ("tokens", "forward_us", "backward_us")]
-    if len(listed(what, values)) != 3:
-        raise ConfigError(f"{what} has {shown(values)}; give [tokens, forward µs, backward µs]")
-    tokens, forward_us, backward_us = listed(what, values)
-    return Row(
-        whole_number(f"{what} tokens", tokens, 1),
-        real_number(f"{what} forward_us", forward_us),
-        real_number(f"{what} backward_us", backward_us),
-    )
+    rows = []
+    for row in listed(what, values):
+        if isinstance(row, Mapping):
+            row = [row.get(f.name) for f in fields(Row)]
+        if len(listed(what, row)) != 3:
+            raise ConfigError(f"{what} has {shown(row)}; give [tokens, forward µs, backward µs]")
+        whole_number(f"{what} tokens", row[0], 1)
+        forward_us = real_number(f"{what} forward_us", row[1])
+        rows.append(Row(row[0], forward_us, real_number(f"{what} backward_us", row[2])))
+    return tuple(rows)
 
 
 def read_cost_file(path: str | Path) -> Mapping[str, Any]:

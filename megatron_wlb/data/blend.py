@@ -30,8 +30,7 @@ class Blend:
     def parse(cls, words: Sequence[str]) -> Blend:
         """Reads ``--data-path`` as Megatron does: ``A B …`` or ``WEIGHT A WEIGHT B …``.
 
-        Raises:
-            ConfigError: a weight that is negative or not finite, or weights that are all 0.
+        Raises ConfigError for a weight that is negative or not finite, or weights that are all 0.
         """
         try:
             weights = tuple(map(float, words[::2]))
@@ -52,19 +51,14 @@ class Blend:
 class BlendedStream:
     """A stream of several corpora in which each gives its weight's share of the tokens.
 
-    Each corpus is a :class:`~megatron_wlb.data.documents.DocumentStream` of its own, with its own
-    epochs and a line of tokens of its own. The next document is always that of the corpus which has
-    given least of its share, that is tokens given ÷ weight; ties go to the first corpus. So there
-    is one line of all tokens, in which every corpus has its share up to some documents, wherever
-    one stops. Step ``k`` receives the documents whose first token lies at positions
-    ``[k · step_tokens, (k+1) · step_tokens)`` of that line, whole. A step of at least a window is
-    never empty, and is never off by more than a window.
+    Each corpus is a :class:`~megatron_wlb.data.documents.DocumentStream` with its own epochs. The
+    next document is always that of the corpus which has given least of its share, that is tokens
+    given ÷ weight; ties go to the first corpus. So there is one line of all tokens, in which every
+    corpus has its share up to some documents. Steps are cut from it as ``DocumentStream`` cuts its
+    own; a step of at least a window is never empty, and never off by more than a window.
 
-    Megatron's ``BlendedDataset`` honours weights too, but counts fixed windows and draws one after
-    another; the documents are the same, their order is not. A corpus that is smaller than its share
-    is passed over again, in another order, as there.
-
-    Endless: corpora end their epochs at different times.
+    Megatron's ``BlendedDataset`` honours weights too, but counts fixed windows: the documents are
+    the same, their order is not. Endless: corpora end their epochs at different times.
     """
 
     exhausted = False
@@ -143,9 +137,7 @@ class BlendedStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where ``state`` was taken.
 
-        One of a release that gave each corpus's share by the step goes on without losing or
-        repeating a document, but with other documents in its next steps than it would have had.
-
+        One of a release that gave each corpus's share by the step loses and repeats no document.
         Raises CheckpointError for a state of other corpora, weights or settings.
         """
         try:
@@ -181,10 +173,7 @@ class BlendedStream:
         return [document._replace(corpus=corpus) for _, corpus, document in drawn]
 
     def _numbered(self, document: Document) -> Document:
-        """Gives a document its number and step in the blend; pieces of long ones have their own.
-
-        Made anew field by field: ``_replace`` takes several times as long.
-        """
+        """Gives a document its number and step in the blend; ``_replace`` would take far longer."""
         d, arrival = document, self._num_arrived
         self._num_arrived += 1
         return Document(d.corpus, d.index, d.offset, d.length, d.ends, d.epoch, arrival, self.step)

@@ -28,9 +28,8 @@ class Corpora:
     def open(cls, config: Config) -> Corpora:
         """Opens ``--data-path`` and applies ``--split``.
 
-        Raises:
-            ConfigError: no corpus, or no vocabulary size known.
-            CorpusError: missing or corrupt files, or corpora of different vocabularies.
+        Raises ConfigError for no corpus, or no vocabulary size known, and CorpusError for missing
+        or corrupt files, or corpora of different vocabularies.
         """
         if not config.data.data_path:
             raise ConfigError(

@@ -115,17 +115,15 @@ def build_corpus(
     reuse: bool = False,
     progress: Progress | None = None,
 ) -> CorpusInfo:
-    """Write the documents of ``paths`` as ``PREFIX.bin``, ``.idx`` and ``.json``: all or none.
+    """Writes the documents of ``paths`` as ``PREFIX.bin``, ``.idx`` and ``.json``: all or none.
 
     See :class:`~megatron_wlb.data.sources.Sources` for what a document is. ``tokenizer`` is
-    ``bytes`` (256 ids), ``bpe`` (byte-level BPE trained on this text, saved beside the corpus, of
-    ``vocab_size`` ids, 8192 by default) or the path of a ``tokenizer.json``. One EOD token is
-    appended to each document.
+    ``bytes`` (256 ids), ``bpe`` (byte-level, trained on this text, of ``vocab_size`` ids) or the
+    path of a ``tokenizer.json``. One EOD token is appended to each document.
 
     ``reuse`` keeps a corpus that was built from the same content with the same settings; ``force``
-    replaces whatever is there. Raises CorpusError, and leaves nothing that looks like a corpus,
-    for sources that are missing, unreadable or hold no text, and for a ``prefix`` that exists or
-    cannot be written.
+    replaces whatever is there. Raises CorpusError for sources that are missing, unreadable or hold
+    no text, and for a ``prefix`` that exists or cannot be written.
     """
     prefix = _file_prefix(prefix)
     suffixes = [".bin", ".json", ".idx"]
@@ -159,19 +157,16 @@ def build_corpus(
             draft = f"{folder}/draft"
             encoder = _make_encoder(tokenizer, settings, sources, draft, progress)
             counts, num_documents, num_tokens = _write(sources, encoder, draft, progress)
+            met = {name: n for name, n in asdict(counts).items() if name != "bytes_read"}
             info = CorpusInfo(
-                prefix,
-                tokenizer,
-                encoder.vocab_size,
-                encoder.eod,
-                num_documents,
-                num_tokens,
-                counts.num_files,
-                counts.num_binary_files,
-                counts.num_unparsable_files,
-                counts.num_empty,
-                counts.num_utf8_errors,
-                fingerprint,
+                prefix=prefix,
+                tokenizer=tokenizer,
+                vocab_size=encoder.vocab_size,
+                eod=encoder.eod,
+                num_documents=num_documents,
+                num_tokens=num_tokens,
+                fingerprint=fingerprint,
+                **met,
             )
             info.save(Path(f"{draft}.json"))
             # A corpus is whole while its .idx is there: the old one goes first, the new comes last.
@@ -244,11 +239,10 @@ class Corpus:
 
     @classmethod
     def open(cls, prefix: str | Path) -> Corpus:
-        """Read the index and check it against the size of the ``.bin``, which is not read.
+        """Reads the index and checks it against the size of the ``.bin``, which is not read.
 
-        Raises CorpusError for a file that is missing, is not an index, is truncated, or does not
-        fit the others, for documents that the index has in other places than their lengths say,
-        and for a corpus without documents.
+        Raises CorpusError for a file that is missing, damaged or does not fit the others, and for
+        a corpus without documents.
         """
         prefix = str(prefix)
         for suffix in (".idx", ".bin"):
@@ -291,9 +285,8 @@ class Corpus:
 def parse_split(split: str, num_documents: int) -> tuple[tuple[int, int], ...]:
     """Megatron's ``--split`` as half-open ranges of documents for training, validation and test.
 
-    The bounds are those that Megatron gives ``GPTDataset``: cumulated normalised weights times the
-    number of documents, rounded half to even. ``"99,1,0"`` of 250 documents: (0, 248), (248, 250),
-    (250, 250). Raises ConfigError for what Megatron would misread (``"99,-1,0"``) or crash on.
+    The bounds are Megatron's: cumulated normalised weights times the number of documents, rounded
+    half to even. Raises ConfigError for what Megatron would misread (``"99,-1,0"``) or crash on.
     """
     parts = [part.strip() for part in split.split(",")]
     numeric = all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts)
@@ -377,10 +370,7 @@ def _wrong_pointer(
     stream: BinaryIO, lengths: npt.NDArray[np.int64], token_bytes: int
 ) -> tuple[int, int, int] | None:
     """The first pointer that is not where the documents before it end: its number, the byte that it
-    names and the right one. None where all are right, as Megatron's tools write them, also when
-    they join corpora.
-
-    ``stream`` stands at the first pointer. Reads each once, some at a time.
+    names and the right one. ``stream`` stands at the first pointer.
     """
     start = 0
     for first in range(0, len(lengths), _POINTERS_AT_ONCE):

@@ -31,8 +31,8 @@ class DocumentStream:
 
     The stream is one long line of tokens. Step ``k`` receives the documents whose *first* token
     lies at stream positions ``[k · step_tokens, (k+1) · step_tokens)``, whole, so that all packings
-    see the same arrivals, and the mean per step is exactly ``step_tokens`` whatever the lengths.
-    With ``step_tokens`` = global batch size × window a step keeps the size it has in Megatron.
+    see the same arrivals. With ``step_tokens`` = global batch size × window a step keeps the size
+    it has in Megatron.
 
     A stored document longer than ``window`` follows ``long_documents``: ``split`` makes pieces of
     ``window`` tokens and a last one of the remainder, each a Document that arrives by its own first
@@ -41,8 +41,8 @@ class DocumentStream:
     skipped and counted in ``num_empty``.
 
     Order: one permutation an epoch over all corpora together, made from ``(seed, epoch)``; without
-    ``shuffle``, the stored order, corpus after corpus. An epoch may end in the middle of a step.
-    Memory: 24 bytes a document.
+    ``shuffle``, the stored order. An epoch may end in the middle of a step. Memory: 24 bytes a
+    document.
     """
 
     def __init__(
@@ -62,22 +62,19 @@ class DocumentStream:
         """Takes ``lengths`` and half-open ``ranges`` of documents (default: all), by corpus.
 
         ``num_epochs`` None never ends; ``step_tokens`` may be a fraction, for a share of a step;
-        ``first_corpus`` is how errors number the first one; ``names``, by corpus, are how they name
-        them where a checkpoint is of others.
-        Raises ConfigError for a setting out of its limits, and
-        CorpusError for lengths that cannot be streamed under them.
+        ``first_corpus`` is how errors number the first one, ``names`` what they call them all.
+
+        Raises ConfigError for a setting out of its limits, and CorpusError for lengths that cannot
+        be streamed under them.
         """
         if ranges is None:
             ranges = [(0, len(corpus)) for corpus in lengths]
         _check(len(lengths) >= 1, "no corpus to stream")
         _check(len(ranges) == len(lengths), f"{len(ranges)} ranges for {len(lengths)} corpora")
         for corpus, (start, stop) in enumerate(ranges):
-            inside = 0 <= start <= stop <= len(lengths[corpus])
-            _check(
-                inside,
-                f"range {start}:{stop} is outside corpus {first_corpus + corpus}, "
-                f"{len(lengths[corpus])} long",
-            )
+            number, length = first_corpus + corpus, len(lengths[corpus])
+            outside = f"range {start}:{stop} is outside corpus {number}, {length} long"
+            _check(0 <= start <= stop <= length, outside)
         _check(window >= 2, f"window {window} is below 2 tokens, which leaves nothing to predict")
         _check(step_tokens > 0, f"step_tokens {step_tokens} is not above 0")
         _check(num_epochs is None or num_epochs >= 1, f"num_epochs {num_epochs} is below 1")
@@ -139,11 +136,9 @@ class DocumentStream:
     def next_step(self) -> list[Document]:
         """The documents that arrive in the next step, in stream order.
 
-        Empty once exhausted, and also in a step that begins and ends inside one document (possible
-        where ``step_tokens`` is below the window): :attr:`exhausted` tells which.
+        None once exhausted, or in a step that begins and ends inside one document.
         """
-        # Behind only after an end that more epochs have moved, or steps without the stream: they
-        # go on in the present step, not with all the steps that have passed since.
+        # Behind only after an end that more epochs have moved, or steps without the stream.
         self.position_tokens = max(self.position_tokens, math.ceil(self.step * self.step_tokens))
         end = (self.step + 1) * self.step_tokens
         documents: list[Document] = []
@@ -162,10 +157,10 @@ class DocumentStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where ``state`` was taken.
+        """Continues where ``state`` was taken; ``num_epochs`` may differ.
 
-        ``num_epochs`` may differ: it moves the end alone. Raises CheckpointError, and changes
-        nothing, for a state of another corpus or of other settings, naming what differs.
+        Raises CheckpointError, and changes nothing, for a state of another corpus or of other
+        settings, naming what differs.
         """
         try:
             version, saved = state["version"], dict(state["settings"])
@@ -216,10 +211,7 @@ class DocumentStream:
         return differing
 
     def _draw(self, end: int | Fraction, documents: list[Document]) -> None:
-        """Append what begins before stream position ``end`` of some documents of this epoch.
-
-        At least one is drawn, at most about as many as are expected to be needed.
-        """
+        """Appends what begins before stream position ``end`` of some documents of this epoch."""
         position, offset, window, step = self.position_tokens, self._offset, self.window, self.step
         expected = (end - position) * self.num_documents // self.tokens_per_epoch
         numbers = self._epoch_order()[self._document :][: expected + 16]

@@ -109,8 +109,7 @@ class LengthSource:
     def sampled(self, num_tokens: int, *, window: int, seed: int) -> LengthSource:
         """Samples documents that have ``num_tokens`` together, or all where there are fewer.
 
-        A shuffled stream of them begins as one of all documents would. It spares sorting a hundred
-        million documents to try a few thousand.
+        It spares sorting a hundred million documents to try a few thousand.
         """
         if self.stored is None:
             return self
@@ -148,9 +147,8 @@ class LengthSource:
     ) -> DocumentStream:
         """Streams at least ``num_steps`` steps of documents, as training would draw them.
 
-        Stored documents are shuffled, and drawn again in another order once all have been. Drawn
-        ones keep their order, in which they fill windows exactly. Documents above ``longest``
-        follow ``long_documents``.
+        Stored documents are shuffled and repeat. Drawn ones keep their order, in which they fill
+        windows exactly. Documents above ``longest`` follow ``long_documents``.
         """
         drawn = self.stored is None
         step_tokens = windows_a_step * window

@@ -68,9 +68,8 @@ class LengthStatistics:
             counts = by_length[distinct]
         else:
             distinct, counts = np.unique(lengths, return_counts=True)
-        num_empty = int(counts[0]) if distinct[0] == 0 else 0
-        first = int(num_empty > 0)
-        lengths, counts = (part[first:].astype(np.int64) for part in (distinct, counts))
+        some, num_empty = distinct > 0, int(counts[distinct == 0].sum())
+        lengths, counts = (part[some].astype(np.int64) for part in (distinct, counts))
         return cls(lengths, counts, num_empty, window)
 
     @property

@@ -56,8 +56,7 @@ class Sources:
     def documents(self, counts: SourceCounts) -> Iterator[bytes]:
         """Each document's bytes, in file order; ``counts`` is kept up to date.
 
-        Bytes that are not valid UTF-8 are counted and passed on as they are. Raises CorpusError
-        for a file that cannot be read and for a bad JSONL line, naming file and line.
+        Raises CorpusError for a file that cannot be read and for a bad JSONL line, naming both.
         """
         for path in self.files:
             counts.num_files += 1
@@ -161,9 +160,9 @@ def find_files(
 ) -> list[Path]:
     """All files of ``paths``, folders walked recursively in sorted order, files before folders.
 
-    Inside folders, hidden files and folders, ``__pycache__`` and folders named in ``exclude`` are
-    left out, and so are the files in ``skip`` (absolute). Folder links are not followed. Raises
-    CorpusError for a path that does not exist, and for a folder without any file.
+    Hidden files and folders, ``__pycache__``, folders named in ``exclude`` and the files in
+    ``skip`` (absolute) are left out, links to folders are not followed. Raises CorpusError for a
+    path that does not exist, and for a folder without any file.
     """
     files: list[Path] = []
     for path in map(Path, paths):

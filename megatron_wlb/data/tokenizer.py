@@ -101,9 +101,8 @@ def train_bpe(batches: Batches, vocab_size: int) -> str:
 def file_encoder(content: str, name: str) -> Encoder:
     """The encoder of a ``tokenizer.json`` whose text is ``content``.
 
-    Invalid UTF-8 becomes U+FFFD. Truncation and padding that the file asks for are turned off:
-    documents are whole. Text that spells a special token, EOD above all, does not become one.
-    Raises CorpusError for a file that is no tokenizer, or one without an EOD token.
+    Invalid UTF-8 becomes U+FFFD. Truncation and padding are turned off. Text that spells a special
+    token does not become one. Raises CorpusError for a file that is no tokenizer, or has no EOD.
     """
     from tokenizers import Tokenizer
 

@@ -75,8 +75,6 @@ class Limits:
 
     def check(self, documents: Sequence[Document]) -> None:
         """Raises :class:`PackingError` for a document that no micro-batch could ever hold."""
-        if max([document.length for document in documents], default=0) <= self.max_tokens:
-            return
         for document in documents:
             if document.length > self.max_tokens:
                 raise PackingError(
@@ -143,10 +141,7 @@ class Packer(Protocol):
 
 
 def save_state(packer: Packer, **waiting: Iterable[Document]) -> dict[str, Any]:
-    """Writes whose state it is and the named lists of waiting documents, JSON-able.
-
-    The lists are copies, and documents do not change: about 10 ns a document.
-    """
+    """Writes whose state it is and copies of the named lists of waiting documents, JSON-able."""
     lists = {name: [*documents] for name, documents in waiting.items()}
     return {"packing": packer.name, "num_micro_batches": packer.limits.num_micro_batches, **lists}
 

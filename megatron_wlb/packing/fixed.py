@@ -119,10 +119,9 @@ class FixedGreedyPacker(FixedPacker):
     """Balances fixed windows greedily, over ``num_batches`` global batches.
 
     In descending order of cost each piece goes to the least loaded window that has room (LPT). The
-    few that find no room are cut to fill what room there is: windows of fixed length have no other
-    way. The windows are then grouped into steps. ``sorted`` sorts them by work first, so that each
-    step has windows of like work: its imbalance is low, but steps differ in work. ``arrival``
-    groups those whose tokens arrived together.
+    few that find no room are cut to fill what room there is. The windows are then grouped into
+    steps. ``sorted`` gives each step windows of like work: its imbalance is low, but steps differ.
+    ``arrival`` groups those whose tokens arrived together.
 
     Departure from Equation 1: balanced is the predicted time of the documents, not Σ d² alone.
 

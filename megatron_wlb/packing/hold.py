@@ -65,16 +65,14 @@ class _Outcome:
 class HoldPacker:
     """Runs every document at once but the few that are too heavy for the others to balance.
 
-    A step takes at least as long as its heaviest document, and at best its mean micro-batch. So
-    what is worth holding back are the ``k`` heaviest documents at hand, ``W_1 ≥ W_2 ≥ …``, for some
-    k: the others, placed on the least loaded micro-batches (LPT), then have an imbalance of about
-    ``max(1, N · W_{k+1} ÷ Σ_{j>k} W_j)``. Balance is weighed against delay: the k with the lowest
+    Held back are the ``k`` heaviest documents at hand, ``W_1 ≥ W_2 ≥ …``: the others, placed on the
+    least loaded micro-batches (LPT), then have an imbalance of about
+    ``max(1, N · W_{k+1} ÷ Σ_{j>k} W_j)``. It is the k with the lowest
 
         score = max(τ, imbalance) + delay_price · (tokens that wait ÷ tokens of a mean step)
 
-    No queues and no thresholds: what is heavy depends on what else is at hand. Held documents run
-    as soon as enough of their like have arrived. ``tau`` is the imbalance below which nothing is
-    gained: 1 balances as well as is worth its delay, infinity holds nothing back.
+    ``tau`` is the imbalance below which nothing is gained: 1 balances as well as is worth its
+    delay, infinity holds nothing back.
 
     With ``look_ahead`` K, heavy documents that arrive up to K steps later may run now, beside heavy
     ones at hand that would have to wait otherwise: those with the most work for their tokens ×
@@ -82,13 +80,11 @@ class HoldPacker:
 
     * Documents that have waited ``max_age`` steps are placed first, oldest first. Others up to the
       weight of the heaviest of them may then run as well: they do not make the step longer.
-    * Above ``limits.max_step_tokens`` the lightest documents are held back too (but not due ones):
-      they are the easiest to balance later.
+    * Above ``limits.max_step_tokens`` the lightest documents are held back too (but not due ones).
     * At least one document runs, even if that has yet to arrive.
 
-    The bound is reached where S_max does not bind and documents are many, so that one placement is
-    enough for most steps: choices are tried in order of their bounds, and the first that is within
-    ``TOLERANCE`` of the next one's bound is taken.
+    Choices are tried in order of their bounds, and the first that is within ``TOLERANCE`` of the
+    next one's bound is taken: most often the first.
 
     Raises :class:`ConfigError` for ``tau`` below 1, a negative ``delay_price`` or ``look_ahead``.
     """
@@ -261,8 +257,7 @@ class HoldPacker:
     ) -> tuple[list[int], float, float]:
         """Picks what is worth running early beside others of ``total_us``; its cost and delay.
 
-        As long as the heaviest document makes the step longer than its mean micro-batch, and one
-        more brings more balance than its delay costs. None is heavier than the heaviest.
+        Each brings more balance than its delay costs; none is heavier than the heaviest.
         """
         needed_us, price = self.limits.num_micro_batches * heaviest_us, self.delay_price
         early: list[int] = []

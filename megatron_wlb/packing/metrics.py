@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wlb.cost.document import imbalance
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, StepPlan
 
@@ -76,7 +77,9 @@ class Meter:
         self._padding_tokens += plan.padding_tokens
         self._step_tokens.append(plan.num_tokens)
         self._imbalances.append(plan.imbalance)
-        self._rank_imbalances.append(_rank_imbalance(plan))
+        self._rank_imbalances.append(
+            imbalance([sum(m.predicted_us for m in rank) for rank in plan.micro_batches])
+        )
         self._max_us += max(times_us) * len(times_us)
         self._total_us += sum(times_us)
         for document in plan.documents:
@@ -128,12 +131,6 @@ def measure(plans: Iterable[StepPlan], waiting: Sequence[Document] = ()) -> Pack
     for plan in plans:
         meter.add(plan)
     return meter.metrics(waiting)
-
-
-def _rank_imbalance(plan: StepPlan) -> float:
-    sums_us = [sum(m.predicted_us for m in rank) for rank in plan.micro_batches]
-    total_us = sum(sums_us)
-    return max(sums_us) * len(sums_us) / total_us if total_us else 1.0
 
 
 def _percentile(delays: Counter[int], percent: int) -> int:

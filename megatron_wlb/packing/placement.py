@@ -183,10 +183,9 @@ def place(
 ) -> Placement:
     """Each document in turn goes to the least loaded micro-batch that has room for it.
 
-    Ties go to the lowest index. In descending order of cost this is the LPT rule, which is close
-    to the optimum where documents are many. ``O(log N)`` a document: micro-batches are in a heap by
-    load; those without room are parked in another by their room, each to be looked at again only
-    when it can serve. Many micro-batches are served in rounds before, for as long as all have room.
+    Ties go to the lowest index. In descending order of cost this is the LPT rule. ``O(log N)`` a
+    document: micro-batches are in a heap by load; those without room are parked in another by their
+    room. Many micro-batches are served in rounds before, for as long as all have room.
     """
     if num_micro_batches < MANY_MICRO_BATCHES:
         placed = np.zeros(0, dtype=np.int64)

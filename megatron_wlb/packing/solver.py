@@ -38,8 +38,7 @@ class FixedSolverPacker(FixedPacker):
 
     ``limit`` bounds the search in CP-SAT's *deterministic time*, about a second of one core each: a
     wall-clock limit would end the search at another plan on every rank. For the same reason one
-    worker with a fixed seed searches. The solver is for comparison: it takes seconds a step, where
-    all other packings take less than a millisecond.
+    worker with a fixed seed searches.
 
     Departure from Equation 1: minimised is the predicted time of the documents, not Σ d² alone.
 

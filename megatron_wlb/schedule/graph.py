@@ -97,24 +97,16 @@ class Graph:
             return kind + stage * self.num_micro_batches + action.micro_batch
 
         self._row = np.array([nothing, *(row(nodes[old]) for old in by_level)])
+        gaps = [2 * num + node.action.micro_batch for node in nodes]
         self._gap_row = np.array(
-            [
-                nothing,
-                *(
-                    2 * num + nodes[old].action.micro_batch if crosses[old] else nothing
-                    for old in by_level
-                ),
-            ]
+            [nothing, *(gaps[old] if crosses[old] else nothing for old in by_level)]
         )
-        ends = {
-            node.rank: at for at, node in enumerate(self.nodes, start=1) if not node.is_transfer
-        }
-        self._ends = np.array(sorted(ends.values()), dtype=np.int64)
         at = {(n.rank, n.action): i for i, n in enumerate(self.nodes, 1) if not n.is_transfer}
         self._of_rank = [
             np.array([at[rank, action] for action in actions], dtype=np.int64)
             for rank, actions in enumerate(self.order)
         ]
+        self._ends = np.array([own[-1] for own in self._of_rank if len(own)], dtype=np.int64)
 
     def replay(self, times_us: Floats, p2p_us: Floats) -> Replay:
         """Starts every node as soon as what it waits for is done.
@@ -135,17 +127,7 @@ class Graph:
 
     def step_us(self, times_us: Floats, p2p_us: Floats) -> Floats:
         """Time from the first start to the last stop of an action: ``[]`` or ``[K]``."""
-        durations, gaps = self._durations(times_us, p2p_us)
-        stop = np.zeros_like(durations)
-        first, second = self._first, self._second
-        for a, b in self._levels:
-            ready = stop[second[a:b]]
-            ready += gaps[a:b]
-            np.maximum(ready, stop[first[a:b]], out=ready)
-            np.add(ready, durations[a:b], out=stop[a:b])
-        if not self._levels:
-            return np.zeros(durations.shape[1:])
-        result: Floats = stop[self._ends].max(axis=0)
+        result: Floats = self.replay(times_us, p2p_us).stop_us[self._ends].max(axis=0, initial=0.0)
         return result
 
     def of_rank(self, values: Floats, pp_rank: int) -> Floats:
@@ -156,11 +138,7 @@ class Graph:
     def critical_path(
         self, replay: Replay, times_us: Floats, p2p_us: Floats, end: tuple[int, Action]
     ) -> list[tuple[Node, float, float]]:
-        """What kept ``end`` = (rank, action) from stopping earlier, first to last.
-
-        Nodes with their start and stop. Each starts when the one before it has stopped and, on
-        another rank, its output was received: the longest path that ends there.
-        """
+        """The longest path that ends at ``end`` = (rank, action): nodes, their start and stop."""
         _, gaps = self._durations(times_us, p2p_us)
         rank, action = end
         at = int(self._of_rank[rank][self.order[rank].index(action)])

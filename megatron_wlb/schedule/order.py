@@ -12,7 +12,6 @@ one forward more before the first backward.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -30,15 +29,6 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.kind}{self.chunk}.{self.micro_batch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """The inverse of ``str``. Raises :class:`PlanError` for any other text."""
-        match = re.fullmatch(r"([FB])(\d+)\.(\d+)", text, re.ASCII)
-        if match is None:
-            raise PlanError(f"{text!r} is no action; write F or B, chunk.micro_batch, as in F0.3")
-        kind: Literal["F", "B"] = "F" if match[1] == "F" else "B"
-        return cls(kind, int(match[2]), int(match[3]))
 
 
 Order: TypeAlias = list[list[Action]]
@@ -92,17 +82,6 @@ def interleaved(
     ]
 
 
-def gpipe(pp_size: int, num_micro_batches: int) -> Order:
-    """All forwards, then all backwards, both in the order of the micro-batches.
-
-    Not one of Megatron's: GPipe (Huang et al., 2019), to compare with. It holds the activations of
-    all micro-batches. Backwards run first to last, as Megatron's do.
-    """
-    _check_sizes(pp_size, 1, num_micro_batches)
-    passes = _forward_passes(1, num_micro_batches, num_micro_batches)
-    return [_warm_up_then_alternate(passes, 1, num_micro_batches) for _ in range(pp_size)]
-
-
 MOST_PASSES = 1 << 20
 """The most forward passes of a pipeline and step: more take seconds and gigabytes."""
 
@@ -121,10 +100,8 @@ def receive_order(
 ) -> ReceiveOrder:
     """The order in which a rank receives activations and gradients under :func:`schedule`.
 
-    A rank receives in the order in which its neighbour sends. As all ranks run their forwards in
-    one common order, and so their backwards, this is also the order in which the rank itself
-    consumes them; only the first virtual stage receives no activations and the last no gradients.
-    A forward-only step receives the same activations and no gradients.
+    All ranks run their forwards in one common order, and so their backwards: a rank receives in the
+    order in which it consumes. A forward-only step receives the same activations and no gradients.
     """
     group_size = pp_size if group_size is None else group_size
     if vpp_size == 1:
@@ -243,11 +220,8 @@ def _warm_up_then_alternate(passes: Sequence[Pass], vpp_size: int, warm_up: int)
 
 
 def _check_sizes(pp_size: int, vpp_size: int, num_micro_batches: int) -> None:
-    for name, size in (
-        ("pp_size", pp_size),
-        ("vpp_size", vpp_size),
-        ("num_micro_batches", num_micro_batches),
-    ):
+    given = {"pp_size": pp_size, "vpp_size": vpp_size, "num_micro_batches": num_micro_batches}
+    for name, size in given.items():
         if size < 1:
             raise ConfigError(f"{name} is {size}; it must be at least 1")
     if pp_size * vpp_size * num_micro_batches > MOST_PASSES:

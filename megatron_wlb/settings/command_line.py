@@ -157,7 +157,9 @@ def parse(
     if "wlb_config" in values:
         path = values["wlb_config"]
         try:
-            values = {**vars(parser.parse_args(_yaml_arguments(path))), **values}
+            arguments = yaml_arguments(path)  # one set of rules for both
+            _reject_unknown(arguments)
+            values = {**vars(parser.parse_args(arguments)), **values}
         except ConfigError as error:
             raise ConfigError(f"--wlb-config {path}: {error}") from None
     return from_flat(values)
@@ -188,18 +190,10 @@ def _switches() -> set[str]:
     }
 
 
-def _yaml_arguments(path: str) -> list[str]:
-    """The YAML file as if it had been written on the command line: one set of rules for both."""
-    arguments = yaml_arguments(path)
-    _reject_unknown(arguments)
-    return arguments
-
-
 def yaml_arguments(path: str) -> list[str]:
-    """The words of a command line that say what the settings of a YAML file say.
+    """The words of a command line that say what a YAML file says.
 
-    Raises:
-        ConfigError: it cannot be read, or is no mapping.
+    Raises :class:`ConfigError` for one that cannot be read, or is no mapping.
     """
     arguments: list[str] = []
     for key, value in parse_mapping(read_text(path)).items():
@@ -218,10 +212,7 @@ def yaml_arguments(path: str) -> list[str]:
 
 def with_settings_file(flags: Sequence[str]) -> list[str]:
     """A command line of Megatron's script with the settings of ``--wlb-config`` before the others,
-    which therefore win.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no mapping.
+    which therefore win. Raises :class:`ConfigError` as :func:`yaml_arguments` does.
     """
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--wlb-config")

@@ -118,9 +118,7 @@ def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: i
 def launch_command(
     recipe: Recipe, script: str | Path, torchrun: Sequence[str], extra: Sequence[str] = ()
 ) -> list[str]:
-    """``torchrun … -m megatron_wlb.launch SCRIPT`` with the recipe's arguments and then ``extra``,
-    which so override them. ``torchrun`` are torchrun's own arguments.
-    """
+    """``torchrun … -m megatron_wlb.launch SCRIPT`` with the recipe's arguments, then ``extra``."""
     return [
         *("python", "-m", "megatron_wlb.torchrun", *torchrun),
         *("-m", "megatron_wlb.launch", str(script)),

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from megatron_wlb.sharding.layout import RankLayout, length_multiple, rank_layout
-from megatron_wlb.sharding.select import MODES, Prediction, Selector, predict
-from megatron_wlb.sharding.shard import KINDS, Chunk, Sharding, shard, shard_arrays
+from megatron_wlb.sharding.select import Selector, predict
+from megatron_wlb.sharding.shard import Sharding, shard_arrays
 
 __all__ = [
-    "KINDS",
-    "MODES",
-    "Chunk",
-    "Prediction",
     "RankLayout",
     "Selector",
     "Sharding",
     "length_multiple",
     "predict",
     "rank_layout",
-    "shard",
     "shard_arrays",
 ]

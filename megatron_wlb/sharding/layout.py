@@ -21,8 +21,8 @@ from megatron_wlb.sharding.shard import IntArray, Sharding, shard_arrays
 def length_multiple(tp_size: int, cp_size: int, sequence_parallel: bool) -> int:
     """What a micro-batch's padded length is a multiple of.
 
-    Context parallelism asks for 2·CP slots of equally many tokens, sequence parallelism for equal
-    parts of a rank's tokens: at most ``2·CP·TP - 1`` tokens of padding, all at the tail.
+    Context parallelism asks for 2·CP equal slots, sequence parallelism for equal parts of a rank's
+    tokens.
     """
     slots = 2 * cp_size if cp_size > 1 else 1
     return slots * (tp_size if sequence_parallel else 1)
@@ -48,8 +48,7 @@ class RankLayout:
         """Groups the keys so that gradients can be added to their rows in any order.
 
         Pairs of (places in :attr:`key_rows`, their rows). Two numbers have the same sum in either
-        order, so a row comes at most twice in the first group, and once in each later one. Chunks
-        of one segment see the same keys; most shardings give a rank at most two.
+        order, so a row comes at most twice in the first group, and once in each later one.
         """
         if np.bincount(self.key_rows).max() <= 2:
             return [(np.arange(len(self.key_rows)), self.key_rows)]

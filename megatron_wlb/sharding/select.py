@@ -2,9 +2,7 @@
 
 ``adaptive`` is WLB-LLM §5.3: per-sequence or per-document, whichever has the faster attention.
 ``hybrid`` also weighs sharding only the long documents per document, and from which length on.
-
-Both choose from what the predictions of :mod:`megatron_wlb.cost.attention` say of one layer's
-attention; all else is the same for every sharding, as each rank has equally many tokens.
+Both go by :mod:`megatron_wlb.cost.attention`'s predictions of one layer's attention.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from megatron_wlb.cost.attention import AttentionLatency, Floats
+from megatron_wlb.cost.document import imbalance
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.sharding.shard import (
     IntArray,
@@ -55,16 +54,11 @@ class Prediction:
     @property
     def forward_imbalance(self) -> float:
         """The slowest rank's forward time over the mean; 1 is perfect."""
-        return _imbalance(self.forward_us)
+        return imbalance(self.forward_us)
 
     @property
     def backward_imbalance(self) -> float:
-        return _imbalance(self.backward_us)
-
-
-def _imbalance(times_us: Sequence[float]) -> float:
-    total = sum(times_us)
-    return max(times_us) * len(times_us) / total if total else 1.0
+        return imbalance(self.backward_us)
 
 
 def _shares_us(latency: AttentionLatency, queries: IntArray, keys: IntArray) -> Floats:
@@ -123,9 +117,7 @@ def predict_each(
 class Selector:
     """Chooses the sharding of each micro-batch, on every rank the same.
 
-    The choice is the candidate with the least :attr:`Prediction.latency_us`, the first of equals:
-    so `adaptive` is never predicted slower than its two, nor `hybrid` slower than `adaptive`.
-
+    The choice is the candidate with the least :attr:`Prediction.latency_us`, the first of equals.
     Raises :class:`ConfigError` for an unknown mode.
     """
 

@@ -66,46 +66,19 @@ class Sharding:
         return f"{self.kind}({self.threshold})" if self.kind == "hybrid" else self.kind
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens ``[start, stop)`` of attention segment ``segment`` of a micro-batch.
-
-    Its queries attend to keys ``[0, stop)`` of the segment, causally (bottom-right aligned).
-    Segments are those of ``MicroBatchPlan.lengths``: the padding at the tail is one of its own.
-    """
-
-    segment: int
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
-
-
-def shard(
-    lengths: Sequence[int], cp_size: int, sharding: Sharding
-) -> tuple[tuple[Chunk, ...], ...]:
-    """The chunks of each rank in local order, as :func:`shard_arrays` has them.
-
-    An object a chunk costs a microsecond: of many ranks, take the arrays.
-    """
-    arrays = shard_arrays(lengths, cp_size, sharding)
-    return tuple(tuple(Chunk(*row) for row in rows.tolist()) for rows in arrays)
-
-
 def shard_arrays(lengths: Sequence[int], cp_size: int, sharding: Sharding) -> tuple[IntArray, ...]:
     """Puts every token in exactly one chunk, ``sum(lengths) / cp_size`` tokens on every rank.
 
     Returns, for each rank, ``[num_chunks, 3]`` rows of segment, start and stop in local order,
-    which is that of the micro-batch. No chunk is empty, and no two of a rank touch.
+    which is that of the micro-batch. No chunk is empty, and no two of a rank touch. Segments are
+    those of ``MicroBatchPlan.lengths``: the padding at the tail is one of its own. A chunk's
+    queries attend to keys ``[0, stop)`` of its segment, causally (bottom-right aligned).
 
     Departures from §5.1 in `per-document`: the r tokens of a document that do not divide by 2·CP
     (the paper's e_i lacks its ``× 2·CP``) are not handed out as r single rows, each of which
     would cost a kernel a whole tile. They lengthen r of its pieces by one token; which ones goes
-    round from document to document, so that the slots come out equal without padding. In `hybrid`
-    it goes round over short documents too: so the chunks of a long one do not depend on the others'
-    being long, and many thresholds can be predicted at once.
+    round from document to document, over short ones too, so that the slots come out equal without
+    padding, and the chunks of a long document do not depend on the threshold.
 
     Raises :class:`PlanError` if a length is below 1, or the total not divisible by ``2 · cp_size``
     (one rank takes any total).

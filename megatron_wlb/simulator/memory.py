@@ -1,8 +1,6 @@
 """What each pipeline rank holds while a simulated step runs, action by action.
 
-The bytes are those of :class:`~megatron_wlb.cost.memory.MemoryModel`: weights, gradients and
-optimizer state all the time, and activations of the micro-batches in flight, with what recomputing
-and single operations need on top while an action runs.
+The bytes are those of :class:`~megatron_wlb.cost.memory.MemoryModel`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A replay where pipeline ranks share processor cores: each gets an equal part of its core.
 
-For runs of more processes than cores, as on a CPU machine. Times given are those that an action
-takes alone on a core (its CPU time); while k ranks of a core compute, each goes on at 1/k of the
-speed. What the operating system's turns of some milliseconds do beyond that is not modelled.
+For runs of more processes than cores. Times given are those that an action takes alone on a core
+(its CPU time); while k ranks of a core compute, each goes on at 1/k of the speed. The operating
+system's turns of some milliseconds are not modelled.
 """
 
 from __future__ import annotations

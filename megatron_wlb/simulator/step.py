@@ -1,11 +1,8 @@
 """A whole training step, simulated: pipelines of all data-parallel ranks, reduction and update.
 
-:class:`Simulator` makes a :class:`StepTimeline` of micro-batches, costs and layout. Each
-data-parallel rank's pipeline is a graph of its own (:mod:`megatron_wlb.schedule.graph`); they meet
-where gradients are reduced, and all ranks meet at the update, as the norm of all gradients comes
-first.
-
-Everything here is *simulated*. Times are in µs and start at 0.
+Each data-parallel rank's pipeline is replayed for itself (:mod:`megatron_wlb.schedule.graph`); they
+meet where gradients are reduced, and all ranks meet at the update, as the norm of all gradients
+comes first. Everything here is *simulated*. Times are in µs and start at 0.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.schedule.graph import Graph, Replay, Sends, graph_of
+from megatron_wlb.schedule.graph import Graph, Replay, graph_of
 from megatron_wlb.schedule.order import Order
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
@@ -37,10 +34,8 @@ class Simulator:
     Args:
         costs: of stages, transfers, reduction and update.
         parallelism: the layout; TP and CP only matter through ``costs``.
-        order: another schedule than Megatron's 1F1B or interleaved one, such as
-            :func:`~megatron_wlb.schedule.order.gpipe`; all steps then have its N.
-        sends: whether ranks wait in sends; if not given, as Megatron's schedule does, and with an
-            ``order`` they wait.
+        order: another schedule than Megatron's 1F1B or interleaved one, whose ranks wait in sends;
+            all steps then have its N.
         memory: for what each rank holds; left out if None, which is faster.
 
     Raises:
@@ -53,7 +48,6 @@ class Simulator:
         parallelism: Parallelism,
         *,
         order: Order | None = None,
-        sends: Sends | None = None,
         memory: MemoryModel | None = None,
     ) -> None:
         if len(costs.stages.stages) != parallelism.num_stages:
@@ -69,8 +63,7 @@ class Simulator:
         self.costs = costs
         self.parallelism = parallelism
         self.memory = memory
-        self._sends = sends
-        self._graph = None if order is None else Graph(order, sends or "blocking")
+        self._graph = None if order is None else Graph(order, "blocking")
 
     def graph(self, num_micro_batches: int) -> Graph:
         """The schedule of so many micro-batches a data-parallel rank."""
@@ -82,7 +75,7 @@ class Simulator:
                 )
             return self._graph
         p = self.parallelism
-        return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size, self._sends)
+        return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
     def step(
         self,
@@ -122,28 +115,16 @@ class Simulator:
         memory: tuple[StepMemory, ...] = ()
         if self.memory is not None:
             memory = tuple(step_memory(self.memory, graph.order, tokens) for tokens in padded)
-        return StepTimeline(
-            graph,
-            tuple(times),
-            tuple(gaps),
-            tuple(replays),
-            collectives,
-            step_us,
-            num_tokens,
-            memory,
-        )
+        done = tuple(times), tuple(gaps), tuple(replays)
+        return StepTimeline(graph, *done, collectives, step_us, num_tokens, memory)
 
     def _finish(
         self, graph: Graph, replays: Sequence[Replay]
     ) -> tuple[tuple[tuple[Activity, ...], ...], float]:
         """Reductions and updates of each pipeline rank, and when the last one ends."""
         costs = self.costs
-        parts: list[list[Activity]] = []
-        free_us: list[float] = []
-        for rank in range(graph.pp_size):
-            own, done_us = self._reduce(graph, replays, rank)
-            parts.append(own)
-            free_us.append(done_us)
+        reduced = [self._reduce(graph, replays, rank) for rank in range(graph.pp_size)]
+        parts, free_us = [own for own, _ in reduced], [done_us for _, done_us in reduced]
         if costs.embedding_us and graph.pp_size > 1:
             start_us = max(free_us[0], free_us[-1])
             for rank in (0, graph.pp_size - 1):
@@ -152,9 +133,8 @@ class Simulator:
         end_us = max(free_us)
         if costs.update_us or costs.fixed_us:
             start_us = end_us
-            for rank in range(graph.pp_size):
-                update_us = costs.fixed_us + (costs.update_us[rank] if costs.update_us else 0.0)
-                stop_us = start_us + update_us
+            for rank, update_us in enumerate(costs.update_us or [0.0] * graph.pp_size):
+                stop_us = start_us + (costs.fixed_us + update_us)
                 parts[rank].append(Activity(-1, rank, "update", start_us, stop_us))
                 end_us = max(end_us, stop_us)
         return tuple(map(tuple, parts)), end_us
@@ -196,11 +176,7 @@ def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:
     if isinstance(micro_batches, StepPlan):
         plan = micro_batches
         return [[m.lengths for m in rank] for rank in plan.micro_batches], plan.num_tokens
-    num_tokens = sum(length for rank in micro_batches for m in rank for length in m)
-    for rank in micro_batches:
-        for segments in rank:
-            if any(length < 1 for length in segments):
-                raise PlanError(
-                    f"a micro-batch has a document of {min(segments)} tokens; give at least 1"
-                )
-    return micro_batches, num_tokens
+    segments = [length for rank in micro_batches for m in rank for length in m]
+    if min(segments, default=1) < 1:
+        raise PlanError(f"a micro-batch has a document of {min(segments)} tokens; give at least 1")
+    return micro_batches, sum(segments)

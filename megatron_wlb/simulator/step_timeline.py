@@ -5,13 +5,13 @@ Times are in µs and start at 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.cost.document import imbalance
 from megatron_wlb.schedule.graph import Floats, Graph, Replay
 from megatron_wlb.simulator.engine import Timeline, timeline
 from megatron_wlb.simulator.memory import StepMemory
@@ -78,9 +78,7 @@ class StepTimeline:
 
     @cached_property
     def bubble_share(self) -> float:
-        """Share of all ranks' time in the pipeline in which they wait, for each other or for the
-        slowest data-parallel rank: ``1 - Σ busy ÷ (ranks · pipeline_us)``.
-        """
+        """Share of the ranks' time that they wait: ``1 - Σ busy ÷ (ranks · pipeline_us)``."""
         available_us = self.dp_size * self.graph.pp_size * self.pipeline_us
         busy_us = sum(map(sum, self.busy_us))  # by rounding, it may be more than there is
         return max(0.0, 1.0 - busy_us / available_us) if available_us else 0.0
@@ -98,17 +96,17 @@ class StepTimeline:
     @cached_property
     def imbalance(self) -> float:
         """``max · N / Σ`` over all micro-batches of the step (WLB-LLM §3.2); 1 is perfect."""
-        return _imbalance([us for rank in self.micro_batch_us for us in rank])
+        return imbalance([us for rank in self.micro_batch_us for us in rank])
 
     @cached_property
     def pp_imbalance(self) -> float:
         """``max · N / Σ`` within a pipeline, the mean over data-parallel ranks."""
-        return float(np.mean([_imbalance(rank) for rank in self.micro_batch_us]))
+        return float(np.mean([imbalance(rank) for rank in self.micro_batch_us]))
 
     @cached_property
     def dp_imbalance(self) -> float:
         """The most work of a data-parallel rank ÷ the mean."""
-        return _imbalance([sum(rank) for rank in self.micro_batch_us])
+        return imbalance([sum(rank) for rank in self.micro_batch_us])
 
     @cached_property
     def peak_bytes(self) -> float:
@@ -119,9 +117,8 @@ class StepTimeline:
     def critical_path(self) -> tuple[Activity, ...]:
         """What kept the step from ending earlier, first to last.
 
-        Each part starts when the one before it has stopped and, on another rank, its tensor was
-        received: they and the transfers between them fill the step. Only a reduction that overlaps
-        a backward starts within it.
+        The parts and the transfers between them fill the step. Only a reduction that overlaps a
+        backward starts within it.
         """
         tail = self._critical_tail()
         what, ranks = "", range(self.graph.pp_size)
@@ -172,8 +169,3 @@ class StepTimeline:
             tail.insert(0, cause)
             end_us, pp_rank = cause.start_us, cause.pp_rank
         return tail
-
-
-def _imbalance(values: Sequence[float]) -> float:
-    total = sum(values)
-    return max(values) * len(values) / total if total else 1.0

@@ -6,7 +6,7 @@ a thread a pipeline rank. Open https://ui.perfetto.dev or chrome://tracing and d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_wlb.simulator.engine import Timeline
@@ -23,19 +23,17 @@ def trace(timelines: Mapping[str, StepTimeline | Timeline]) -> dict[str, Any]:
     with a memory model each pipeline rank has a counter of the bytes it holds.
     """
     events: list[dict[str, Any]] = []
+    process = 0
     for name, line in timelines.items():
         if isinstance(line, StepTimeline):
-            many = line.dp_size > 1
             for dp_rank in range(line.dp_size):
-                label = f"{name}, data-parallel rank {dp_rank}" if many else name
-                events += _step(line, dp_rank, len(_processes(events)), label)
+                label = f"{name}, data-parallel rank {dp_rank}" if line.dp_size > 1 else name
+                events += _step(line, dp_rank, process, label)
+                process += 1
         else:
-            events += _actions(line, len(_processes(events)), name, frozenset())
+            events += _actions(line, process, name, frozenset())
+            process += 1
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _processes(events: Iterable[Mapping[str, Any]]) -> set[int]:
-    return {event["pid"] for event in events}
 
 
 def _step(line: StepTimeline, dp_rank: int, process: int, name: str) -> list[dict[str, Any]]:
@@ -57,21 +55,13 @@ def _step(line: StepTimeline, dp_rank: int, process: int, name: str) -> list[dic
     if line.memory:
         for rank, memory in enumerate(line.memory[dp_rank].ranks):
             held = memory.state.total
-            counter = f"bytes on pipeline rank {rank}"
+            place = {"ph": "C", "name": f"bytes on pipeline rank {rank}", "pid": process}
             for interval, used in zip(replica.intervals[rank], memory.activations, strict=True):
-                for at_us, num_bytes in (
-                    (interval.start_us, held + used.peak),
-                    (interval.stop_us, held + used.kept),
-                ):
-                    events.append(
-                        {
-                            "ph": "C",
-                            "name": counter,
-                            "pid": process,
-                            "ts": at_us,
-                            "args": {"bytes": num_bytes},
-                        }
-                    )
+                start_bytes, stop_bytes = held + used.peak, held + used.kept
+                events += [
+                    {**place, "ts": interval.start_us, "args": {"bytes": start_bytes}},
+                    {**place, "ts": interval.stop_us, "args": {"bytes": stop_bytes}},
+                ]
     return events
 
 

@@ -63,8 +63,7 @@ def ranks_in_turn(
     """Output, dQ, dK and dV of all tokens, each rank's attention run in turn on this device.
 
     ``[T, H, D]`` for query and ``grad``, the output's gradient; ``[T, G, D]`` for key and value.
-    Collectives are stood in for: what a rank would gather is at hand, and what ranks would reduce
-    is added up here, in fp32.
+    Collectives are stood in for; what ranks would reduce is added up in fp32.
     """
     layouts = [rank_layout(lengths, cp_size, rank, sharding) for rank in range(cp_size)]
     tokens = [torch.from_numpy(layout.tokens).to(query.device) for layout in layouts]

@@ -69,7 +69,6 @@ class GlooPool:
 
     Worlds are kept between calls, and the least recently used ones closed to make room. Close the
     pool when done, or use it as a context manager: no rank outlives it, nor the interpreter.
-    (Python's fork server and resource tracker stay until the interpreter ends.)
     """
 
     def __init__(self, max_processes: int = 8) -> None:
@@ -82,18 +81,16 @@ class GlooPool:
     ) -> list[_T]:
         """The results of ``function(*args)`` on each rank, in rank order.
 
-        ``function`` belongs to a module; it, ``args`` and results travel pickled. It runs in the
-        main thread of a process with one computing thread, under the CPU emulation, where
-        ``torch.distributed`` is initialised with ``world_size`` ranks; Megatron's groups are its
-        own to set up, and are gone for the next case. Environment variables and working directory
-        are those of the pool's first use.
+        ``function`` belongs to a module; it, ``args`` and results travel pickled. It runs with one
+        computing thread, under the CPU emulation, where ``torch.distributed`` is initialised;
+        Megatron's groups are its own to set up. Environment variables and working directory are
+        those of the pool's first use.
 
         Raises:
             RankTimeoutError: after ``timeout_s``; a hanging collective, mostly.
             RankError: a rank died; there are more ranks than ``max_processes``.
             BaseException: what ``function`` raised first on any rank, with the rank, its
-                traceback and what other ranks raised in notes. In all three cases the world is
-                killed, and the next case gets a new one.
+                traceback and what other ranks raised in notes.
         """
         if not 1 <= world_size <= self._max_processes:
             raise RankError(

@@ -46,15 +46,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts tensors that exist already."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = id(storage)
-            size = storage.nbytes()
-            known = self._storages.get(key)
-            if known is not None:
-                self._count(size - known[1])  # resized
-                self._storages[key] = (known[0], size)
-            else:
-                reference = weakref.ref(storage, partial(self._forget, key))
-                self._storages[key] = (reference, size)
+            if not self._recount(storage):
+                key, size = id(storage), storage.nbytes()
+                self._storages[key] = (weakref.ref(storage, partial(self._forget, key)), size)
                 self._count(size)
 
     def reset_peak(self) -> None:
@@ -63,6 +57,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def _recount(self, storage: Any) -> bool:
+        """Counts what a known storage has been resized by; whether it is one."""
+        known = self._storages.get(id(storage))
+        if known is None:
+            return False
+        self._count(storage.nbytes() - known[1])
+        self._storages[id(storage)] = (known[0], storage.nbytes())
+        return True
 
     def _forget(self, key: int, _: Any) -> None:
         self.live -= self._storages.pop(key)[1]
@@ -73,10 +76,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def resize(storage: Any, size: int) -> Any:
             result = original(storage, size)
-            known = self._storages.get(id(storage))
-            if known is not None:
-                self._count(size - known[1])
-                self._storages[id(storage)] = (known[0], size)
+            self._recount(storage)
             return result
 
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
@@ -130,10 +130,7 @@ def step_bytes(live: LiveBytes, runner: StepRunner, plan: StepPlan) -> tuple[int
 def measure_step(config: Config, lengths: Sequence[Sequence[int]], pad: int) -> MeasuredMemory:
     """Measures a step of given micro-batches, the same ones on all data-parallel ranks.
 
-    Args:
-        config: settings.
-        lengths: of the documents of each micro-batch, in running order.
-        pad: tokens of padding at the end of each micro-batch.
+    ``lengths`` are those of each micro-batch's documents; ``pad`` tokens of padding follow them.
     """
     from megatron_wlb.runtime.optimizer import build_optimizer
     from megatron_wlb.testing.ranks import build_runner

@@ -1,9 +1,7 @@
 """What a step must compute, by the simplest means: one process, each document run alone.
 
-Nothing of :mod:`megatron_wlb.runtime` is used. The model is Megatron's own, of its stock parts
-(``DotProductAttention`` under a causal mask, ``RotaryEmbedding`` from position 0, torch's norms),
-but without packing, pipelining or sharding; loss, clipping, AdamW and the learning rate are
-written with torch.
+Nothing of :mod:`megatron_wlb.runtime` is used. The model is Megatron's own, of its stock parts, but
+without packing, pipelining or sharding; loss, clipping, AdamW and the learning rate are torch's.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from megatron_wlb.testing.workload import Workload
 
 Array = npt.NDArray[np.float32]
 State = dict[str, Array]
-"""Arrays by the parameter names of the whole model; tied output weights have no name of their own.
-"""
+"""Arrays by the parameter names of the whole model."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,12 @@ def run_oracle(config: Config, workload: Workload) -> OracleRun:
     parameters = dict(model.named_parameters())
     initial = _randomise(parameters, config.training.seed)
     t = config.training
-    matrices: dict[str, Any] = {"params": [p for p in parameters.values() if p.ndim > 1]}
-    vectors: dict[str, Any] = {"params": [p for p in parameters.values() if p.ndim == 1]}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters.values() if p.ndim > 1]},
+        {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        [matrices, {**vectors, "weight_decay": 0.0}],  # as Megatron: none for biases and norms
+        groups,  # as Megatron: no decay of biases and norms
         lr=t.lr,
         betas=(t.adam_beta1, t.adam_beta2),
         eps=t.adam_eps,

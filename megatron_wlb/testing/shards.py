@@ -1,9 +1,7 @@
 """Finds which elements of the model a rank holds, and compares them with the oracle's.
 
 A rank's parameter is described by the *flat indices* of its elements in the whole parameter, got
-by cutting an array of indices exactly as an array of weights. So one function cuts the weights
-that a rank starts from, and says where its gradients belong; and what all ranks cover together
-can be counted.
+by cutting an array of indices exactly as an array of weights.
 """
 
 from __future__ import annotations
@@ -26,10 +24,9 @@ RTOL = 1e-5
 ATOL_OF_MAX = 1e-5
 """Absolute tolerance, as a share of the largest entry of the whole array.
 
-An entry of a gradient is a sum over some hundred tokens and all micro-batches, which the oracle
-adds in another order, so it is wrong by some fp32 roundings (6e-8) of its *terms*, and no bound
-relative to the sum can hold where they cancel. The terms are of the order of the array's largest
-entries: up to 2.5e-6 was seen in the first step.
+An entry of a gradient is a sum that the oracle adds in another order, so it is wrong by some fp32
+roundings (6e-8) of its *terms*, which are of the order of the array's largest entries: up to 2.5e-6
+was seen in the first step.
 """
 ATOL_LATER = 3e-5
 """Absolute tolerance after the first step: weights differ by roundings too, which normalised
@@ -65,22 +62,13 @@ class RankRun:
     gradients: tuple[tuple[Array, ...], ...]
     """Gradients by step and parameter: flat, the elements of ``gradient_ranges``."""
     gradient_ranges: tuple[tuple[int, int], ...]
-    """The part of each parameter's flat elements whose gradient this rank has.
-
-    All of it, unless the distributed optimizer shards gradients over DP.
-    """
+    """The part of each parameter's flat elements whose gradient this rank has."""
     final: tuple[Array, ...]
     """Each parameter's weights after the last step."""
 
 
 def whole_name(name: str, first_layer: int, tied: bool) -> str:
-    """A chunk's parameter name -> the whole model's.
-
-    Args:
-        name: as ``named_parameters`` of the chunk gives it; layers count from 0 in each chunk.
-        first_layer: how many layers lie before the chunk.
-        tied: whether output weights are the word embeddings.
-    """
+    """A chunk's parameter name, whose layers count from 0, -> the whole model's."""
     if tied and name == OUTPUT_WEIGHTS:
         return WORD_EMBEDDINGS
     head, layers, tail = name.partition("decoder.layers.")
@@ -96,16 +84,9 @@ def shard(
 ) -> Any:
     """A TP rank's part of a whole array, as Megatron divides it.
 
-    Contiguous along ``dim``; query, key and value rows are grouped by query group, so that holds
-    for them too. A gated MLP's first layer is ``[gate; up]``, and each half is divided.
-
-    Args:
-        whole: the array.
-        name: of its parameter.
-        dim: the divided dimension; None where every rank has all of it.
-        rank: of TP.
-        size: of TP.
-        gated: whether the MLP is gated (SwiGLU).
+    Contiguous along ``dim`` (None: every rank has all of it); query, key and value rows are grouped
+    by query group, so that holds for them too. A gated MLP's first layer is ``[gate; up]``, and
+    each half is divided.
     """
     if dim is None:
         return whole
@@ -116,11 +97,7 @@ def shard(
 
 
 def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
-    """Lists how the ranks' run differs from the oracle's, one line a difference.
-
-    Everything that any rank holds is compared, and everything that the oracle has must be held by
-    some rank.
-    """
+    """Lists how the ranks' run differs from the oracle's, and what no rank holds."""
     found: list[str] = []
     for rank, run in enumerate(runs):
         for label, losses in (("loss", run.losses), ("evaluated loss", run.evaluated)):
@@ -179,15 +156,7 @@ def _compare(
 def held_by(
     state: State, parameters: Iterable[tuple[str, Any]], tp_rank: int, tp_size: int, gated: bool
 ) -> list[Held]:
-    """Finds where the elements of a rank's parameters lie in the whole model's.
-
-    Args:
-        state: of the whole model, for its shapes.
-        parameters: whole names, and the rank's parameters with Megatron's TP attributes.
-        tp_rank: of this rank.
-        tp_size: of the world.
-        gated: whether the MLP is gated (SwiGLU).
-    """
+    """Finds where the elements of a rank's parameters, by whole names, lie in the whole model's."""
     result = []
     for name, parameter in parameters:
         whole = np.arange(state[name].size).reshape(state[name].shape)

@@ -11,19 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
-from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document
-
-__all__ = [
-    "REFERENCE_COST",
-    "REFERENCE_WINDOW",
-    "ListStream",
-    "Run",
-    "costs",
-    "documents",
-    "reference_lengths",
-    "runs",
-]
 
 
 def reference_lengths(num_windows: int, seed: int, window: int = REFERENCE_WINDOW) -> list[int]:

@@ -53,8 +53,7 @@ class CoreRun:
 def run_with_core(root: Path, *, stock_communicator: bool = False) -> CoreRun:
     """Runs :data:`CASES` in a new process on the ``megatron.core`` below ``root``.
 
-    With ``stock_communicator`` Megatron's own communicator runs, and the schedules are told each
-    micro-batch's length: what the patched core offers to those who have no plugin.
+    With ``stock_communicator`` Megatron's own one runs, and schedules are told the lengths.
     """
     code = "from megatron_wlb.testing import versions; versions.main()"
     project = str(Path(__file__).resolve().parents[2])

@@ -54,11 +54,7 @@ class Workload:
 def make_workload(
     lengths_of_steps: Sequence[Sequence[int | tuple[int, ...]]], vocab_size: int, seed: int = 0
 ) -> Workload:
-    """Random documents of the given lengths; a tuple is a stored document in several pieces.
-
-    A stored document has at least one piece of its own, and the pieces of a tuple are trained in
-    one step, each attending only to itself.
-    """
+    """Random documents of the given lengths; a tuple is a stored document in several pieces."""
     random = np.random.RandomState(seed)
     stored: list[Tokens] = []
     steps = []
@@ -87,10 +83,9 @@ def scatter(
 ) -> StepPlan:
     """Documents thrown into micro-batches at random, with everything that is awkward.
 
-    Micro-batch 1 of the last rank stays empty, padding only (where a rank has more than one).
-    Documents run in the reverse of the order in which they arrived, so that pieces do not follow
-    each other. Some micro-batches have a tail of padding; all are padded to ``multiple`` (2·CP
-    under context parallelism, TP under sequence parallelism).
+    Micro-batch 1 of the last rank is padding only (where a rank has more than one). Documents run
+    in the reverse of the order in which they arrived. Some micro-batches have a tail of padding;
+    all are padded to ``multiple``.
     """
     random = np.random.RandomState(1000 + step)
     bins: list[list[Document]] = [[] for _ in range(dp_size * num_micro_batches)]
@@ -104,13 +99,6 @@ def scatter(
         padded = -(-max(length, 1) // multiple) * multiple + multiple * int(random.randint(3))
         spans = tuple(Span(d, 0, d.length) for d in reversed(content))
         plans.append(MicroBatchPlan(index, spans, padded, float(length**2), sharding))
-    return StepPlan(
-        step,
-        "scatter",
-        tuple(
-            tuple(plans[rank * num_micro_batches : (rank + 1) * num_micro_batches])
-            for rank in range(dp_size)
-        ),
-        0,
-        0,
-    )
+    starts = range(0, len(plans), num_micro_batches)
+    ranks = tuple(tuple(plans[start : start + num_micro_batches]) for start in starts)
+    return StepPlan(step, "scatter", ranks, 0, 0)

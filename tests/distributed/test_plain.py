@@ -15,6 +15,7 @@ import pytest
 
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.original import OriginalPacker
+from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.settings.command_line import parse
@@ -22,7 +23,6 @@ from megatron_wlb.settings.config import Config
 from megatron_wlb.testing.gloo import GlooPool
 from megatron_wlb.testing.oracle import State, initial_weights
 from megatron_wlb.testing.ranks import build_runner, load
-from megatron_wlb.testing.strategies import REFERENCE_COST
 from megatron_wlb.testing.workload import MemoryCorpus, Workload
 
 WINDOW, NUM_MICRO_BATCHES, NUM_STEPS = 48, 5, 3

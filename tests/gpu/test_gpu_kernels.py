@@ -17,7 +17,8 @@ from megatron_wlb.runtime.attention.kernels import (
     VarlenKernel,
     choose_kernel,
 )
-from megatron_wlb.sharding import KINDS, Sharding
+from megatron_wlb.sharding import Sharding
+from megatron_wlb.sharding.shard import KINDS
 from megatron_wlb.testing.attention import document_attention, ranks_in_turn
 
 HEADS, SCALE = 8, 0.1

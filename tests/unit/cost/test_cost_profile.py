@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost import Sample, fit_document_cost
-from megatron_wlb.cost.profile import StageSample, fit_stage
+from megatron_wlb.cost.profile import Sample, StageSample, fit_document_cost, fit_stage
 from megatron_wlb.errors import ConfigError
 
 LENGTHS = [128, 512, 2048, 8192, 32768, 131072]

@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from megatron_wlb.cost import DocumentCost, ProfiledCost, Row, cost_from_dict
+from megatron_wlb.cost import DocumentCost, ProfiledCost, cost_from_dict
+from megatron_wlb.cost.table import Row
 from megatron_wlb.errors import ConfigError
 
 COST = DocumentCost(2.0, 0.5, 3.0, 1.25, micro_batch_us=7.0)

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_wlb.cost import Hardware, hardware_names, load_hardware
+from megatron_wlb.cost import Hardware, load_hardware
+from megatron_wlb.cost.hardware import hardware_names
 from megatron_wlb.errors import ConfigError
 
 FOLDER = Path(__file__).parents[3] / "configs" / "hardware"

@@ -7,22 +7,17 @@ import pytest
 
 from megatron_wlb.cost import (
     AnalyticModel,
-    Attention,
-    FeedForward,
     Hardware,
-    Layer,
     MemoryModel,
     ModelShape,
     Parallelism,
-    Precision,
-    Precisions,
     Recompute,
     check_model,
     load_hardware,
-    model_identity,
 )
 from megatron_wlb.cost.activations import ActivationModel
-from megatron_wlb.cost.layers import slices
+from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precision, Precisions, slices
+from megatron_wlb.cost.table import model_identity
 from megatron_wlb.errors import ConfigError
 
 H100 = load_hardware("h100-sxm")

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost import ModelShape, ProfiledCost, Row, model_identity, read_cost_file
-from megatron_wlb.cost.table import Curve
+from megatron_wlb.cost import ModelShape, ProfiledCost, read_cost_file
+from megatron_wlb.cost.table import Curve, Row, model_identity
 from megatron_wlb.errors import ConfigError
 
 SHAPE = ModelShape(64, 256, 4, 4, 2, 16, 512, False)

@@ -9,14 +9,12 @@ from functools import cache
 
 import pytest
 
-from megatron_wlb.packing import measure, packer
+from megatron_wlb.data.lengths import REFERENCE_WINDOW
+from megatron_wlb.packing import packer
+from megatron_wlb.packing.metrics import measure
+from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.planner import Planner
-from megatron_wlb.testing.strategies import (
-    REFERENCE_COST,
-    REFERENCE_WINDOW,
-    ListStream,
-    reference_lengths,
-)
+from megatron_wlb.testing.strategies import ListStream, reference_lengths
 
 NUM_WINDOWS = 1200
 

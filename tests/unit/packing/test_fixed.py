@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.packing import FixedGreedyPacker, Limits
-from megatron_wlb.packing.fixed import cut_into_room, mean_arrival
+from megatron_wlb.packing.base import Limits
+from megatron_wlb.packing.fixed import FixedGreedyPacker, cut_into_room, mean_arrival
 from megatron_wlb.testing.strategies import documents
 
 COST = DocumentCost(1, 0.1, 2, 0.25)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import HoldPacker, Limits
-from megatron_wlb.packing.hold import TOLERANCE
+from megatron_wlb.packing.base import Limits
+from megatron_wlb.packing.hold import TOLERANCE, HoldPacker
 from megatron_wlb.packing.placement import place
 from megatron_wlb.testing.strategies import documents
 

@@ -3,7 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import Limits, OriginalPacker
+from megatron_wlb.packing.base import Limits
+from megatron_wlb.packing.original import OriginalPacker
 from megatron_wlb.testing.strategies import documents
 
 

@@ -13,8 +13,9 @@ from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.packing import packer
+from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.testing.ledger import Ledger
-from megatron_wlb.testing.strategies import REFERENCE_COST, Run, documents, runs
+from megatron_wlb.testing.strategies import Run, documents, runs
 
 WHOLE = ("wlb", "hold", "hold, ahead")
 CUT = ("original", "fixed-greedy", "fixed-greedy, arrival")

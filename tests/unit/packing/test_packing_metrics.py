@@ -4,7 +4,7 @@ import pytest
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import PlanError
-from megatron_wlb.packing import measure
+from megatron_wlb.packing.metrics import measure
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.testing.strategies import documents
 

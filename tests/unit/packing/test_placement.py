@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.placement import CostTable, Placement, place, rank
-from megatron_wlb.testing.strategies import REFERENCE_COST, documents
+from megatron_wlb.packing.reference import REFERENCE_COST
+from megatron_wlb.testing.strategies import documents
 
 
 def limits(num_micro_batches=4, window=10, max_tokens=20, step_tokens=40, **others):

@@ -7,8 +7,11 @@ import pytest
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import ConfigError, PackingError
-from megatron_wlb.packing import FixedGreedyPacker, FixedSolverPacker, Limits
-from megatron_wlb.testing.strategies import REFERENCE_COST, documents, reference_lengths
+from megatron_wlb.packing.base import Limits
+from megatron_wlb.packing.fixed import FixedGreedyPacker
+from megatron_wlb.packing.reference import REFERENCE_COST
+from megatron_wlb.packing.solver import FixedSolverPacker
+from megatron_wlb.testing.strategies import documents, reference_lengths
 
 pytest.importorskip("ortools", reason="the extra `solver` is not installed")
 

@@ -18,12 +18,11 @@ from megatron_wlb.cost import (
     Parallelism,
     ProfiledCost,
     Recompute,
-    Row,
     load_hardware,
-    model_identity,
 )
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.packing import PackingSettings

@@ -15,11 +15,10 @@ from megatron_wlb.cost import (
     Parallelism,
     ProfiledCost,
     Recompute,
-    Row,
     load_hardware,
-    model_identity,
 )
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
+from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError

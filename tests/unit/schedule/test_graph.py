@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.graph import Graph, graph_of
-from megatron_wlb.schedule.order import gpipe, one_f_one_b, schedule
-from megatron_wlb.simulator.engine import replay, timeline
+from megatron_wlb.schedule.order import Action, one_f_one_b, schedule
+from megatron_wlb.simulator.engine import timeline
 
 ONE_CHUNK = [(1, 1, 3), (2, 1, 1), (2, 1, 4), (3, 1, 3), (4, 1, 2), (5, 1, 3)]
 INTERLEAVED = [(2, 2, 2), (3, 2, 3), (2, 3, 4), (2, 2, 5, 3)]
+GPIPE = [[Action(kind, 0, m) for kind in "FB" for m in range(4)]] * 3
 CASES = [(sizes, "buffered") for sizes in (*ONE_CHUNK, *INTERLEAVED, "gpipe")]
 CASES += [(sizes, "blocking") for sizes in (*ONE_CHUNK, "gpipe")]
 
@@ -97,7 +98,7 @@ def times(durations, num_stages, num_micro_batches):
 @given(st.sampled_from(CASES), st.data())
 def test_step_is_the_longest_path_and_the_critical_path_is_one(case, data):
     sizes, sends = case
-    order = gpipe(3, 4) if sizes == "gpipe" else schedule(*sizes)
+    order = GPIPE if sizes == "gpipe" else schedule(*sizes)
     graph = Graph(order, sends)
     pp_size, num = graph.pp_size, graph.num_micro_batches
     # Whole µs, so that sums in any order are exact.
@@ -150,10 +151,11 @@ def test_alternatives_at_once_are_each_alone(sizes, seed):
 
 def test_blocking_sends_hold_the_sender_up_where_the_neighbour_is_late():
     """By hand: rank 1 is not there to receive micro-batch 1 before it has run micro-batch 0."""
-    forward, backward = [[[1.0, 1.0, 1.0]], [[1.0, 1.0, 5.0]], [[7.0, 1.0, 1.0]]], [[[2.0] * 3]] * 3
+    forward, backward = [[1.0, 1.0, 1.0], [1.0, 1.0, 5.0], [7.0, 1.0, 1.0]], [[2.0] * 3] * 3
 
     def starts(sends):
-        line = replay(one_f_one_b(3, 3), forward, backward, 0.5, sends)
+        graph = Graph(one_f_one_b(3, 3), sends)
+        line = timeline(graph, graph.replay(np.array([forward, backward]), np.full(3, 0.5)))
         return {str(i.action): i.start_us for i in line.intervals[0]}
 
     assert starts("buffered")["F0.2"] == 2.0

@@ -8,7 +8,6 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.schedule.order import (
     Action,
     dataflow,
-    gpipe,
     interleaved,
     one_f_one_b,
     receive_order,
@@ -40,22 +39,18 @@ CASES = ONE_CHUNK + INTERLEAVED
 
 
 def order_from(text):
-    return [[Action.parse(word) for word in line.split()] for line in text.strip().splitlines()]
+    def action(word):
+        chunk, micro_batch = word[1:].split(".")
+        return Action(word[0], int(chunk), int(micro_batch))
+
+    return [[action(word) for word in line.split()] for line in text.strip().splitlines()]
 
 
 # ---- orders
 
 
-def test_action_text_round_trips():
-    for action in (Action("F", 0, 3), Action("B", 11, 120)):
-        assert Action.parse(str(action)) == action
+def test_action_text_has_kind_chunk_and_micro_batch():
     assert str(Action("B", 1, 20)) == "B1.20"
-
-
-@pytest.mark.parametrize("text", ["", "F3", "W0.3", "F0.3 ", "f0.3", "F-1.3", "F0.٣"])
-def test_action_parse_refuses_other_text(text):
-    with pytest.raises(PlanError, match=r"F0\.3"):
-        Action.parse(text)
 
 
 def test_one_f_one_b_warms_up_alternates_and_drains():
@@ -72,15 +67,6 @@ def test_interleaved_runs_groups_chunk_by_chunk_with_a_larger_last_group():
         F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 F0.3 B1.1 F0.4 B1.2 F1.3 B0.0 F1.4 B0.1 B0.2 B1.3 B1.4 B0.3 B0.4
         F0.0 F0.1 F0.2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F0.3 B0.0 F0.4 B0.1 F1.3 B0.2 F1.4 B1.3 B1.4 B0.3 B0.4
     """)  # noqa: E501
-
-
-def test_gpipe_runs_all_forwards_first():
-    assert gpipe(2, 3) == order_from("""
-        F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
-        F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
-    """)
-    with pytest.raises(ConfigError, match="num_micro_batches is 0"):
-        gpipe(2, 0)
 
 
 def test_schedule_picks_by_the_number_of_chunks():
@@ -113,9 +99,9 @@ def test_sizes_that_megatron_refuses_are_errors(sizes, message):
 
 
 def test_orders_are_valid():
+    validate(order_from("F0.0 F0.1 F0.2 B0.0 B0.1 B0.2\nF0.0 F0.1 F0.2 B0.0 B0.1 B0.2"))
     for sizes in CASES:
         validate(schedule(*sizes))
-        validate(gpipe(sizes[0], sizes[2]))
 
 
 def test_dataflow_puts_each_task_after_its_input():

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.sharding import KINDS, Sharding, length_multiple, rank_layout, shard
+from megatron_wlb.sharding import Sharding, length_multiple, rank_layout, shard_arrays
+from megatron_wlb.sharding.shard import KINDS
 
 SHARDINGS = [Sharding(kind, 7 if kind == "hybrid" else 0) for kind in KINDS]
 
@@ -23,7 +24,7 @@ def test_layout_is_what_the_chunks_say(
 ) -> None:
     lengths = [*lengths, -sum(lengths) % (2 * cp_size) or 2 * cp_size]
     layouts = [rank_layout(lengths, cp_size, rank, sharding) for rank in range(cp_size)]
-    chunks = shard(lengths, cp_size, sharding)
+    chunks = shard_arrays(lengths, cp_size, sharding)
     first = np.cumsum([0, *lengths])
     # An all-gather of tokens named by their segment and position.
     names = [(s, i) for s, length in enumerate(lengths) for i in range(length)]
@@ -31,12 +32,12 @@ def test_layout_is_what_the_chunks_say(
     assert sorted(rows) == names
     for layout, own in zip(layouts, chunks, strict=True):
         assert layout.num_tokens == sum(lengths)
-        assert layout.lengths_q.tolist() == [chunk.length for chunk in own]
-        assert layout.lengths_k.tolist() == [chunk.stop for chunk in own]
-        local = [first[c.segment] + i for c in own for i in range(c.start, c.stop)]
+        assert layout.lengths_q.tolist() == [stop - start for _, start, stop in own]
+        assert layout.lengths_k.tolist() == [stop for _, _, stop in own]
+        local = [first[at] + i for at, start, stop in own for i in range(start, stop)]
         assert layout.tokens.tolist() == local
         keys = [rows[row] for row in layout.key_rows]
-        assert keys == [(c.segment, i) for c in own for i in range(c.stop)]
+        assert keys == [(at, i) for at, _, stop in own for i in range(stop)]
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_wlb.cost.attention import AnalyticAttention, pairs
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.sharding import MODES, Selector, Sharding, predict, shard
-from megatron_wlb.sharding.select import MAX_CHUNKS, MIN_THRESHOLDS
+from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
+from megatron_wlb.sharding.select import MAX_CHUNKS, MIN_THRESHOLDS, MODES
 from megatron_wlb.testing.strategies import reference_lengths
 
 GPU = AnalyticAttention(num_heads=4, head_dim=128, tflops=400)
@@ -87,8 +87,8 @@ def test_prediction_adds_up_the_chunks_of_each_rank(case, threshold):
     sharding = Sharding("hybrid", threshold)
     predicted = predict(lengths, cp_size, sharding, Exact())
     expected = [
-        sum(c.length * c.stop - c.length * (c.length - 1) // 2 for c in chunks)
-        for chunks in shard(lengths, cp_size, sharding)
+        sum((b - a) * b - (b - a) * (b - a - 1) // 2 for _, a, b in rows.tolist())
+        for rows in shard_arrays(lengths, cp_size, sharding)
     ]
     assert predicted.forward_us == pytest.approx([10 + us for us in expected])
     assert predicted.backward_us == pytest.approx([20 + 2 * us for us in expected])

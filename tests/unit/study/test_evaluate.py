@@ -8,19 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import DocumentCost, Parallelism, ProfiledCost, Row
+from megatron_wlb.cost import DocumentCost, Parallelism, ProfiledCost
+from megatron_wlb.cost.table import Row
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PACKINGS, PackingSettings, measure, packer
+from megatron_wlb.packing import PACKINGS, PackingSettings, packer
 from megatron_wlb.packing.base import MOST_TOKENS
+from megatron_wlb.packing.metrics import measure
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.planner import Planner
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.schedule.order import schedule
+from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.simulator.engine import replay
+from megatron_wlb.simulator.engine import timeline
 from megatron_wlb.study.evaluate import evaluate
 
 WINDOW = 4096
@@ -115,7 +117,9 @@ def test_step_time_with_a_pipeline_is_that_of_its_replay(vpp: int) -> None:
                 [sum(us(s.length) for s in m.spans) / (3 * vpp) for m in rank]
                 for us in (COST.forward_us, COST.backward_us)
             )
-            line = replay(schedule(3, vpp, 3), [[forward] * vpp] * 3, [[backward] * vpp] * 3)
+            graph = graph_of(3, vpp, 3, sends="buffered")
+            times_us = np.array([[forward] * 3 * vpp, [backward] * 3 * vpp])
+            line = timeline(graph, graph.replay(times_us, np.zeros(3)))
             steps.append(line.step_us)
             busy += sum(line.busy_us)
         available += 6 * max(steps)

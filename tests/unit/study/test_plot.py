@@ -10,8 +10,9 @@ import pytest
 from matplotlib.colors import to_hex
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.schedule.order import Action, schedule
-from megatron_wlb.simulator.engine import Interval, Timeline, replay
+from megatron_wlb.schedule.graph import graph_of
+from megatron_wlb.schedule.order import Action
+from megatron_wlb.simulator.engine import Interval, Timeline, timeline
 from megatron_wlb.study import plot
 from megatron_wlb.study.plot import plot_lengths, plot_micro_batches, plot_timelines
 
@@ -25,8 +26,9 @@ FLAT, UNEVEN = [4.0, 4.0, 4.0, 4.0], [1.0, 9.0, 2.0, 4.0]
 
 def timelines(vpp_size=1, scale_us=1e5):
     def one(times):
-        stage = [[[scale_us * t for t in times]] * vpp_size] * 2
-        return replay(schedule(2, vpp_size, 4), stage, stage)
+        graph = graph_of(2, vpp_size, 4, sends="buffered")
+        times_us = np.full((2, graph.num_stages, 4), [scale_us * t for t in times])
+        return timeline(graph, graph.replay(times_us, np.zeros(4)))
 
     return {"original": one(UNEVEN), "hold": one(FLAT)}
 
