@@ -107,14 +107,8 @@ def _build(args: argparse.Namespace) -> int:
 def _summary(info: CorpusInfo) -> dict[str, float]:
     """What the documents' lengths in tokens are, EOD included."""
     lengths = Corpus.open(info.prefix).lengths
-    p50, p90, p99 = np.percentile(lengths, [50, 90, 99]).tolist()
-    return {
-        "mean": float(lengths.mean()),
-        "p50": p50,
-        "p90": p90,
-        "p99": p99,
-        "max": float(lengths.max()),
-    }
+    percentiles = {f"p{p}": float(np.percentile(lengths, p)) for p in (50, 90, 99)}
+    return {"mean": float(lengths.mean()), **percentiles, "max": float(lengths.max())}
 
 
 def _table(info: CorpusInfo, lengths: dict[str, float]) -> Table:

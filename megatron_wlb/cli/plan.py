@@ -308,14 +308,10 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
         ),
         caption_justify="left",
     )
-    table.add_column("")
-    table.add_column("layout")
-    for header in ("N", "recompute"):
-        table.add_column(header, justify="right")
-    table.add_column("packing")
-    for header in ("S_max", "coarse", "MFU", "work/s", "step ms", "tokens/s", "bubble", "peak GiB",
-                   "delay"):  # fmt: skip
-        table.add_column(header, justify="right")
+    for header in ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "work/s",
+                   "step ms", "tokens/s", "bubble", "peak GiB", "delay"):  # fmt: skip
+        words = header in ("", "layout", "packing")
+        table.add_column(header, justify="left" if words else "right")
     base = (found.original or found.best).outcome
     layouts = found.layouts[: args.rows]
     for number, choice in enumerate([*layouts, *found.packings], start=1):
@@ -369,12 +365,12 @@ def _rejected(found: Search) -> Table:
 
 def _verdict(found: Search) -> str:
     best, original = found.best, found.original
-    scenario, outcome = best.candidate.scenario, best.outcome
+    outcome = best.outcome
     limit = f"a mean delay of {found.max_delay:g} steps"
     said = f"Fastest within {limit}"
     if outcome.delay_steps > found.max_delay:
         said = f"Nothing that was simulated keeps within {limit} (--max-delay); fastest"
-    said += f": {title(scenario.parallelism)}, {outcome.title}"
+    said += f": {title(best.candidate.scenario.parallelism)}, {outcome.title}"
     if original is None or original is best:
         return f"{said}."
     beside = [c for c in found.packings if c.outcome.setting.name == "original"]

@@ -262,10 +262,9 @@ def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> 
         ),
         caption_justify="left",
     )
-    table.add_column("packing")
     with_sharding = base.parallelism.cp_size > 1
-    if with_sharding:
-        table.add_column("sharding")
+    for header in ("packing", "sharding") if with_sharding else ("packing",):
+        table.add_column(header)
     for header in ("speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP",
                    "DP", "delay"):  # fmt: skip
         table.add_column(header, justify="right")

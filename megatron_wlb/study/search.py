@@ -217,7 +217,10 @@ def search(
     def simulate(candidate: Candidate, variants: Sequence[PackingSettings]) -> list[Choice]:
         sharding = space.sharding if candidate.scenario.parallelism.cp_size > 1 else "per-sequence"
         outcomes = compare(
-            *(candidate.scenario, source, variants, [sharding]),
+            candidate.scenario,
+            source,
+            variants,
+            [sharding],
             steps=steps,
             warm_up=warm_up,
             seeds=seeds,
@@ -230,20 +233,15 @@ def search(
     refined: list[Choice] = []
     chosen = candidates[:num_refined]
     for number, candidate in enumerate(chosen):
-        variant = _variant(refining, candidate, candidate.windows)
-        refined += simulate(candidate, [variant])
+        refined += simulate(candidate, [_variant(refining, candidate, candidate.windows)])
         progress("refined", number + 1, len(chosen))
     refined = _ranked(refined, max_delay)
-    tuned: list[Choice] = []
-    for number, choice in enumerate(refined[:num_tuned]):
-        others = [
-            variant
-            for variant in _variants(space, choice.candidate)
-            if not _alike(variant, choice.outcome.setting)
-        ]
-        tuned += simulate(choice.candidate, others)
-        progress("tuned", number + 1, min(num_tuned, len(refined)))
-    ranked = _ranked([*refined, *tuned], max_delay)
+    best = refined[:num_tuned]
+    for number, choice in enumerate(best):
+        variants, known = _variants(space, choice.candidate), choice.outcome.setting
+        refined += simulate(choice.candidate, [v for v in variants if not _alike(v, known)])
+        progress("tuned", number + 1, len(best))
+    ranked = _ranked(refined, max_delay)
     return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
 
 
