@@ -104,16 +104,15 @@ class Outcome:
         )
 
     def speedup(self, original: Outcome) -> float:
-        """In work a second: the ratio of MFUs.
+        """The ratio of work a second, which is that of MFUs.
 
-        Tokens a second say the same in the long run of the same documents, but which of the long
-        ones wait at the end of a few steps moves them; and where `original` cuts documents, its
-        tokens are less work.
+        Tokens a second would also vary with which long documents wait at the end, and where
+        `original` cuts documents, its tokens are less work.
         """
         return self.mfu / original.mfu
 
     def speedup_by_seed(self, original: Outcome) -> tuple[float, float]:
-        """Lowest and highest over the seeds."""
+        """Lowest and highest speed-up over the seeds."""
         pairs = zip(self.mfu_by_seed, original.mfu_by_seed, strict=True)
         ratios = [ours / theirs for ours, theirs in pairs]
         return min(ratios), max(ratios)
