@@ -13,13 +13,13 @@ from megatron_wlb.reading import decimal, whole_number
 from megatron_wlb.study.advice import MAX_DELAY_STEPS
 
 MOST_DOCUMENTS = 20_000
-"""That a command packs of very few; a distribution has no end of them."""
+"""The most documents that a command packs of very few; a distribution has no end of them."""
 MOST_REPEATS = 50
-"""Of each stored document, a packing: more say nothing new."""
+"""How often a packing sees each stored document at most: more say nothing new."""
 
 
 def add_max_delay(group: argparse._ArgumentGroup) -> None:
-    """``--max-delay``, which bounds what is recommended."""
+    """Adds ``--max-delay``, which bounds what is recommended."""
     group.add_argument(
         "--max-delay",
         type=decimal,
@@ -42,9 +42,9 @@ def num_steps(
 ) -> tuple[int, int]:
     """Steps that fill queues and steps that count, of each of ``num_cases``.
 
-    As many as ``--steps`` says; without it ``default``, but fewer where a few short documents would
-    only be packed again and again, and that is said; and so is what becomes of the documents of
-    ``times`` so many steps. Raises :class:`CorpusError` where not one step is left.
+    They are what ``--steps`` says, else ``default``, but fewer where a few short documents would
+    only be packed again and again. Notes say so, and what becomes of the documents of ``times`` so
+    many steps. Raises :class:`CorpusError` where not one step is left.
     """
     steps = default
     if args.steps is not None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 import numpy as np
-from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Table
 
 from megatron_wlb.cli import corpus_stats
-from megatron_wlb.cli.output import progress_lines
+from megatron_wlb.cli.output import facts, progress_bar
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
-from megatron_wlb.data.sources import Progress
 from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
 from megatron_wlb.reading import text_of_flag
 
@@ -87,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(args: argparse.Namespace) -> int:
-    with _progress_bar() as progress:
+    with progress_bar("building", of_bytes=True) as progress:
         info = build_corpus(
             args.paths,
             args.out,
@@ -98,7 +94,7 @@ def _build(args: argparse.Namespace) -> int:
             exclude=args.exclude,
             force=args.force,
             reuse=args.reuse,
-            progress=progress,
+            progress=lambda what, done, total: progress(done, total, what),
         )
     lengths = _summary(info)
     if args.json:
@@ -108,54 +104,15 @@ def _build(args: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """A bar on stderr while it is a terminal, lines otherwise."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        with progress_lines("building", " bytes") as progress:
-            yield lambda _, bytes_read, total_bytes: progress(bytes_read, total_bytes)
-        return
-    columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.DownloadColumn(),
-        rich_progress.TimeRemainingColumn(),
-    )
-    with rich_progress.Progress(*columns, console=console, transient=True) as bars:
-        tasks: dict[str, rich_progress.TaskID] = {}
-
-        def report(task: str, bytes_read: int, total_bytes: int) -> None:
-            if task not in tasks:
-                tasks[task] = bars.add_task(task)
-            bars.update(tasks[task], completed=bytes_read, total=total_bytes)
-
-        yield report
-
-
 def _summary(info: CorpusInfo) -> dict[str, float]:
-    """Of the documents' lengths in tokens, EOD included."""
+    """What the documents' lengths in tokens are, EOD included."""
     lengths = Corpus.open(info.prefix).lengths
-    p50, p90, p99 = np.percentile(lengths, [50, 90, 99]).tolist()
-    return {
-        "mean": float(lengths.mean()),
-        "p50": p50,
-        "p90": p90,
-        "p99": p99,
-        "max": float(lengths.max()),
-    }
+    percentiles = {f"p{p}": float(np.percentile(lengths, p)) for p in (50, 90, 99)}
+    return {"mean": float(lengths.mean()), **percentiles, "max": float(lengths.max())}
 
 
 def _table(info: CorpusInfo, lengths: dict[str, float]) -> Table:
-    table = Table(title=f"corpus {info.prefix}", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    skipped = {
-        "documents without text": info.num_empty,
-        "binary files": info.num_binary_files,
-        "Python files that do not parse": info.num_unparsable_files,
-    }
-    rows: dict[str, float] = {
+    rows = {
         "documents": info.num_documents,
         "tokens": info.num_tokens,
         "vocabulary": info.vocab_size,
@@ -163,8 +120,8 @@ def _table(info: CorpusInfo, lengths: dict[str, float]) -> Table:
         **{f"length in tokens, {name}": value for name, value in lengths.items()},
         "documents with invalid UTF-8": info.num_utf8_errors,
         "files": info.num_files,
-        **{f"skipped: {name}": value for name, value in skipped.items()},
+        "skipped: documents without text": info.num_empty,
+        "skipped: binary files": info.num_binary_files,
+        "skipped: Python files that do not parse": info.num_unparsable_files,
     }
-    for name, value in rows.items():
-        table.add_row(name, f"{value:,.0f}")
-    return table
+    return facts(f"corpus {info.prefix}", rows)

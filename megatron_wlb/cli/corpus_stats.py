@@ -8,7 +8,7 @@ import json
 from rich.table import Table
 
 from megatron_wlb.cli.inputs import SOURCES, add_source, fill_defaults, source
-from megatron_wlb.cli.output import check_picture, console, save_file, say
+from megatron_wlb.cli.output import check_picture, console, facts, save_file, say
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.reading import path_of_flag, whole_number
 
@@ -73,10 +73,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _summary(statistics: LengthStatistics, title: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    rows: dict[str, float] = {
+    rows = {
         "documents": statistics.documents,
         "documents without tokens": statistics.num_empty,
         "tokens": statistics.tokens,
@@ -84,9 +81,7 @@ def _summary(statistics: LengthStatistics, title: str) -> Table:
         **{f"length, p{p:g}": statistics.percentile(p) for p in PERCENTILES},
         "length, longest": statistics.longest,
     }
-    for name, value in rows.items():
-        table.add_row(name, f"{value:,.0f}")
-    return table
+    return facts(title, rows)
 
 
 def _long(statistics: LengthStatistics, window: int) -> Table:
@@ -106,12 +101,10 @@ def _long(statistics: LengthStatistics, window: int) -> Table:
 
 
 def _histogram(statistics: LengthStatistics, window: int) -> Table:
-    table = Table(
-        title=f"lengths; attention of pieces of at most {window:,} tokens", title_justify="left"
-    )
-    table.add_column("tokens, from", justify="right")
-    table.add_column("to below", justify="right")
-    table.add_column("documents", justify="right")
+    title = f"lengths; attention of pieces of at most {window:,} tokens"
+    table = Table(title=title, title_justify="left")
+    for header in ("tokens, from", "to below", "documents"):
+        table.add_column(header, justify="right")
     table.add_column("")
     for header in ("of tokens", "tokens up to here", "of attention"):
         table.add_column(header, justify="right")

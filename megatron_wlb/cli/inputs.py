@@ -5,14 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_wlb.cli.model import DEFAULT_VOCAB_SIZE, MODELS, Model, add_model_flag, read_model
-from megatron_wlb.cost import (
-    Cost,
-    ModelShape,
-    Parallelism,
-    Recompute,
-    analytic_cost,
-    load_hardware,
-)
+from megatron_wlb.cost import Cost, ModelShape, Parallelism, Recompute, analytic_cost, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
@@ -72,22 +65,25 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=1, metavar="N", help="of the sample; default: 1")
 
 
+def fill_window(args: argparse.Namespace) -> Model:
+    """Fills ``--window`` where it is not given, and returns the model that ``--model`` names."""
+    given = getattr(args, "model", None)
+    model = Model(Config()) if given is None else read_model(given)
+    if args.window is None:
+        args.window = model.window or REFERENCE_WINDOW
+    return model
+
+
 def fill_defaults(args: argparse.Namespace) -> None:
     """What the command line leaves open and ``--model`` says: window, N, pipeline stages.
 
     Raises :class:`ConfigError` for a file that is none.
     """
-    model = Model(Config())
-    if getattr(args, "model", None) is not None:
-        model = read_model(args.model)
-    config, written = model.config, model.written
-    if args.window is None:
-        args.window = config.data.seq_length if "--seq-length" in written else REFERENCE_WINDOW
+    model = fill_window(args)
     if getattr(args, "num_micro_batches", 0) is None:
-        given = "--global-batch-size" in written
-        args.num_micro_batches = [config.training.global_batch_size if given else NUM_MICRO_BATCHES]
+        args.num_micro_batches = [model.num_micro_batches or NUM_MICRO_BATCHES]
     # Without a pipeline the file does not tell what shares the work, as it has no DP size.
-    p = config.parallel
+    p = model.config.parallel
     if getattr(args, "pp_size", 0) is None and p.pipeline_model_parallel_size > 1:
         args.pp_size = p.pipeline_model_parallel_size
         if args.vpp_size is None:
@@ -122,7 +118,7 @@ def source(args: argparse.Namespace) -> LengthSource:
 
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:
-    """``--max-age`` and ``--long-documents``, as in training."""
+    """Adds ``--max-age`` and ``--long-documents``, as in training."""
     group.add_argument(
         "--max-age", type=int, default=12, metavar="N", help="as --wlb-max-age (default: 12)"
     )
@@ -130,7 +126,7 @@ def add_packing_rules(group: argparse._ArgumentGroup) -> None:
 
 
 def add_long_documents(group: argparse._ArgumentGroup) -> None:
-    """``--long-documents``, as in training."""
+    """Adds ``--long-documents``, as in training."""
     group.add_argument(
         "--long-documents",
         choices=("split", "truncate", "error"),
@@ -182,10 +178,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vpp-size", type=int, metavar="N", help="model chunks a stage (VPP)")
     add_model_flag(group)
     group.add_argument(
-        "--hardware",
-        type=text_of_flag,
-        metavar="NAME|FILE",
-        help="of --model (default: h100-sxm)",
+        "--hardware", type=text_of_flag, metavar="NAME|FILE", help="of --model (default: h100-sxm)"
     )
     add_cost_file(group)
 
@@ -257,7 +250,7 @@ def cost(args: argparse.Namespace) -> Cost:
 
 
 def _cost_of_sizes(args: argparse.Namespace, sizes: ModelShape) -> Cost:
-    """Of a model that is sizes alone: analytic, undivided, or what ``--cost`` measured of it."""
+    """The cost of a model that is sizes alone: analytic and undivided, or ``--cost``'s."""
     shape = padded_vocabulary(sizes, 1)
     if args.cost is None:
         hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
@@ -267,21 +260,16 @@ def _cost_of_sizes(args: argparse.Namespace, sizes: ModelShape) -> Cost:
 
 def _overridden(args: argparse.Namespace, config: Config) -> Config:
     """The settings with what the command line says of machine and cost."""
-    settings = config.flat()
-    if args.hardware is not None:
-        settings["wlb_hardware"] = args.hardware
-    if args.cost is not None:
-        settings["wlb_cost"] = str(args.cost)
-    if args.cost_extrapolate:
-        settings["wlb_cost_extrapolate"] = True
-    return from_flat(settings)
+    said = {
+        "wlb_hardware": args.hardware,
+        "wlb_cost": args.cost and str(args.cost),
+        "wlb_cost_extrapolate": args.cost_extrapolate or None,
+    }
+    return from_flat(config.flat() | {name: x for name, x in said.items() if x is not None})
 
 
 def cost_of_file(
     args: argparse.Namespace, shape: ModelShape | None = None, layout: Parallelism | None = None
 ) -> Cost:
-    """What ``--cost`` names, of this model and layout where they are known.
-
-    Raises :class:`ConfigError` for a file that holds none.
-    """
+    """What ``--cost`` names, of this model and layout where they are known."""
     return read_cost(args.cost, "--cost", shape, layout, extrapolate=args.cost_extrapolate)

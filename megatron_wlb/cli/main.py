@@ -12,29 +12,18 @@ from megatron_wlb.errors import run_program
 from megatron_wlb.settings.command_line import Parser
 
 COMMANDS = {
-    "corpus": (
-        "megatron_wlb.cli.corpus",
-        "turn text files into a corpus that Megatron reads, or say what is in one",
-    ),
-    "doctor": ("megatron_wlb.cli.doctor", "say what is installed, what fits, and what is wrong"),
-    "pack": ("megatron_wlb.cli.pack", "compare the packings on your documents, without training"),
-    "patch": ("megatron_wlb.cli.patch", "check, apply or revert the optional Megatron patches"),
-    "profile": (
-        "megatron_wlb.cli.profile",
-        "measure this machine's attention and linear rates, for the costs that plans are made with",
-    ),
-    "recipe": ("megatron_wlb.cli.recipe", "show or run a Megatron recipe (model_config.yaml)"),
-    "tune": ("megatron_wlb.cli.tune", "find the packing settings that suit your documents"),
-    "simulate": (
-        "megatron_wlb.cli.simulate",
-        "predict time and memory of training steps: packings and shardings side by side",
-    ),
-    "plan": (
-        "megatron_wlb.cli.plan",
-        "find the layout, batch and packing that train a model fastest on so many GPUs",
-    ),
+    "corpus": "turn text files into a corpus that Megatron reads, or say what is in one",
+    "doctor": "say what is installed, what fits, and what is wrong",
+    "pack": "compare the packings on your documents, without training",
+    "patch": "check, apply or revert the optional Megatron patches",
+    "profile": "measure this machine's attention and linear rates, for the costs that plans are "
+    "made with",
+    "recipe": "show or run a Megatron recipe (model_config.yaml)",
+    "tune": "find the packing settings that suit your documents",
+    "simulate": "predict time and memory of training steps: packings and shardings side by side",
+    "plan": "find the layout, batch and packing that train a model fastest on so many GPUs",
 }
-"""Name -> module and one line of help. A module has ``configure(parser)``, which sets ``run``:
+"""Name -> one line of help. The module of that name has ``configure(parser)``, which sets ``run``:
 a function from the parsed arguments to the exit status. With ``PASSES_ON`` these have what stands
 after ``--`` as ``extra``."""
 
@@ -74,7 +63,7 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"megatron-wlb {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
     extra: list[str] | None = None
-    for name, (module, summary) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(
             name,
             help=summary,
@@ -82,7 +71,7 @@ def _run(argv: list[str]) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name in argv[:1]:
-            loaded = importlib.import_module(module)
+            loaded = importlib.import_module(f"megatron_wlb.cli.{name}")
             loaded.configure(command)
             if getattr(loaded, "PASSES_ON", False):
                 # Split here: argparse cannot tell them from positionals between options.

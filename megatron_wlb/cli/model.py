@@ -19,7 +19,7 @@ from megatron_wlb.settings.recipe import Recipe, read_recipe
 from megatron_wlb.study.forecast import settings_of
 
 DEFAULT_VOCAB_SIZE = 32000
-"""Of settings that name none, where no corpus does either."""
+"""The vocabulary of settings that name none, where no corpus does either."""
 
 MODELS = """\
 model:
@@ -39,8 +39,19 @@ class Model:
     written: frozenset[str] = frozenset()
     """Flags that the file gives; none where it is sizes alone."""
     sizes: ModelShape | None = None
-    """Of a name or a file of sizes; the vocabulary is not padded."""
+    """What a name or a file of sizes says; the vocabulary is not padded."""
     recipe: Recipe | None = None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of a window, where the file says it."""
+        return self.config.data.seq_length if "--seq-length" in self.written else None
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        """Micro-batches of a step, where the file says it."""
+        given = "--global-batch-size" in self.written
+        return self.config.training.global_batch_size if given else None
 
     @cached_property
     def shape(self) -> ModelShape:

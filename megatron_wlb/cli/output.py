@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -14,12 +14,13 @@ from threading import Event, Thread
 
 from rich import progress as rich_progress
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from megatron_wlb.errors import ConfigError
 
 WIDTH = 160
-"""Of tables that go to a file or a pipe."""
+"""The width of tables that go to a file or a pipe."""
 QUIET_S = 1.0
 """Work that takes no longer says nothing where there is no terminal."""
 
@@ -35,28 +36,43 @@ def say(out: Console, text: str, style: str = "") -> None:
     out.print(Text(text, style=style), soft_wrap=not out.is_terminal)
 
 
+def facts(title: str, rows: Mapping[str, object]) -> Table:
+    """Makes a table of names and what they are, texts or whole numbers."""
+    table = Table(title=title, title_justify="left", show_header=False, highlight=False)
+    table.add_column()
+    table.add_column(justify="left" if any(isinstance(x, str) for x in rows.values()) else "right")
+    for name, value in rows.items():
+        table.add_row(name, value if isinstance(value, str) else f"{value:,.0f}")
+    return table
+
+
 def remark(text: str) -> None:
     """One line on stderr about what was done with the user's data."""
     print(f"note: {text}", file=sys.stderr)
 
 
 @contextmanager
-def progress_bar(task: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, lines where that is no terminal; what it yields takes (done, total)."""
+def progress_bar(task: str, *, of_bytes: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, lines where that is no terminal.
+
+    What it yields takes (done, total), and what is done at the moment, which only a bar shows.
+    """
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
-        with progress_lines(task) as progress:
+        with _progress_lines(task, " bytes" if of_bytes else "") as progress:
             yield progress
         return
     columns = (
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
+        rich_progress.DownloadColumn() if of_bytes else rich_progress.MofNCompleteColumn(),
         rich_progress.TimeRemainingColumn(),
     )
     with rich_progress.Progress(*columns, console=stderr, transient=True) as bars:
         bar = bars.add_task(task, total=None)
-        yield lambda done, total: bars.update(bar, completed=done, total=total)
+        yield lambda done, total, what=task: bars.update(
+            bar, description=what, completed=done, total=total
+        )
 
 
 @contextmanager
@@ -68,11 +84,11 @@ def counting_bar(task: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def progress_lines(task: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
     """A line on stderr after :data:`QUIET_S`, and each time that as long again has gone by."""
     state, ended, start_s = [0, 0], Event(), time.monotonic()
 
-    def progress(done: int, total: int) -> None:
+    def progress(done: int, total: int, what: str = "") -> None:
         state[:] = done, total
 
     def tell() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -40,7 +40,7 @@ PAPER = (*ALL[:5], "wlb:1", "wlb:2", "wlb:3")
 STEPS, SOLVER_STEPS = 400, 20
 EXTRA_COLUMNS = ("p95", "worst", "tokens/s", "p99", "CV", "documents")
 MIN_WIDTH = 130
-"""Of a terminal that has room for them."""
+"""Columns of a terminal that has room for them."""
 
 _EPILOG = f"""\
 {SOURCES}
@@ -122,19 +122,20 @@ def _run(args: argparse.Namespace) -> int:
     ]
     for case, setting in cases:
         case.check([setting])
-    largest = max(case.step_tokens for case, _ in cases)
     warm_up, steps = num_steps(
         args,
         documents,
-        step_tokens=largest,
+        step_tokens=max(case.step_tokens for case, _ in cases),
         num_cases=len(cases),
         default=STEPS,
         warm_up=WARM_UP_STEPS,
     )
     evaluations = _evaluate(args, cases, warm_up, steps)
+    # The solver packs other steps, so nothing is over `original` there.
     originals = {e.num_micro_batches: e for e in evaluations if e.setting.name == "original"}
     rows = [
-        {**e.row(_comparable(e, originals)), "paper_imbalance": _paper(args, e)}
+        e.row(None if e.setting.name == "fixed-solver" else originals.get(e.num_micro_batches))
+        | {"paper_imbalance": _paper(args, e)}
         for e in evaluations
     ]
     title = f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows"
@@ -161,21 +162,15 @@ def _run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> list[PackingSettings]:
     named = args.packing or ALL
     names = [n for name in named for n in (PAPER if name == "paper" else (name,))]
+    own: dict[str, dict[str, Any]] = {
+        "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
+        "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},
+        "fixed-solver": {"solver_limit": args.solver_limit},
+    }
     settings = []
     for name in dict.fromkeys(names):
-        settings.append(
-            PackingSettings.parse(
-                name,
-                args.window,
-                max_tokens(args),
-                **limits(args),
-                **{
-                    "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
-                    "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},
-                    "fixed-solver": {"solver_limit": args.solver_limit},
-                }.get(name.partition(":")[0], {}),
-            )
-        )
+        given = limits(args) | own.get(name.partition(":")[0], {})
+        settings.append(PackingSettings.parse(name, args.window, max_tokens(args), **given))
     return settings
 
 
@@ -201,21 +196,12 @@ def _evaluate(
     return evaluations
 
 
-def _comparable(evaluation: Evaluation, originals: Mapping[int, Evaluation]) -> Evaluation | None:
-    """`original` on the same steps; the solver has others."""
-    if evaluation.setting.name == "fixed-solver":
-        return None
-    return originals.get(evaluation.num_micro_batches)
-
-
 def _paper(args: argparse.Namespace, evaluation: Evaluation) -> float | None:
     """Table 2's figure where the set-up is the paper's."""
     setting = evaluation.setting
     ours = args.distribution, args.window, evaluation.num_micro_batches
-    named = (args.cost, args.model, args.queue_thresholds, args.max_step_tokens) != (
-        None, None, [], None,
-    )  # fmt: skip
-    if ours != ("reference", REFERENCE_WINDOW, 4) or named:
+    other = args.cost or args.model or args.queue_thresholds or args.max_step_tokens is not None
+    if ours != ("reference", REFERENCE_WINDOW, 4) or other:
         return None
     number = setting.fixed_batches
     if setting.name == "wlb":

@@ -11,30 +11,31 @@ from typing import Any, cast
 from rich.table import Table
 
 from megatron_wlb.cli.choice import add_max_delay, num_steps
-from megatron_wlb.cli.inputs import SOURCES, add_long_documents, add_source, source
+from megatron_wlb.cli.inputs import (
+    SOURCES,
+    add_long_documents,
+    add_source,
+    fill_window,
+    numbers_of_micro_batches,
+    source,
+)
 from megatron_wlb.cli.model import MODELS, read_model
 from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
-from megatron_wlb.cli.scenario import (
-    MACHINES,
-    RECOMPUTE,
-    add_model,
-    fill_from_model,
-    machine_title,
-)
+from megatron_wlb.cli.scenario import MACHINES, RECOMPUTE, add_model, machine_title
 from megatron_wlb.cost import Recompute, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_STEPS
-from megatron_wlb.planning.run import MEMORY_SHARE, title
+from megatron_wlb.packing.base import MOST_STEPS
+from megatron_wlb.planning.run import MEMORY_SHARE, Run, title
 from megatron_wlb.reading import MOST_DEVICES, Several, decimal, path_of_flag, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
 from megatron_wlb.study.compare import WARM_UP_STEPS
-from megatron_wlb.study.search import Choice, Search, Space, search
+from megatron_wlb.study.search import Choice, Rejected, Search, Space, search
 
 STEP_TOKENS = 1 << 22
-"""That a step has if N is not given."""
+"""Tokens of a step if N is not given."""
 STEPS = 40
 HEADROOM = 0.05
 NUM_TUNED = 36
@@ -141,14 +142,13 @@ def _run(args: argparse.Namespace) -> int:
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
         )
-    fill_from_model(args)
+    fill_window(args)
     documents, space = source(args), _space(args)
     documents.check(window=space.window, long_documents=args.long_documents)
-    step_tokens = max(space.num_micro_batches) * space.window
     warm_up, steps = num_steps(
         args,
         documents,
-        step_tokens=step_tokens,
+        step_tokens=max(space.num_micro_batches) * space.window,
         num_cases=args.refine + NUM_TUNED,
         default=STEPS,
         warm_up=WARM_UP_STEPS,
@@ -172,13 +172,12 @@ def _run(args: argparse.Namespace) -> int:
     best = found.best
     if not best.fits:
         remark(f"nothing refined fits memory; nearest: {best.outcome.out_of_memory}")
-    sections = _sections(args, best)
+    sections = _sections(space, best, args.hardware)
     flags = {flag: value for section in sections.values() for flag, value in section.items()}
-    command = recipe.command(flags, space.num_devices, space.hardware.devices_per_node)
+    machine = space.num_devices, space.hardware.devices_per_node
+    command = recipe.command(flags, *machine)
     if args.out:
-        text = recipe.recipe(
-            sections, space.num_devices, space.hardware.devices_per_node, _remarks(args, found)
-        )
+        text = recipe.recipe(sections, *machine, _remarks(args, found))
         save_file("--out", args.out, lambda path: path.write_text(text, encoding="utf-8"))
     if args.json:
         print(json.dumps(_json(found, flags, command), indent=1))
@@ -195,15 +194,15 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _space(args: argparse.Namespace) -> Space:
-    numbers = args.num_micro_batches or [max(1, STEP_TOKENS // args.window)]
-    names = tuple(dict.fromkeys(args.packing))
-    for number in numbers:
-        whole_number("--num-micro-batches", number, 1, MOST_MICRO_BATCHES)
-    whole_number("--num-devices", args.num_devices, 1, MOST_DEVICES)
-    for size in ("max_tp", *SIZES):
-        if getattr(args, size) is not None:
-            whole_number(f"--{size.replace('_', '-')}", getattr(args, size), 1, MOST_DEVICES)
-    fixed = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    if args.num_micro_batches is None:
+        args.num_micro_batches = [max(1, STEP_TOKENS // args.window)]
+    numbers = numbers_of_micro_batches(args)
+    given = {
+        name: whole_number(f"--{name.replace('_', '-')}", getattr(args, name), 1, MOST_DEVICES)
+        for name in ("num_devices", "max_tp", *SIZES)
+        if getattr(args, name) is not None
+    }
+    fixed = {name: size for name, size in given.items() if name in SIZES}
     hardware = load_hardware(args.hardware)
     node = hardware.devices_per_node
     if args.num_devices > node and args.num_devices % node:
@@ -215,18 +214,16 @@ def _space(args: argparse.Namespace) -> Space:
     limit_gib = args.memory_gib
     if limit_gib is None:
         limit_gib = MEMORY_SHARE * hardware.memory_gib
-    recompute = tuple(RECOMPUTE.values())
-    if args.recompute is not None:
-        recompute = (RECOMPUTE[args.recompute],)
+    recompute = [args.recompute] if args.recompute else RECOMPUTE
     return Space(
         read_model(args.model).shape,
         hardware,
         args.num_devices,
         args.window,
-        tuple(dict.fromkeys(numbers)),
-        names,
+        tuple(numbers),
+        tuple(dict.fromkeys(args.packing)),
         cast(Mode, args.sharding),
-        recompute,
+        tuple(RECOMPUTE[name] for name in recompute),
         max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
         limit_gib * (1 - args.headroom) if limit_gib > 0 else limit_gib,
         args.cost_extrapolate,
@@ -234,15 +231,14 @@ def _space(args: argparse.Namespace) -> Space:
     )
 
 
-def _sections(args: argparse.Namespace, best: Choice) -> dict[str, recipe.Flags]:
+def _sections(space: Space, best: Choice, hardware: str) -> dict[str, recipe.Flags]:
     scenario, outcome = best.candidate.scenario, best.outcome
-    shape = read_model(args.model).shape
     return {
-        "Model": recipe.model_flags(shape),
+        "Model": recipe.model_flags(space.shape),
         "Layout": recipe.layout_flags(scenario),
         "Batch": recipe.batch_flags(scenario),
         "Workload balance": recipe.balance_flags(
-            scenario, outcome.flags, outcome.sharding, args.hardware
+            scenario, outcome.flags, outcome.sharding, hardware
         ),
     }
 
@@ -265,7 +261,7 @@ def _json(found: Search, flags: recipe.Flags, command: str) -> dict[str, Any]:
     return {
         "simulated": True,
         "ranked": [
-            _layout(choice)
+            _layout(choice.candidate.scenario)
             | {
                 "coarse_mfu": choice.candidate.mfu,
                 "most_tokens_that_fit": choice.candidate.max_tokens,
@@ -275,30 +271,22 @@ def _json(found: Search, flags: recipe.Flags, command: str) -> dict[str, Any]:
             for choice in found.ranked
         ],
         "coarse": [
-            _layout(candidate) | {"coarse_mfu": candidate.mfu, "max_tokens": candidate.max_tokens}
-            for candidate in found.candidates
+            _layout(one.scenario) | {"coarse_mfu": one.mfu, "max_tokens": one.max_tokens}
+            for one in found.candidates
         ],
         "rejected": [
-            {name: getattr(one.layout, name) for name in SIZES}
-            | {
-                "num_micro_batches": one.num_micro_batches,
-                "recompute": _recompute(one.recompute),
-                "why": one.why,
-                "reason": one.reason,
-            }
-            for one in found.rejected
+            _layout(one) | {"why": one.why, "reason": one.reason} for one in found.rejected
         ],
         "flags": dict(flags),
         "command": command,
     }
 
 
-def _layout(of: Any) -> dict[str, Any]:
-    scenario = of.scenario if hasattr(of, "scenario") else of.candidate.scenario
-    sizes = {name: getattr(scenario.parallelism, name) for name in SIZES}
+def _layout(of: Run | Rejected) -> dict[str, Any]:
+    sizes = {name: getattr(of.parallelism, name) for name in SIZES}
     return sizes | {
-        "num_micro_batches": scenario.num_micro_batches,
-        "recompute": _recompute(scenario.recompute),
+        "num_micro_batches": of.num_micro_batches,
+        "recompute": _recompute(of.recompute),
     }
 
 
@@ -320,14 +308,10 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
         ),
         caption_justify="left",
     )
-    table.add_column("")
-    table.add_column("layout")
-    for header in ("N", "recompute"):
-        table.add_column(header, justify="right")
-    table.add_column("packing")
-    for header in ("S_max", "coarse", "MFU", "work/s", "step ms", "tokens/s", "bubble", "peak GiB",
-                   "delay"):  # fmt: skip
-        table.add_column(header, justify="right")
+    for header in ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "work/s",
+                   "step ms", "tokens/s", "bubble", "peak GiB", "delay"):  # fmt: skip
+        words = header in ("", "layout", "packing")
+        table.add_column(header, justify="left" if words else "right")
     base = (found.original or found.best).outcome
     layouts = found.layouts[: args.rows]
     for number, choice in enumerate([*layouts, *found.packings], start=1):
@@ -363,11 +347,10 @@ def _rejected(found: Search) -> Table:
     for why, count in found.num_rejected.items():
         # The last is the most divided one, so the nearest to fitting.
         one = [r for r in found.rejected if r.why == why][-1]
-        recompute = one.recompute.granularity
-        even_with = (
-            f", even with {recompute} recomputation" if why == "memory" and recompute else ""
-        )
-        table.add_row(why, str(count), f"{title(one.layout)}: {one.reason}{even_with}")
+        such = f"{title(one.parallelism)}: {one.reason}"
+        if why == "memory" and one.recompute.granularity:
+            such += f", even with {one.recompute.granularity} recomputation"
+        table.add_row(why, str(count), such)
     slower = len(found.candidates) - len({c.candidate.scenario for c in found.ranked})
     if slower:
         last = found.candidates[-1]
@@ -382,12 +365,12 @@ def _rejected(found: Search) -> Table:
 
 def _verdict(found: Search) -> str:
     best, original = found.best, found.original
-    scenario, outcome = best.candidate.scenario, best.outcome
+    outcome = best.outcome
     limit = f"a mean delay of {found.max_delay:g} steps"
     said = f"Fastest within {limit}"
     if outcome.delay_steps > found.max_delay:
         said = f"Nothing that was simulated keeps within {limit} (--max-delay); fastest"
-    said += f": {title(scenario.parallelism)}, {outcome.title}"
+    said += f": {title(best.candidate.scenario.parallelism)}, {outcome.title}"
     if original is None or original is best:
         return f"{said}."
     beside = [c for c in found.packings if c.outcome.setting.name == "original"]

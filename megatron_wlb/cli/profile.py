@@ -13,12 +13,7 @@ import yaml
 from rich.table import Table
 
 from megatron_wlb.cli import output
-from megatron_wlb.cost.attention import (
-    BACKWARD_FLOPS,
-    MAX_LENGTH,
-    AttentionProfile,
-    forward_flops,
-)
+from megatron_wlb.cost.attention import BACKWARD_FLOPS, MAX_LENGTH, AttentionProfile, forward_flops
 from megatron_wlb.cost.hardware import FIGURES, hardware_names, load_hardware, read_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import Several, path_of_flag, text_of_flag, whole_number
@@ -129,15 +124,10 @@ def _profile(args: argparse.Namespace) -> int:
             whole_number(flag, value, least, MAX_LENGTH)
     longest = args.longest or (SMALL_LONGEST[device] if args.small else defaults["longest"])
     profiles = []
-    for num_heads, num_groups, head_dim in shapes:
-        demand = Demand(
-            torch.device(device),
-            getattr(torch, args.dtype or defaults["dtype"]),
-            num_heads,
-            num_groups,
-            head_dim,
-        )
-        with output.progress_bar(f"attention {num_heads}/{num_groups}x{head_dim}") as progress:
+    dtype = getattr(torch, args.dtype or defaults["dtype"])
+    for heads, groups, dim in shapes:
+        demand = Demand(torch.device(device), dtype, heads, groups, dim)
+        with output.progress_bar(f"attention {heads}/{groups}x{dim}") as progress:
             profiles.append(
                 measure_attention(
                     demand,
@@ -152,7 +142,10 @@ def _profile(args: argparse.Namespace) -> int:
     content = hardware_content(
         content, base_path.name, measure_rates(device), profiles, machine, device
     )
-    output.save_file("--out", out, lambda path: path.write_text(_yaml(content)))
+    text = yaml.safe_dump(
+        content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
+    )
+    output.save_file("--out", out, lambda path: path.write_text(text))
     plots = [] if args.no_plot else _plot(out, profiles)
     if args.json:
         print(json.dumps({"file": str(out), "plots": plots, **content}))
@@ -247,13 +240,6 @@ def long_document_tflops(profile: AttentionProfile) -> float:
     return flops / (profile.whole_forward_us[-1] + profile.whole_backward_us[-1]) / 1e6
 
 
-def _yaml(content: Mapping[str, Any]) -> str:
-    text: str = yaml.safe_dump(
-        dict(content), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
-    )
-    return text
-
-
 def _plot(out: Path, profiles: Sequence[AttentionProfile]) -> list[str]:
     from megatron_wlb.study.plot_attention import plot_attention
 
@@ -271,9 +257,9 @@ def _show(content: Mapping[str, Any], profiles: Sequence[AttentionProfile]) -> N
     table.add_column()
     table.add_column(justify="right")
     table.add_column(overflow="fold")
-    for name in (name for name in FIGURES if name in content):
-        figure = content[name]
-        table.add_row(name, f"{figure['value']:g}", figure["source"])
+    for name in FIGURES:
+        if name in content:
+            table.add_row(name, f"{content[name]['value']:g}", content[name]["source"])
     for profile in profiles:
         table.add_section()
         lengths, last = profile.lengths, profile.lengths[-1]
@@ -287,8 +273,6 @@ def _show(content: Mapping[str, Any], profiles: Sequence[AttentionProfile]) -> N
         for q in (n for n in lengths if n in (16, 128, 1024) or n == last // 2):
             if q < last:
                 forward, backward = (profile.tflops(q, last, backward=b) for b in (False, True))
-                table.add_row(
-                    f"{q} queries, {last} keys", f"{forward:.3g}",
-                    f"TF/s forward, {backward:.3g} backward",
-                )  # fmt: skip
+                rates = f"{forward:.3g}", f"TF/s forward, {backward:.3g} backward"
+                table.add_row(f"{q} queries, {last} keys", *rates)
     output.console().print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Collection
@@ -13,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_wlb.cli.output import facts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_DEVICES, text_of_flag, whole_number
 from megatron_wlb.runtime.megatron_lm import check_arguments, words
@@ -123,9 +125,10 @@ def _run(args: argparse.Namespace) -> int:
     script = checkout / args.script
     if not script.is_file():
         raise ConfigError(f"{script} is no file; give --megatron a checkout that has {args.script}")
-    if _num_nodes(args, recipe) > 1 and not args.rdzv_endpoint:
+    num_nodes, _ = _machine(args, recipe)
+    if num_nodes > 1 and not args.rdzv_endpoint:
         raise ConfigError(
-            f"{args.file} runs on {_num_nodes(args, recipe)} nodes; give --rdzv-endpoint HOST:PORT "
+            f"{args.file} runs on {num_nodes} nodes; give --rdzv-endpoint HOST:PORT "
             "on each of them, or use scripts/slurm/pretrain_gpt.sbatch"
         )
     _notes(recipe)
@@ -146,7 +149,7 @@ def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) ->
             f"--megatron {checkout} has no megatron/training; give the path of a checkout of "
             "Megatron-LM"
         )
-    num_devices = _num_nodes(args, recipe) * _num_devices(args, recipe)
+    num_devices = math.prod(_machine(args, recipe))
     config = words.settings(arguments, num_devices)
     words.check(arguments, num_devices, {**os.environ, **recipe.environment})
     found = forecast(config, num_devices)
@@ -162,8 +165,8 @@ def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) ->
 
 
 def _command(args: argparse.Namespace, recipe: Recipe, checkout: Path) -> list[str]:
-    num_nodes = _num_nodes(args, recipe)
-    torchrun = ["--nproc-per-node", str(_num_devices(args, recipe))]
+    num_nodes, devices_per_node = _machine(args, recipe)
+    torchrun = ["--nproc-per-node", str(devices_per_node)]
     if num_nodes > 1:
         endpoint = args.rdzv_endpoint or "$MASTER_ADDR:29500"
         torchrun = ["--nnodes", str(num_nodes), *torchrun, "--rdzv-backend", "c10d"]
@@ -178,16 +181,12 @@ def _checkout(args: argparse.Namespace) -> Path | None:
     return Path(given).expanduser() if given else None
 
 
-def _num_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
-    return _at_least_one("--nnodes", args.nnodes) or recipe.num_nodes
-
-
-def _num_devices(args: argparse.Namespace, recipe: Recipe) -> int:
-    return _at_least_one("--nproc-per-node", args.nproc_per_node) or recipe.devices_per_node
-
-
-def _at_least_one(flag: str, value: int | None) -> int | None:
-    return None if value is None else whole_number(flag, value, 1, MOST_DEVICES)
+def _machine(args: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
+    """Nodes, and devices of each: as the flags say, else as the recipe does."""
+    for flag, value in (("--nnodes", args.nnodes), ("--nproc-per-node", args.nproc_per_node)):
+        if value is not None:
+            whole_number(flag, value, 1, MOST_DEVICES)
+    return args.nnodes or recipe.num_nodes, args.nproc_per_node or recipe.devices_per_node
 
 
 def _as_shell(command: list[str], variables: Collection[str]) -> str:
@@ -210,11 +209,6 @@ def _notes(recipe: Recipe) -> None:
 
 
 def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
-    table = Table(
-        title=f"{recipe.path}, modelled", title_justify="left", show_header=False, highlight=False
-    )
-    table.add_column()
-    table.add_column()
     windows, fitting = found.max_tokens / found.window, found.fitting_tokens / found.window
     rows = {
         "parameters": f"{found.parameters / 1e9:.2f} billion",
@@ -231,6 +225,4 @@ def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
         f"{found.packing} against original": f"{found.speedup:.2f}×",
         "Megatron's parser": "not asked: no --megatron" if checkout is None else "takes the flags",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return facts(f"{recipe.path}, modelled", rows)

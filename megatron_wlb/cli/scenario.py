@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
-from megatron_wlb.cli.inputs import add_cost_file, cost_of_file, max_tokens
+from megatron_wlb.cli.inputs import add_cost_file, cost_of_file, fill_window, max_tokens
 from megatron_wlb.cli.model import Model, add_model_flag, read_model
-from megatron_wlb.cost import (
-    Parallelism,
-    Recompute,
-    load_hardware,
-)
+from megatron_wlb.cost import Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.planning.from_config import recompute
 from megatron_wlb.planning.run import MEMORY_SHARE, Run
 from megatron_wlb.reading import MOST_DEVICES, decimal, text_of_flag, whole_number
@@ -82,19 +78,10 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
-    """What the command line leaves open: from ``--model`` where that has training settings.
-
-    The window, and with ``layout`` also N and the sizes.
-    """
-    model = read_model(args.model)
-    config = model.config
-    if args.window is None:
-        given = "--seq-length" in model.written
-        args.window = config.data.seq_length if given else REFERENCE_WINDOW
-    if not layout:
-        return
-    p = config.parallel
+def fill_layout(args: argparse.Namespace) -> None:
+    """Fills window, N and sizes that the command line leaves open, as ``--model`` has them."""
+    model = fill_window(args)
+    p = model.config.parallel
     for name, size in (
         ("tp_size", p.tensor_model_parallel_size),
         ("cp_size", p.context_parallel_size),
@@ -105,8 +92,8 @@ def fill_from_model(args: argparse.Namespace, *, layout: bool = False) -> None:
             setattr(args, name, size)
     if args.dp_size is None:
         args.dp_size = _dp_size(args, model)
-    if args.num_micro_batches is None and "--global-batch-size" in model.written:
-        args.num_micro_batches = config.training.global_batch_size
+    if args.num_micro_batches is None:
+        args.num_micro_batches = model.num_micro_batches or args.pp_size * args.dp_size
 
 
 def _dp_size(args: argparse.Namespace, model: Model) -> int:
@@ -115,9 +102,10 @@ def _dp_size(args: argparse.Namespace, model: Model) -> int:
     if recipe is None or not {"NUM_NODES", "GPUS_PER_NODE"} & set(recipe.environment):
         return 1
     num_devices = recipe.num_nodes * recipe.devices_per_node
-    inner = 1
-    for name in ("tp_size", "cp_size", "pp_size"):
-        inner *= whole_number(f"--{name.replace('_', '-')}", getattr(args, name), 1, MOST_DEVICES)
+    inner = math.prod(
+        whole_number(f"--{name}-size", getattr(args, f"{name}_size"), 1, MOST_DEVICES)
+        for name in ("tp", "cp", "pp")
+    )
     if num_devices % inner:
         raise ConfigError(
             f"the {num_devices} devices of --model {args.model} do not divide over TP × CP × PP = "
@@ -135,13 +123,12 @@ def scenario(args: argparse.Namespace) -> Run:
         sequence_parallel=args.tp_size > 1,
         group_size=config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
-    number = args.num_micro_batches
     return Run(
         padded_vocabulary(shape, layout.tp_size),
         hardware,
         layout,
         args.window,
-        args.pp_size * args.dp_size if number is None else number,
+        args.num_micro_batches,
         RECOMPUTE[args.recompute] if args.recompute else recompute(config),
         args.memory_gib,
         not args.no_overlap_grad_reduce,

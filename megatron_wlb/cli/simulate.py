@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 from rich.table import Table
@@ -20,7 +19,7 @@ from megatron_wlb.cli.scenario import (
     MACHINES,
     add_layout,
     add_model,
-    fill_from_model,
+    fill_layout,
     machine_title,
     most_tokens,
     scenario,
@@ -37,7 +36,7 @@ from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 DEFAULT_PACKINGS = "original,fixed-greedy,wlb,hold"
 STEPS = 50
 SAMPLE_TOKENS = 1 << 25
-"""Of documents whose lengths the report shows."""
+"""Tokens of the documents whose lengths the report shows."""
 
 _EPILOG = f"""\
 {SOURCES}
@@ -122,8 +121,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     for flag in ("report", "trace", "plot"):
         check_file(f"--{flag}", getattr(args, flag))
-    _check_plot(args.plot)
-    fill_from_model(args, layout=True)
+    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--plot {args.plot} is neither .png nor .svg; name it so")
+    fill_layout(args)
     documents, base = source(args), scenario(args)
     documents.check(window=base.window, long_documents=args.long_documents)
     whole_number("--num-seeds", args.num_seeds, 1, 1000)
@@ -136,17 +136,16 @@ def _run(args: argparse.Namespace) -> int:
     if said:
         remark(said)
     packings, shardings = _packings(args, max_tokens), _shardings(args)
-    step_tokens = base.num_micro_batches * base.window
+    num_cases = len(packings) * args.num_seeds
     warm_up, steps = num_steps(
         args,
         documents,
-        step_tokens=step_tokens,
-        num_cases=len(packings) * args.num_seeds,
+        step_tokens=base.num_micro_batches * base.window,
+        num_cases=num_cases,
         default=STEPS,
         warm_up=WARM_UP_STEPS,
     )
-    total = len(packings) * args.num_seeds * (warm_up + steps)
-    with counting_bar("simulating", total) as on_step:
+    with counting_bar("simulating", num_cases * (warm_up + steps)) as on_step:
         outcomes = compare(
             base,
             documents,
@@ -166,18 +165,10 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     out = console()
     out.print(_table(args, base, outcomes))
-    for outcome in outcomes:
-        if outcome.out_of_memory:
-            say(out, f"{outcome.title}, {outcome.out_of_memory}")
-            break
-    for line in written:
+    too_large = [f"{one.title}, {one.out_of_memory}" for one in outcomes if one.out_of_memory]
+    for line in [*too_large[:1], *written]:
         say(out, line)
     return 0
-
-
-def _check_plot(path: Path | None) -> None:
-    if path is not None and path.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--plot {path} is neither .png nor .svg; name it so")
 
 
 def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings]:
@@ -271,10 +262,9 @@ def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> 
         ),
         caption_justify="left",
     )
-    table.add_column("packing")
     with_sharding = base.parallelism.cp_size > 1
-    if with_sharding:
-        table.add_column("sharding")
+    for header in ("packing", "sharding") if with_sharding else ("packing",):
+        table.add_column(header)
     for header in ("speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP",
                    "DP", "delay"):  # fmt: skip
         table.add_column(header, justify="right")

@@ -33,7 +33,7 @@ from megatron_wlb.study.evaluate import Evaluation
 from megatron_wlb.study.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
 
 MOST_ROWS = 12
-"""Of the trade-off curve, in the table."""
+"""The most rows of the trade-off curve in the table."""
 NUM_SETTINGS = 120
 """About so many are tried."""
 
@@ -117,10 +117,8 @@ def _run(args: argparse.Namespace) -> int:
             limits=limits(args),
             progress=progress,
         )
-    title = (
-        f"{documents.title}, N={number}, window {args.window:,}, S_max up to "
-        f"{args.max_windows:g} windows"
-    )
+    s_max = f"S_max up to {args.max_windows:g} windows"
+    title = f"{documents.title}, N={number}, window {args.window:,}, {s_max}"
     cost = cost_title(args)
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_trade_off

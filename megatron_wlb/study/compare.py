@@ -27,6 +27,13 @@ from megatron_wlb.study.advice import Option, by_part
 
 WARM_UP_STEPS = 20
 """Steps that do not count: queues and pools fill."""
+EXAMPLE_STEPS = 6
+"""Steps of which each micro-batch is kept, to be drawn."""
+ROW = (
+    "title", "sharding", "tokens_per_s", "mfu", "bubble_share", "packing_imbalance", "pp_imbalance",
+    "cp_imbalance", "dp_imbalance", "delay_steps", "step_tokens", "sharding_shares",
+)  # fmt: skip
+"""What a row of JSON has under the name that :class:`Outcome` gives it."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +42,9 @@ class Example:
 
     plan: StepPlan
     timeline: StepTimeline
-    """With memory."""
+    """Its timeline, with memory."""
     micro_batch_us: tuple[tuple[float, ...], ...]
-    """Of the first counted steps, all data-parallel ranks' micro-batches in running order."""
+    """Times in the first counted steps: all data-parallel ranks' micro-batches in running order."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +57,20 @@ class Outcome:
     step_us: float
     """Mean."""
     tokens_per_s: float
-    """Of all devices; padding not counted."""
+    """Tokens a second of all devices; padding is not counted."""
     mfu: float
     """Model FLOPs ÷ (time × peak of all devices)."""
     mfu_by_seed: tuple[float, ...]
     mfu_by_part: tuple[float, ...]
-    """Of parts of the steps."""
+    """The MFU of each part of the steps."""
     bubble_share: float
-    """Of the ranks' time in the pipeline, that they wait."""
+    """Share of the ranks' time in the pipeline that they wait."""
     peak_bytes: float
     """The most that any rank held in any step."""
     out_of_memory: str
     """Where it first did not fit, or nothing."""
     longest_tokens: int
-    """Of the micro-batches that ran, padded."""
+    """Longest micro-batch that ran, padded."""
     packing_imbalance: float
     """``max · N / Σ`` of the modelled micro-batch times before sharding, mean over steps."""
     pp_imbalance: float
@@ -74,8 +81,8 @@ class Outcome:
     """Work of the slowest replica over the mean; mean over steps."""
     delay_steps: float
     step_tokens: float
-    shares: dict[str, float]
-    """Of the micro-batches, that each kind of sharding was chosen for."""
+    sharding_shares: dict[str, float]
+    """Share of the micro-batches that each kind of sharding was chosen for."""
     example: Example
     flags: tuple[str, ...]
     """What the training command needs to pack like this."""
@@ -86,7 +93,7 @@ class Outcome:
 
     @property
     def option(self) -> Option[Outcome]:
-        """As one of those that are chosen from."""
+        """The outcome as one of those that are chosen from."""
         return Option(
             self,
             self.mfu,
@@ -97,50 +104,35 @@ class Outcome:
         )
 
     def speedup(self, original: Outcome) -> float:
-        """In work a second: the ratio of MFUs.
+        """The ratio of work a second, which is that of MFUs.
 
-        Tokens a second say the same in the long run of the same documents, but which of the long
-        ones wait at the end of a few steps moves them; and where `original` cuts documents, its
-        tokens are less work.
+        Tokens a second would also vary with which long documents wait at the end, and where
+        `original` cuts documents, its tokens are less work.
         """
         return self.mfu / original.mfu
 
     def speedup_by_seed(self, original: Outcome) -> tuple[float, float]:
-        """Lowest and highest over the seeds."""
-        ratios = [
-            ours / theirs
-            for ours, theirs in zip(self.mfu_by_seed, original.mfu_by_seed, strict=True)
-        ]
+        """Lowest and highest speed-up over the seeds."""
+        pairs = zip(self.mfu_by_seed, original.mfu_by_seed, strict=True)
+        ratios = [ours / theirs for ours, theirs in pairs]
         return min(ratios), max(ratios)
 
     def row(self, original: Outcome) -> dict[str, Any]:
         """JSON-able; speed-ups are over ``original``."""
         lowest, highest = self.speedup_by_seed(original)
-        return {
+        return {name: getattr(self, name) for name in ROW} | {
             "packing": self.setting.name,
             "shaped": self.setting.shaped,
-            "title": self.title,
-            "sharding": self.sharding,
             "max_tokens": self.setting.max_tokens,
             "steps": self.num_steps,
             "step_ms": self.step_us / 1e3,
-            "tokens_per_s": self.tokens_per_s,
             "speedup": self.speedup(original),
             "speedup_lowest": lowest,
             "speedup_highest": highest,
             "tokens_speedup": self.tokens_per_s / original.tokens_per_s,
-            "mfu": self.mfu,
-            "bubble_share": self.bubble_share,
             "peak_gib": self.peak_bytes / GIB,
             "out_of_memory": self.out_of_memory or None,
             "longest_micro_batch_tokens": self.longest_tokens,
-            "packing_imbalance": self.packing_imbalance,
-            "pp_imbalance": self.pp_imbalance,
-            "cp_imbalance": self.cp_imbalance,
-            "dp_imbalance": self.dp_imbalance,
-            "delay_steps": self.delay_steps,
-            "step_tokens": self.step_tokens,
-            "sharding_shares": self.shares,
             "flags": list(self.flags),
         }
 
@@ -195,10 +187,6 @@ def compare(
                 tally.delays.append(metrics.delay_mean_steps)
         outcomes += [tally.outcome() for tally in tallies]
     return outcomes
-
-
-EXAMPLE_STEPS = 6
-"""Of which each micro-batch is kept, to be drawn."""
 
 
 class _Memory:
@@ -260,8 +248,7 @@ class _Tally:
         self._flops.append(0.0)
 
     def add(self, plan: StepPlan) -> None:
-        chosen = [[self._choose(m.lengths) for m in rank] for rank in plan.micro_batches]
-        line = self._simulator.step(plan, self._scale(plan, chosen))
+        line, chosen = self._step(self._simulator, plan)
         self._tokens[-1] += plan.num_tokens
         self._time_us[-1] += line.step_us
         self._num_steps += 1
@@ -272,7 +259,7 @@ class _Tally:
         self._pipeline_us += line.pipeline_us
         self._pp += line.pp_imbalance
         self._dp += line.dp_imbalance
-        for prediction in (p for rank in chosen for p in rank):
+        for prediction in chosen:
             self._slowest_us += max(prediction.forward_us)
             self._mean_us += sum(prediction.forward_us) / len(prediction.forward_us)
             kind = prediction.sharding.kind
@@ -316,22 +303,22 @@ class _Tally:
             self.flags,
         )
 
-    def _scale(self, plan: StepPlan, chosen: Sequence[Sequence[Prediction]]) -> list[list[float]]:
-        return [
-            [
-                self.scenario.attention_scale(m.lengths, prediction)
-                for m, prediction in zip(rank, predictions, strict=True)
-            ]
-            for rank, predictions in zip(plan.micro_batches, chosen, strict=True)
-        ]
+    def _step(self, simulator: Simulator, plan: StepPlan) -> tuple[StepTimeline, list[Prediction]]:
+        """A step with the shardings that are chosen for its micro-batches."""
+        chosen: list[Prediction] = []
+
+        def scale(lengths: Sequence[int]) -> float:
+            chosen.append(self._choose(lengths))
+            return self.scenario.attention_scale(lengths, chosen[-1])
+
+        scales = [[scale(m.lengths) for m in rank] for rank in plan.micro_batches]
+        return simulator.step(plan, scales), chosen
 
     def _example(self) -> Example:
         """The step whose time is nearest to the mean."""
         mean_us = sum(us for _, us in self._steps) / len(self._steps)
         plan, _ = min(self._steps, key=lambda step: abs(step[1] - mean_us))
-        chosen = [[self._choose(m.lengths) for m in rank] for rank in plan.micro_batches]
-        simulator = Simulator(
-            self.scenario.costs, self.scenario.parallelism, memory=self.scenario.memory
-        )
-        line = simulator.step(plan, self._scale(plan, chosen))
+        base = self.scenario
+        simulator = Simulator(base.costs, base.parallelism, memory=base.memory)
+        line, _ = self._step(simulator, plan)
         return Example(plan, line, tuple(self._micro_batch_us))

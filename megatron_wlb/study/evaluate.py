@@ -44,10 +44,9 @@ class Evaluation:
 
     @property
     def option(self) -> Option[Evaluation]:
-        """As one of those that are chosen from."""
-        longest = self.setting.max_tokens
-        if self.setting.name in CUTS_AT_WINDOWS:
-            longest = self.window
+        """The evaluation as one of those that are chosen from."""
+        cuts = self.setting.name in CUTS_AT_WINDOWS
+        longest = self.window if cuts else self.setting.max_tokens
         return Option(
             self, self.efficiency, self.efficiency_by_part, self.delay, self.imbalance, longest
         )

@@ -42,7 +42,7 @@ _PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one training command line on one kind of device. Times and bytes are modelled."""
+    """What one training command line does on one kind of device. Times and bytes are modelled."""
 
     parameters: int
     num_devices: int
@@ -52,7 +52,7 @@ class Forecast:
     vpp_size: int
     dp_size: int
     num_micro_batches: int
-    """Of each data-parallel rank."""
+    """Micro-batches of each data-parallel rank."""
     window: int
     max_tokens: int
     """S_max."""
@@ -62,7 +62,7 @@ class Forecast:
     state_gib: float
     """Weights, gradients and optimizer, on the pipeline rank that needs most."""
     peak_gib: float
-    """With them and all micro-batches in flight S_max long."""
+    """The most that a rank holds, where all micro-batches in flight are S_max long."""
     step_ms: float
     """Mean over steps of ``documents``."""
     tokens_per_s: float
@@ -168,7 +168,7 @@ def forecast(
 
 
 class _Rates(NamedTuple):
-    """Of consecutive simulated steps."""
+    """Rates of consecutive simulated steps."""
 
     step_ms: float
     tokens_per_s: float

@@ -104,14 +104,7 @@ def scenario(
     return Run(
         padded_vocabulary(load_model(model), tp_size),
         load_hardware(hardware),
-        Parallelism(
-            tp_size=tp_size,
-            cp_size=cp_size,
-            pp_size=pp_size,
-            vpp_size=vpp_size,
-            dp_size=dp_size,
-            sequence_parallel=tp_size > 1,
-        ),
+        Parallelism(tp_size, cp_size, pp_size, vpp_size, dp_size, sequence_parallel=tp_size > 1),
         window,
         pp_size * dp_size,
     )
@@ -139,13 +132,8 @@ def table_2(
     """Imbalance of packings at 7B-128K, one evaluation a seed."""
     base = scenario("7b", 128 * K, TABLE_1["7b", 128 * K], hardware=effort.hardware)
     cost = forward_cost(base)
-    return {
-        packing: [
-            _evaluate(base, cost, packing, max_tokens(base), seed, effort, on_step)
-            for seed in effort.seeds
-        ]
-        for packing in packings
-    }
+    limit = max_tokens(base)
+    return {name: _evaluate(base, cost, name, limit, effort, on_step) for name in packings}
 
 
 def figure_6(
@@ -158,10 +146,7 @@ def figure_6(
     base = scenario("550m", 128 * K, TABLE_1["550m", 128 * K], hardware=effort.hardware)
     attention = DocumentCost(0.0, 1e-6, 0.0, 2e-6)
     return {
-        number: [
-            _evaluate(base, attention, f"fixed-greedy:{number}", base.window, seed, effort, on_step)
-            for seed in effort.seeds
-        ]
+        number: _evaluate(base, attention, f"fixed-greedy:{number}", base.window, effort, on_step)
         for number in batches
     }
 
@@ -171,21 +156,20 @@ def _evaluate(
     cost: DocumentCost,
     packing: str,
     limit: int,
-    seed: int,
     effort: Effort,
     on_step: Progress,
-) -> Evaluation:
-    workload = Workload(
-        source=LengthSource.of_distribution(DISTRIBUTION),
-        window=base.window,
-        num_micro_batches=base.num_micro_batches,
-        cost=cost,
-        seed=seed,
-    )
+) -> list[Evaluation]:
+    """Packs the documents of each seed."""
     setting = PackingSettings.parse(packing, base.window, limit, solver_limit=effort.solver_limit)
+    steps, warm_up = effort.steps, effort.warm_up
     if setting.name == "fixed-solver":  # holds nothing back, so nothing has to fill
-        return evaluate(workload, setting, effort.solver_steps, warm_up=0, on_step=on_step)
-    return evaluate(workload, setting, effort.steps, warm_up=effort.warm_up, on_step=on_step)
+        steps, warm_up = effort.solver_steps, 0
+    documents = LengthSource.of_distribution(DISTRIBUTION)
+    workloads = [
+        Workload(documents, base.window, base.num_micro_batches, cost, seed)
+        for seed in effort.seeds
+    ]
+    return [evaluate(one, setting, steps, warm_up=warm_up, on_step=on_step) for one in workloads]
 
 
 Pair: TypeAlias = tuple[str, Mode | Kind]

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from matplotlib import rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -52,9 +53,8 @@ def plot_lengths(
     """Document lengths, and which share of the tokens and of the attention work they hold.
 
     The attention work of a document of ``d`` tokens is ``d²``, of one over the window that of its
-    pieces. Lengths and ``window`` are in
-    tokens; ``counts`` says how many documents have each length, one if not given. Raises
-    :class:`ConfigError` if there are no documents, or empty ones.
+    pieces. Lengths and ``window`` are in tokens; ``counts`` says how many documents have each
+    length, one if not given. Raises :class:`ConfigError` if there are no documents, or empty ones.
     """
     unordered = np.asarray(lengths, dtype=np.float64)
     order = np.argsort(unordered)
@@ -100,14 +100,11 @@ def plot_lengths(
     below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
     below.xaxis.set_minor_formatter(NullFormatter())
     below.set_xlabel("document length d (tokens, log scale)")
-    figure.legend(
-        handles=[
-            *below.get_lines()[:3],
-            Patch(color=GREY, label="half a window and longer"),
-            Line2D([], [], color=INK, lw=1.2, ls="--", label=f"window, {_tokens(window)} tokens"),
-        ],
-        loc="outside lower center",
-        ncols=5,
+    _legend(
+        figure,
+        *below.get_lines()[:3],
+        Patch(color=GREY, label="half a window and longer"),
+        Line2D([], [], color=INK, lw=1.2, ls="--", label=f"window, {_tokens(window)} tokens"),
     )
     _save(figure, path)
 
@@ -156,14 +153,11 @@ def plot_micro_batches(work: Mapping[str, Sequence[Sequence[float]]], path: Path
     panels[0].set_ylim(0, highest * 1.08)
     panels[-1].set_xlabel("step, counted from the first one drawn")
     panels[-1].xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
-    figure.legend(
-        handles=[
-            Patch(color=BLUE, label="micro-batch"),
-            Patch(color=VERMILION, label="heaviest of its step"),
-            Line2D([], [], color=INK, lw=1.6, label="mean of the step"),
-        ],
-        loc="outside lower center",
-        ncols=3,
+    _legend(
+        figure,
+        Patch(color=BLUE, label="micro-batch"),
+        Patch(color=VERMILION, label="heaviest of its step"),
+        Line2D([], [], color=INK, lw=1.6, label="mean of the step"),
     )
     _save(figure, path)
 
@@ -185,12 +179,8 @@ def plot_timelines(
     if not longest_us:
         raise ConfigError("there are no timelines to plot; give one that takes some time")
     unit, unit_us = _time_unit(longest_us)
-    num_chunks = 1 + max(
-        interval.action.chunk
-        for timeline in timelines.values()
-        for rank in timeline.intervals
-        for interval in rank
-    )
+    ranks = [rank for timeline in timelines.values() for rank in timeline.intervals]
+    num_chunks = 1 + max(interval.action.chunk for rank in ranks for interval in rank)
     rows = [len(timeline.intervals) for timeline in timelines.values()]
     said = "measured" if measured else "simulated"
     height = 1.5 + sum(0.55 + 0.34 * num_rows for num_rows in rows)
@@ -232,15 +222,12 @@ def plot_timelines(
     panels[-1].set_xlim(0, longest_us / unit_us * 1.01)
     panels[-1].set_xlabel(f"time in the step, {said} ({unit})")
     shades = ", darker: later chunk" if num_chunks > 1 else ""
-    figure.legend(
-        handles=[
-            Patch(color=_shade("F", num_chunks - 1, num_chunks), label=f"forward{shades}"),
-            Patch(color=_shade("B", num_chunks - 1, num_chunks), label=f"backward{shades}"),
-            Patch(color=GREY, label="bubble"),
-            Line2D([], [], color=INK, lw=1.2, label="end of the step"),
-        ],
-        loc="outside lower center",
-        ncols=4,
+    _legend(
+        figure,
+        Patch(color=_shade("F", num_chunks - 1, num_chunks), label=f"forward{shades}"),
+        Patch(color=_shade("B", num_chunks - 1, num_chunks), label=f"backward{shades}"),
+        Patch(color=GREY, label="bubble"),
+        Line2D([], [], color=INK, lw=1.2, label="end of the step"),
     )
     _save(figure, path)
 
@@ -251,6 +238,10 @@ def _figure(title: str, height: float) -> Figure:
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     figure.suptitle(title, fontsize=13, fontweight="bold", color=INK)
     return figure
+
+
+def _legend(figure: Figure, *handles: Artist) -> None:
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heapreplace
+from itertools import product
 from typing import Literal, TypeAlias
 
 from megatron_wlb.cost import Hardware, ModelShape, Parallelism, Recompute
@@ -84,7 +85,7 @@ class Space:
 class Rejected:
     """A layout that cannot run."""
 
-    layout: Parallelism
+    parallelism: Parallelism
     num_micro_batches: int
     recompute: Recompute
     why: Why
@@ -160,7 +161,7 @@ class Search:
     @property
     def num_rejected(self) -> dict[str, int]:
         """Number of rejected layouts by reason, most first."""
-        return dict(Counter(str(one.why) for one in self.rejected).most_common())
+        return _by_reason(self.rejected)
 
 
 def search(
@@ -194,7 +195,16 @@ def search(
         ConfigError: nothing can run; the message says why, and what comes nearest.
     """
     check_max_delay(max_delay)
-    possible, rejected = _possible(space, progress)
+    possible: list[tuple[Run, int]] = []
+    rejected: list[Rejected] = []
+    layouts = list(_layouts(space))
+    for number, layout in enumerate(layouts):
+        progress("memory", number + 1, len(layouts))
+        for one in _runs(space, layout):
+            if isinstance(one, Rejected):
+                rejected.append(one)
+            else:
+                possible.append(one)
     if not possible:
         raise ConfigError(_nothing(space, rejected))
     sample = _sample(source, space.window, seeds[0], long_documents)
@@ -223,20 +233,15 @@ def search(
     refined: list[Choice] = []
     chosen = candidates[:num_refined]
     for number, candidate in enumerate(chosen):
-        variant = _variant(refining, candidate, candidate.windows)
-        refined += simulate(candidate, [variant])
+        refined += simulate(candidate, [_variant(refining, candidate, candidate.windows)])
         progress("refined", number + 1, len(chosen))
     refined = _ranked(refined, max_delay)
-    tuned: list[Choice] = []
-    for number, choice in enumerate(refined[:num_tuned]):
-        others = [
-            variant
-            for variant in _variants(space, choice.candidate)
-            if not _alike(variant, choice.outcome.setting)
-        ]
-        tuned += simulate(choice.candidate, others)
-        progress("tuned", number + 1, min(num_tuned, len(refined)))
-    ranked = _ranked([*refined, *tuned], max_delay)
+    best = refined[:num_tuned]
+    for number, choice in enumerate(best):
+        variants, known = _variants(space, choice.candidate), choice.outcome.setting
+        refined += simulate(choice.candidate, [v for v in variants if not _alike(v, known)])
+        progress("tuned", number + 1, len(best))
+    ranked = _ranked(refined, max_delay)
     return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
 
 
@@ -301,99 +306,72 @@ def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSetti
 def _layouts(space: Space) -> Iterator[Parallelism]:
     """All ways to take the devices' number apart, with every VPP up to :data:`MOST_CHUNKS`."""
     divisors = [n for n in range(1, space.num_devices + 1) if space.num_devices % n == 0]
-    for tp_size in divisors:
-        for cp_size in divisors:
-            for pp_size in divisors:
-                inner = tp_size * cp_size * pp_size
-                if space.num_devices % inner:
-                    continue
-                for vpp_size in range(1, MOST_CHUNKS + 1 if pp_size > 1 else 2):
-                    layout = Parallelism(
-                        tp_size=tp_size,
-                        cp_size=cp_size,
-                        pp_size=pp_size,
-                        vpp_size=vpp_size,
-                        dp_size=space.num_devices // inner,
-                        sequence_parallel=tp_size > 1,
-                    )
-                    if all(getattr(layout, name) == size for name, size in space.fixed.items()):
-                        yield layout
+    for tp_size, cp_size, pp_size in product(divisors, repeat=3):
+        inner = tp_size * cp_size * pp_size
+        if space.num_devices % inner:
+            continue
+        for vpp_size in range(1, MOST_CHUNKS + 1 if pp_size > 1 else 2):
+            sizes = tp_size, cp_size, pp_size, vpp_size, space.num_devices // inner
+            layout = Parallelism(*sizes, sequence_parallel=tp_size > 1)
+            if all(getattr(layout, name) == size for name, size in space.fixed.items()):
+                yield layout
 
 
-def _possible(
-    space: Space, progress: Callable[[str, int, int], object]
-) -> tuple[list[tuple[Run, int]], list[Rejected]]:
-    """What can run, with the S_max that fits, and what cannot."""
-    possible: list[tuple[Run, int]] = []
-    rejected: list[Rejected] = []
+def _runs(space: Space, layout: Parallelism) -> Iterator[tuple[Run, int] | Rejected]:
+    """Each N with a layout: what can run, with the S_max that fits, or why it cannot."""
+    shape = padded_vocabulary(space.shape, layout.tp_size)
     max_tp = space.max_tp or space.hardware.devices_per_node
-    layouts = list(_layouts(space))
-    for place, layout in enumerate(layouts):
-        progress("memory", place + 1, len(layouts))
-        shape = padded_vocabulary(space.shape, layout.tp_size)
-
-        def refuse(
-            why: Why,
-            reason: str,
-            number: int = 0,
-            recompute: Recompute = space.recompute[0],
-            layout: Parallelism = layout,
-        ) -> None:
-            rejected.append(Rejected(layout, number, recompute, why, reason))
-
-        if layout.tp_size > max_tp:
-            refuse("topology", f"TP {layout.tp_size} is above the limit of {max_tp} (a node)")
-            continue
-        try:
-            layout.layers_of_stages(shape)
-        except ConfigError as error:
-            refuse("divisibility", str(error))
-            continue
-        for number in space.num_micro_batches:
-            for recompute in space.recompute:
-                try:
-                    scenario = Run(
-                        shape,
-                        space.hardware,
-                        layout,
-                        space.window,
-                        number,
-                        recompute,
-                        space.memory_gib,
-                        extrapolate=space.extrapolate,
-                    )
-                except ConfigError as error:
-                    refuse("batch and schedule", str(error), number, recompute)
-                    break  # The same with every recompute setting.
-                try:
-                    max_tokens = scenario.max_tokens()
-                except ConfigError as error:
-                    refuse("memory", str(error), number, recompute)
-                    continue
+    if layout.tp_size > max_tp:
+        reason = f"TP {layout.tp_size} is above the limit of {max_tp} (a node)"
+        yield Rejected(layout, 0, space.recompute[0], "topology", reason)
+        return
+    try:
+        layout.layers_of_stages(shape)
+    except ConfigError as error:
+        yield Rejected(layout, 0, space.recompute[0], "divisibility", str(error))
+        return
+    for number in space.num_micro_batches:
+        for recompute in space.recompute:
+            try:
+                run = Run(
+                    *(shape, space.hardware, layout, space.window, number, recompute),
+                    memory_gib=space.memory_gib,
+                    extrapolate=space.extrapolate,
+                )
+            except ConfigError as error:
+                yield Rejected(layout, number, recompute, "batch and schedule", str(error))
+                break  # The same with every recompute setting.
+            try:
+                max_tokens = run.max_tokens()
                 if max_tokens < space.window:
-                    reason = (
-                        f"micro-batches of {max_tokens} tokens fit {scenario.limit_gib:.1f} GiB, "
-                        f"but a window has {space.window}"
+                    raise ConfigError(
+                        f"micro-batches of {max_tokens} tokens fit {run.limit_gib:.1f} GiB, but a "
+                        f"window has {space.window}"
                     )
-                    refuse("memory", reason, number, recompute)
-                    continue
-                possible.append((scenario, max_tokens))
-                if max_tokens >= DEFAULT_WINDOWS * space.window:
-                    break  # More recomputation only takes time.
-    return possible, rejected
+            except ConfigError as error:
+                yield Rejected(layout, number, recompute, "memory", str(error))
+                continue
+            yield run, max_tokens
+            if max_tokens >= DEFAULT_WINDOWS * space.window:
+                break  # More recomputation only takes time.
 
 
 def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
     """Says in one line that nothing can run, why, and what to do."""
-    counts = Counter(one.why for one in rejected)
-    said = ", ".join(f"{count} for {why}" for why, count in counts.most_common())
-    memory = [one for one in rejected if one.why == "memory"]
-    last = memory or rejected
-    nearest = f"; such as {title(last[-1].layout)}: {last[-1].reason}" if last else ""
     if not rejected:
         given = ", ".join(f"{name} {size}" for name, size in space.fixed.items())
         return f"no layout of {space.num_devices} devices has {given}; leave a size out"
-    return f"no layout of {space.num_devices} devices can run ({said}){nearest}"
+    said = ", ".join(f"{count} for {why}" for why, count in _by_reason(rejected).items())
+    last = ([one for one in rejected if one.why == "memory"] or rejected)[-1]
+    return (
+        f"no layout of {space.num_devices} devices can run ({said}); such as "
+        f"{title(last.parallelism)}: {last.reason}"
+    )
+
+
+def _by_reason(rejected: Sequence[Rejected]) -> dict[str, int]:
+    """Number of rejected layouts by reason, most first."""
+    return dict(Counter(str(one.why) for one in rejected).most_common())
 
 
 def _sample(

@@ -120,7 +120,7 @@ def tune(
     check_max_delay(max_delay)
     if look_ahead < 0:
         raise ConfigError(f"look_ahead is {look_ahead}; give at least 0")
-    window, warm_up_steps = workload.window, WARM_UP_STEPS if warm_up is None else warm_up
+    window, warm_up = workload.window, WARM_UP_STEPS if warm_up is None else warm_up
     hold = PackingSettings("hold", max_tokens, **limits)
     defaults = [
         replace(hold, name=packing, max_tokens=min(max_tokens, 2 * window)) for packing in packings
@@ -132,22 +132,23 @@ def tune(
     workload.check([*defaults, *baselines, hold])
 
     first = [*defaults, *candidates(workload, packings, max_tokens, look_ahead, **limits)]
-    counted = _Counter(progress, 1 + len(first) + len(defaults) + len(baselines) + 1)
+    done, total = 0, 1 + len(first) + len(defaults) + len(baselines) + 1
 
     def run(on: Workload, setting: PackingSettings) -> Evaluation:
-        evaluation = evaluate(on, setting, steps, warm_up=warm_up_steps)
-        counted.add()
+        nonlocal done
+        evaluation = evaluate(on, setting, steps, warm_up=warm_up)
+        done += 1
+        progress(done, max(done, total))
         return evaluation
 
     tried = {setting: run(workload, setting) for setting in dict.fromkeys(first)}
     second = _refined(tried.values(), packings, window, max_delay) - tried.keys()
-    counted.total += len(second)
+    total += len(second)
     tried |= {setting: run(workload, setting) for setting in sorted(second, key=str)}
 
     judged = [run(held_out, setting) for setting in defaults]
-    chosen = _judge(
-        _ranked(tried.values(), max_delay), lambda setting: run(held_out, setting), max_delay
-    )
+    ranked = _ranked(tried.values(), max_delay)
+    chosen = _judge(ranked, lambda setting: run(held_out, setting), max_delay)
     found = [*([chosen] if chosen else []), *judged]
     if not any(evaluation.delay <= max_delay for evaluation in found):
         at_hand = chosen or min(tried.values(), key=lambda e: (e.delay, -e.efficiency))
@@ -192,15 +193,6 @@ def candidates(
             for tau in TAUS:
                 for price in DELAY_PRICES:
                     yield replace(hold, tau=tau, delay_price=price, look_ahead=ahead)
-
-
-class _Counter:
-    def __init__(self, progress: Callable[[int, int], object], total: int) -> None:
-        self.progress, self.done, self.total = progress, 0, total
-
-    def add(self) -> None:
-        self.done += 1
-        self.progress(self.done, max(self.done, self.total))
 
 
 def _refined(

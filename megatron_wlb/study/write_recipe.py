@@ -23,37 +23,36 @@ Flags: TypeAlias = Mapping[str, Value]
 
 def model_flags(shape: ModelShape) -> Flags:
     """The model's architecture."""
-    flags: dict[str, Value] = {
-        "--num-layers": shape.num_layers,
-        "--hidden-size": shape.hidden_size,
-        "--ffn-hidden-size": shape.ffn_hidden_size,
-        "--num-attention-heads": shape.num_attention_heads,
-    }
-    if shape.num_query_groups != shape.num_attention_heads:
-        flags["--group-query-attention"] = True
-        flags["--num-query-groups"] = shape.num_query_groups
-    if shape.kv_channels * shape.num_attention_heads != shape.hidden_size:
-        flags["--kv-channels"] = shape.kv_channels
-    if shape.rms_norm:
-        flags["--normalization"] = "RMSNorm"
-    for flag, given in (
-        ("--swiglu", shape.gated),
-        ("--disable-bias-linear", not shape.linear_bias),
-        ("--add-qkv-bias", shape.qkv_bias),
-        ("--qk-layernorm", shape.qk_norm),
-        ("--untie-embeddings-and-output-weights", not shape.tied_embeddings),
-    ):
-        if given:
-            flags[flag] = True
-    if shape.learned_positions:
-        flags["--position-embedding-type"] = "learned_absolute"
-    else:
-        flags["--position-embedding-type"] = "rope" if shape.rotary_percent else "none"
-        if 0 < shape.rotary_percent < 1:
-            flags["--rotary-percent"] = shape.rotary_percent
-    if not shape.dropout:
-        flags["--hidden-dropout"] = flags["--attention-dropout"] = 0.0
-    return flags
+    grouped = shape.num_query_groups != shape.num_attention_heads
+    own_channels = shape.kv_channels * shape.num_attention_heads != shape.hidden_size
+    rotary = 0.0 if shape.learned_positions else shape.rotary_percent
+    positions = "learned_absolute" if shape.learned_positions else "rope" if rotary else "none"
+    return _given(
+        {
+            "--num-layers": shape.num_layers,
+            "--hidden-size": shape.hidden_size,
+            "--ffn-hidden-size": shape.ffn_hidden_size,
+            "--num-attention-heads": shape.num_attention_heads,
+            "--group-query-attention": grouped,
+            "--num-query-groups": shape.num_query_groups if grouped else None,
+            "--kv-channels": shape.kv_channels if own_channels else None,
+            "--normalization": "RMSNorm" if shape.rms_norm else None,
+            "--swiglu": shape.gated,
+            "--disable-bias-linear": not shape.linear_bias,
+            "--add-qkv-bias": shape.qkv_bias,
+            "--qk-layernorm": shape.qk_norm,
+            "--untie-embeddings-and-output-weights": not shape.tied_embeddings,
+            "--position-embedding-type": positions,
+            "--rotary-percent": rotary if 0 < rotary < 1 else None,
+            "--hidden-dropout": None if shape.dropout else 0.0,
+            "--attention-dropout": None if shape.dropout else 0.0,
+        }
+    )
+
+
+def _given(flags: Mapping[str, Value | None]) -> Flags:
+    """Leaves out what is None or False."""
+    return {flag: x for flag, x in flags.items() if x is not None and x is not False}
 
 
 def layout_flags(scenario: Run) -> Flags:
@@ -67,24 +66,20 @@ def layout_flags(scenario: Run) -> Flags:
             f"a recipe has {scenario.shape.num_layers} equal layers, as many in each stage; these "
             "are unlike, so give a model without layers and a layout without stage_layers"
         )
-    flags: dict[str, Value] = {
-        "--tensor-model-parallel-size": p.tp_size,
-        "--context-parallel-size": p.cp_size,
-        "--pipeline-model-parallel-size": p.pp_size,
-    }
-    if p.sequence_parallel:
-        flags["--sequence-parallel"] = True
-    if p.vpp_size > 1:
-        flags["--num-virtual-stages-per-pipeline-rank"] = p.vpp_size
-    flags["--use-distributed-optimizer"] = True
-    if scenario.overlap_grad_reduce:
-        flags["--overlap-grad-reduce"] = True
-    if recompute.granularity is not None:
-        flags["--recompute-granularity"] = recompute.granularity
-    if recompute.method is not None and recompute.num_layers is not None:
-        flags["--recompute-method"] = recompute.method
-        flags["--recompute-num-layers"] = recompute.num_layers
-    return flags
+    return _given(
+        {
+            "--tensor-model-parallel-size": p.tp_size,
+            "--context-parallel-size": p.cp_size,
+            "--pipeline-model-parallel-size": p.pp_size,
+            "--sequence-parallel": p.sequence_parallel,
+            "--num-virtual-stages-per-pipeline-rank": p.vpp_size if p.vpp_size > 1 else None,
+            "--use-distributed-optimizer": True,
+            "--overlap-grad-reduce": scenario.overlap_grad_reduce,
+            "--recompute-granularity": recompute.granularity,
+            "--recompute-method": recompute.method,
+            "--recompute-num-layers": recompute.num_layers,
+        }
+    )
 
 
 def batch_flags(scenario: Run) -> Flags:
@@ -120,14 +115,7 @@ def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
     nodes = -(-num_devices // devices_per_node)
     words = ["torchrun", "--nproc-per-node", str(min(num_devices, devices_per_node))]
     if nodes > 1:
-        words += [
-            "--nnodes",
-            str(nodes),
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            "$HOST:29500",
-        ]
+        words += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500".split()
     words += ["-m", "megatron_wlb.pretrain_gpt"]
     for flag, value in flags.items():
         values = value if isinstance(value, list) else [value]

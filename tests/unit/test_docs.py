@@ -70,7 +70,7 @@ def links(text: str) -> list[str]:
 @cache
 def command_parser(name: str) -> Parser:
     parser = Parser(prog=f"wlb {name}")
-    importlib.import_module(COMMANDS[name][0]).configure(parser)
+    importlib.import_module(f"megatron_wlb.cli.{name}").configure(parser)
     return parser
 
 

@@ -42,7 +42,7 @@ def found() -> Search:
 
 def test_every_layout_can_run_or_has_its_reason(found: Search) -> None:
     seen = {c.scenario.parallelism for c in found.candidates}
-    seen |= {r.layout for r in found.rejected}
+    seen |= {r.parallelism for r in found.rejected}
     sizes = {
         (tp, cp, pp, vpp, 4 // (tp * cp * pp))
         for tp in (1, 2, 4) for cp in (1, 2, 4) for pp in (1, 2, 4)
@@ -134,7 +134,7 @@ def test_shaping_is_left_off_where_there_is_one_stage() -> None:
 
 def test_tensor_parallelism_stays_in_a_node_unless_allowed() -> None:
     found = find(space(max_tp=2), num_refined=1, num_tuned=0, steps=1)
-    assert {r.layout.tp_size for r in found.rejected if r.why == "topology"} == {4}
+    assert {r.parallelism.tp_size for r in found.rejected if r.why == "topology"} == {4}
     assert max(c.scenario.parallelism.tp_size for c in found.candidates) == 2
     node_of_2 = replace(H100, devices_per_node=2)
     narrow = find(space(hardware=node_of_2), num_refined=1, num_tuned=0, steps=1)
