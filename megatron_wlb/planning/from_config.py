@@ -31,6 +31,7 @@ from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner, Stream
 from megatron_wlb.planning.run import Run, read_cost
 from megatron_wlb.reading import real_number
+from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import Selector
 
@@ -73,6 +74,12 @@ def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
         sequence_parallel=p.sequence_parallel,
         group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
     )
+
+
+def schedule_graph(config: Config, num_micro_batches: int) -> Graph:
+    """Makes the graph of the schedule of a data-parallel rank's micro-batches."""
+    p = parallelism(config)
+    return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
 
 def recompute(config: Config) -> Recompute:

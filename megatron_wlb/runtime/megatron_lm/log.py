@@ -16,10 +16,11 @@ import torch
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.from_config import schedule_graph
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
-from megatron_wlb.schedule.graph import Graph, graph_of
+from megatron_wlb.schedule.graph import Graph
 
 
 class Log:
@@ -140,14 +141,8 @@ class Log:
 
     @cached_property
     def _graph(self) -> Graph:
-        p = self.session.config.parallel
-        batch_size = self.session.config.training.global_batch_size
-        return graph_of(
-            p.pipeline_model_parallel_size,
-            p.num_virtual_stages_per_pipeline_rank or 1,
-            batch_size // self.session.model.groups.dp.size(),
-            p.microbatch_group_size_per_virtual_pipeline_stage,
-        )
+        config, dp_size = self.session.config, self.session.model.groups.dp.size()
+        return schedule_graph(config, config.training.global_batch_size // dp_size)
 
     @cached_property
     def _peak_tflops(self) -> float:
