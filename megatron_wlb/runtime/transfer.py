@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy.typing as npt
 import torch
+
+from megatron_wlb.errors import WLBError
 
 T = TypeVar("T")
 
@@ -27,3 +30,21 @@ def of_all_ranks(mine: T, group: torch.distributed.ProcessGroup | None = None) -
     gathered: list[T] = [mine] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, mine, group=group)
     return gathered
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """Brings what the first rank makes to every rank, or raises its :class:`WLBError` there, so
+    that none waits for the others for ever; called by all of them.
+    """
+    made: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            made[0] = make()
+        except WLBError as error:
+            made[1] = error
+    torch.distributed.broadcast_object_list(made, src=0)
+    result, error = made
+    if error is not None:
+        raise error
+    value: T = result
+    return value

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
-from megatron_wlb.runtime.transfer import of_all_ranks
+from megatron_wlb.runtime.transfer import from_first_rank
 from megatron_wlb.settings.config import Config
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -177,42 +178,46 @@ def check_folder(config: Config) -> None:
             another run writes there, or if ``--save`` holds the checkpoints of a run that this one
             does not resume and would overwrite.
     """
-    root, resumed, error = config.checkpoint.save, config.checkpoint.load, ""
-    if torch.distributed.get_rank() == 0:
-        error = missing_load(resumed, root)
-    _raise_everywhere(error)
-    lock_folder(root)
-    if root is not None and torch.distributed.get_rank() == 0:
+    root, resumed = config.checkpoint.save, config.checkpoint.load
+
+    def check() -> None:
+        if error := missing_load(resumed, root):
+            raise CheckpointError(error)
+        if root is None:
+            return
+        _lock(root)
         resumes = (
             resumed is not None and os.path.exists(resumed) and os.path.samefile(root, resumed)
         )
         if not resumes and (Path(root) / TRACKER).exists():
-            error = (
+            raise CheckpointError(
                 f"--save {root} holds the checkpoints of a run; add --load {root} to go on with "
                 "it, or choose another folder"
             )
-    _raise_everywhere(error)
+
+    from_first_rank(check)
 
 
-def lock_folder(root: str | None) -> None:
+def lock_folder(root: str) -> None:
     """Keeps other runs out of the folder of ``--save`` until the program ends; called by every
     rank, of which the first one holds the lock.
 
     Raises:
         CheckpointError: on every rank, if another process has it, or if nothing can be written.
     """
-    error = ""
-    if root is not None and torch.distributed.get_rank() == 0:
-        try:
-            Path(root).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=root):
-                pass
-            save_lock.take(Path(root))
-        except CheckpointError as failure:
-            error = str(failure)
-        except OSError as failure:
-            error = f"cannot write --save {root}: {failure.strerror}; choose another folder"
-    _raise_everywhere(error)
+    from_first_rank(partial(_lock, root))
+
+
+def _lock(root: str) -> None:
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+        save_lock.take(Path(root))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write --save {root}: {error.strerror}; choose another folder"
+        ) from None
 
 
 def save(
@@ -241,10 +246,10 @@ def save(
         "config": json.dumps(config.flat()),
         "checksums": not config.wlb.wlb_no_checksums,
     }
-    error = _prepare(folder, _num_bytes(state)) if torch.distributed.get_rank() == 0 else ""
-    _raise_everywhere(error)
+    from_first_rank(partial(_prepare, folder, _num_bytes(state)))
+    content_metadata = {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
     try:
-        dist_checkpointing.save(state, str(folder), content_metadata=_content_metadata())
+        dist_checkpointing.save(state, str(folder), content_metadata=content_metadata)
         if not config.wlb.wlb_no_checksums:
             checksums.write(folder)
         if torch.distributed.get_rank() == 0:
@@ -298,10 +303,6 @@ def _reason(error: BaseException) -> str:
     return text if known else f"{type(error).__name__}: {text}"
 
 
-def _content_metadata() -> dict[str, Any]:
-    return {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
-
-
 def _num_bytes(state: dict[str, Any]) -> int:
     """Counts this rank's bytes × the world: more than what is written, as replicas count."""
     total = 0
@@ -319,29 +320,23 @@ def _num_bytes(state: dict[str, Any]) -> int:
     return total * int(torch.distributed.get_world_size())
 
 
-def _prepare(folder: Path, num_bytes: int) -> str:
-    """Makes the folder and looks for room; returns what is wrong, or nothing."""
+def _prepare(folder: Path, num_bytes: int) -> None:
+    """Makes the folder and looks for room. Raises :class:`CheckpointError` for either."""
     try:
         # What an interrupted save left here is not in force; it would mix with ours.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return f"cannot write --save {folder.parent}: {error.strerror}; choose another folder"
+        raise CheckpointError(
+            f"cannot write --save {folder.parent}: {error.strerror}; choose another folder"
+        ) from None
     if free < num_bytes:
         folder.rmdir()
-        return (
+        raise CheckpointError(
             f"--save {folder.parent} has {free / 1e6:.3g} MB free, but the checkpoint may take "
             f"{num_bytes / 1e6:.3g} MB; free some room there or choose another folder"
         )
-    return ""
-
-
-def _raise_everywhere(error: str) -> None:
-    """Raises on all ranks if any has an error, so that none waits for the others for ever."""
-    for message in of_all_ranks(error):
-        if message:
-            raise CheckpointError(message)
 
 
 def load(

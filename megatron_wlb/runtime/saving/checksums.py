@@ -20,13 +20,14 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime.transfer import of_all_ranks
+from megatron_wlb.runtime.transfer import from_first_rank, of_all_ranks
 
 NAME = "wlb_checksums.txt"
 _PIECE_BYTES = 1 << 20
@@ -54,24 +55,26 @@ def write(folder: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: on every rank, if a file cannot be read back, or there is no room.
     """
-    folder, contents, error = Path(folder), {}, ""
+    root, own, failed = Path(folder), {}, None
     try:
-        contents = {name: _read(folder / name) for name in _share(_names(folder))}
+        own = {name: _read(root / name) for name in _share(_names(root))}
     except OSError as failure:
-        error = str(failure)
-    of_ranks = of_all_ranks((contents, error))
-    error = next((error for _, error in of_ranks if error), "")
-    if torch.distributed.get_rank() == 0 and not error:
+        failed = failure
+    of_ranks = of_all_ranks((own, failed))
+
+    def write_all() -> None:
         try:
-            _write(folder, {k: v for contents, _ in of_ranks for k, v in contents.items()})
+            for _, failure in of_ranks:
+                if failure is not None:
+                    raise failure
+            _write(root, {k: v for contents, _ in of_ranks for k, v in contents.items()})
         except OSError as failure:
-            error = str(failure)
-    error = of_all_ranks(error)[0]
-    if error:
-        raise CheckpointError(
-            f"cannot write the checksums of {folder}: {error}; free some room there, or choose "
-            "another folder"
-        )
+            raise CheckpointError(
+                f"cannot write the checksums of {folder}: {failure}; free some room there, or "
+                "choose another folder"
+            ) from None
+
+    from_first_rank(write_all)
 
 
 def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
@@ -87,13 +90,7 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
     """
     folder, start = Path(folder), time.monotonic()
     # Rank 0 says what there is: other machines may list the folder from a cache.
-    told: list[Any] = [(None, "")]
-    if torch.distributed.get_rank() == 0 and not skip:
-        told = [_expected(folder)]
-    torch.distributed.broadcast_object_list(told, src=0)
-    expected, error = told[0]
-    if error:
-        raise CheckpointError(error)
+    expected = None if skip else from_first_rank(partial(_expected, folder))
     if expected is None:
         why = "--wlb-no-checksums" if skip else f"it has no {NAME}"
         _log(logging.WARNING, f"the files of {folder} are not verified: {why}")
@@ -174,16 +171,16 @@ def _unseal(sealed: str, what: str) -> str:
     return text
 
 
-def _expected(folder: Path) -> tuple[dict[str, _Content] | None, str]:
-    """The checksums that were written, None if none were; and what is wrong with them."""
+def _expected(folder: Path) -> dict[str, _Content] | None:
+    """The checksums that were written; None if none were."""
     try:
         lines = _unseal((folder / NAME).read_text(encoding="utf-8"), NAME).splitlines()
         split = (line.split(" ", 2) for line in lines)
-        return {name: _Content(crc32, int(size)) for crc32, size, name in split}, ""
+        return {name: _Content(crc32, int(size)) for crc32, size, name in split}
     except FileNotFoundError:
-        return None, ""
+        return None
     except (CheckpointError, OSError, ValueError) as error:
-        return None, f"{folder} is damaged: {error}; {remedy(folder)}"
+        raise CheckpointError(f"{folder} is damaged: {error}; {remedy(folder)}") from None
 
 
 def _names(folder: Path) -> Iterator[str]:
