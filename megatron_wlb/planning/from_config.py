@@ -126,9 +126,8 @@ def memory_model(config: Config, padded_vocab_size: int, dp_size: int) -> Memory
 def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:
     """Makes the cost that ``--wlb-cost`` names, or None where it must be measured.
 
-    Raises:
-        ConfigError: a file that is missing, holds no cost, or is of another model; unknown
-            hardware.
+    Raises :class:`ConfigError` for unknown hardware, and for a file that is missing, holds no cost,
+    or is of another model.
     """
     named = config.wlb.wlb_cost
     if named == "measured":
@@ -150,10 +149,8 @@ def max_tokens(config: Config, padded_vocab_size: int, dp_size: int) -> int:
     """S_max: ``--wlb-max-tokens``, or what fits ``--wlb-memory-gib``, or two windows.
 
     Memory asks that a step fits even if all micro-batches in flight are S_max long. More than the
-    tokens of a step is of no use.
-
-    Raises:
-        ConfigError: not even a window fits, or ``--wlb-max-tokens`` does not.
+    tokens of a step is of no use. Raises :class:`ConfigError` where not even a window fits, or
+    ``--wlb-max-tokens`` does not.
     """
     given, memory_gib = config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib
     window = config.data.seq_length

@@ -61,8 +61,7 @@ NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
 def check(config: Config, world_size: int) -> None:
     """Checks settings against each other and against the number of processes.
 
-    Raises:
-        ConfigError: what cannot run, such as a ``--wlb-hardware`` without figures; a line each.
+    Raises :class:`ConfigError` of all that cannot run, a line each.
     """
     refuse_all(refusals(config, world_size))
 
@@ -327,9 +326,8 @@ def _check_recompute(config: Config) -> Iterator[str]:
 def check_micro_batches(config: Config, world_size: int) -> int:
     """Micro-batches of each data-parallel rank, M.
 
-    Raises:
-        ConfigError: DP does not divide the global batch, or the interleaved schedule cannot
-            run M micro-batches.
+    Raises :class:`ConfigError` where DP does not divide the global batch, or the interleaved
+    schedule cannot run M micro-batches.
     """
     refuse_all(_check_micro_batches(config, world_size))
     return config.training.global_batch_size // data_parallel_size(config, world_size)

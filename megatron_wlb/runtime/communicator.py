@@ -60,8 +60,8 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
             forward_only: whether the schedule runs without backward (evaluation).
             label: names the step in errors.
 
-        Raises:
-            PlanError: the previous run received fewer tensors than its plan foresaw.
+        Raises :class:`PlanError` where the previous run received fewer tensors than its plan
+        foresaw.
         """
         self._require_empty()
         vpp = self.virtual_pipeline_model_parallel_size or 1

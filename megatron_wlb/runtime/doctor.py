@@ -51,8 +51,7 @@ class Finding:
 def examine(megatron: str | Path | None = None) -> list[Finding]:
     """All findings, of the installed megatron-core or of the tree at ``megatron``.
 
-    Raises:
-        CompatibilityError: ``megatron`` is no source of Megatron.
+    Raises :class:`CompatibilityError` where ``megatron`` is no source of Megatron.
     """
     given = None if megatron is None else MegatronSource.at(megatron)
     return [*_machine(), *_packages(), *_kernels(), *_megatron(given)]

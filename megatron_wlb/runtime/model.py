@@ -104,8 +104,7 @@ def layer_submodules(
 ) -> tuple[ModuleSpec, Any]:
     """The layer with our attention, and the final norm: of Megatron's modules or TransformerEngine.
 
-    Raises:
-        CompatibilityError: TransformerEngine is asked for and missing.
+    Raises :class:`CompatibilityError` where TransformerEngine is asked for and missing.
     """
     if impl == "transformer_engine":
         if not gpt_layer_specs.HAVE_TE:
@@ -130,8 +129,8 @@ def layer_submodules(
 def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> ModuleSpec:
     """``spec``, of a GPT layer, with its core attention replaced by ours.
 
-    Raises:
-        CompatibilityError: a layer whose attention is not plain self-attention (MLA, Mamba …).
+    Raises :class:`CompatibilityError` for a layer whose attention is not plain self-attention (MLA,
+    Mamba …).
     """
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
     module = getattr(attention, "module", None)

@@ -111,8 +111,7 @@ class StepRunner:
     def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
         """Runs forward (and backward) of one step; gradients are left in the model, reduced.
 
-        Raises:
-            PlanError: ranks disagree, or the plan does not fit the layout.
+        Raises :class:`PlanError` where ranks disagree, or the plan does not fit the layout.
         """
         model = self.model
         reports = self.run_schedule(plan, forward_step, forward_only=forward_only)
@@ -131,8 +130,7 @@ class StepRunner:
         """Megatron's schedule on this rank's micro-batches; what their losses report, on the last
         stage. ``options`` go to the schedule.
 
-        Raises:
-            PlanError: as of :meth:`run`.
+        Raises :class:`PlanError` as :meth:`run`.
         """
         model = self.model
         shards = model.config.context_parallel_size
@@ -189,8 +187,7 @@ class StepRunner:
 def verify_digest(plan: StepPlan, device: str) -> None:
     """Compares the plan's digest over all ranks, in one collective of 16 bytes.
 
-    Raises:
-        PlanError: on every rank, if any two differ.
+    Raises :class:`PlanError` on every rank where any two differ.
     """
     value = int(plan.digest[:15], 16)
     # max(x) and -min(x) in one reduction.

@@ -43,8 +43,7 @@ def from_first_rank(make: Callable[[], T]) -> T:
         except WLBError as error:
             made[1] = error
     torch.distributed.broadcast_object_list(made, src=0)
-    result, error = made
-    if error is not None:
-        raise error
-    value: T = result
-    return value
+    if made[1] is not None:
+        raise made[1]
+    result: T = made[0]
+    return result

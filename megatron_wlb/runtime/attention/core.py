@@ -167,8 +167,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
 def check_config(config: TransformerConfig) -> None:
     """Checks that the model asks of attention nothing that it would silently leave out.
 
-    Raises:
-        CompatibilityError: a setting that cannot be honoured, with the reason.
+    Raises :class:`CompatibilityError` for a setting that cannot be honoured, with the reason.
     """
     for name, honoured, reason in _HONOURED:
         value = getattr(config, name, honoured)

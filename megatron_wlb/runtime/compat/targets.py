@@ -219,9 +219,8 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
         allow_untested: warn of an unknown version and hold it against the nearest table below,
             where a misfit still is an error.
 
-    Raises:
-        CompatibilityError: another version than those of the tables, or a name that is missing
-            or takes other parameters.
+    Raises :class:`CompatibilityError` for another version than those of the tables, or a name that
+    is missing or takes other parameters.
     """
     source = source or MegatronSource.installed()
     version = source.version

@@ -156,8 +156,7 @@ def device_for(requested: str) -> str:
 def install() -> None:
     """Turns the emulation on for this process and thread; a second call does nothing.
 
-    Raises:
-        CompatibilityError: ``megatron.core`` is imported already.
+    Raises :class:`CompatibilityError` where ``megatron.core`` is imported already.
     """
     global _mode
     if _mode is not None:

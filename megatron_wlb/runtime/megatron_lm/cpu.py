@@ -42,8 +42,8 @@ _get_preparation_data = spawn.get_preparation_data
 def install() -> None:
     """Turns the emulation on and prepares ``megatron.training`` for it; a second call does nothing.
 
-    Raises:
-        CompatibilityError: ``megatron.core`` is imported already, or a name is missing.
+    Raises :class:`CompatibilityError` where ``megatron.core`` is imported already, or a name is
+    missing.
     """
     if cpu.installed() and _patches:
         return

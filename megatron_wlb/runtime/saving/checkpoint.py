@@ -76,9 +76,8 @@ def folder_of(root: str, iteration: int) -> Path:
 def latest(root: str) -> int | None:
     """The newest whole checkpoint's iteration; None where there is none yet.
 
-    Raises:
-        CheckpointError: the folder is a file, or the tracker cannot be read, holds no number, or
-            names a checkpoint that is not there.
+    Raises :class:`CheckpointError` where the folder is a file, or the tracker cannot be read, holds
+    no number, or names a checkpoint that is not there.
     """
     if Path(root).exists() and not Path(root).is_dir():
         raise CheckpointError(f"--load {root} is not a folder; give the folder of a --save")
@@ -171,12 +170,9 @@ def _settings(config: Config, model: Model) -> dict[str, Any]:
 def check_folder(config: Config) -> None:
     """Tries ``--load``, and tries and locks ``--save``, before any work is lost.
 
-    Called by every rank.
-
-    Raises:
-        CheckpointError: on every rank, if there is nothing to load, if nothing can be written, if
-            another run writes there, or if ``--save`` holds the checkpoints of a run that this one
-            does not resume and would overwrite.
+    Called by every rank. Raises :class:`CheckpointError` on every rank where there is nothing to
+    load, nothing can be written, another run writes there, or ``--save`` holds the checkpoints of a
+    run that this one does not resume and would overwrite.
     """
     root, resumed = config.checkpoint.save, config.checkpoint.load
 
@@ -202,8 +198,8 @@ def lock_folder(root: str) -> None:
     """Keeps other runs out of the folder of ``--save`` until the program ends; called by every
     rank, of which the first one holds the lock.
 
-    Raises:
-        CheckpointError: on every rank, if another process has it, or if nothing can be written.
+    Raises :class:`CheckpointError` on every rank where another process has it, or nothing can be
+    written.
     """
     from_first_rank(partial(_lock, root))
 
@@ -230,9 +226,8 @@ def save(
 ) -> Path:
     """Saves after ``iteration`` steps; called by every rank. Returns the folder.
 
-    Raises:
-        CheckpointError: there is no room or the folder cannot be written; the checkpoint before
-            stays in force. Ranks may be out of step, so the processes must end.
+    Raises :class:`CheckpointError` where there is no room or the folder cannot be written; the
+    checkpoint before stays in force. Ranks may be out of step, so the processes must end.
     """
     assert config.checkpoint.save is not None
     folder = folder_of(config.checkpoint.save, iteration)

@@ -50,10 +50,8 @@ class _Content:
 def write(folder: str | os.PathLike[str]) -> None:
     """Adds checksums to a checkpoint all of whose files are written; called by every rank.
 
-    They appear whole or not at all.
-
-    Raises:
-        CheckpointError: on every rank, if a file cannot be read back, or there is no room.
+    They appear whole or not at all. Raises :class:`CheckpointError` on every rank where a file
+    cannot be read back, or there is no room.
     """
     root, own, failed = Path(folder), {}, None
     try:
@@ -148,8 +146,7 @@ def seal_state(state: dict[str, Any]) -> str:
 def unseal_state(text: str) -> dict[str, Any]:
     """The state that :func:`seal_state` was given, or that was saved as bare JSON before it was.
 
-    Raises:
-        CheckpointError: it was changed.
+    Raises :class:`CheckpointError` where it was changed.
     """
     try:
         text = text if text.startswith("{") else _unseal(text, "the planner's state")

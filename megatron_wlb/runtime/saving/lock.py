@@ -187,8 +187,7 @@ _held: dict[Path, SaveLock] = {}
 def take(folder: Path) -> None:
     """Locks ``folder`` until :func:`release_all`; a second call of this process does nothing.
 
-    Raises:
-        CheckpointError, OSError: as of :class:`SaveLock`.
+    Raises :class:`CheckpointError` and ``OSError`` as :class:`SaveLock`.
     """
     if folder.resolve() not in _held:
         _held[folder.resolve()] = SaveLock(folder)
