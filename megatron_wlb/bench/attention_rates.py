@@ -94,12 +94,7 @@ class AttentionTimer:
     much of it: queries, keys and values; for the backward pass keys and values, which are gathered
     again, and the output's gradient.
 
-    Args:
-        kernel: to time.
-        demand: its device, dtype and heads.
-        query_tokens: most queries of a call, at most.
-        key_tokens: most keys of a call, at most.
-        seed: of the numbers.
+    A call has at most ``query_tokens`` queries and ``key_tokens`` keys.
     """
 
     def __init__(
@@ -198,15 +193,8 @@ def measure_attention(
     Where a GPU's memory does not suffice, calls are measured anew with half as many keys, and where
     those are of the longest documents, up to half of ``longest``; a warning says so.
 
-    Args:
-        demand: device, dtype and heads.
-        kernel_name: of :data:`CANDIDATES`, or ``auto``.
-        longest: of the grid, in tokens.
-        repeats: runs of each point.
-        machine: its description.
-        seed: of the numbers, and of the lengths off the grid.
-        num_checks: lengths off the grid, by which tiles are chosen and the error is told.
-        progress: called with the calls made and all calls.
+    By ``num_checks`` lengths off the grid tiles are chosen and the error is told. ``progress`` is
+    called with the calls made and all calls.
 
     Raises:
         CompatibilityError: the kernel cannot run.

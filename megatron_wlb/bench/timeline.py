@@ -39,9 +39,8 @@ class _Timer:
 class StepTimers:
     """Records the forward and backward computations of a step, in order.
 
-    Args:
-        synchronize: called before each reading of the clock; ``torch.cuda.synchronize`` on a GPU,
-            where it makes computation and communication wait for each other: for measuring only.
+    ``synchronize`` is called before each reading of the clock: ``torch.cuda.synchronize`` on a GPU,
+    where it makes computation and communication wait for each other, so for measuring only.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:

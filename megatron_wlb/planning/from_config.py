@@ -258,8 +258,7 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
 def shaping_costs(config: Config, run: Run) -> StepCosts:
     """Spreads the run's cost over the stages as the model's parts are.
 
-    Transfers between stages take time only with ``--wlb-cost analytic``: a measured cost says
-    nothing about them.
+    Transfers take time only with ``--wlb-cost analytic``: a measured cost says nothing of them.
     """
     costs = dataclasses.replace(run, measured=run.cost).costs
     if config.wlb.wlb_cost == "analytic":
@@ -270,12 +269,12 @@ def shaping_costs(config: Config, run: Run) -> StepCosts:
 def _selector(config: Config, run: Run) -> Selector | None:
     """Makes what chooses CP shardings of documents up to the window; None without CP.
 
-    By tables of `wlb profile` where ``--wlb-hardware`` has some for such heads, else by whole tiles
-    at one rate; the log says which. Raises :class:`ConfigError` for tables that end before.
+    The log says by what. Raises :class:`ConfigError` for measured tables that end before.
     """
     if run.parallelism.cp_size == 1:
         return None
-    if run.measured_attention is None:
+    profile = run.measured_attention
+    if profile is None:
         logger.info(
             "CP shardings are chosen by whole tiles at the rate of %s, which has no table of %s "
             "attention with heads of %d; `wlb profile` measures one",
@@ -284,7 +283,6 @@ def _selector(config: Config, run: Run) -> Selector | None:
             run.shape.kv_channels,
         )
     else:
-        profile = run.measured_attention
         logger.info(
             "CP shardings are chosen by measured %s attention (%s)", profile.kernel, profile.machine
         )

@@ -68,8 +68,8 @@ def check(config: Config, world_size: int) -> None:
 
 def refusals(config: Config, world_size: int) -> Iterator[str]:
     """Lists what cannot run, each as the line that a user reads."""
-    if any(_check_ranges(config)):  # all else counts with these
-        yield from _check_ranges(config)
+    if ranges := list(_check_ranges(config)):  # all else counts with these
+        yield from ranges
         return
     yield from _check_layout(config, world_size)
     yield from _check_model(config)
@@ -78,7 +78,11 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_batch(config)
     if not any(_check_layout(config, world_size)):
         yield from _check_micro_batches(config, world_size)
-    yield from _check_hardware(config)
+    try:
+        # Now: the cost and the shardings need it once the model is built.
+        load_hardware(config.wlb.wlb_hardware)
+    except ConfigError as error:
+        yield f"--wlb-hardware: {error}"
 
 
 def check_algorithms(environment: Mapping[str, str]) -> None:
@@ -286,14 +290,6 @@ def _check_batch(config: Config) -> Iterator[str]:
             yield str(error)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         yield "--save-interval is given without --save FOLDER"
-
-
-def _check_hardware(config: Config) -> Iterator[str]:
-    """Reads the file now: the cost and the shardings need it once the model is built."""
-    try:
-        load_hardware(config.wlb.wlb_hardware)
-    except ConfigError as error:
-        yield f"--wlb-hardware: {error}"
 
 
 def _check_recompute(config: Config) -> Iterator[str]:

@@ -122,14 +122,9 @@ class _Pipeline:
 class Shaper:
     """Reshapes balanced steps so that their simulated time is shorter, never longer.
 
-    Args:
-        costs: of stages and transfers; reduction and update do not depend on shapes.
-        parallelism: the layout.
-        num_micro_batches: of one data-parallel rank.
-        max_tokens: S_max; no micro-batch gets longer.
-        window: the best sizes are those for documents of half of it.
-
-    Raises :class:`ConfigError` for a layout that Megatron refuses.
+    ``num_micro_batches`` are those of one data-parallel rank; none gets longer than ``max_tokens``
+    (S_max). The best sizes are those for documents of half the ``window``. Raises
+    :class:`ConfigError` for a layout that Megatron refuses.
     """
 
     def __init__(
@@ -160,11 +155,7 @@ class Shaper:
         self._num_rounds = min(MAX_ROUNDS, ROUND_ACTIONS // num_actions)
 
     def shape(self, ranks: Ranks) -> list[list[list[Document]]]:
-        """Deals the same documents anew, or leaves them where that is not faster.
-
-        The order of the micro-batches, and so which document runs on which data-parallel rank, may
-        change; no micro-batch gets longer than S_max.
-        """
+        """Deals the same documents anew over all ranks, or leaves them where that is not faster."""
         if not any(any(rank) for rank in ranks):
             return [[list(micro_batch) for micro_batch in rank] for rank in ranks]
         documents, step, given = self._numbered(ranks)

@@ -71,12 +71,8 @@ def local_params(
 class BatchBuilder:
     """Builds the batches of one pipeline stage and context-parallel rank.
 
-    Args:
-        corpora: in the order of ``Document.corpus``.
-        vocab_size: ids from this on are an error (they would index beyond the embedding).
-        device: where the tensors go.
-        cp_rank: of this process.
-        cp_size: ranks over which each micro-batch is divided, as its plan says.
+    ``corpora`` are in the order of ``Document.corpus``. Ids from ``vocab_size`` on are an error, as
+    they would index beyond the embedding.
     """
 
     def __init__(

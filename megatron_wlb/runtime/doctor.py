@@ -162,9 +162,8 @@ def _patches(source: MegatronSource) -> Finding:
         found, _, remedy = str(error).partition("; ")
         return Finding("patches", "patches/", "wrong", found, remedy)
     if state == "partly patched":
-        return Finding(
-            "patches", "patches/", "wrong", state, "wlb patch apply, or wlb patch revert"
-        )
+        remedy = "wlb patch apply, or wlb patch revert"
+        return Finding("patches", "patches/", "wrong", state, remedy)
     used = "shape_provider is used" if state == "patched" else "a subclass takes their place"
     return Finding("patches", "patches/", "ok", f"{state}: {used}")
 

@@ -83,8 +83,7 @@ def measure_tables(
     """Measured tables up to micro-batches, and documents, of ``max_tokens``; as with
     :func:`measure_cost` the model is left as it was.
 
-    Attention is timed alone, by its kernel on numbers of the model's sizes, times the layers. The
-    rest is what micro-batches of short documents take beyond their attention.
+    Attention is timed alone; the rest is what micro-batches of short documents take beyond theirs.
     """
     config, multiple = model.config, _multiple(model)
     longest = -(-max_tokens // multiple) * multiple
@@ -105,12 +104,8 @@ def measure_tables(
         # All pieces but a rest are of one length, and the rest counts by its share.
         attention = [us * length / pieces[0] for us in by_length[pieces[0]]]
         # Never nothing: of a small model the difference may be all noise.
-        linear_us.append(
-            [
-                max(forward - attention[0], 0.05 * forward),
-                max(backward - attention[1], 0.05 * backward),
-            ]
-        )
+        whole = zip((forward, backward), attention, strict=True)
+        linear_us.append([max(us - own_us, 0.05 * us) for us, own_us in whole])
     return from_first_rank(
         lambda: ProfiledCost(
             model_identity(shape),
@@ -177,9 +172,8 @@ def _least_us(
     for row, length in enumerate(lengths):
         # All ranks must run equally often: the number follows from the length alone.
         repeats = max(2, min(num_repeats, max(lengths) // length))
-        runs = [run(length) for _ in range(repeats)]
-        for column in range(2):
-            times[row, column] = min(r[column] for r in runs) * 1e6
+        runs = np.array([run(length) for _ in range(repeats)])
+        times[row] = torch.from_numpy(runs.min(axis=0) * 1e6)
     # Σ over stages; mean over the replicas (and over TP ranks, which run in step).
     torch.distributed.all_reduce(times)
     times *= model.groups.pp.size() / torch.distributed.get_world_size()

@@ -17,11 +17,7 @@ def step_values(
 ) -> dict[str, float]:
     """What ran and what it took, as every log names it.
 
-    Args:
-        plan: that ran.
-        asked_s: monotonic time at which the loop asked for it; it is made ahead.
-        planned_s: when the loop had it.
-        stop_s: when the step was over, its update included.
+    By monotonic time, the loop asked for the plan, had it, and ended the step with its update.
     """
     return {
         "tokens": plan.num_tokens,

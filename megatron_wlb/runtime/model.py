@@ -161,15 +161,9 @@ def attention_options(
 ) -> AttentionOptions:
     """Chooses the kernel for the device at hand, and how it overlaps with communication.
 
-    Args:
-        config: settings.
-        core: Megatron's, of the model.
-        choose: calls :func:`choose_kernel`, in which all ranks agree, or knows what it gave.
-
-    Raises:
-        CompatibilityError: the kernel that is asked for cannot run; or a setting that attention
-            cannot honour.
-        ConfigError: head groups that do not divide the key/value heads.
+    ``choose`` calls :func:`choose_kernel`, in which all ranks agree, or knows what it gave. Raises
+    :class:`CompatibilityError` for a kernel that cannot run or a setting that attention cannot
+    honour, :class:`ConfigError` for head groups that do not divide the key/value heads.
     """
     check_config(core)
     tp = core.tensor_model_parallel_size
@@ -199,12 +193,8 @@ def attention_options(
 def build_model(config: Config, vocab_size: int) -> Model:
     """Builds this rank's chunks; Megatron's process groups must exist.
 
-    Args:
-        config: settings, already checked (:mod:`megatron_wlb.planning.guards`).
-        vocab_size: of the tokenizer; padded here.
-
-    Raises:
-        CompatibilityError: Megatron built another core attention than ours.
+    ``vocab_size`` is the tokenizer's, padded here. Raises :class:`CompatibilityError` where
+    Megatron built another core attention than ours.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     core = transformer_config(config)

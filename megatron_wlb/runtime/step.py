@@ -45,9 +45,7 @@ def loss_function(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Megatron's loss protocol: (Σ losses, number of tokens, what to report).
 
-    Args:
-        batch: of the last stage.
-        losses: ``[1, T/CP]`` per token.
+    ``losses`` are ``[1, T/CP]`` per token, of a batch of the last stage.
     """
     assert batch.loss_mask is not None
     loss_sum = (losses.float() * batch.loss_mask).sum()
@@ -72,11 +70,8 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
 class StepRunner:
     """Runs plans on a model: batches, shapes, schedule, loss.
 
-    Args:
-        model: this rank's chunks.
-        batches: builds this stage's tensors.
-        verify_shapes: also exchange shapes as stock Megatron does, and compare.
-        verify_plan_interval: compare the plan's digest over all ranks every so many steps.
+    ``verify_shapes`` also exchanges shapes as stock Megatron does, and compares them;
+    ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps.
     """
 
     def __init__(

@@ -26,7 +26,11 @@ def to_device(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str
 
 
 def of_all_ranks(mine: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
-    """What each rank of the group, or of the world, gives, by rank; called by all of them."""
+    """What each rank of the group, or of the world if there is one, gives, by rank; called by all
+    of them.
+    """
+    if not torch.distributed.is_initialized():
+        return [mine]
     gathered: list[T] = [mine] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, mine, group=group)
     return gathered

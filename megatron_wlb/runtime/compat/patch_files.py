@@ -1,8 +1,8 @@
 """The patch files of ``patches/`` on a Megatron source tree: what state it is in, apply, revert.
 
-A patch names the git blob of each file before and after it (the ``index`` line of the diff). So
-the state of a file is known from its bytes alone. ``git apply`` makes the patched files in a folder
-beside, and they are put in place only if they are the blobs that were promised: exact or nothing.
+A patch names the git blob of each file before and after it, so the state of a file is known from
+its bytes alone. ``git apply`` makes the patched files in a folder beside, and they are put in place
+only if they are the blobs that were promised.
 """
 
 from __future__ import annotations

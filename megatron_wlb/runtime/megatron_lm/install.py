@@ -101,10 +101,7 @@ def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.A
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Runs our refusals, Megatron's own checks, then ours of the arguments that it has changed.
-
-    All before a process group exists.
-    """
+    """Runs our refusals, Megatron's own checks, then ours of the arguments that it has changed."""
     guards.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
     if not elsewhere and (error := missing_load(args.load, args.save)):

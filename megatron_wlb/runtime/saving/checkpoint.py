@@ -35,27 +35,12 @@ from megatron_wlb.settings.config import Config
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-PARALLEL = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
-    "context_parallel_size",
-    "use_distributed_optimizer",
-)
-TRAINING = (
-    "global_batch_size",
-    "bf16",
-    "optimizer",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_warmup_iters",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "sgd_momentum",
-)
+REQUIRED = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank", "context_parallel_size", "use_distributed_optimizer",
+    "global_batch_size", "bf16", "optimizer", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
+)  # fmt: skip
 """Settings that must be equal when a run resumes, with those of the model and the number of
 processes. Megatron would take some from the checkpoint, whatever the command line says."""
 
@@ -154,14 +139,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _settings(config: Config, model: Model) -> dict[str, Any]:
     """What must be equal when a run resumes, JSON-able, with defaults filled in."""
-    settings: dict[str, Any] = {name: getattr(config.parallel, name) for name in PARALLEL}
+    flat = config.flat()
+    settings: dict[str, Any] = {name: flat[name] for name in REQUIRED}
     settings["processes"] = torch.distributed.get_world_size()
     settings |= {k: v for k, v in dataclasses.asdict(config.model).items() if k not in FREE}
     for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
         settings[name] = getattr(model.config, name)
     settings["max_position_embeddings"] = model.gpts[0].max_sequence_length
     settings["padded_vocab_size"] = model.gpts[0].vocab_size
-    settings |= {name: getattr(config.training, name) for name in TRAINING}
     if config.training.lr_decay_style != "constant":
         settings["lr_decay_iters"] = config.training.lr_decay_iters or config.training.train_iters
     return settings
@@ -339,9 +324,8 @@ def load(
 ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
     """Restores the newest checkpoint of ``--load``; called by every rank.
 
-    Returns:
-        The iteration after which it was saved, the planner's state, and all settings by name; or
-        None where the folder has no checkpoint yet.
+    Returns the iteration after which it was saved, the planner's state, and all settings by name;
+    or None where the folder has no checkpoint yet.
 
     Raises:
         CheckpointError: other settings than those it was saved with, or a damaged checkpoint.

@@ -78,9 +78,8 @@ def write(folder: str | os.PathLike[str]) -> None:
 def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
     """Compares a checkpoint's files with its checksums; called by every rank.
 
-    Returns:
-        Whether they were compared. They are not with ``skip``, nor where the checkpoint has no
-        checksums; the log says so.
+    Returns whether they were compared. They are not with ``skip``, nor where the checkpoint has no
+    checksums; the log says so.
 
     Raises:
         CheckpointError: on every rank, if a file differs, is cut short, missing or unreadable;
@@ -99,10 +98,8 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
         more = f" (and {len(found) - 1} more of its files)" if found[1:] else ""
         raise CheckpointError(f"{folder} is damaged: {found[0]}{more}; {remedy(folder)}")
     num_bytes, seconds = sum(c.num_bytes for c in expected.values()), time.monotonic() - start
-    _log(
-        logging.INFO,
-        f"verified {folder}: {len(expected)} files, {num_bytes / 1e6:.3g} MB in {seconds:.2g} s",
-    )
+    size = f"{len(expected)} files, {num_bytes / 1e6:.3g} MB"
+    _log(logging.INFO, f"verified {folder}: {size} in {seconds:.2g} s")
     return True
 
 

@@ -84,11 +84,9 @@ def tell_changes(
 ) -> None:
     """Warns of what may differ from the checkpoint, but not unnoticed.
 
-    Args:
-        config: settings of this run.
-        saved: those of the checkpoint.
-        machine: its :func:`machine_digest`; None of checkpoints from before it was noted.
-        others: settings that are compared besides those by which plans are made.
+    ``saved`` are the checkpoint's settings, ``machine`` its :func:`machine_digest`, None of
+    checkpoints from before it was noted. ``others`` are settings that are compared besides those by
+    which plans are made.
     """
     tell_changed_settings(saved, plan_settings(config, *others))
     tell_changed_machine(config, machine)
