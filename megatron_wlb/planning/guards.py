@@ -68,8 +68,8 @@ def check(config: Config, world_size: int) -> None:
 
 def refusals(config: Config, world_size: int) -> Iterator[str]:
     """Lists what cannot run, each as the line that a user reads."""
-    if ranges := list(_check_ranges(config)):  # all else counts with these
-        yield from ranges
+    if any(_check_ranges(config)):  # all else counts with these
+        yield from _check_ranges(config)
         return
     yield from _check_layout(config, world_size)
     yield from _check_model(config)
