@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def launch(script: str, flags: Sequence[str]) -> None:
     """Installs what the flags ask for, then runs the script.
 
-    Raises:
-        WLBError: before any process group exists, for all that can be known by then.
+    Raises :class:`WLBError` before any process group exists, for all that can be known by then.
     """
     if not Path(script).is_file():
         raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
@@ -72,25 +71,19 @@ def launch(script: str, flags: Sequence[str]) -> None:
             from megatron_wlb.runtime.megatron_lm import cpu as megatron_lm_cpu
 
             megatron_lm_cpu.install()
-        _install(wlb.wlb_allow_untested_megatron, plans=plans, flags=flags)
+        if plans or _asks_for_help(flags):
+            from megatron_wlb.runtime.megatron_lm import install
+
+            if plans:
+                install.install(allow_untested=wlb.wlb_allow_untested_megatron)
+            else:
+                install.install_flags()
     except ImportError as error:
         raise CompatibilityError(
             f"megatron.training cannot be imported ({error}); {script} must lie in a checkout of "
             "Megatron-LM"
         ) from error
     run_script(script, flags if plans or _asks_for_help(flags) else _without_device(flags))
-
-
-def _install(allow_untested: bool, *, plans: bool, flags: Sequence[str]) -> None:
-    """Installs what the flags ask for; nothing if that is the emulation alone."""
-    if not (plans or _asks_for_help(flags)):
-        return
-    from megatron_wlb.runtime.megatron_lm import install
-
-    if plans:
-        install.install(allow_untested=allow_untested)
-    else:
-        install.install_flags()
 
 
 def _asks_for_help(flags: Sequence[str]) -> bool:

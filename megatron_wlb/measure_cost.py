@@ -21,8 +21,8 @@ from megatron_wlb.settings.config import Config
 def run(config: Config, path: Path) -> None:
     """Measures on all ranks; rank 0 writes ``path``.
 
-    Raises:
-        ConfigError: ``path`` cannot be written (found before measuring), or no vocabulary is known.
+    Raises :class:`ConfigError` where ``path`` cannot be written (found before measuring), or no
+    vocabulary is known.
     """
     check_writable("--tables", path)
     from megatron_wlb.runtime.trainer import distributed

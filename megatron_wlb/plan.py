@@ -1,8 +1,6 @@
 """The frozen values that pass between planning and running: documents, micro-batches, steps.
 
-Everything that a training step needs to know before any tensor exists is here, in plain Python:
-the tensors each rank builds, the lengths each pipeline stage expects, the loss normaliser, the
-logs and the digest by which ranks check that they hold the same plan.
+Everything that a training step needs to know before any tensor exists is here, in plain Python.
 
 Ranges are half-open. Lengths are in tokens. Times are in µs and *predicted* by a cost model.
 """

@@ -1,10 +1,9 @@
 """Measures an attention kernel over query and key lengths: an :class:`AttentionProfile`.
 
-A point of the grid is a call that holds many like chunks, because that is how chunks run: a single
-one fills no GPU. Calls of unlike chunks, as shards of documents have them, then tell how much more
-a chunk takes there. Calls take turns, so that a machine that is busy or hot for a while adds to all
-of them alike. On a GPU the median of a call's repeats counts; on a CPU the least, as what else the
-machine runs only adds.
+A point of the grid is a call of many like chunks, as a single one fills no GPU. Calls of unlike
+chunks, as shards of documents have them, then tell how much more a chunk takes there. Calls take
+turns, so that a busy or hot machine slows all of them alike. On a GPU the median of a call's
+repeats counts; on a CPU the least, as what else the machine runs only adds.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TypeAlias
@@ -63,20 +62,9 @@ KEY_BYTES = 2**32
 for every query head, before it adds up those of a key/value head."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A call of ``num_chunks`` chunks of so many queries and keys."""
-
-    queries: int
-    keys: int
-    num_chunks: int
-
-
 class Clock:
-    """Times a function on a device, in µs.
-
-    On one CPU thread that is its processor time, so that what else the machine runs counts less;
-    on several, and on a GPU, the time that passes.
+    """Times a function on a device, in µs: by the processor time of one CPU thread, so that what
+    else the machine runs counts less; on several, and on a GPU, by the time that passes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,15 +92,9 @@ class AttentionTimer:
 
     What training writes right before a call is read right before it here, so that caches hold as
     much of it: queries, keys and values; for the backward pass keys and values, which are gathered
-    again, and the output's gradient. Else a call would be the slower the less the one before had
-    in common with it.
+    again, and the output's gradient.
 
-    Args:
-        kernel: to time.
-        demand: its device, dtype and heads.
-        query_tokens: most queries of a call, at most.
-        key_tokens: most keys of a call, at most.
-        seed: of the numbers.
+    A call has at most ``query_tokens`` queries and ``key_tokens`` keys.
     """
 
     def __init__(
@@ -131,13 +113,10 @@ class AttentionTimer:
         self._kernel, self._scale = kernel, demand.head_dim**-0.5
         self._device = demand.device
         self._clock = Clock(demand.device)
+        self.clock = self._clock.name
+        """What its times are."""
         self._query, self._grad = (draw(query_tokens, demand.num_heads) for _ in range(2))
         self._key, self._value = (draw(key_tokens, demand.num_groups) for _ in range(2))
-
-    @property
-    def clock(self) -> str:
-        """What its times are."""
-        return self._clock.name
 
     def __call__(self, queries: Ints, keys: Ints) -> tuple[float, float]:
         """µs of one call with such chunks, forward and backward."""
@@ -211,19 +190,11 @@ def measure_attention(
 ) -> AttentionProfile:
     """The kernel's table up to ``longest`` queries and keys.
 
-    Where a GPU's memory does not suffice, it is measured anew with half as many keys in the largest
-    calls, and where those are of the longest documents, up to half of ``longest``; a warning says
-    so.
+    Where a GPU's memory does not suffice, calls are measured anew with half as many keys, and where
+    those are of the longest documents, up to half of ``longest``; a warning says so.
 
-    Args:
-        demand: device, dtype and heads.
-        kernel_name: of :data:`CANDIDATES`, or ``auto``.
-        longest: of the grid, in tokens.
-        repeats: runs of each point.
-        machine: its description.
-        seed: of the numbers, and of the lengths off the grid.
-        num_checks: lengths off the grid, by which tiles are chosen and the error is told.
-        progress: called with the calls made and all calls.
+    By ``num_checks`` lengths off the grid tiles are chosen and the error is told. ``progress`` is
+    called with the calls made and all calls.
 
     Raises:
         CompatibilityError: the kernel cannot run.
@@ -273,11 +244,12 @@ def _measured(
     parts = [(q, max(k, q + 1)) for i, q in enumerate(lengths) for k in lengths[i:]]
     wholes = [(n, n) for n in lengths]
     checks = _off_grid(longest, num_checks, seed)
-    points = [_point(demand, q, k, key_bytes) for q, k in [*parts, *wholes, *checks]]
+    points = [*parts, *wholes, *checks]
+    nums = [_num_chunks(demand, q, k, key_bytes) for q, k in points]
     mixed = _mixed_calls(longest, seed)
     calls: list[Call] = [
         (np.ones(1, np.int64), np.ones(1, np.int64)),
-        *((np.full(p.num_chunks, p.queries), np.full(p.num_chunks, p.keys)) for p in points),
+        *((np.full(num, q), np.full(num, k)) for num, (q, k) in zip(nums, points, strict=True)),
         *mixed,
     ]
     most_queries, most_keys = (max(int(call[i].sum()) for call in calls) for i in range(2))
@@ -287,12 +259,11 @@ def _measured(
     all_us = typical(times_us, axis=1)  # [calls, 2]
     low_us, high_us = np.quantile(times_us, (0.25, 0.75), axis=1)
     single_us, typical_us, mixed_us = np.split(all_us, [1, len(points) + 1])
-    num_chunks = np.array([[p.num_chunks] for p in points])
     # Of chunks of one token, a call of one and a call of many tell overhead and share apart.
     one = len(parts)
-    share_us = (typical_us[one] - single_us[0]) / max(1, points[one].num_chunks - 1)
+    share_us = (typical_us[one] - single_us[0]) / max(1, nums[one] - 1)
     call_us = np.maximum(single_us[0] - np.maximum(share_us, 0.0), 0.0)
-    shares = np.maximum(typical_us - call_us, typical_us / 2) / num_chunks
+    shares = np.maximum(typical_us - call_us, typical_us / 2) / np.array(nums)[:, None]
     part_shares, whole_shares, check_shares = np.split(
         shares, [len(parts), len(parts) + len(wholes)]
     )
@@ -320,15 +291,15 @@ def _measured(
 
 
 def _token_bytes(demand: Demand) -> int:
-    """Of a key's gradient, see :data:`KEY_BYTES`."""
+    """The bytes of a key's gradient, see :data:`KEY_BYTES`."""
     return demand.num_heads * demand.head_dim * demand.dtype.itemsize
 
 
-def _point(demand: Demand, queries: int, keys: int, key_bytes: int) -> Point:
+def _num_chunks(demand: Demand, queries: int, keys: int, key_bytes: int) -> int:
     cuda = demand.device.type == "cuda"
     fitting = key_bytes // _token_bytes(demand) // keys
     wanted = CUDA_QUERY_TOKENS // queries if cuda else min(MAX_CHUNKS, CPU_KEY_TOKENS // keys)
-    return Point(queries, keys, max(1, min(wanted, fitting)))
+    return max(1, min(wanted, fitting))
 
 
 def _off_grid(longest: int, number: int, seed: int) -> list[tuple[int, int]]:
@@ -375,7 +346,7 @@ def _mixed_calls(longest: int, seed: int) -> list[Call]:
 def _with_unlike(
     profile: AttentionProfile, calls: Sequence[Call], times_us: Floats
 ) -> AttentionProfile:
-    """With what a chunk takes more beside unlike ones, from measured calls, ``[calls, 2]``.
+    """Adds what a chunk takes more beside unlike ones, from measured calls, ``[calls, 2]``.
 
     One constant a pass, by least squares of relative errors, and none below 0. A factor is fitted
     with it and left out: by that much the machine was slower in these calls than in the table's.
@@ -390,22 +361,16 @@ def _with_unlike(
     return replace(profile, unlike_forward_us=extra_us[0], unlike_backward_us=extra_us[1])
 
 
-def _rounded(
-    shares: Floats,
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _rounded(shares: Floats) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """``[points, 2]`` -> forward and backward, to five digits, as a file should have them."""
     forward, backward = (tuple(float(f"{us:.5g}") for us in column) for column in shares.T.tolist())
     return forward, backward
 
 
-def _with_tiles(
-    profile: AttentionProfile,
-    checks: Ints,
-    shares: Floats,
-) -> AttentionProfile:
-    """With the tiles that predict the measured shares off the grid best, and that error.
+def _with_tiles(profile: AttentionProfile, checks: Ints, shares: Floats) -> AttentionProfile:
+    """Adds the tiles that predict the measured shares off the grid best, and that error.
 
-    Without tiles unless they do clearly better: wrong ones, chosen by noise, predict jumps.
+    It adds none unless they do clearly better: wrong ones, chosen by noise, predict jumps.
     """
     if not len(checks):
         return profile

@@ -1,8 +1,8 @@
 """Trains one small GPT per packing, step by step in turns, and records what each step took.
 
-Run under torchrun with the embedded trainer's flags (:func:`megatron_wlb.bench.recording.make`
-does). Every packing has a model of its own from the same weights; in each round every packing runs
-one step, so that a noisy machine slows all of them alike. Rank 0 writes the recording as JSON.
+:func:`megatron_wlb.bench.recording.make` runs it under torchrun, with the embedded trainer's flags.
+Every packing has a model of its own from the same weights; in each round every packing runs one
+step, so that a noisy machine slows all of them alike. Rank 0 writes the recording as JSON.
 
 With ``--repeats`` the same plans run several times over: how long a step takes on a noisy machine
 is known only from repeats that lie far apart. With ``--shuffle`` they run in another order each
@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -67,6 +67,7 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
 
     from megatron_wlb.bench.timeline import StepTimers
     from megatron_wlb.runtime.trainer.loop import Trainer
+    from megatron_wlb.runtime.transfer import of_all_ranks
     from megatron_wlb.testing.memory import LiveBytes, step_bytes
 
     timers = StepTimers(torch.cuda.synchronize if device == "cuda" else None)
@@ -80,11 +81,6 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
         cost = trainers[name].cost
         trainers[name].model.config.timers = timers
     assert cost is not None
-
-    def gathered(value: Any) -> list[Any]:
-        values: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(values, value)
-        return values
 
     plans: dict[tuple[str, int], tuple[StepPlan, float]] = {}
     for number, name in product(range(own.rounds + own.memory_rounds), packings):
@@ -121,10 +117,10 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
                 with LiveBytes() as live:
                     # What exists already, or operations that return it would count it as new.
                     live.watch(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
-                    used = gathered(step_bytes(live, trainer.runner, plan)[1])
+                    used = of_all_ranks(step_bytes(live, trainer.runner, plan)[1])
             torch.distributed.barrier()
             stop_s = time.monotonic()
-            intervals = gathered(timers.take())
+            intervals = of_all_ranks(timers.take())
             if repeat != WARM_UP:
                 steps.append(
                     RecordedStep(

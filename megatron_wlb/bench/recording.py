@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,8 @@ from rich.progress import (
 )
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.schedule.graph import Floats, Graph, graph_of
+from megatron_wlb.planning.from_config import schedule_graph
+from megatron_wlb.schedule.graph import Floats, Graph
 from megatron_wlb.settings.config import Config, from_flat
 from megatron_wlb.simulator.engine import Interval, Timeline
 
@@ -52,7 +53,7 @@ class RecordedStep:
     stop_us: float
     """On rank 0, after the update and a barrier."""
     num_tokens: int
-    """Without padding."""
+    """Its tokens without padding."""
     lengths: list[list[list[int]]]
     """``[dp_size][num_micro_batches][segments]``"""
     intervals: list[list[tuple[str, float, float, float]]]
@@ -72,12 +73,12 @@ class RecordedStep:
 
     @property
     def step_us(self) -> float:
-        """Of forward, backward and update."""
+        """What forward, backward and update took."""
         return self.stop_us - self.start_us
 
     @property
     def seconds(self) -> float:
-        """Of the whole step: plan, forward, backward, update."""
+        """What the whole step took: plan, forward, backward, update."""
         return (self.plan_us + self.step_us) / 1e6
 
     @property
@@ -92,7 +93,7 @@ class RecordedStep:
 
     @property
     def busy_us(self) -> float:
-        """Of all operations, over all processes."""
+        """The time of all operations, over all processes."""
         return sum(stop - start for process in self.intervals for _, start, stop, _ in process)
 
 
@@ -138,20 +139,31 @@ class Recording:
         return recording
 
     @cached_property
-    def _middles(self) -> tuple[list[RecordedStep], float]:
-        return _middle(step for step in self.steps if step.activation_bytes is None)
+    def _repeats(self) -> list[list[RecordedStep]]:
+        """The timed runs of each step, the fastest first."""
+        repeats: dict[tuple[int, str], list[RecordedStep]] = {}
+        for step in self.steps:
+            if step.activation_bytes is None:
+                repeats.setdefault((step.round, step.packing), []).append(step)
+        return [sorted(own, key=lambda step: step.step_us) for own in repeats.values()]
 
-    @property
+    @cached_property
     def timed(self) -> list[RecordedStep]:
-        """Of each step's repeats the one that took the middle time."""
-        return self._middles[0]
+        """The one of each step's repeats that took the middle time."""
+        return [own[(len(own) - 1) // 2] for own in self._repeats]
 
     @property
     def repeat_error(self) -> float:
         """Mean of ``|time ÷ middle time - 1|`` over the other repeats: what the machine does to
         equal steps, and no simulation can foresee. 0 if there are none.
         """
-        return self._middles[1]
+        errors = [
+            abs(other.step_us / middle.step_us - 1)
+            for middle, own in zip(self.timed, self._repeats, strict=True)
+            for other in own
+            if other is not middle
+        ]
+        return float(np.mean(errors)) if errors else 0.0
 
     @property
     def counted(self) -> list[RecordedStep]:
@@ -160,7 +172,7 @@ class Recording:
 
     @property
     def rounds(self) -> list[int]:
-        """Those that were timed."""
+        """The numbers of those that were timed."""
         return sorted({step.round for step in self.timed})
 
     @property
@@ -171,7 +183,7 @@ class Recording:
 
     @property
     def judged(self) -> list[RecordedStep]:
-        """The others."""
+        """The other timed steps."""
         wanted = self.rounds[len(self.rounds) // CALIBRATION_SHARE :]
         return [step for step in self.timed if step.round in wanted]
 
@@ -186,13 +198,7 @@ class Recording:
     @cached_property
     def graph(self) -> Graph:
         """The schedule that the steps ran."""
-        p = self.config.parallel
-        return graph_of(
-            self.pp_size,
-            p.num_virtual_stages_per_pipeline_rank or 1,
-            len(self.steps[0].lengths[0]),
-            p.microbatch_group_size_per_virtual_pipeline_stage,
-        )
+        return schedule_graph(self.config, len(self.steps[0].lengths[0]))
 
     @property
     def cores(self) -> list[int] | None:
@@ -235,20 +241,6 @@ class Recording:
                 for process, intervals in enumerate(step.intervals)
             )
         )
-
-
-def _middle(steps: Iterable[RecordedStep]) -> tuple[list[RecordedStep], float]:
-    """The middle of each step's repeats, and how far the others are off in the mean."""
-    repeats: dict[tuple[int, str], list[RecordedStep]] = {}
-    for step in steps:
-        repeats.setdefault((step.round, step.packing), []).append(step)
-    middles, errors = [], []
-    for own in repeats.values():
-        own.sort(key=lambda step: step.step_us)
-        middle = own.pop((len(own) - 1) // 2)
-        errors += [abs(other.step_us / middle.step_us - 1) for other in own]
-        middles.append(middle)
-    return middles, float(np.mean(errors)) if errors else 0.0
 
 
 @contextlib.contextmanager

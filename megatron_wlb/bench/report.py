@@ -1,8 +1,7 @@
 """What a recorded comparison says: one summary, a headline, a table, pictures.
 
 *Measured* figures come from the recording alone; *replayed* ones put its measured operation times
-through the schedule of a longer pipeline (:mod:`megatron_wlb.schedule.graph`) and are called so
-wherever they stand.
+through the schedule of a longer pipeline, and are called so wherever they stand.
 
 Speed is judged by totals over many steps, of tokens and of predicted work: a packing that delays
 documents alternates lighter and heavier steps, which makes medians of single steps mislead.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,9 @@ WORK = (
 
 
 def summarize(recording: Recording, skip_rounds: int) -> dict[str, Any]:
-    """The figures of one layout, JSON-able.
+    """The figures of one layout, JSON-able; ``skip_rounds`` at the start do not count.
 
-    Args:
-        recording: what was recorded.
-        skip_rounds: rounds at the start that do not count: pools and caches fill.
-
-    Raises:
-        ConfigError: too few rounds are left.
+    Raises :class:`ConfigError` where too few rounds are left.
     """
     counted = _counted(recording, skip_rounds)
     num_rounds = min(map(len, counted.values()))
@@ -57,8 +52,9 @@ def summarize(recording: Recording, skip_rounds: int) -> dict[str, Any]:
         "micro_batch_prediction_error": _prediction_error(recording, counted),
     }
     base = counted[recording.packings[0]]
+    ends = [num_rounds * block // NUM_BLOCKS for block in range(NUM_BLOCKS + 1)]
+    blocks = [slice(start, stop) for start, stop in pairwise(ends)]
     for name, steps in counted.items():
-        blocks = [_block(num_rounds, b) for b in range(NUM_BLOCKS)]
         work = [_rate(steps[b], "work_us") / _rate(base[b], "work_us") for b in blocks]
         summary["speedup_over_original"][name] = {
             "tokens": _rate(steps, "num_tokens") / _rate(base, "num_tokens"),
@@ -75,10 +71,6 @@ def _counted(recording: Recording, skip_rounds: int) -> dict[str, list[RecordedS
         name: [s for s in recording.timed if s.packing == name and s.round >= skip_rounds]
         for name in recording.packings
     }
-
-
-def _block(num_rounds: int, block: int) -> slice:
-    return slice(num_rounds * block // NUM_BLOCKS, num_rounds * (block + 1) // NUM_BLOCKS)
 
 
 def _rate(steps: Sequence[RecordedStep], what: str) -> float:
@@ -129,8 +121,7 @@ def _replays(recording: Recording, counted: Mapping[str, Sequence[RecordedStep]]
     layers; what a stage does besides (embedding, output layer, loss) is spread with them.
     """
     errors: list[float] = []
-    speed: dict[str, float] = {}
-    bubble: dict[str, float] = {}
+    speed, bubble = {}, {}
     parts = REPLAYED_PP // recording.pp_size
     num = recording.graph.num_micro_batches
     same, longer = (
@@ -186,28 +177,26 @@ def table(title: str, summary: Mapping[str, Any]) -> Table:
         result.add_column(name, justify="right")
     figures = summary["packings"].values()
     speed = summary["speedup_over_original"].values()
-
-    def row(label: str, cells: Sequence[str]) -> None:
-        result.add_row(label, *cells)
-
-    row("work a second, over original", [f"{s['work']:.3f}×" for s in speed])
-    row(
-        f"  lowest … highest of {NUM_BLOCKS} parts",
-        [f"{s['work_spread']['min']:.2f} … {s['work_spread']['max']:.2f}" for s in speed],
-    )
+    rows = {
+        "work a second, over original": [f"{s['work']:.3f}×" for s in speed],
+        f"  lowest … highest of {NUM_BLOCKS} parts": [
+            f"{s['work_spread']['min']:.2f} … {s['work_spread']['max']:.2f}" for s in speed
+        ],
+    }
     if "replay" in summary:
-        replayed = summary["replay"]
-        row(
-            f"  replayed at PP={replayed['pp']}",
-            [f"{v:.3f}×" for v in replayed["work_speedup_over_original"].values()],
-        )
-    row("idle time (bubble share)", [f"{f['bubble_share']:.1%}" for f in figures])
-    row("tokens a second", [f"{f['tokens_per_s']:,.0f}" for f in figures])
-    row("  over original", [f"{s['tokens']:.3f}×" for s in speed])
-    row("imbalance (predicted)", [f"{f['imbalance']:.3f}" for f in figures])
-    row("delay, steps", [f"{f['delay_steps']:.2f}" for f in figures])
-    row("step time, median s", [f"{f['step_time_s']['median']:.2f}" for f in figures])
-    row("last loss", [f"{f['final_loss']:.3f}" for f in figures])
+        replayed = summary["replay"]["work_speedup_over_original"].values()
+        rows[f"  replayed at PP={summary['replay']['pp']}"] = [f"{v:.3f}×" for v in replayed]
+    rows |= {
+        "idle time (bubble share)": [f"{f['bubble_share']:.1%}" for f in figures],
+        "tokens a second": [f"{f['tokens_per_s']:,.0f}" for f in figures],
+        "  over original": [f"{s['tokens']:.3f}×" for s in speed],
+        "imbalance (predicted)": [f"{f['imbalance']:.3f}" for f in figures],
+        "delay, steps": [f"{f['delay_steps']:.2f}" for f in figures],
+        "step time, median s": [f"{f['step_time_s']['median']:.2f}" for f in figures],
+        "last loss": [f"{f['final_loss']:.3f}" for f in figures],
+    }
+    for label, cells in rows.items():
+        result.add_row(label, *cells)
     result.caption = (
         f"measured over {summary['rounds']} rounds; micro-batch times predicted within "
         f"{summary['micro_batch_prediction_error']:.1%}"

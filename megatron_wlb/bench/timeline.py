@@ -17,57 +17,47 @@ Interval: TypeAlias = tuple[str, float, float, float]
 _KINDS = {"forward-compute": "F", "backward-compute": "B"}
 
 
-class _Ignored:
-    def start(self, barrier: bool = False) -> None:
-        pass
+class _Timer:
+    """One of Megatron's timers; all but those in :data:`_KINDS` note nothing."""
 
-    def stop(self, barrier: bool = False) -> None:
-        pass
-
-
-class _Timer(_Ignored):
-    def __init__(
-        self, now: Callable[[], tuple[float, float]], intervals: list[Interval], kind: str
-    ):
-        self._now = now
-        self._intervals = intervals
-        self._kind = kind
+    def __init__(self, timers: StepTimers, name: str) -> None:
+        self._timers = timers
+        self._kind = _KINDS.get(name)
         self._start = (0.0, 0.0)
 
     def start(self, barrier: bool = False) -> None:
-        self._start = self._now()
+        if self._kind:
+            self._start = self._timers.now_us()
 
     def stop(self, barrier: bool = False) -> None:
-        (start_us, cpu_us), (stop_us, last_cpu_us) = self._start, self._now()
-        self._intervals.append((self._kind, start_us, stop_us, last_cpu_us - cpu_us))
+        if self._kind:
+            (start_us, cpu_us), (stop_us, last_cpu_us) = self._start, self._timers.now_us()
+            interval = (self._kind, start_us, stop_us, last_cpu_us - cpu_us)
+            self._timers.intervals.append(interval)
 
 
 class StepTimers:
     """Records the forward and backward computations of a step, in order.
 
-    Args:
-        synchronize: called before each reading of the clock; ``torch.cuda.synchronize`` on a GPU,
-            where it makes computation and communication wait for each other: for measuring only.
+    ``synchronize`` is called before each reading of the clock: ``torch.cuda.synchronize`` on a GPU,
+    where it makes computation and communication wait for each other, so for measuring only.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
-        self._intervals: list[Interval] = []
-        self._timers = {
-            name: _Timer(self._now, self._intervals, kind) for name, kind in _KINDS.items()
-        }
-        self._ignored = _Ignored()
+        self.intervals: list[Interval] = []
+        self._timers: dict[str, _Timer] = {}
 
-    def __call__(self, name: str, log_level: int | None = None, **_: Any) -> _Ignored:
-        return self._timers.get(name, self._ignored)
+    def __call__(self, name: str, log_level: int | None = None, **_: Any) -> _Timer:
+        return self._timers.setdefault(name, _Timer(self, name))
 
     def take(self) -> list[Interval]:
         """The intervals since the last call."""
-        intervals = self._intervals.copy()
-        self._intervals.clear()
-        return intervals
+        taken, self.intervals = self.intervals, []
+        return taken
 
-    def _now(self) -> tuple[float, float]:
+    def now_us(self) -> tuple[float, float]:
+        """The clock, and the CPU time of this thread."""
         if self._synchronize is not None:
             self._synchronize()
         return time.monotonic() * 1e6, time.thread_time() * 1e6

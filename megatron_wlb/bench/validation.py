@@ -1,14 +1,11 @@
 """How well simulated steps meet recorded ones: calibrated on the first third, judged on the rest.
 
-From the recording's first third come: each stage's cost of a micro-batch (a fit of its forwards and
-backwards to documents, tokens and tokens²), what a rank does between two actions, how long a tensor
-takes to the next stage, what a step takes besides its pipeline, and how much longer than its
-simulation the pipeline takes on this machine. With these, and the plan's lengths alone, the other
-steps are simulated.
+From the recording's first third comes a :class:`Calibration`, with each stage's cost fitted to its
+forwards and backwards. With it, and the plan's lengths alone, the other steps are simulated.
 
 Where every pipeline rank has a core of its own, times are those of the wall clock. Where they share
-cores, as four do on two, an operation's duration says little: it depends on what its neighbour does
-just then. There operations are fitted by their CPU time, and the replay shares the cores
+cores, an operation's duration depends on what its neighbour does just then. There operations are
+fitted by their CPU time, and the replay shares the cores
 (:mod:`megatron_wlb.simulator.sharing`).
 """
 
@@ -23,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_wlb.bench.recording import RecordedStep, Recording
+from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.profile import StageSample, fit_stage
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.planning.from_config import memory_model, padded_vocab_size, parallelism
@@ -31,7 +29,7 @@ from megatron_wlb.schedule.order import dataflow
 from megatron_wlb.simulator.sharing import replay_shared
 
 FEWEST_ROUNDS = 6
-"""Of a recording: a third of them is to calibrate with."""
+"""A recording has at least so many: a third of them is to calibrate with."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,11 @@ class Calibration:
     stages: StageCosts
     fit_error: float
     between_us: float
-    """Of a rank, from one action to the next for which everything is there."""
+    """What a rank takes from one action to the next for which everything is there."""
     p2p_us: float
     """More than that from the stop of an action to the start of one that waits for it elsewhere."""
     besides_us: float
-    """Of a step, before its first and after its last action."""
+    """What a step takes before its first and after its last action."""
     slowdown: float
     """By how much pipelines took longer than simulated: what the machine does besides, and what the
     fit of single operations, whose errors are relative, takes off their sum."""
@@ -100,38 +98,30 @@ def calibrate(recording: Recording) -> Calibration:
     return replace(calibration, slowdown=float(np.median(spans / simulated)))
 
 
-def _own_replay_us(
-    recording: Recording, step: RecordedStep, between_us: float, p2p_us: float
-) -> float:
-    """The pipeline of a step, replayed with the times that its own operations took."""
-    return max(
-        _replayed_us(recording, recording.times_us(step, dp_rank) + between_us, p2p_us)
-        for dp_rank in range(recording.dp_size)
-    )
-
-
 def simulate(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
     """µs of a whole step, from its lengths alone."""
     return calibration.besides_us + _pipeline_us(recording, calibration, step)
 
 
 def _pipeline_us(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
-    return calibration.slowdown * max(
-        _replayed_us(
-            recording,
-            calibration.stages.times_us(lengths) + calibration.between_us,
-            calibration.p2p_us,
-        )
-        for lengths in step.lengths
-    )
+    times_us = map(calibration.stages.times_us, step.lengths)
+    return calibration.slowdown * _replayed_us(recording, calibration, times_us)
 
 
-def _replayed_us(recording: Recording, times_us: Floats, p2p_us: float) -> float:
-    graph = recording.graph
-    gaps = np.full(graph.num_micro_batches, p2p_us)
-    if recording.cores is None:
-        return float(graph.step_us(times_us, gaps))
-    return float(replay_shared(graph, times_us, gaps, recording.cores).stop_us.max())
+def _replayed_us(
+    recording: Recording, calibration: Calibration, times_us: Iterable[Floats]
+) -> float:
+    """Replays the pipelines of all data-parallel ranks; the slowest one counts."""
+    graph, cores = recording.graph, recording.cores
+    gaps = np.full(graph.num_micro_batches, calibration.p2p_us)
+    spans_us = []
+    for own_us in times_us:
+        between_us = own_us + calibration.between_us
+        if cores is None:
+            spans_us.append(float(graph.step_us(between_us, gaps)))
+        else:
+            spans_us.append(float(replay_shared(graph, between_us, gaps, cores).stop_us.max()))
+    return max(spans_us)
 
 
 @dataclass(frozen=True)
@@ -149,9 +139,10 @@ class Row:
     """As ``step_time_mape``, but of the pipeline alone with the step's own measured times: what is
     the schedule's and not the cost's."""
     operation_mape: float
-    """Of single forwards and backwards, by the fitted costs."""
+    """The error of single forwards and backwards, by the fitted costs."""
     memory_mape: float | None
-    """Of the peak of activations, over processes and steps; None if bytes were not counted."""
+    """The error of the peak of activations, over processes and steps; None if bytes were not
+    counted."""
     simulated_tokens_per_s: float
     measured_tokens_per_s: float
     simulated_work_per_s: float
@@ -167,31 +158,30 @@ class Row:
 def judge(layout: str, recording: Recording, calibration: Calibration) -> list[Row]:
     """A row for each packing, from the steps that were not calibrated with."""
     rows = []
+    config = recording.config
+    padded = padded_vocab_size(config, recording.vocab_size)
+    model = memory_model(config, padded, recording.dp_size)
     for packing in recording.packings:
         steps = [step for step in recording.judged if step.packing == packing]
         simulated = np.array([simulate(recording, calibration, step) for step in steps])
         measured = np.array([step.step_us for step in steps])
-        operations, replays = [], []
+        operations, replays, works_us = [], [], []
         for step in steps:
-            for dp_rank, lengths in enumerate(step.lengths):
-                fitted = calibration.stages.times_us(lengths)
-                error = np.abs(fitted / recording.times_us(step, dp_rank) - 1)
-                operations.append(float(np.mean(error)))
-            replayed = _own_replay_us(recording, step, calibration.between_us, calibration.p2p_us)
+            fitted = [calibration.stages.times_us(lengths) for lengths in step.lengths]
+            found = [recording.times_us(step, dp_rank) for dp_rank in range(recording.dp_size)]
+            for predicted_us, found_us in zip(fitted, found, strict=True):
+                operations.append(float(np.mean(np.abs(predicted_us / found_us - 1))))
+            replayed = _replayed_us(recording, calibration, found)
             replays.append(abs(replayed / step.span_us - 1))
+            works_us.append(sum(times_us.sum() for times_us in fitted))
         tokens = sum(step.num_tokens for step in steps)
-        work_us = np.array(
-            [
-                sum(calibration.stages.times_us(lengths).sum() for lengths in step.lengths)
-                for step in steps
-            ]
-        )
+        work_us = np.array(works_us)
         off = work_us / work_us.sum() - measured / measured.sum()
         memory = [
-            abs(predicted / found - 1)
+            abs(predicted / counted - 1)
             for step in recording.counted
             if step.packing == packing
-            for predicted, found in _memory(recording, step)
+            for predicted, counted in _memory(recording, model, step)
         ]
         rows.append(
             Row(
@@ -213,17 +203,17 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
     return rows
 
 
-def _memory(recording: Recording, step: RecordedStep) -> Iterable[tuple[float, int]]:
+def _memory(
+    recording: Recording, model: MemoryModel, step: RecordedStep
+) -> Iterable[tuple[float, int]]:
     """Predicted and measured peaks of activations of each process."""
-    config = recording.config
-    model = memory_model(config, padded_vocab_size(config, recording.vocab_size), recording.dp_size)
     assert step.activation_bytes is not None
     for pp_rank, actions in enumerate(recording.graph.order):
         for dp_rank, lengths in enumerate(step.lengths):
             uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
             peak = max(used.peak for used in uses)
             first = recording.process(pp_rank, dp_rank)
-            for process in range(first, first + config.parallel.context_parallel_size):
+            for process in range(first, first + recording.config.parallel.context_parallel_size):
                 yield peak, step.activation_bytes[process]
 
 
@@ -233,7 +223,7 @@ class Pair:
 
     packings: tuple[str, str]
     simulated_ratio: float
-    """Of the first's work a second to the second's; 1 or more."""
+    """The first's work a second over the second's; 1 or more."""
     measured_ratio: float
     error: float
     """Standard error of the measured ratio."""
@@ -278,11 +268,7 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
             "cp": p.cp_size,
             "clock": "wall" if recording.cores is None else "cpu, cores shared",
             "calibration_steps": len(recording.calibrating),
-            "fit_error": calibration.fit_error,
-            "between_us": calibration.between_us,
-            "p2p_us": calibration.p2p_us,
-            "besides_us": calibration.besides_us,
-            "slowdown": calibration.slowdown,
+            **{name: value for name, value in vars(calibration).items() if name != "stages"},
             "repeat_error": recording.repeat_error,
             "pairs": [{**asdict(pair), "packings": list(pair.packings)} for pair in compared],
             "pairs_apart": sum(pair.is_apart for pair in compared),

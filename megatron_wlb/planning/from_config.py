@@ -31,6 +31,7 @@ from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner, Stream
 from megatron_wlb.planning.run import Run, read_cost
 from megatron_wlb.reading import real_number
+from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import Selector
 
@@ -73,6 +74,12 @@ def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
         sequence_parallel=p.sequence_parallel,
         group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
     )
+
+
+def schedule_graph(config: Config, num_micro_batches: int) -> Graph:
+    """Makes the graph of the schedule of a data-parallel rank's micro-batches."""
+    p = parallelism(config)
+    return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
 
 def recompute(config: Config) -> Recompute:
@@ -119,9 +126,8 @@ def memory_model(config: Config, padded_vocab_size: int, dp_size: int) -> Memory
 def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:
     """Makes the cost that ``--wlb-cost`` names, or None where it must be measured.
 
-    Raises:
-        ConfigError: a file that is missing, holds no cost, or is of another model; unknown
-            hardware.
+    Raises :class:`ConfigError` for unknown hardware, and for a file that is missing, holds no cost,
+    or is of another model.
     """
     named = config.wlb.wlb_cost
     if named == "measured":
@@ -143,10 +149,8 @@ def max_tokens(config: Config, padded_vocab_size: int, dp_size: int) -> int:
     """S_max: ``--wlb-max-tokens``, or what fits ``--wlb-memory-gib``, or two windows.
 
     Memory asks that a step fits even if all micro-batches in flight are S_max long. More than the
-    tokens of a step is of no use.
-
-    Raises:
-        ConfigError: not even a window fits, or ``--wlb-max-tokens`` does not.
+    tokens of a step is of no use. Raises :class:`ConfigError` where not even a window fits, or
+    ``--wlb-max-tokens`` does not.
     """
     given, memory_gib = config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib
     window = config.data.seq_length
@@ -254,8 +258,7 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
 def shaping_costs(config: Config, run: Run) -> StepCosts:
     """Spreads the run's cost over the stages as the model's parts are.
 
-    Transfers between stages take time only with ``--wlb-cost analytic``: a measured cost says
-    nothing about them.
+    Transfers take time only with ``--wlb-cost analytic``: a measured cost says nothing of them.
     """
     costs = dataclasses.replace(run, measured=run.cost).costs
     if config.wlb.wlb_cost == "analytic":
@@ -266,12 +269,12 @@ def shaping_costs(config: Config, run: Run) -> StepCosts:
 def _selector(config: Config, run: Run) -> Selector | None:
     """Makes what chooses CP shardings of documents up to the window; None without CP.
 
-    By tables of `wlb profile` where ``--wlb-hardware`` has some for such heads, else by whole tiles
-    at one rate; the log says which. Raises :class:`ConfigError` for tables that end before.
+    The log says by what. Raises :class:`ConfigError` for measured tables that end before.
     """
     if run.parallelism.cp_size == 1:
         return None
-    if run.measured_attention is None:
+    profile = run.measured_attention
+    if profile is None:
         logger.info(
             "CP shardings are chosen by whole tiles at the rate of %s, which has no table of %s "
             "attention with heads of %d; `wlb profile` measures one",
@@ -280,7 +283,6 @@ def _selector(config: Config, run: Run) -> Selector | None:
             run.shape.kv_channels,
         )
     else:
-        profile = run.measured_attention
         logger.info(
             "CP shardings are chosen by measured %s attention (%s)", profile.kernel, profile.machine
         )

@@ -61,8 +61,7 @@ NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
 def check(config: Config, world_size: int) -> None:
     """Checks settings against each other and against the number of processes.
 
-    Raises:
-        ConfigError: what cannot run, such as a ``--wlb-hardware`` without figures; a line each.
+    Raises :class:`ConfigError` of all that cannot run, a line each.
     """
     refuse_all(refusals(config, world_size))
 
@@ -79,7 +78,11 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_batch(config)
     if not any(_check_layout(config, world_size)):
         yield from _check_micro_batches(config, world_size)
-    yield from _check_hardware(config)
+    try:
+        # Now: the cost and the shardings need it once the model is built.
+        load_hardware(config.wlb.wlb_hardware)
+    except ConfigError as error:
+        yield f"--wlb-hardware: {error}"
 
 
 def check_algorithms(environment: Mapping[str, str]) -> None:
@@ -289,14 +292,6 @@ def _check_batch(config: Config) -> Iterator[str]:
         yield "--save-interval is given without --save FOLDER"
 
 
-def _check_hardware(config: Config) -> Iterator[str]:
-    """Reads the file now: the cost and the shardings need it once the model is built."""
-    try:
-        load_hardware(config.wlb.wlb_hardware)
-    except ConfigError as error:
-        yield f"--wlb-hardware: {error}"
-
-
 def _check_recompute(config: Config) -> Iterator[str]:
     t, p = config.training, config.parallel
     method, num_layers = t.recompute_method, t.recompute_num_layers
@@ -327,9 +322,8 @@ def _check_recompute(config: Config) -> Iterator[str]:
 def check_micro_batches(config: Config, world_size: int) -> int:
     """Micro-batches of each data-parallel rank, M.
 
-    Raises:
-        ConfigError: DP does not divide the global batch, or the interleaved schedule cannot
-            run M micro-batches.
+    Raises :class:`ConfigError` where DP does not divide the global batch, or the interleaved
+    schedule cannot run M micro-batches.
     """
     refuse_all(_check_micro_batches(config, world_size))
     return config.training.global_batch_size // data_parallel_size(config, world_size)

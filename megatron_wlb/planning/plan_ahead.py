@@ -23,15 +23,9 @@ class _Made:
 class PlanAhead:
     """Hands out what ``planner.next_plan()`` returns, made up to ``depth`` steps before.
 
-    The order, the plans and the state are the planner's own: :meth:`state_dict` is that after the
-    last plan handed out, not that of the planner, which is ahead. An error of the planner is raised
-    by the :meth:`next_plan` whose plan it belongs to, and by every later one. The planner belongs
-    to the thread until :meth:`close`, after which it goes on from the last plan handed out; use
-    this as a context manager.
-
-    Args:
-        planner: at the step to begin with; not to be touched until the end.
-        depth: plans that wait at most, at least 1.
+    An error of the planner is raised by the :meth:`next_plan` whose plan it belongs to, and by
+    every later one. The planner belongs to the thread until :meth:`close`, after which it goes on
+    from the last plan handed out; use this as a context manager.
     """
 
     def __init__(self, planner: Planner, depth: int = 2) -> None:
@@ -65,9 +59,7 @@ class PlanAhead:
         return self._state
 
     def close(self) -> None:
-        """Ends the thread; a second call does nothing. Plans not handed out are dropped, and the
-        planner is put back to before them.
-        """
+        """Ends the thread; a second call does nothing."""
         if self._closing.is_set():
             return
         self._closing.set()

@@ -1,13 +1,11 @@
 """Shaped plans: sizes and order of a step's micro-batches by simulated step time.
 
 Equal micro-batches are not the fastest. The first ones fill the pipeline and the last ones drain
-it while other ranks wait, so a step is shorter when these are small and those between larger. How
-small follows from the schedule: for micro-batches of sizes ``w`` the step is a maximum over paths
-of sums of ``w``, which is convex, so that its minimum over all ``w`` with ``Σ w = 1`` can be found
-once for a run (:func:`best_sizes`). Each step's documents are then placed to come near these sizes,
-heaviest first, and moved while that makes the simulated step shorter.
-
-The imbalance degree cannot see this: shaped plans are unequal on purpose.
+it while other ranks wait, so a step is shorter when these are small and those between larger. For
+micro-batches of sizes ``w`` the step is a maximum over paths of sums of ``w``, which is convex: its
+minimum over all ``w`` with ``Σ w = 1`` is found once for a run (:func:`best_sizes`). Each step's
+documents are then placed to come near these sizes, heaviest first, and moved while that makes the
+simulated step shorter. The imbalance degree cannot see this: shaped plans are unequal on purpose.
 
 Legend: ``S`` virtual stages, ``N`` micro-batches of a data-parallel rank, ``D`` documents, ``K``
 alternatives, ``Q`` different stages. Everything is computed by additions, products, divisions and
@@ -124,14 +122,9 @@ class _Pipeline:
 class Shaper:
     """Reshapes balanced steps so that their simulated time is shorter, never longer.
 
-    Args:
-        costs: of stages and transfers; reduction and update do not depend on shapes.
-        parallelism: the layout.
-        num_micro_batches: of one data-parallel rank.
-        max_tokens: S_max; no micro-batch gets longer.
-        window: the best sizes are those for documents of half of it.
-
-    Raises :class:`ConfigError` for a layout that Megatron refuses.
+    ``num_micro_batches`` are those of one data-parallel rank; none gets longer than ``max_tokens``
+    (S_max). The best sizes are those for documents of half the ``window``. Raises
+    :class:`ConfigError` for a layout that Megatron refuses.
     """
 
     def __init__(
@@ -156,37 +149,16 @@ class Shaper:
         self._max_tokens = max_tokens
         typical = [max(1, window // 2)]
         unit_us = costs.stages.times_us([typical])[:, :, 0]
-        self._sizes = best_sizes(self._graph, _hashable(unit_us / unit_us.sum()))
+        unit = (unit_us / unit_us.sum()).tolist()
+        self._sizes = best_sizes(self._graph, tuple(map(tuple, unit)))
         num_actions = sum(map(len, self._graph.order))
         self._num_rounds = min(MAX_ROUNDS, ROUND_ACTIONS // num_actions)
 
     def shape(self, ranks: Ranks) -> list[list[list[Document]]]:
-        """Deals the same documents anew, or leaves them where that is not faster.
-
-        The order of the micro-batches, and so which document runs on which data-parallel rank, may
-        change; no micro-batch gets longer than S_max.
-        """
-        documents = [d for rank in ranks for micro_batch in rank for d in micro_batch]
-        if not documents:
+        """Deals the same documents anew over all ranks, or leaves them where that is not faster."""
+        if not any(any(rank) for rank in ranks):
             return [[list(micro_batch) for micro_batch in rank] for rank in ranks]
-        lengths = np.array([d.length for d in documents], dtype=np.float64)
-        attention_us = self._work.attention_us([d.length for d in documents])
-        alone_us = self._work.times_us(lengths, attention_us).sum(axis=(0, 1))
-        alone_us -= self._work.times_us(np.zeros(1), attention_us[:, :, :1] * 0).sum()
-        # From here on documents are numbers in descending order of work; ties as they came.
-        order = np.argsort(-alone_us, kind="stable").tolist()
-        documents = [documents[at] for at in order]
-        step = _Step(
-            lengths[order], attention_us[:, :, order], alone_us[order].tolist(), self._max_tokens
-        )
-        number_of = {at: number for number, at in enumerate(order)}
-        given, at = [], 0
-        for rank in ranks:
-            members = []
-            for micro_batch in rank:
-                members.append(sorted(number_of[at + n] for n in range(len(micro_batch))))
-                at += len(micro_batch)
-            given.append(members)
+        documents, step, given = self._numbered(ranks)
         best = [self._pipeline(step, members) for members in given]
         placed = _place(step, len(ranks), self._sizes)
         if placed is not None:
@@ -198,20 +170,32 @@ class Shaper:
 
     def step_us(self, ranks: Ranks) -> float:
         """Simulated time of forward and backward of a step, by which plans are compared."""
-        slowest_us = 0.0
+        _, step, given = self._numbered(ranks)
+        return _slowest([self._pipeline(step, members) for members in given]).step_us
+
+    def _numbered(self, ranks: Ranks) -> tuple[list[Document], _Step, list[list[list[int]]]]:
+        """Numbers documents in descending order of work, ties as they came.
+
+        Returns the documents in this order, what they take, and their numbers in place of them.
+        """
+        documents = [d for rank in ranks for micro_batch in rank for d in micro_batch]
+        lengths = np.array([d.length for d in documents], dtype=np.float64)
+        attention_us = self._work.attention_us([d.length for d in documents])
+        alone_us = self._work.times_us(lengths, attention_us).sum(axis=(0, 1))
+        alone_us -= self._work.times_us(np.zeros(1), attention_us[:, :, :1] * 0).sum()
+        order = np.argsort(-alone_us, kind="stable").tolist()
+        step = _Step(
+            lengths[order], attention_us[:, :, order], alone_us[order].tolist(), self._max_tokens
+        )
+        number_of = {at: number for number, at in enumerate(order)}
+        given, at = [], 0
         for rank in ranks:
-            documents = [d for micro_batch in rank for d in micro_batch]
-            numbers = iter(range(len(documents)))
-            lengths = [d.length for d in documents]
-            step = _Step(
-                np.array(lengths, dtype=np.float64),
-                self._work.attention_us(lengths),
-                [0.0] * len(lengths),
-                self._max_tokens,
-            )
-            members = [[next(numbers) for _ in micro_batch] for micro_batch in rank]
-            slowest_us = max(slowest_us, self._pipeline(step, members).step_us)
-        return slowest_us
+            members = []
+            for micro_batch in rank:
+                members.append(sorted(number_of[at + n] for n in range(len(micro_batch))))
+                at += len(micro_batch)
+            given.append(members)
+        return [documents[at] for at in order], step, given
 
     def _pipeline(self, step: _Step, members: list[list[int]]) -> _Pipeline:
         tokens = np.array([step.lengths[numbers].sum() for numbers in members])
@@ -299,6 +283,7 @@ class _Step:
     max_tokens: int
 
 
+@lru_cache(maxsize=64)
 def best_sizes(graph: Graph, unit_us: tuple[tuple[float, ...], ...]) -> Floats:
     """Sizes of micro-batches, Σ = 1, with which a step is shortest: about, as found by descent.
 
@@ -306,19 +291,14 @@ def best_sizes(graph: Graph, unit_us: tuple[tuple[float, ...], ...]) -> Floats:
     proportionally less for a smaller one. Equal sizes are where the search starts, so that no worse
     ones come out of it. Some 0.3 s for PP=4 and N=64, once for a run.
     """
-    return _best_sizes(graph, unit_us).copy()
-
-
-@lru_cache(maxsize=64)
-def _best_sizes(graph: Graph, unit: tuple[tuple[float, ...], ...]) -> Floats:
-    unit_us = np.array(unit)
+    units_us = np.array(unit_us)[:, :, None]
     num = graph.num_micro_batches
     nothing = np.zeros(num)
     sizes = np.full(num, 1.0 / num)
     best, best_us = sizes, float("inf")
     slope = np.zeros(num)
     for number in range(DESCENT_ROUNDS):
-        times_us = unit_us[:, :, None] * sizes
+        times_us = units_us * sizes
         step_us = float(graph.step_us(times_us, nothing))
         if step_us < best_us:
             best, best_us = sizes, step_us
@@ -332,6 +312,7 @@ def _best_sizes(graph: Graph, unit: tuple[tuple[float, ...], ...]) -> Floats:
         # Multiplied, sizes stay positive; smaller steps later, as the slope jumps at the minimum.
         sizes = sizes * (1.0 - 0.3 / float(np.sqrt(1.0 + number)) * slope / steepest)
         sizes = sizes / sizes.sum()
+    best.flags.writeable = False  # it is handed out again
     return best
 
 
@@ -384,7 +365,3 @@ def _place(step: _Step, dp_size: int, sizes: Floats) -> list[list[list[int]]] | 
 
 def _slowest(pipelines: Sequence[_Pipeline]) -> _Pipeline:
     return max(pipelines, key=lambda pipeline: pipeline.step_us)
-
-
-def _hashable(values: Floats) -> tuple[tuple[float, ...], ...]:
-    return tuple(map(tuple, values.tolist()))

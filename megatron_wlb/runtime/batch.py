@@ -57,13 +57,8 @@ def local_params(
 ) -> tuple[IntArray | slice, PlanSeqParams]:
     """Which tokens of a micro-batch are local, and what attention and RoPE need of them.
 
-    Args:
-        lengths: tokens of each attention segment.
-        positions: ``[T]``, of each token in its document.
-        device: where the tensors go.
-        cp_rank: of this process.
-        cp_size: ranks over which the micro-batch is divided.
-        sharding: how.
+    ``lengths`` are the tokens of each attention segment, ``positions`` ``[T]`` those of each token
+    in its document.
     """
     if cp_size == 1:
         return slice(None), PlanSeqParams.of(Segments.of(lengths, device=device), positions)
@@ -73,24 +68,11 @@ def local_params(
     return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather)
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """What a micro-batch's batches have in common on all model chunks of a rank."""
-
-    plan: MicroBatchPlan
-    local_tokens: IntArray | slice
-    params: PlanSeqParams
-
-
 class BatchBuilder:
     """Builds the batches of one pipeline stage and context-parallel rank.
 
-    Args:
-        corpora: in the order of ``Document.corpus``.
-        vocab_size: ids from this on are an error (they would index beyond the embedding).
-        device: where the tensors go.
-        cp_rank: of this process.
-        cp_size: ranks over which each micro-batch is divided, as its plan says.
+    ``corpora`` are in the order of ``Document.corpus``. Ids from ``vocab_size`` on are an error, as
+    they would index beyond the embedding.
     """
 
     def __init__(
@@ -107,17 +89,16 @@ class BatchBuilder:
         self.device = device
         self.cp_rank = cp_rank
         self.cp_size = cp_size
-        self._latest: dict[int, _Shared] = {}
+        self._latest: dict[int, tuple[MicroBatchPlan, IntArray | slice, PlanSeqParams]] = {}
+        """What a micro-batch's batches have in common on all chunks, by its index."""
 
     def build(self, plan: MicroBatchPlan, *, first: bool, last: bool) -> Batch:
         """Builds the tensors for a stage that embeds (``first``) or has the loss (``last``).
 
-        Raises:
-            CorpusError: a token id outside the vocabulary.
+        Raises :class:`CorpusError` for a token id outside the vocabulary.
         """
-        shared = self._shared(plan)
-        local, position_ids = shared.local_tokens, shared.params.positions
-        assert position_ids is not None
+        local, params = self._shared(plan)
+        assert params.positions is not None
         tokens = labels = loss_mask = None
         num_targets = 0
         if first or last:
@@ -137,23 +118,21 @@ class BatchBuilder:
                 labels = to_device(targets[local], self.device)[None]
                 loss_mask = to_device(mask[local], self.device)[None]
                 num_targets = int(mask[local].sum())
-        return Batch(
-            plan, position_ids[None], shared.params, tokens, labels, loss_mask, num_targets
-        )
+        return Batch(plan, params.positions[None], params, tokens, labels, loss_mask, num_targets)
 
     def forget(self) -> None:
         """Drops what the chunks of the last step had in common; to be called between steps."""
         self._latest.clear()
 
-    def _shared(self, plan: MicroBatchPlan) -> _Shared:
+    def _shared(self, plan: MicroBatchPlan) -> tuple[IntArray | slice, PlanSeqParams]:
         """Makes what chunks share once a micro-batch, not once a chunk."""
         known = self._latest.get(plan.index)
-        if known is None or known.plan is not plan:
+        if known is None or known[0] is not plan:
             positions = np.concatenate(
                 [np.arange(s.start, s.stop) for s in plan.spans]
                 + [np.arange(plan.padded_length - plan.length)]
             )
-            local_tokens, params = local_params(
+            own = local_params(
                 plan.lengths,
                 positions,
                 self.device,
@@ -161,8 +140,8 @@ class BatchBuilder:
                 cp_size=self.cp_size,
                 sharding=plan.sharding,
             )
-            known = self._latest[plan.index] = _Shared(plan, local_tokens, params)
-        return known
+            known = self._latest[plan.index] = (plan, *own)
+        return known[1:]
 
     def _read(self, span: Span) -> np.ndarray:
         """The span's tokens and the one after them, if the stored document has one."""

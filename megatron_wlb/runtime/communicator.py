@@ -4,9 +4,6 @@ Stock Megatron exchanges three integers before every tensor when lengths vary, w
 synchronisation (``P2PCommunicator._communicate_shapes``). Every stage already holds the plan, so
 here the same question is answered locally: the only messages between stages are activations and
 gradients, and their overlap with computation stays possible.
-
-Legend: ``S`` stages (PP), ``V`` chunks a stage (VPP), ``N`` micro-batches of this data-parallel
-rank, ``T`` a micro-batch's local tokens, ``H`` hidden size.
 """
 
 from __future__ import annotations
@@ -32,9 +29,8 @@ TAKES_SHAPE_PROVIDER = "shape_provider" in inspect.signature(P2PCommunicator.__i
 class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
     """A ``P2PCommunicator`` that knows from the plan what it will receive.
 
-    Call :meth:`begin` before each run of a schedule and :meth:`end` after it. In between, the
-    n-th activation received is the n-th one the previous stage sends, and so on for gradients:
-    the order is a property of the schedule (:func:`megatron_wlb.schedule.order.receive_order`).
+    Call :meth:`begin` before each run of a schedule and :meth:`end` after it. The order in between
+    is a property of the schedule (:func:`megatron_wlb.schedule.order.receive_order`).
 
     With ``verify`` each receive also runs Megatron's own exchange and compares: for debugging,
     as it costs what the plan saves.
@@ -60,10 +56,10 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
             forward_only: whether the schedule runs without backward (evaluation).
             label: names the step in errors.
 
-        Raises:
-            PlanError: the previous run received fewer tensors than its plan foresaw.
+        Raises :class:`PlanError` where the previous run received fewer tensors than its plan
+        foresaw.
         """
-        self._require_empty()
+        self.end()
         vpp = self.virtual_pipeline_model_parallel_size or 1
         forward, backward = receive_order(
             self.pp_group.size(),
@@ -84,9 +80,6 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
 
     def end(self) -> None:
         """Checks that the run received every tensor that the plan foresaw."""
-        self._require_empty()
-
-    def _require_empty(self) -> None:
         if self._forward or self._backward:
             raise PlanError(
                 f"{self._label}: the schedule ended with {len(self._forward)} activations and "
@@ -123,18 +116,3 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
                 "the last one of its plan"
             )
         return shapes.pop()
-
-    def _communicate(
-        self,
-        *,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> Any:
-        # The schedules free an output's storage once its send has been issued. NCCL has enqueued
-        # it by then; gloo may still be reading. A detached alias keeps the storage until then.
-        return super()._communicate(
-            tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
-            tensor_send_prev=None if tensor_send_prev is None else tensor_send_prev.detach(),
-            **kwargs,
-        )

@@ -51,8 +51,7 @@ class Finding:
 def examine(megatron: str | Path | None = None) -> list[Finding]:
     """All findings, of the installed megatron-core or of the tree at ``megatron``.
 
-    Raises:
-        CompatibilityError: ``megatron`` is no source of Megatron.
+    Raises :class:`CompatibilityError` where ``megatron`` is no source of Megatron.
     """
     given = None if megatron is None else MegatronSource.at(megatron)
     return [*_machine(), *_packages(), *_kernels(), *_megatron(given)]
@@ -163,9 +162,8 @@ def _patches(source: MegatronSource) -> Finding:
         found, _, remedy = str(error).partition("; ")
         return Finding("patches", "patches/", "wrong", found, remedy)
     if state == "partly patched":
-        return Finding(
-            "patches", "patches/", "wrong", state, "wlb patch apply, or wlb patch revert"
-        )
+        remedy = "wlb patch apply, or wlb patch revert"
+        return Finding("patches", "patches/", "wrong", state, remedy)
     used = "shape_provider is used" if state == "patched" else "a subclass takes their place"
     return Finding("patches", "patches/", "ok", f"{state}: {used}")
 

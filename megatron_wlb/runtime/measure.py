@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +21,13 @@ from megatron_wlb.cost import DocumentCost
 from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
-from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.batch import local_params
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
+from megatron_wlb.runtime.transfer import from_first_rank
 from megatron_wlb.sharding import Sharding, length_multiple
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 def lengths_to_measure(window: int, multiple: int) -> list[int]:
@@ -40,16 +39,11 @@ def lengths_to_measure(window: int, multiple: int) -> list[int]:
 
 
 def measure_cost(model: Model, window: int, vocab_size: int, *, num_repeats: int = 5) -> Fit:
-    """Measured cost of a document; leaves gradients zero and random-number streams as they were.
+    """Measured cost of documents up to ``window`` tokens; leaves gradients zero and random-number
+    streams as they were.
 
-    Args:
-        model: this rank's chunks, wrapped for DP.
-        window: longest document, in tokens.
-        vocab_size: for the random tokens.
-        num_repeats: the least of so many runs of a length counts; long ones run less often.
-
-    Raises:
-        ConfigError: on all ranks, times that no cost fits.
+    The least of ``num_repeats`` runs of a length counts; long ones run less often. Raises
+    :class:`ConfigError` on all ranks for times that no cost fits.
     """
     lengths = lengths_to_measure(window, _multiple(model))
     with _undisturbed(model):
@@ -57,7 +51,7 @@ def measure_cost(model: Model, window: int, vocab_size: int, *, num_repeats: int
         times_us = _least_us(
             model, lengths, num_repeats, lambda length: _run(model, [length], vocab_size)
         )
-    return _on_all_ranks(
+    return from_first_rank(
         lambda: fit_document_cost(
             Sample(length, forward, backward)
             for length, (forward, backward) in zip(lengths, times_us, strict=True)
@@ -89,8 +83,7 @@ def measure_tables(
     """Measured tables up to micro-batches, and documents, of ``max_tokens``; as with
     :func:`measure_cost` the model is left as it was.
 
-    Attention is timed alone, by its kernel on numbers of the model's sizes, times the layers. The
-    rest is what micro-batches of short documents take beyond their attention.
+    Attention is timed alone; the rest is what micro-batches of short documents take beyond theirs.
     """
     config, multiple = model.config, _multiple(model)
     longest = -(-max_tokens // multiple) * multiple
@@ -111,13 +104,9 @@ def measure_tables(
         # All pieces but a rest are of one length, and the rest counts by its share.
         attention = [us * length / pieces[0] for us in by_length[pieces[0]]]
         # Never nothing: of a small model the difference may be all noise.
-        linear_us.append(
-            [
-                max(forward - attention[0], 0.05 * forward),
-                max(backward - attention[1], 0.05 * backward),
-            ]
-        )
-    return _on_all_ranks(
+        whole = zip((forward, backward), attention, strict=True)
+        linear_us.append([max(us - own_us, 0.05 * us) for us, own_us in whole])
+    return from_first_rank(
         lambda: ProfiledCost(
             model_identity(shape),
             config.tensor_model_parallel_size,
@@ -127,22 +116,6 @@ def measure_tables(
             machine,
         )
     )
-
-
-def _on_all_ranks(make: Callable[[], _T]) -> _T:
-    """Brings what the first rank makes to every rank; also its :class:`ConfigError`."""
-    made: list[_T | ConfigError | None] = [None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            made = [make()]
-        except ConfigError as error:
-            made = [error]
-    torch.distributed.broadcast_object_list(made, src=0)
-    (result,) = made
-    if isinstance(result, ConfigError):
-        raise result
-    assert result is not None
-    return result
 
 
 def _rows(lengths: Sequence[int], times_us: Sequence[Sequence[float]]) -> tuple[Row, ...]:
@@ -199,9 +172,8 @@ def _least_us(
     for row, length in enumerate(lengths):
         # All ranks must run equally often: the number follows from the length alone.
         repeats = max(2, min(num_repeats, max(lengths) // length))
-        runs = [run(length) for _ in range(repeats)]
-        for column in range(2):
-            times[row, column] = min(r[column] for r in runs) * 1e6
+        runs = np.array([run(length) for _ in range(repeats)])
+        times[row] = torch.from_numpy(runs.min(axis=0) * 1e6)
     # Σ over stages; mean over the replicas (and over TP ranks, which run in step).
     torch.distributed.all_reduce(times)
     times *= model.groups.pp.size() / torch.distributed.get_world_size()

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.rank_main import writing
@@ -17,11 +17,7 @@ def step_values(
 ) -> dict[str, float]:
     """What ran and what it took, as every log names it.
 
-    Args:
-        plan: that ran.
-        asked_s: monotonic time at which the loop asked for it; it is made ahead.
-        planned_s: when the loop had it.
-        stop_s: when the step was over, its update included.
+    By monotonic time, the loop asked for the plan, had it, and ended the step with its update.
     """
     return {
         "tokens": plan.num_tokens,
@@ -37,19 +33,24 @@ def step_values(
 
 
 class MetricsFile:
-    """Appends to the file; of each line nothing is lost if the process dies after it.
+    """Appends to the file; of each line nothing is lost if the process dies after it. Without a
+    path nothing is written.
 
     Raises :class:`megatron_wlb.errors.CheckpointError` here and in :meth:`write` where it cannot be
     written.
     """
 
-    def __init__(self, path: str) -> None:
-        with writing("--wlb-metrics", path):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = Path(path).open("a")  # noqa: SIM115 - open as long as the run
+    def __init__(self, path: str | None) -> None:
+        self._file: TextIO | None = None
+        if path is not None:
+            with writing("--wlb-metrics", path):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                self._file = Path(path).open("a")  # noqa: SIM115 - open as long as the run
 
     def write(self, values: Mapping[str, Any]) -> None:
         """What is not a finite number is null, for JSON has no other name for it."""
+        if self._file is None:
+            return
         known = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
@@ -59,4 +60,5 @@ class MetricsFile:
             self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -104,8 +104,7 @@ def layer_submodules(
 ) -> tuple[ModuleSpec, Any]:
     """The layer with our attention, and the final norm: of Megatron's modules or TransformerEngine.
 
-    Raises:
-        CompatibilityError: TransformerEngine is asked for and missing.
+    Raises :class:`CompatibilityError` where TransformerEngine is asked for and missing.
     """
     if impl == "transformer_engine":
         if not gpt_layer_specs.HAVE_TE:
@@ -130,8 +129,8 @@ def layer_submodules(
 def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> ModuleSpec:
     """``spec``, of a GPT layer, with its core attention replaced by ours.
 
-    Raises:
-        CompatibilityError: a layer whose attention is not plain self-attention (MLA, Mamba …).
+    Raises :class:`CompatibilityError` for a layer whose attention is not plain self-attention (MLA,
+    Mamba …).
     """
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
     module = getattr(attention, "module", None)
@@ -162,15 +161,9 @@ def attention_options(
 ) -> AttentionOptions:
     """Chooses the kernel for the device at hand, and how it overlaps with communication.
 
-    Args:
-        config: settings.
-        core: Megatron's, of the model.
-        choose: calls :func:`choose_kernel`, in which all ranks agree, or knows what it gave.
-
-    Raises:
-        CompatibilityError: the kernel that is asked for cannot run; or a setting that attention
-            cannot honour.
-        ConfigError: head groups that do not divide the key/value heads.
+    ``choose`` calls :func:`choose_kernel`, in which all ranks agree, or knows what it gave. Raises
+    :class:`CompatibilityError` for a kernel that cannot run or a setting that attention cannot
+    honour, :class:`ConfigError` for head groups that do not divide the key/value heads.
     """
     check_config(core)
     tp = core.tensor_model_parallel_size
@@ -200,12 +193,8 @@ def attention_options(
 def build_model(config: Config, vocab_size: int) -> Model:
     """Builds this rank's chunks; Megatron's process groups must exist.
 
-    Args:
-        config: settings, already checked (:mod:`megatron_wlb.planning.guards`).
-        vocab_size: of the tokenizer; padded here.
-
-    Raises:
-        CompatibilityError: Megatron built another core attention than ours.
+    ``vocab_size`` is the tokenizer's, padded here. Raises :class:`CompatibilityError` where
+    Megatron built another core attention than ours.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     core = transformer_config(config)

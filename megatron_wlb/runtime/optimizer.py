@@ -21,10 +21,8 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
     """Megatron's optimizer over the model's chunks, and its schedule counted in samples.
 
     A sample is a window, of which ``global_batch_size`` arrive a step; so a schedule keeps its
-    meaning whatever the number of tokens that a balanced step runs.
-
-    Raises:
-        CompatibilityError: checkpoints of this optimizer could be saved but not loaded.
+    meaning whatever the number of tokens that a balanced step runs. Raises
+    :class:`CompatibilityError` where checkpoints of this optimizer could be saved but not loaded.
     """
     check_checkpoints(
         config.parallel.use_distributed_optimizer, config.checkpoint.save, config.checkpoint.load

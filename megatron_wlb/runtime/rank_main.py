@@ -124,8 +124,7 @@ def check_writable(flag: str, path: Path, writer: int = 0) -> None:
     """Makes the empty file ``path`` on the rank that writes it, so that no work is lost for want of
     a place.
 
-    Raises:
-        ConfigError: it cannot be written; names ``flag``.
+    Raises :class:`ConfigError`, which names ``flag``, where it cannot be written.
     """
     if os.environ.get("RANK") == str(writer):
         try:
@@ -141,8 +140,7 @@ def check_writable(flag: str, path: Path, writer: int = 0) -> None:
 def writing(flag: str, place: str) -> Iterator[None]:
     """Makes one line of what a full disk or an unwritable place raises.
 
-    Raises:
-        CheckpointError: for an ``OSError``; names ``flag``.
+    Raises :class:`CheckpointError`, which names ``flag``, for an ``OSError``.
     """
     try:
         yield

@@ -45,9 +45,7 @@ def loss_function(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Megatron's loss protocol: (Σ losses, number of tokens, what to report).
 
-    Args:
-        batch: of the last stage.
-        losses: ``[1, T/CP]`` per token.
+    ``losses`` are ``[1, T/CP]`` per token, of a batch of the last stage.
     """
     assert batch.loss_mask is not None
     loss_sum = (losses.float() * batch.loss_mask).sum()
@@ -72,11 +70,8 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
 class StepRunner:
     """Runs plans on a model: batches, shapes, schedule, loss.
 
-    Args:
-        model: this rank's chunks.
-        batches: builds this stage's tensors.
-        verify_shapes: also exchange shapes as stock Megatron does, and compare.
-        verify_plan_interval: compare the plan's digest over all ranks every so many steps.
+    ``verify_shapes`` also exchanges shapes as stock Megatron does, and compares them;
+    ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps.
     """
 
     def __init__(
@@ -111,8 +106,7 @@ class StepRunner:
     def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
         """Runs forward (and backward) of one step; gradients are left in the model, reduced.
 
-        Raises:
-            PlanError: ranks disagree, or the plan does not fit the layout.
+        Raises :class:`PlanError` where ranks disagree, or the plan does not fit the layout.
         """
         model = self.model
         reports = self.run_schedule(plan, forward_step, forward_only=forward_only)
@@ -131,8 +125,7 @@ class StepRunner:
         """Megatron's schedule on this rank's micro-batches; what their losses report, on the last
         stage. ``options`` go to the schedule.
 
-        Raises:
-            PlanError: as of :meth:`run`.
+        Raises :class:`PlanError` as :meth:`run`.
         """
         model = self.model
         shards = model.config.context_parallel_size
@@ -189,8 +182,7 @@ class StepRunner:
 def verify_digest(plan: StepPlan, device: str) -> None:
     """Compares the plan's digest over all ranks, in one collective of 16 bytes.
 
-    Raises:
-        PlanError: on every rank, if any two differ.
+    Raises :class:`PlanError` on every rank where any two differ.
     """
     value = int(plan.digest[:15], 16)
     # max(x) and -min(x) in one reduction.

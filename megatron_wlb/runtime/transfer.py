@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy.typing as npt
 import torch
+
+from megatron_wlb.errors import WLBError
 
 T = TypeVar("T")
 
@@ -23,7 +26,28 @@ def to_device(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str
 
 
 def of_all_ranks(mine: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
-    """What each rank of the group, or of the world, gives, by rank; called by all of them."""
+    """What each rank of the group, or of the world if there is one, gives, by rank; called by all
+    of them.
+    """
+    if not torch.distributed.is_initialized():
+        return [mine]
     gathered: list[T] = [mine] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, mine, group=group)
     return gathered
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """Brings what the first rank makes to every rank, or raises its :class:`WLBError` there, so
+    that none waits for the others for ever; called by all of them.
+    """
+    made: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            made[0] = make()
+        except WLBError as error:
+            made[1] = error
+    torch.distributed.broadcast_object_list(made, src=0)
+    if made[1] is not None:
+        raise made[1]
+    result: T = made[0]
+    return result

@@ -5,8 +5,7 @@ kernel call. Backward: K and V are gathered again, the kernel's backward runs, t
 all keys are added up by row, and one reduce-scatter brings each rank those of its own.
 
 With several *head groups* each of these happens once a group of key/value heads, and the
-communication of the next group runs while the present one is computed: collectives are started
-with ``async_op``, which NCCL runs on a stream of its own and gloo in threads.
+communication of the next group runs while the present one is computed.
 
 What it holds is in :func:`megatron_wlb.cost.exchange.exchange_bytes`.
 
@@ -94,20 +93,9 @@ def context_attention(
 ) -> torch.Tensor:
     """Computes attention of the local queries to the keys of all ranks.
 
-    All ranks of the group call it together, with shards of one micro-batch.
-
-    Args:
-        query: ``[T/CP, H, D]``, local tokens in local order.
-        key: ``[T/CP, G, D]``.
-        value: ``[T/CP, G, D]``.
-        segments: queries and keys of the local chunks.
-        gather: where those keys are.
-        kernel: run on them.
-        scale: factor of the scores.
-        parallel: over whom, and how.
-
-    Returns:
-        ``[T/CP, H, D]``.
+    All ranks of the group call it together, with shards of one micro-batch, their local tokens in
+    local order: ``[T/CP, H, D], [T/CP, G, D], [T/CP, G, D] -> [T/CP, H, D]``. ``segments`` are the
+    queries and keys of the local chunks, ``gather`` says where those keys are.
     """
     if gather.num_rows != len(key) * parallel.group.size():
         raise PlanError(

@@ -76,10 +76,9 @@ class AttentionOptions:
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention inside each document of a micro-batch, and to nothing else.
 
-    Takes the place of ``DotProductAttention``. Its boundaries come from
-    :class:`PlanSeqParams`; without one it refuses to run, because a causal mask over the whole
-    micro-batch would silently let documents see each other. Under context parallelism the keys of
-    all ranks are gathered (:mod:`megatron_wlb.runtime.attention.context_parallel`).
+    Takes the place of ``DotProductAttention``. Its boundaries come from :class:`PlanSeqParams`;
+    without one it refuses to run, because a causal mask over the whole micro-batch would silently
+    let documents see each other.
     """
 
     def __init__(
@@ -167,8 +166,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
 def check_config(config: TransformerConfig) -> None:
     """Checks that the model asks of attention nothing that it would silently leave out.
 
-    Raises:
-        CompatibilityError: a setting that cannot be honoured, with the reason.
+    Raises :class:`CompatibilityError` for a setting that cannot be honoured, with the reason.
     """
     for name, honoured, reason in _HONOURED:
         value = getattr(config, name, honoured)

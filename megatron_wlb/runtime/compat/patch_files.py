@@ -1,8 +1,8 @@
 """The patch files of ``patches/`` on a Megatron source tree: what state it is in, apply, revert.
 
-A patch names the git blob of each file before and after it (the ``index`` line of the diff). So
-the state of a file is known from its bytes alone. ``git apply`` makes the patched files in a folder
-beside, and they are put in place only if they are the blobs that were promised: exact or nothing.
+A patch names the git blob of each file before and after it, so the state of a file is known from
+its bytes alone. ``git apply`` makes the patched files in a folder beside, and they are put in place
+only if they are the blobs that were promised.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class PatchSeries:
     def state(self, source: MegatronSource) -> State:
         """Whether the source has the patches.
 
-        Raises:
-            CompatibilityError: a file is missing, or is neither as released nor as patched.
+        Raises :class:`CompatibilityError` for a file that is missing, or neither as released nor as
+        patched.
         """
         patched = [self._is_patched(source, file) for file in self.files]
         if all(patched):
@@ -82,13 +82,11 @@ class PatchSeries:
     def apply(self, source: MegatronSource) -> tuple[str, ...]:
         """Patches the files that are not; returns their paths.
 
-        All files or none: they are made beside the old ones and then put in their places, and
-        those that were are put back should one fail. A run that is killed in between leaves files
-        that are each whole, and the next ``apply`` or ``revert`` finishes the work.
-
-        Raises:
-            CompatibilityError: as :meth:`state`; a dirty checkout; a file that cannot be written;
-                git is not installed.
+        All files or none: they are made beside the old ones and then put in their places, and those
+        that were are put back should one fail. A run that is killed in between leaves files that
+        are each whole, and the next ``apply`` or ``revert`` finishes the work. Raises
+        :class:`CompatibilityError` as :meth:`state`, and for a dirty checkout, a file that cannot
+        be written, or where git is not installed.
         """
         return self._change(source, revert=False)
 

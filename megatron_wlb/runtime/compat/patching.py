@@ -26,9 +26,8 @@ class PatchSet:
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Sets ``owner.name``; ``owner`` may be a module's dotted name.
 
-        Raises:
-            CompatibilityError: there is no such module or attribute, or this set has already
-                replaced it.
+        Raises :class:`CompatibilityError` where there is no such module or attribute, or this set
+        has already replaced it.
         """
         owner = _module(owner)
         label = f"{getattr(owner, '__name__', owner)}.{name}"

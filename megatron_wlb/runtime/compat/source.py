@@ -50,8 +50,7 @@ class MegatronSource:
     def at(cls, path: str | Path) -> MegatronSource:
         """The source in a checkout, a ``site-packages``, or an unpacked wheel.
 
-        Raises:
-            CompatibilityError: there is none, or it does not say its version.
+        Raises :class:`CompatibilityError` where there is none, or it does not say its version.
         """
         root = Path(path).expanduser().resolve()
         if not (root / _PACKAGE_INFO).is_file():
@@ -65,8 +64,7 @@ class MegatronSource:
     def installed(cls) -> MegatronSource:
         """The source that ``import megatron.core`` would take.
 
-        Raises:
-            CompatibilityError: megatron-core is not installed.
+        Raises :class:`CompatibilityError` where megatron-core is not installed.
         """
         try:
             spec = importlib.util.find_spec("megatron.core")

@@ -212,16 +212,14 @@ class HookedName:
 
 
 def check(*, source: MegatronSource | None = None, allow_untested: bool = False) -> None:
-    """Checks megatron-core, and ``megatron.training`` where it is there, against the table.
+    """Checks the installed megatron-core, or ``source``, against the table, and
+    ``megatron.training`` where it is there.
 
-    Args:
-        source: the installed one if not given.
-        allow_untested: warn of an unknown version and hold it against the nearest table below,
-            where a misfit still is an error.
+    ``allow_untested`` warns of an unknown version and holds it against the nearest table below,
+    where a misfit still is an error.
 
-    Raises:
-        CompatibilityError: another version than those of the tables, or a name that is missing
-            or takes other parameters.
+    Raises :class:`CompatibilityError` for another version than those of the tables, or a name that
+    is missing or takes other parameters.
     """
     source = source or MegatronSource.installed()
     version = source.version
@@ -254,10 +252,8 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
 
 
 def hooks(source: MegatronSource) -> list[HookedName]:
-    """Each name of the version's table and whether it fits; of the nearest table below for an
-    unknown version, of the first for one older than all.
-
-    The names of ``megatron.training`` count only where the source has it.
+    """Each name of :func:`version_of` and whether it fits. The names of ``megatron.training`` count
+    only where the source has it.
     """
     known = version_of(source.version)
     tables = [known.core] + ([known.training] if source.has_training else [])
@@ -269,7 +265,7 @@ def hooks(source: MegatronSource) -> list[HookedName]:
 
 
 def version_of(version: str) -> Version:
-    """The table of a version, or else the nearest one below."""
+    """The table of a version, or else the nearest one below, or the first."""
     below = [v for v in VERSIONS if _numbers(v) <= _numbers(version)]
     return VERSIONS[version if version in VERSIONS else (below or list(VERSIONS)[:1])[-1]]
 

@@ -1,9 +1,8 @@
 """Adam in the form that Megatron's distributed optimizer can save and load, on the CPU.
 
-Megatron's distributed optimizer restores checkpoints only when a fused Adam of Apex's form is
-there: one ``step`` a parameter group, and only ``exp_avg`` and ``exp_avg_sq`` a parameter
-(``distrib_optimizer.py``). Neither Apex nor TransformerEngine exists for the CPU, so torch's own
-functional Adam is given that form here.
+That optimizer restores checkpoints only of a fused Adam of Apex's form: one ``step`` a parameter
+group, and only ``exp_avg`` and ``exp_avg_sq`` a parameter. Neither Apex nor TransformerEngine
+exists for the CPU, so torch's own functional Adam is given that form here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Megatron-core on the CPU: requests for ``cuda`` are answered by the CPU. No Megatron edits.
 
-An explicit mode for tests, for the quickstart and for looking at a run without a GPU; never on by
-accident. :func:`install` must run before ``megatron`` is imported, because Megatron decides at
-import which functions to compile. Each replaced name and its reason stands in one table below.
+:func:`install` must run before ``megatron`` is imported, because Megatron decides at import which
+functions to compile.
 
 One ``TorchFunctionMode`` (about 1 µs an operation, for the thread that installed it) turns
 ``device="cuda"``, ``Tensor.cuda()``, ``.to("cuda")`` and ``pin_memory`` into CPU requests, and
@@ -13,6 +12,7 @@ names tensor types as the optimizer tests for them. ``torch.cuda.is_available`` 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -35,9 +35,7 @@ _mode: _CudaOnCpu | None = None
 
 
 def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 class _CudaOnCpu(TorchFunctionMode):
@@ -156,8 +154,7 @@ def device_for(requested: str) -> str:
 def install() -> None:
     """Turns the emulation on for this process and thread; a second call does nothing.
 
-    Raises:
-        CompatibilityError: ``megatron.core`` is imported already.
+    Raises :class:`CompatibilityError` where ``megatron.core`` is imported already.
     """
     global _mode
     if _mode is not None:
@@ -193,6 +190,25 @@ def install() -> None:
         lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
     )
     install_adam(_patches)
+    _keep_what_is_being_sent()
+
+
+def _keep_what_is_being_sent() -> None:
+    """Keeps an output's storage, which the schedules free once its send was issued: NCCL has
+    enqueued it by then, but gloo may still be reading it.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    original = P2PCommunicator._communicate
+
+    @functools.wraps(original)
+    def communicate(self: Any, **kwargs: Any) -> Any:
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name].detach()  # an alias keeps the storage
+        return original(self, **kwargs)
+
+    _patches.replace(P2PCommunicator, "_communicate", communicate)
 
 
 def uninstall() -> None:

@@ -30,8 +30,8 @@ def check(
 ) -> None:
     """Runs this program, with ``environment`` over this process's own.
 
-    Raises:
-        ConfigError: what Megatron, or a guard of ours on what Megatron parsed, says against it.
+    Raises :class:`ConfigError` with what Megatron, or a guard of ours on what it parsed, says
+    against it.
     """
     done = subprocess.run(
         [sys.executable, "-m", _MODULE, str(checkout), str(world_size), *flags],

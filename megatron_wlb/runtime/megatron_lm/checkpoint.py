@@ -1,10 +1,9 @@
 """The packer's state and every rank's random numbers in the checkpoints that Megatron saves.
 
 Two entries beside Megatron's own, in its ``torch_dist`` and ``torch`` formats: ``megatron_wlb``,
-text that is equal on all ranks (planner with pool, queues and stream position, cost, sums, digest
-of the last plan), and ``megatron_wlb_rng``, the random-number streams of each rank. Megatron saves
-those of the first data-parallel rank alone, as all draw in step; ranks whose micro-batches differ
-in length do not.
+text that is equal on all ranks (:meth:`Session.state`), and ``megatron_wlb_rng``, the random-number
+streams of each rank. Megatron saves those of the first data-parallel rank alone, as all draw in
+step; ranks whose micro-batches differ in length do not.
 
 Checksums of the files lie beside them, as in :mod:`megatron_wlb.runtime.saving.checksums`. Those of
 ``torch_dist`` are there before Megatron names the checkpoint its latest, also with
@@ -66,23 +65,22 @@ class Hooks:
 
     def save_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Collects what is ours on all ranks, of which Megatron may ask only some for a state."""
+        settings = self.session.args
         rng: Any = rng_state()
-        if self.session.args.ckpt_format == "torch_dist":
+        is_distributed = settings.ckpt_format == "torch_dist"
+        if is_distributed:
             rng = sharded_rng(RNG, rng, self.session.model)
         else:
             rng = of_all_ranks(rng, self.session.model.groups.dp_cp)
-        state = self.session.state() | {
-            "checksums": self._writes(self.session.args.save)
-            and self.session.args.ckpt_format == "torch_dist"
-        }
+        writes = self._writes(settings.save)
+        state = self.session.state() | {"checksums": writes and is_distributed}
         # It is text, because Megatron compares what all ranks share value by value.
         self._saving = {STATE: checksums.seal_state(state), RNG: rng}
         try:
             saved = original(*args, **kwargs)
         finally:
             self._saving = None
-        settings = self.session.args
-        if settings.ckpt_format == "torch" and self._writes(settings.save):
+        if writes and not is_distributed:
             checksums.write(_folder(settings.save, args[0] if args else kwargs["iteration"]))
         return saved
 
@@ -108,10 +106,9 @@ class Hooks:
     def load_base_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Notes what is ours in what Megatron reads, before Megatron uses it.
 
-        Raises:
-            CheckpointError: it was changed, or lacks the checksums that it was saved with; a
-                checkpoint in the middle of a run that has no packer's state, or another schedule
-                than this run.
+        Raises :class:`CheckpointError` where it was changed, or lacks the checksums that it was
+        saved with; for a checkpoint in the middle of a run that has no packer's state, or another
+        schedule than this run.
         """
         found = original(*args, **kwargs)
         state = found[0]
@@ -129,7 +126,12 @@ class Hooks:
                 ) from error
         is_release = found[2]
         if state.get("iteration") and not (is_release or self.session.args.finetune):
-            self._require_packing_state()
+            if self._loaded is None:
+                raise CheckpointError(
+                    f"the checkpoint in --load {self.session.args.load} has no packing state: "
+                    "which documents were trained is not known; go on without the --wlb flags, or "
+                    "start a run from its weights with --finetune"
+                )
             require_same_schedule(self.session.args, self._scheduler, state)
         return found
 
@@ -182,20 +184,13 @@ class Hooks:
         self._loaded = None
         return found
 
-    def _require_packing_state(self) -> None:
-        if self._loaded is None:
-            raise CheckpointError(
-                f"the checkpoint in --load {self.session.args.load} has no packing state: which "
-                "documents were trained is not known; go on without the --wlb flags, or start a "
-                "run from its weights with --finetune"
-            )
-
     def _restore_rng(self) -> None:
         if not self._rng_fits():
             logger.warning(
                 "the checkpoint is of PP, TP, DP × CP %s, this run has %s: documents go on in the "
                 "same order, random numbers (dropout) start anew",
-                *(" ".join(map(str, sizes)) for sizes in (self._saved_layout(), self._layout())),
+                " ".join(map(str, self._state["layout"])),
+                " ".join(map(str, self.session.layout())),
             )
             return
         assert self._loaded is not None
@@ -204,13 +199,7 @@ class Hooks:
         set_rng_state(states[groups.dp_cp.rank() if len(states) > 1 else 0])
 
     def _rng_fits(self) -> bool:
-        return self._loaded is not None and self._saved_layout() == self._layout()
-
-    def _saved_layout(self) -> list[int]:
-        return list(self._state["layout"])
-
-    def _layout(self) -> list[int]:
-        return self.session.layout()
+        return self._loaded is not None and self._state["layout"] == self.session.layout()
 
 
 def _folder(root: str, iteration: int, release: bool = False) -> str:

@@ -42,8 +42,8 @@ _get_preparation_data = spawn.get_preparation_data
 def install() -> None:
     """Turns the emulation on and prepares ``megatron.training`` for it; a second call does nothing.
 
-    Raises:
-        CompatibilityError: ``megatron.core`` is imported already, or a name is missing.
+    Raises :class:`CompatibilityError` where ``megatron.core`` is imported already, or a name is
+    missing.
     """
     if cpu.installed() and _patches:
         return
@@ -67,7 +67,6 @@ def install() -> None:
     _patches.replace("megatron.training.arguments", "get_device_arch_version", lambda: 10)
     # A worker that writes checkpoints would import the script again, outside the emulation.
     _patches.replace("multiprocessing.spawn", "get_preparation_data", _without_main)
-    _keep_what_is_being_sent()
 
 
 def make_importable() -> None:
@@ -106,19 +105,3 @@ def _without_main(name: str) -> dict[str, Any]:
 
 def _no_batch_invariant_mode() -> None:
     raise RuntimeError("--batch-invariant-mode needs triton, which is not installed")
-
-
-def _keep_what_is_being_sent() -> None:
-    """The schedules free an output once its send was issued; gloo may still be reading it."""
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-    original = P2PCommunicator._communicate
-
-    @functools.wraps(original)
-    def communicate(self: Any, **kwargs: Any) -> Any:
-        for name in ("tensor_send_next", "tensor_send_prev"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name].detach()  # an alias keeps the storage
-        return original(self, **kwargs)
-
-    _patches.replace(P2PCommunicator, "_communicate", communicate)

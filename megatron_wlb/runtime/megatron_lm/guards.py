@@ -249,8 +249,8 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
     """Refuses flags as they were given, before Megatron's own checks change them, and ``others``
     that are known by then. Warns of those without effect.
 
-    Raises:
-        ConfigError: flags that cannot run, a line each: its name, the reason and the remedy.
+    Raises :class:`ConfigError` for flags that cannot run, a line each: its name, the reason and the
+    remedy.
     """
     refuse_all([*_refusals(args), *others])
     for ignored in NO_EFFECT:
@@ -277,8 +277,8 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
 def check_words(words: Sequence[str]) -> None:
     """Refuses what must be refused before Megatron's parser sees the command line.
 
-    Raises:
-        ConfigError: ``--yaml-cfg``, from which parsing returns without any of our flags.
+    Raises :class:`ConfigError` for ``--yaml-cfg``, from which parsing returns without any of our
+    flags.
     """
     if any(word.split("=")[0] == _YAML.flag for word in words):
         raise ConfigError(_YAML.message(argparse.Namespace()))

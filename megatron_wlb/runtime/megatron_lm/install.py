@@ -53,9 +53,8 @@ def install_flags() -> None:
 def install(*, allow_untested: bool = False) -> None:
     """Makes Megatron's training loop run plans; a second call does nothing.
 
-    Raises:
-        CompatibilityError: this Megatron lacks a name, or has it with other parameters; or it is
-            of another version than the tested ones, unless ``allow_untested``.
+    Raises :class:`CompatibilityError` where this Megatron lacks a name, or has it with other
+    parameters; or is of another version than the tested ones, unless ``allow_untested``.
     """
     global _installed
     if _installed:
@@ -102,10 +101,7 @@ def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.A
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Runs our refusals, Megatron's own checks, then ours of the arguments that it has changed.
-
-    All before a process group exists.
-    """
+    """Runs our refusals, Megatron's own checks, then ours of the arguments that it has changed."""
     guards.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
     if not elsewhere and (error := missing_load(args.load, args.save)):
@@ -129,8 +125,8 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
 def _megatrons_own_checks(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes one line of the assertions by which Megatron refuses arguments.
 
-    Raises:
-        ConfigError: says what Megatron says, or the assertion itself where it says nothing.
+    Raises :class:`ConfigError` with what Megatron says, or the assertion itself where it says
+    nothing.
     """
     try:
         return original(*args, **kwargs)

@@ -16,10 +16,11 @@ import torch
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.from_config import schedule_graph
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
-from megatron_wlb.schedule.graph import Graph, graph_of
+from megatron_wlb.schedule.graph import Graph
 
 
 class Log:
@@ -71,7 +72,7 @@ class Log:
             figures = self.figures(plan, stop_s)
             self._plot(figures, iteration)
             loss = values["loss_dict"].get("lm loss")
-            self._write(
+            self._metrics.write(
                 {
                     "iteration": iteration,
                     "loss": math.nan if loss is None else float(loss),
@@ -83,7 +84,13 @@ class Log:
             if iteration % settings.log_interval == 0 or is_first:
                 self._say(plan, figures)
             if is_first and session.restored is not None:
-                _say_what_the_next_loss_is()
+                # Megatron's sums are not reset after the first line of a process.
+                from megatron.training import print_rank_last
+
+                print_rank_last(
+                    " wlb: the next 'lm loss' above counts the first step after the resume again; "
+                    "TensorBoard, W&B and --wlb-metrics have each step's own"
+                )
         return result
 
     def compute_throughputs_and_append_to_progress_log(
@@ -107,9 +114,8 @@ class Log:
 
     def figures(self, plan: StepPlan, stop_s: float) -> dict[str, float]:
         """The numbers of a step, by name."""
-        session = self.session
-        assert session.step is not None
-        step = session.step
+        session, step = self.session, self.session.step
+        assert step is not None
         flops = session.flops.of_plan(plan) / torch.distributed.get_world_size()
         tflops_per_device = flops / (stop_s - step.asked_s) / 1e12
         figures: dict[str, float] = {
@@ -140,14 +146,8 @@ class Log:
 
     @cached_property
     def _graph(self) -> Graph:
-        p = self.session.config.parallel
-        batch_size = self.session.config.training.global_batch_size
-        return graph_of(
-            p.pipeline_model_parallel_size,
-            p.num_virtual_stages_per_pipeline_rank or 1,
-            batch_size // self.session.model.groups.dp.size(),
-            p.microbatch_group_size_per_virtual_pipeline_stage,
-        )
+        config, dp_size = self.session.config, self.session.model.groups.dp.size()
+        return schedule_graph(config, config.training.global_batch_size // dp_size)
 
     @cached_property
     def _peak_tflops(self) -> float:
@@ -156,36 +156,28 @@ class Log:
     def _plot(self, figures: dict[str, float], iteration: int) -> None:
         from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
         if iteration % self.session.args.tensorboard_log_interval:
             return
-        for name, value in figures.items():
-            if writer:
-                writer.add_scalar(f"wlb/{name}", value, iteration)
-        if wandb:
-            wandb.log({f"wlb/{name}": value for name, value in figures.items()}, iteration)
+        named = {f"wlb/{name}": value for name, value in figures.items()}
+        if writer := get_tensorboard_writer():
+            for name, value in named.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb := get_wandb_writer():
+            wandb.log(named, iteration)
 
     @cached_property
-    def _metrics(self) -> MetricsFile | None:
-        path = self.session.config.wlb.wlb_metrics
-        return None if path is None else MetricsFile(path)
-
-    def _write(self, values: dict[str, Any]) -> None:
-        if self._metrics is not None:
-            self._metrics.write(values)
-
-    def _shardings(self, plan: StepPlan) -> str:
-        """Counts micro-batches by their sharding over context-parallel ranks, if there are any."""
-        if self.session.model.groups.cp.size() == 1:
-            return ""
-        counts = ", ".join(f"{number} {kind}" for kind, number in sorted(plan.shardings.items()))
-        return f"sharding: {counts} | "
+    def _metrics(self) -> MetricsFile:
+        return MetricsFile(self.session.config.wlb.wlb_metrics)
 
     def _say(self, plan: StepPlan, figures: dict[str, float]) -> None:
         from megatron.training import print_rank_last
 
+        shardings = ""
+        if self.session.model.groups.cp.size() > 1:
+            counts = (f"{number} {kind}" for kind, number in sorted(plan.shardings.items()))
+            shardings = f"sharding: {', '.join(counts)} | "
         print_rank_last(
-            f" wlb {plan.packing} | {self._shardings(plan)}tokens: {plan.num_tokens} | "
+            f" wlb {plan.packing} | {shardings}tokens: {plan.num_tokens} | "
             f"padding: {plan.padding_tokens} | "
             f"imbalance (predicted): {plan.imbalance:.4f} | delay (steps): {plan.delay_steps:.3f} "
             f"| waiting: {plan.num_waiting} documents, {plan.waiting_tokens} tokens | step (ms): "
@@ -193,13 +185,3 @@ class Log:
             f"{figures['plan_wait_ms']:.2f} | MFU (of {self.session.config.wlb.wlb_hardware}): "
             f"{100 * figures['mfu']:.1f} % |"
         )
-
-
-def _say_what_the_next_loss_is() -> None:
-    """Megatron's sums are not reset after the first line of a process."""
-    from megatron.training import print_rank_last
-
-    print_rank_last(
-        " wlb: the next 'lm loss' above counts the first step after the resume again; TensorBoard, "
-        "W&B and --wlb-metrics have each step's own"
-    )

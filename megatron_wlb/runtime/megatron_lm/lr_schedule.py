@@ -32,10 +32,8 @@ def require_same_schedule(args: argparse.Namespace, scheduler: Any, state: dict[
     """Compares Megatron's ``scheduler`` with that of the checkpoint's ``state``.
 
     Only where Megatron would: it loads none with ``--no-load-optim``, and with two flags it takes
-    one of both.
-
-    Raises:
-        CheckpointError: they differ; says in which flags, and how to go on.
+    one of both. Raises :class:`CheckpointError` where they differ; says in which flags, and how to
+    go on.
     """
     saved = state.get("opt_param_scheduler")
     if (

@@ -67,8 +67,7 @@ def install(patches: PatchSet, settings: Config) -> None:
 def packed(spec: Any, options: AttentionOptions) -> Any:
     """A copy of a layer's or block's spec with our attention in every layer.
 
-    Raises:
-        CompatibilityError: a layer whose attention is not plain self-attention.
+    Raises :class:`CompatibilityError` for a layer whose attention is not plain self-attention.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [packed(layer, options) for layer in spec.layer_specs or []]
@@ -79,8 +78,8 @@ def packed(spec: Any, options: AttentionOptions) -> Any:
 def of_chunks(chunks: Sequence[torch.nn.Module]) -> Model:
     """Wraps what Megatron's set-up built as the step runner takes it.
 
-    Raises:
-        CompatibilityError: a chunk is no GPT, or its attention is not over documents.
+    Raises :class:`CompatibilityError` for a chunk that is no GPT, or whose attention is not over
+    documents.
     """
     gpts = unwrap_model(list(chunks))
     for gpt in gpts:

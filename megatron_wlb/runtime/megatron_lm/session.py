@@ -26,11 +26,7 @@ from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.model import Model
-from megatron_wlb.runtime.saving.resume import (
-    machine_digest,
-    plan_settings,
-    tell_changes,
-)
+from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, tell_changes
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings.config import Config
 
@@ -61,9 +57,8 @@ class RunningStep:
 
     plan: StepPlan
     asked_s: float
-    """Monotonic time at which the loop asked for the plan."""
     planned_s: float
-    """Monotonic time at which the loop had the plan."""
+    """Monotonic times at which the loop asked for the plan, and had it."""
 
 
 @dataclass
@@ -109,7 +104,8 @@ class Session:
         corpora = self._corpora()
         dp_size = self.model.groups.dp.size()
         self.cost = self._make_cost()
-        self.runner = StepRunner.of(self.config, self.model, corpora, _device())
+        device = "cpu" if cpu.installed() else "cuda"
+        self.runner = StepRunner.of(self.config, self.model, corpora, device)
         training = None
         if not args.skip_train:
             planner = make_planner(self.config, corpora, self.cost, dp_size)
@@ -128,10 +124,8 @@ class Session:
         for split in SPLITS[1:]:
             plans = None
             if args.eval_iters and corpora.num_documents(split):
-                evaluation = make_evaluation_planner(
-                    self.config, corpora, self.cost, dp_size, split
-                )
-                plans = _evaluation_plans(evaluation, args.eval_iters)
+                planner = make_evaluation_planner(self.config, corpora, self.cost, dp_size, split)
+                plans = _evaluation_plans(planner, args.eval_iters)
             elif args.eval_iters and split == "valid":
                 raise ConfigError(
                     f"--eval-iters is {args.eval_iters}, but no documents are for validation; "
@@ -205,10 +199,6 @@ class Session:
 def _blend(given: tuple[list[str], list[float] | None]) -> Blend:
     prefixes, weights = given
     return Blend(tuple(prefixes), None if weights is None else tuple(weights))
-
-
-def _device() -> str:
-    return "cpu" if cpu.installed() else "cuda"
 
 
 def _evaluation_plans(planner: Any, num_steps: int) -> Iterator[StepPlan]:

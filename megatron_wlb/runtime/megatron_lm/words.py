@@ -64,8 +64,7 @@ class Words(argparse.Namespace):
 def check(words: Sequence[str], num_devices: int, environment: Mapping[str, str]) -> None:
     """Refuses what the run would, as far as flags and environment variables tell.
 
-    Raises:
-        ConfigError: the first flag that cannot run or is missing.
+    Raises :class:`ConfigError` for the first flag that cannot run or is missing.
     """
     guards.check_words(words)
     given = Words(words, world_size=num_devices)

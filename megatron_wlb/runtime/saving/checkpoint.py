@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,32 +30,17 @@ from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
-from megatron_wlb.runtime.transfer import of_all_ranks
+from megatron_wlb.runtime.transfer import from_first_rank
 from megatron_wlb.settings.config import Config
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-PARALLEL = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
-    "context_parallel_size",
-    "use_distributed_optimizer",
-)
-TRAINING = (
-    "global_batch_size",
-    "bf16",
-    "optimizer",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_warmup_iters",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "sgd_momentum",
-)
+REQUIRED = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank", "context_parallel_size", "use_distributed_optimizer",
+    "global_batch_size", "bf16", "optimizer", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
+)  # fmt: skip
 """Settings that must be equal when a run resumes, with those of the model and the number of
 processes. Megatron would take some from the checkpoint, whatever the command line says."""
 
@@ -75,9 +61,8 @@ def folder_of(root: str, iteration: int) -> Path:
 def latest(root: str) -> int | None:
     """The newest whole checkpoint's iteration; None where there is none yet.
 
-    Raises:
-        CheckpointError: the folder is a file, or the tracker cannot be read, holds no number, or
-            names a checkpoint that is not there.
+    Raises :class:`CheckpointError` where the folder is a file, or the tracker cannot be read, holds
+    no number, or names a checkpoint that is not there.
     """
     if Path(root).exists() and not Path(root).is_dir():
         raise CheckpointError(f"--load {root} is not a folder; give the folder of a --save")
@@ -154,14 +139,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _settings(config: Config, model: Model) -> dict[str, Any]:
     """What must be equal when a run resumes, JSON-able, with defaults filled in."""
-    settings: dict[str, Any] = {name: getattr(config.parallel, name) for name in PARALLEL}
+    flat = config.flat()
+    settings: dict[str, Any] = {name: flat[name] for name in REQUIRED}
     settings["processes"] = torch.distributed.get_world_size()
     settings |= {k: v for k, v in dataclasses.asdict(config.model).items() if k not in FREE}
     for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
         settings[name] = getattr(model.config, name)
     settings["max_position_embeddings"] = model.gpts[0].max_sequence_length
     settings["padded_vocab_size"] = model.gpts[0].vocab_size
-    settings |= {name: getattr(config.training, name) for name in TRAINING}
     if config.training.lr_decay_style != "constant":
         settings["lr_decay_iters"] = config.training.lr_decay_iters or config.training.train_iters
     return settings
@@ -170,49 +155,50 @@ def _settings(config: Config, model: Model) -> dict[str, Any]:
 def check_folder(config: Config) -> None:
     """Tries ``--load``, and tries and locks ``--save``, before any work is lost.
 
-    Called by every rank.
-
-    Raises:
-        CheckpointError: on every rank, if there is nothing to load, if nothing can be written, if
-            another run writes there, or if ``--save`` holds the checkpoints of a run that this one
-            does not resume and would overwrite.
+    Called by every rank. Raises :class:`CheckpointError` on every rank where there is nothing to
+    load, nothing can be written, another run writes there, or ``--save`` holds the checkpoints of a
+    run that this one does not resume and would overwrite.
     """
-    root, resumed, error = config.checkpoint.save, config.checkpoint.load, ""
-    if torch.distributed.get_rank() == 0:
-        error = missing_load(resumed, root)
-    _raise_everywhere(error)
-    lock_folder(root)
-    if root is not None and torch.distributed.get_rank() == 0:
+    root, resumed = config.checkpoint.save, config.checkpoint.load
+
+    def check() -> None:
+        if error := missing_load(resumed, root):
+            raise CheckpointError(error)
+        if root is None:
+            return
+        _lock(root)
         resumes = (
             resumed is not None and os.path.exists(resumed) and os.path.samefile(root, resumed)
         )
         if not resumes and (Path(root) / TRACKER).exists():
-            error = (
+            raise CheckpointError(
                 f"--save {root} holds the checkpoints of a run; add --load {root} to go on with "
                 "it, or choose another folder"
             )
-    _raise_everywhere(error)
+
+    from_first_rank(check)
 
 
-def lock_folder(root: str | None) -> None:
+def lock_folder(root: str) -> None:
     """Keeps other runs out of the folder of ``--save`` until the program ends; called by every
     rank, of which the first one holds the lock.
 
-    Raises:
-        CheckpointError: on every rank, if another process has it, or if nothing can be written.
+    Raises :class:`CheckpointError` on every rank where another process has it, or nothing can be
+    written.
     """
-    error = ""
-    if root is not None and torch.distributed.get_rank() == 0:
-        try:
-            Path(root).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=root):
-                pass
-            save_lock.take(Path(root))
-        except CheckpointError as failure:
-            error = str(failure)
-        except OSError as failure:
-            error = f"cannot write --save {root}: {failure.strerror}; choose another folder"
-    _raise_everywhere(error)
+    from_first_rank(partial(_lock, root))
+
+
+def _lock(root: str) -> None:
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+        save_lock.take(Path(root))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write --save {root}: {error.strerror}; choose another folder"
+        ) from None
 
 
 def save(
@@ -225,9 +211,8 @@ def save(
 ) -> Path:
     """Saves after ``iteration`` steps; called by every rank. Returns the folder.
 
-    Raises:
-        CheckpointError: there is no room or the folder cannot be written; the checkpoint before
-            stays in force. Ranks may be out of step, so the processes must end.
+    Raises :class:`CheckpointError` where there is no room or the folder cannot be written; the
+    checkpoint before stays in force. Ranks may be out of step, so the processes must end.
     """
     assert config.checkpoint.save is not None
     folder = folder_of(config.checkpoint.save, iteration)
@@ -241,10 +226,10 @@ def save(
         "config": json.dumps(config.flat()),
         "checksums": not config.wlb.wlb_no_checksums,
     }
-    error = _prepare(folder, _num_bytes(state)) if torch.distributed.get_rank() == 0 else ""
-    _raise_everywhere(error)
+    from_first_rank(partial(_prepare, folder, _num_bytes(state)))
+    content_metadata = {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
     try:
-        dist_checkpointing.save(state, str(folder), content_metadata=_content_metadata())
+        dist_checkpointing.save(state, str(folder), content_metadata=content_metadata)
         if not config.wlb.wlb_no_checksums:
             checksums.write(folder)
         if torch.distributed.get_rank() == 0:
@@ -298,10 +283,6 @@ def _reason(error: BaseException) -> str:
     return text if known else f"{type(error).__name__}: {text}"
 
 
-def _content_metadata() -> dict[str, Any]:
-    return {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
-
-
 def _num_bytes(state: dict[str, Any]) -> int:
     """Counts this rank's bytes × the world: more than what is written, as replicas count."""
     total = 0
@@ -319,29 +300,23 @@ def _num_bytes(state: dict[str, Any]) -> int:
     return total * int(torch.distributed.get_world_size())
 
 
-def _prepare(folder: Path, num_bytes: int) -> str:
-    """Makes the folder and looks for room; returns what is wrong, or nothing."""
+def _prepare(folder: Path, num_bytes: int) -> None:
+    """Makes the folder and looks for room. Raises :class:`CheckpointError` for either."""
     try:
         # What an interrupted save left here is not in force; it would mix with ours.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return f"cannot write --save {folder.parent}: {error.strerror}; choose another folder"
+        raise CheckpointError(
+            f"cannot write --save {folder.parent}: {error.strerror}; choose another folder"
+        ) from None
     if free < num_bytes:
         folder.rmdir()
-        return (
+        raise CheckpointError(
             f"--save {folder.parent} has {free / 1e6:.3g} MB free, but the checkpoint may take "
             f"{num_bytes / 1e6:.3g} MB; free some room there or choose another folder"
         )
-    return ""
-
-
-def _raise_everywhere(error: str) -> None:
-    """Raises on all ranks if any has an error, so that none waits for the others for ever."""
-    for message in of_all_ranks(error):
-        if message:
-            raise CheckpointError(message)
 
 
 def load(
@@ -349,9 +324,8 @@ def load(
 ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
     """Restores the newest checkpoint of ``--load``; called by every rank.
 
-    Returns:
-        The iteration after which it was saved, the planner's state, and all settings by name; or
-        None where the folder has no checkpoint yet.
+    Returns the iteration after which it was saved, the planner's state, and all settings by name;
+    or None where the folder has no checkpoint yet.
 
     Raises:
         CheckpointError: other settings than those it was saved with, or a damaged checkpoint.

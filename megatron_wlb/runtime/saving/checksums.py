@@ -20,13 +20,14 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime.transfer import of_all_ranks
+from megatron_wlb.runtime.transfer import from_first_rank, of_all_ranks
 
 NAME = "wlb_checksums.txt"
 _PIECE_BYTES = 1 << 20
@@ -49,37 +50,36 @@ class _Content:
 def write(folder: str | os.PathLike[str]) -> None:
     """Adds checksums to a checkpoint all of whose files are written; called by every rank.
 
-    They appear whole or not at all.
-
-    Raises:
-        CheckpointError: on every rank, if a file cannot be read back, or there is no room.
+    They appear whole or not at all. Raises :class:`CheckpointError` on every rank where a file
+    cannot be read back, or there is no room.
     """
-    folder, contents, error = Path(folder), {}, ""
+    root, own, failed = Path(folder), {}, None
     try:
-        contents = {name: _read(folder / name) for name in _share(_names(folder))}
+        own = {name: _read(root / name) for name in _share(_names(root))}
     except OSError as failure:
-        error = str(failure)
-    of_ranks = of_all_ranks((contents, error))
-    error = next((error for _, error in of_ranks if error), "")
-    if torch.distributed.get_rank() == 0 and not error:
+        failed = failure
+    of_ranks = of_all_ranks((own, failed))
+
+    def write_all() -> None:
         try:
-            _write(folder, {k: v for contents, _ in of_ranks for k, v in contents.items()})
+            for _, failure in of_ranks:
+                if failure is not None:
+                    raise failure
+            _write(root, {k: v for contents, _ in of_ranks for k, v in contents.items()})
         except OSError as failure:
-            error = str(failure)
-    error = of_all_ranks(error)[0]
-    if error:
-        raise CheckpointError(
-            f"cannot write the checksums of {folder}: {error}; free some room there, or choose "
-            "another folder"
-        )
+            raise CheckpointError(
+                f"cannot write the checksums of {folder}: {failure}; free some room there, or "
+                "choose another folder"
+            ) from None
+
+    from_first_rank(write_all)
 
 
 def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
     """Compares a checkpoint's files with its checksums; called by every rank.
 
-    Returns:
-        Whether they were compared. They are not with ``skip``, nor where the checkpoint has no
-        checksums; the log says so.
+    Returns whether they were compared. They are not with ``skip``, nor where the checkpoint has no
+    checksums; the log says so.
 
     Raises:
         CheckpointError: on every rank, if a file differs, is cut short, missing or unreadable;
@@ -87,13 +87,7 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
     """
     folder, start = Path(folder), time.monotonic()
     # Rank 0 says what there is: other machines may list the folder from a cache.
-    told: list[Any] = [(None, "")]
-    if torch.distributed.get_rank() == 0 and not skip:
-        told = [_expected(folder)]
-    torch.distributed.broadcast_object_list(told, src=0)
-    expected, error = told[0]
-    if error:
-        raise CheckpointError(error)
+    expected = None if skip else from_first_rank(partial(_expected, folder))
     if expected is None:
         why = "--wlb-no-checksums" if skip else f"it has no {NAME}"
         _log(logging.WARNING, f"the files of {folder} are not verified: {why}")
@@ -104,10 +98,8 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
         more = f" (and {len(found) - 1} more of its files)" if found[1:] else ""
         raise CheckpointError(f"{folder} is damaged: {found[0]}{more}; {remedy(folder)}")
     num_bytes, seconds = sum(c.num_bytes for c in expected.values()), time.monotonic() - start
-    _log(
-        logging.INFO,
-        f"verified {folder}: {len(expected)} files, {num_bytes / 1e6:.3g} MB in {seconds:.2g} s",
-    )
+    size = f"{len(expected)} files, {num_bytes / 1e6:.3g} MB"
+    _log(logging.INFO, f"verified {folder}: {size} in {seconds:.2g} s")
     return True
 
 
@@ -151,8 +143,7 @@ def seal_state(state: dict[str, Any]) -> str:
 def unseal_state(text: str) -> dict[str, Any]:
     """The state that :func:`seal_state` was given, or that was saved as bare JSON before it was.
 
-    Raises:
-        CheckpointError: it was changed.
+    Raises :class:`CheckpointError` where it was changed.
     """
     try:
         text = text if text.startswith("{") else _unseal(text, "the planner's state")
@@ -174,16 +165,16 @@ def _unseal(sealed: str, what: str) -> str:
     return text
 
 
-def _expected(folder: Path) -> tuple[dict[str, _Content] | None, str]:
-    """The checksums that were written, None if none were; and what is wrong with them."""
+def _expected(folder: Path) -> dict[str, _Content] | None:
+    """The checksums that were written; None if none were."""
     try:
         lines = _unseal((folder / NAME).read_text(encoding="utf-8"), NAME).splitlines()
         split = (line.split(" ", 2) for line in lines)
-        return {name: _Content(crc32, int(size)) for crc32, size, name in split}, ""
+        return {name: _Content(crc32, int(size)) for crc32, size, name in split}
     except FileNotFoundError:
-        return None, ""
+        return None
     except (CheckpointError, OSError, ValueError) as error:
-        return None, f"{folder} is damaged: {error}; {remedy(folder)}"
+        raise CheckpointError(f"{folder} is damaged: {error}; {remedy(folder)}") from None
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -4,10 +4,9 @@
 where the file system has it, and is touched every :data:`BEAT_S` seconds. ``flock`` ends with its
 process, but on some shared file systems it does not reach other machines; there the touches tell.
 
-A lock is taken over from a process that is known to be gone: of this machine, where there is no
-such process any more, of a machine of this name that was started anew, or of an earlier attempt of
-this Slurm job. Of another machine's process nothing can be known: its lock stays until a person
-deletes it, and the error says so.
+A lock is taken over from a process that is known to be gone: one of this machine, of a machine of
+this name that was started anew, or of an earlier attempt of this Slurm job. Another machine's lock
+stays until a person deletes it, and the error says so.
 """
 
 from __future__ import annotations
@@ -187,8 +186,7 @@ _held: dict[Path, SaveLock] = {}
 def take(folder: Path) -> None:
     """Locks ``folder`` until :func:`release_all`; a second call of this process does nothing.
 
-    Raises:
-        CheckpointError, OSError: as of :class:`SaveLock`.
+    Raises :class:`CheckpointError` and ``OSError`` as :class:`SaveLock`.
     """
     if folder.resolve() not in _held:
         _held[folder.resolve()] = SaveLock(folder)

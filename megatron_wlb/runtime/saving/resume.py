@@ -69,29 +69,28 @@ def plan_settings(config: Config, *others: str) -> dict[str, Any]:
     return {name: settings[name] for name in (*_OF_PLANS, *others)}
 
 
-def tell_changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warns where settings of ``now`` are others than those of the checkpoint."""
-    # What was not yet a setting when it was saved had its default.
-    changed = differences(plan_settings(Config()) | dict(saved), now)
-    if changed:
-        logger.warning(
-            "other settings than the checkpoint's, so steps differ from here on: %s", changed
-        )
-
-
 def tell_changes(
     config: Config, saved: Mapping[str, Any], machine: str | None, *others: str
 ) -> None:
     """Warns of what may differ from the checkpoint, but not unnoticed.
 
-    Args:
-        config: settings of this run.
-        saved: those of the checkpoint.
-        machine: its :func:`machine_digest`; None of checkpoints from before it was noted.
-        others: settings that are compared besides those by which plans are made.
+    ``saved`` are the checkpoint's settings, ``machine`` its :func:`machine_digest`, None of
+    checkpoints from before it was noted. ``others`` are settings that are compared besides those by
+    which plans are made.
     """
-    tell_changed_settings(saved, plan_settings(config, *others))
-    tell_changed_machine(config, machine)
+    # What was not yet a setting when it was saved had its default.
+    before = plan_settings(Config()) | dict(saved)
+    if changed := differences(before, plan_settings(config, *others)):
+        logger.warning(
+            "other settings than the checkpoint's, so steps differ from here on: %s", changed
+        )
+    now = machine_digest(config)
+    if machine is not None and now is not None and machine != now:
+        logger.warning(
+            "--wlb-hardware %s says other figures than when the checkpoint was saved: the same "
+            "documents run, but CP shardings and shapes may differ from here on",
+            config.wlb.wlb_hardware,
+        )
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -145,14 +144,3 @@ def machine_digest(config: Config) -> str | None:
         return None
     hardware = repr(load_hardware(config.wlb.wlb_hardware))
     return hashlib.sha256(hardware.encode()).hexdigest()[:16]
-
-
-def tell_changed_machine(config: Config, saved: str | None) -> None:
-    """Warns where plans are made from other figures than those of the checkpoint."""
-    now = machine_digest(config)
-    if saved is not None and now is not None and saved != now:
-        logger.warning(
-            "--wlb-hardware %s says other figures than when the checkpoint was saved: the same "
-            "documents run, but CP shardings and shapes may differ from here on",
-            config.wlb.wlb_hardware,
-        )

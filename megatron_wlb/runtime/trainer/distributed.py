@@ -16,10 +16,8 @@ from megatron_wlb.settings.config import Config
 def choose_device(requested: str) -> str:
     """``cuda`` or ``cpu`` for this process; turns the CPU emulation on for ``cpu``.
 
-    Must run before Megatron is imported. ``auto`` is ``cuda`` wherever there is a GPU.
-
-    Raises:
-        ConfigError: a GPU was asked for where there is none, or there is none for this process.
+    Must run before Megatron is imported. ``auto`` is ``cuda`` wherever there is a GPU. Raises
+    :class:`ConfigError` where a GPU was asked for and there is none, or none for this process.
     """
     device = cpu.device_for(requested)
     if device == "cpu":
@@ -39,10 +37,8 @@ def choose_device(requested: str) -> str:
 def initialize(config: Config, device: str) -> int:
     """Joins the world that torchrun started and builds Megatron's groups in it.
 
-    Returns the number of micro-batches of each data-parallel rank.
-
-    Raises:
-        ConfigError: the world and the settings do not fit, or torchrun is missing.
+    Returns the number of micro-batches of each data-parallel rank. Raises :class:`ConfigError`
+    where the world and the settings do not fit, or torchrun is missing.
     """
     if "RANK" not in os.environ:
         raise ConfigError(
@@ -68,8 +64,7 @@ def initialize(config: Config, device: str) -> int:
 def _be_deterministic(backend: str) -> None:
     """Makes torch choose what gives the same bits each time, or raise.
 
-    Raises:
-        ConfigError: NCCL may choose another algorithm each time.
+    Raises :class:`ConfigError` where NCCL may choose another algorithm each time.
     """
     if backend == "nccl":
         guards.check_algorithms(os.environ)

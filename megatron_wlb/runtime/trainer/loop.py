@@ -80,8 +80,7 @@ class Trainer:
     def evaluation_plans(self) -> tuple[StepPlan, ...]:
         """The first ``--eval-iters`` steps of the validation documents, or all if there are fewer.
 
-        Raises:
-            CorpusError: there are none.
+        Raises :class:`CorpusError` where there are none.
         """
         planner = make_evaluation_planner(
             self.config, self.corpora, self.cost, self.model.groups.dp.size()
@@ -194,16 +193,13 @@ class RunLog:
         self._interval = config.logging.log_interval
         self._total = config.training.train_iters
         self._writer: Any = None
-        self._metrics: MetricsFile | None = None
-        if torch.distributed.get_rank() != 0:
-            return
-        if config.logging.tensorboard_dir is not None:
+        is_first = torch.distributed.get_rank() == 0
+        self._metrics = MetricsFile(config.wlb.wlb_metrics if is_first else None)
+        if is_first and config.logging.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             with writing("--tensorboard-dir", config.logging.tensorboard_dir):
                 self._writer = SummaryWriter(config.logging.tensorboard_dir)
-        if config.wlb.wlb_metrics is not None:
-            self._metrics = MetricsFile(config.wlb.wlb_metrics)
 
     def __enter__(self) -> RunLog:
         return self
@@ -212,12 +208,11 @@ class RunLog:
         with contextlib.suppress(OSError):  # All was flushed, or the error told, before.
             if self._writer is not None:
                 self._writer.close()
-            if self._metrics is not None:
-                self._metrics.close()
+            self._metrics.close()
 
     def step(self, iteration: int, values: dict[str, float]) -> None:
         values_by_name = {"iteration": iteration, **values}
-        self._write(values_by_name)
+        self._metrics.write(values_by_name)
         self._plot("train", values, iteration)
         if iteration % self._interval == 0:
             more = {"total": self._total, "per_s": values["tokens"] / values["step_ms"] * 1e3}
@@ -231,12 +226,8 @@ class RunLog:
 
     def evaluation(self, iteration: int, loss: float) -> None:
         logger.info("validation after iteration %d | lm loss %.5f", iteration, loss)
-        self._write({"iteration": iteration, "valid_loss": loss})
+        self._metrics.write({"iteration": iteration, "valid_loss": loss})
         self._plot("valid", {"loss": loss}, iteration)
-
-    def _write(self, values: dict[str, float]) -> None:
-        if self._metrics is not None:
-            self._metrics.write(values)
 
     def _plot(self, group: str, values: dict[str, float], iteration: int) -> None:
         if self._writer is not None:

@@ -6,7 +6,28 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_wlb.runtime.transfer import to_device
+from megatron_wlb.errors import CheckpointError
+from megatron_wlb.runtime.transfer import from_first_rank, to_device
+from megatron_wlb.testing.gloo import GlooPool
+
+
+def made_or_said(fails: bool) -> str:
+    """What each rank gets of a thing that only the first one may make, on every rank."""
+
+    def make() -> str:
+        if fails:
+            raise CheckpointError("no room")
+        return f"made on rank {torch.distributed.get_rank()}"
+
+    try:
+        return from_first_rank(make)
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_first_rank_brings_what_it_makes_and_its_error_to_all(gloo: GlooPool) -> None:
+    assert gloo.run(2, made_or_said, False) == ["made on rank 0"] * 2
+    assert gloo.run(2, made_or_said, True) == ["CheckpointError: no room"] * 2
 
 
 def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ class Segments:
     ) -> Segments:
         """Segments of so many queries and keys; as many keys as queries if not given.
 
-        Raises:
-            PlanError: none, one without queries, or one with fewer keys than queries.
+        Raises :class:`PlanError` for none, one without queries, or one with fewer keys than
+        queries.
         """
         queries = tuple(map(int, lengths_q))
         keys = queries if lengths_k is None else tuple(map(int, lengths_k))

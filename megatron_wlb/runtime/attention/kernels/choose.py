@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -22,7 +21,6 @@ from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, Varlen
 from megatron_wlb.runtime.transfer import of_all_ranks
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +74,17 @@ PROBLEMS = (
 def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
     """The kernel called ``name``, or with ``auto`` the first of :data:`CANDIDATES` that can run.
 
-    A kernel runs only after small problems, forward and backward, gave what they should: some
-    versions take segments with more keys than queries and align their mask to the top left.
-    One log line says which kernel runs, and why no faster one.
-
-    In a world of ranks all of them call this (before Megatron builds chunks, in which ranks wait
-    for each other) and get the same kernel: one that all can run.
-    Another kernel would compute other numbers, and a slower one would make all others wait.
+    A kernel runs only after :func:`check_kernel`. One log line says which one runs, and why no
+    faster one. In a world of ranks all of them call this (before Megatron builds chunks, in which
+    ranks wait for each other) and get the same kernel, one that all can run: another would compute
+    other numbers, and a slower one would make all others wait.
 
     Raises:
         CompatibilityError: on every rank, if the named kernel cannot run this on any, with the
             reason, or if ranks name different ones.
     """
     passed_over: dict[str, list[str]] = {}
-    if len(set(names := _of_all_ranks(name))) > 1:
+    if len(set(names := of_all_ranks(name))) > 1:
         raise CompatibilityError(
             f"--wlb-attention-kernel differs over ranks ({', '.join(dict.fromkeys(names))}); give "
             "the same to all"
@@ -129,17 +124,11 @@ def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
 
 def _reason_of_all(reason: str | None) -> str | None:
     """The first reason of any rank, equal on all ranks; it says whose it is unless all have it."""
-    reasons = _of_all_ranks(reason)
+    reasons = of_all_ranks(reason)
     if len(set(reasons)) == 1:
         return reason
     rank, first = next((rank, said) for rank, said in enumerate(reasons) if said is not None)
     return f"on rank {rank} {first}"
-
-
-def _of_all_ranks(said: T) -> list[T]:
-    if not torch.distributed.is_initialized():
-        return [said]
-    return of_all_ranks(said)
 
 
 def _one_line(error: Exception) -> str:
@@ -149,6 +138,7 @@ def _one_line(error: Exception) -> str:
 def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
     """What ``kernel`` does wrong on small problems with segments of all kinds, or None.
 
+    Some versions take segments with more keys than queries and align their mask to the top left.
     Compared in fp32, output and gradients, with tolerances of the demanded dtype. Takes
     milliseconds; the random-number streams are left alone.
     """

@@ -43,7 +43,14 @@ def obstacle(version: int, demand: Demand) -> str | None:
         return reason
     if version == 3 and torch.cuda.get_device_capability(demand.device)[0] != 9:
         return "it needs a GPU of compute capability 9.x (Hopper)"
-    return _import_obstacle(version)
+    try:
+        parameters = inspect.signature(_function(version)).parameters
+    except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch
+        return f"flash_attn_varlen_func of {_MODULES[version]} cannot be imported ({error})"
+    missing = [name for name in _NEEDED if name not in parameters]
+    if missing:
+        return f"flash_attn_varlen_func of {_MODULES[version]} has no {missing[0]}; it is too old"
+    return None
 
 
 def build(version: int, demand: Demand) -> VarlenKernel:
@@ -56,14 +63,3 @@ def _function(version: int) -> Callable[..., Any]:
     module = importlib.import_module(_MODULES[version])
     function: Callable[..., Any] = module.flash_attn_varlen_func
     return function
-
-
-def _import_obstacle(version: int) -> str | None:
-    try:
-        parameters = inspect.signature(_function(version)).parameters
-    except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch
-        return f"flash_attn_varlen_func of {_MODULES[version]} cannot be imported ({error})"
-    missing = [name for name in _NEEDED if name not in parameters]
-    if missing:
-        return f"flash_attn_varlen_func of {_MODULES[version]} has no {missing[0]}; it is too old"
-    return None

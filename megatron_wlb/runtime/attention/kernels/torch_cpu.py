@@ -73,7 +73,7 @@ class _Attention(torch.autograd.Function):
             strict=True,
         ):
             late, late_lse = attend(q, *own, is_causal=True, scale=scale)
-            if _is_empty(before):
+            if not before[0].shape[2]:  # no keys
                 o.copy_(late)
                 total.copy_(late_lse)
                 continue
@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
         ):
             late, *d_shared = differentiate(g, q, *own, o, total, 0.0, True)
             _add_heads(d_shared, d_own)
-            if _is_empty(before):
+            if not before[0].shape[2]:
                 d_q.copy_(late)
                 continue
             early, *d_shared = differentiate(g, q, *before, o, total, 0.0, False)
@@ -133,10 +133,6 @@ def _keys(segments: Segments, num_heads: int, *tensors: torch.Tensor) -> tuple[P
     )
     pairs = list(zip(*(torch.split(view, lengths, 2) for view in views), strict=True))
     return pairs[1::2], pairs[::2]
-
-
-def _is_empty(keys: tuple[torch.Tensor, ...]) -> bool:
-    return not keys[0].shape[2]
 
 
 def _add_heads(parts: Sequence[torch.Tensor], totals: tuple[torch.Tensor, ...]) -> None:

@@ -29,8 +29,7 @@ _DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 def obstacle(demand: Demand) -> str | None:
     """Why TransformerEngine cannot run this, or None."""
-    reason = flash_obstacle(demand)  # what its packed backends need too
-    if reason is not None:
+    if (reason := flash_obstacle(demand)) is not None:  # what its packed backends need too
         return reason
     try:
         version = importlib.metadata.version("transformer-engine")

@@ -14,9 +14,7 @@ from megatron_wlb.runtime.saving.resume import (
     differences,
     machine_digest,
     missing_load,
-    plan_settings,
-    tell_changed_machine,
-    tell_changed_settings,
+    tell_changes,
 )
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
@@ -50,7 +48,7 @@ def test_differences_name_flags_and_both_values() -> None:
 )
 def test_changed_settings_are_told(flags: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     saved = as_saved(settings())
-    tell_changed_settings(saved, plan_settings(settings(flags), "clip_grad"))
+    tell_changes(settings(flags), saved, None, "clip_grad")
     assert caplog.messages == [
         f"other settings than the checkpoint's, so steps differ from here on: {said}"
     ]
@@ -58,8 +56,8 @@ def test_changed_settings_are_told(flags: str, said: str, caplog: pytest.LogCapt
 
 def test_settings_that_change_no_step_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
     flags = "--wlb-metrics m --wlb-cost c.json --wlb-hardware cpu --wlb-attention-kernel sdpa"
-    now = plan_settings(settings(flags, "--log-interval 9 --clip-grad 0.5"))
-    tell_changed_settings(as_saved(settings()), now)
+    now = settings(flags, "--log-interval 9 --clip-grad 0.5")
+    tell_changes(now, as_saved(settings()), None)
     assert not caplog.text
 
 
@@ -68,9 +66,9 @@ def test_checkpoint_of_before_a_setting_existed_had_its_default(
 ) -> None:
     saved = as_saved(settings())
     del saved["wlb_queue_thresholds"], saved["wlb_max_age"]
-    tell_changed_settings(saved, plan_settings(settings()))
+    tell_changes(settings(), saved, None)
     assert not caplog.text
-    tell_changed_settings(saved, plan_settings(settings("--wlb-max-age 3")))
+    tell_changes(settings("--wlb-max-age 3"), saved, None)
     assert "--wlb-max-age 12 there, 3 here" in caplog.text
 
 
@@ -80,11 +78,11 @@ def test_machine_measured_anew_is_told(tmp_path: Path, caplog: pytest.LogCapture
     path.write_text(yaml.safe_dump(dict(content)))
     config = settings(f"--context-parallel-size 2 --wlb-hardware {path}")
     saved = machine_digest(config)
-    tell_changed_machine(config, saved)
-    tell_changed_machine(config, None)  # of a checkpoint from before it was noted
+    tell_changes(config, as_saved(config), saved)
+    tell_changes(config, as_saved(config), None)  # of a checkpoint from before it was noted
     assert saved is not None and not caplog.text
     path.write_text(yaml.safe_dump({**content, "latency_us": {"value": 3, "source": "measured"}}))
-    tell_changed_machine(config, saved)
+    tell_changes(config, as_saved(config), saved)
     assert "says other figures than when the checkpoint was saved" in caplog.text
     assert machine_digest(settings(f"--wlb-hardware {path}")) is None  # no plan depends on it
     assert machine_digest(settings("--wlb-shape on")) is not None
