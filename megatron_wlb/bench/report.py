@@ -224,15 +224,15 @@ def draw(recording: Recording, skip_rounds: int, folder: Path, layout: str) -> l
         work_path,
     )
     nominal = statistics.mean(s.work_us for of in steps.values() for s in of)
+    nearest = {name: min(of, key=lambda s: abs(s.work_us - nominal)) for name, of in steps.items()}
     typical = {
-        # Steps of a like amount of work, so that one time axis compares them.
-        name: recording.timeline(min(of, key=lambda s: abs(s.work_us - nominal)))
-        for name, of in steps.items()
+        f"{name}, {step.work_us / nominal:.1f} × the mean work": recording.timeline(step)
+        for name, step in nearest.items()
     }
     plot_timelines(
         typical,
         timeline_path,
-        f"A step of each packing of about equal work, {layout}",
+        f"The step of each packing that is nearest to the mean in work, {layout}",
         measured=True,
         row="pipeline rank" if recording.pp_size > 1 else "rank",
     )

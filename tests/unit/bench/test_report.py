@@ -260,7 +260,7 @@ def test_table_has_speed_and_idle_time_first(recording: Recording) -> None:
 
 
 @pytest.mark.parametrize(("pp_size", "row"), [(2, "pipeline rank"), (1, "rank")])
-def test_picture_is_of_steps_of_equal_work_and_names_its_rows(
+def test_picture_is_of_steps_of_like_work_and_names_its_rows(
     pp_size: int, row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, Any] = {}
@@ -284,8 +284,8 @@ def test_picture_is_of_steps_of_equal_work_and_names_its_rows(
     ]  # fmt: skip
     draw(read(tmp_path, steps, pp_size, world_size=2), 0, tmp_path, "layout")
     assert drawn["row"] == row and drawn["measured"]
-    assert "layout" in drawn["title"] and "equal work" in drawn["title"]
+    assert "layout" in drawn["title"] and "nearest to the mean in work" in drawn["title"]
     assert {name: t.step_us for name, t in drawn["timelines"].items()} == {
-        "original": 13.0,
-        "hold": 12.0,
+        "original, 0.9 × the mean work": 13.0,
+        "hold, 0.9 × the mean work": 12.0,
     }
