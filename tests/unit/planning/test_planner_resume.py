@@ -75,7 +75,10 @@ def test_planner_goes_on_at_its_pace_with_more_epochs_after_the_end(packing: str
 
 
 def test_planner_state_takes_a_microsecond_a_document_at_most() -> None:
-    """It is taken in every step, in the process that trains. About 0.3 here, most of it for sorting what is read ahead."""
+    """It is taken in every step, in the process that trains.
+
+    About 0.3 here, most of it for sorting what is read ahead.
+    """
     lengths = np.random.default_rng(3).integers(1, 1025, 100_000)
     packing = packer(
         "hold", num_micro_batches=64, window=1024, cost=COST, max_step_tokens=2**17, look_ahead=1
