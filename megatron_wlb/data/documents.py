@@ -136,7 +136,7 @@ class DocumentStream:
     def next_step(self) -> list[Document]:
         """The documents that arrive in the next step, in stream order.
 
-        None once exhausted, or in a step that begins and ends inside one document.
+        Empty once exhausted, or in a step that begins and ends inside one document.
         """
         # Behind only after an end that more epochs have moved, or steps without the stream.
         self.position_tokens = max(self.position_tokens, math.ceil(self.step * self.step_tokens))

@@ -152,6 +152,7 @@ def test_stream_goes_on_where_its_state_was_taken(taken: int) -> None:
 def test_weights_of_other_scale_are_the_same_blend() -> None:
     ours = blend(LENGTHS, [0.3, 0.7, 0.0])
     theirs = blend(LENGTHS, [30, 70, 0])
+    assert ours.state_dict() == theirs.state_dict(), "to the last digit"
     theirs.next_step()
     ours.load_state_dict(theirs.state_dict())
     assert ours.next_step() == theirs.next_step()

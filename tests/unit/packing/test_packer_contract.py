@@ -15,7 +15,7 @@ from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.packing import packer
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.testing.ledger import Ledger
-from megatron_wlb.testing.strategies import Run, documents, runs
+from megatron_wlb.testing.strategies import ListStream, Run, documents, runs
 
 WHOLE = ("wlb", "hold", "hold, ahead")
 CUT = ("original", "fixed-greedy", "fixed-greedy, arrival")
@@ -157,6 +157,43 @@ def test_packer_runs_more_than_the_token_cap_only_where_age_leaves_no_choice(nam
         ran = [d for micro_batch in micro_batches for d in micro_batch]
         if cap is not None and num_tokens(ran) > cap and len(ran) > 1:
             assert all(step - d.step >= max_age for d in ran)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_packer_keeps_the_token_cap_in_every_step_and_flush_where_nothing_is_due(name):
+    """At a cap of one mean step, which full queues and what was held would overrun most often."""
+    cap = 4 * 1024
+    lengths = sample_lengths("reference", 160, seed=3, window=1024).tolist()
+    stream = ListStream.of_step_tokens(lengths, cap)
+    packing = build(
+        name, num_micro_batches=4, window=1024, max_step_tokens=cap, max_age=10**6,
+        cost=REFERENCE_COST,
+    )  # fmt: skip
+    arriving = [stream.next_step() for _ in range(40) if not stream.exhausted]
+    run_tokens = []
+    for step in range(len(arriving)):
+        first = step + packing.look_ahead if step else 0
+        given = [d for some in arriving[first : step + packing.look_ahead + 1] for d in some]
+        run_tokens.append(sum(map(num_tokens, packing.pack(given, step))))
+    while packing.waiting:
+        run_tokens.append(sum(map(num_tokens, packing.flush(len(run_tokens)))))
+    assert max(run_tokens) <= cap
+    assert sum(run_tokens) == sum(lengths)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_packer_keeps_the_token_cap_while_it_flushes_much(name):
+    cap = 4 * 64
+    packing = build(
+        name, num_micro_batches=4, window=64, max_step_tokens=cap, max_age=99, cost=REFERENCE_COST
+    )
+    state = packing.state_dict()
+    state["remained" if name == "wlb" else "held"] = documents([5, 64, 9, 31, 17, 2] * 8)
+    packing.load_state_dict(state)
+    steps = []
+    while packing.waiting:
+        steps.append(sum(map(num_tokens, packing.flush(len(steps)))))
+    assert max(steps) <= cap and sum(steps) == 8 * 128
 
 
 @pytest.mark.parametrize("name", ALL)
