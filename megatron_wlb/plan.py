@@ -85,13 +85,17 @@ class Document(NamedTuple):
 class Span:
     """Tokens ``[start, stop)`` of a document: what a micro-batch runs.
 
-    WLB-LLM runs documents whole (``0, length``). Slices of a document that attend to an earlier
-    slice's keys and values are spans too.
+    WLB-LLM runs documents whole (``0, length``). A *slice* is a part of one: it attends to the
+    keys and values that the slices before it have left, too (SlimPack §4).
     """
 
     document: Document
     start: int
     stop: int
+
+    @property
+    def is_slice(self) -> bool:
+        return self.start > 0 or self.stop < self.document.length
 
     @property
     def length(self) -> int:
@@ -105,7 +109,10 @@ class Span:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """One micro-batch: its spans one after another, then padding at the tail only."""
+    """One micro-batch: its spans one after another, then padding at the tail only.
+
+    At most the first span is a slice; whole documents follow it.
+    """
 
     index: int
     """Number within the step over all data-parallel ranks, ``0 … N-1``."""
@@ -129,6 +136,16 @@ class MicroBatchPlan:
         return tuple(s.length for s in self.spans) + ((padding,) if padding else ())
 
     @cached_property
+    def prefixes(self) -> tuple[int, ...]:
+        """Keys before each attention segment, of slices that ran before; 0 for all but a slice."""
+        return tuple(s.start for s in self.spans) + (0,) * (len(self.lengths) - len(self.spans))
+
+    @property
+    def slice(self) -> Span | None:
+        """The part of a document that it runs, if it runs one."""
+        return self.spans[0] if self.spans and self.spans[0].is_slice else None
+
+    @cached_property
     def num_targets(self) -> int:
         """Tokens that count in the loss."""
         return sum(span.num_targets for span in self.spans)
@@ -145,6 +162,10 @@ class StepPlan:
     num_waiting: int
     """Documents that have arrived but run in a later step."""
     waiting_tokens: int
+    chains: tuple[tuple[int, ...], ...] = ()
+    """``[dp_size][chains]``: how many micro-batches, one after another, run the slices of one
+    document; 1 for one that runs whole documents only. Their backward passes run last to first:
+    the order is :func:`megatron_wlb.schedule.order.sliced`. Empty: Megatron's own schedule."""
 
     def __iter__(self) -> Iterator[MicroBatchPlan]:
         """All micro-batches, rank by rank."""
@@ -193,7 +214,7 @@ class StepPlan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 over everything that must be equal on all ranks, as 64 hex digits."""
-        sha = hashlib.sha256(f"{self.step} {self.packing}".encode())
+        sha = hashlib.sha256(f"{self.step} {self.packing} {self.chains or ''}".encode())
         for rank, micro_batches in enumerate(self.micro_batches):
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))

@@ -1,12 +1,13 @@
-"""Pipeline schedules as data: the order in which Megatron's stock schedules run and receive.
+"""Pipeline schedules as data: the orders in which Megatron's stock schedules run, and our own.
 
 An order is, for each pipeline rank, the list of its actions: ``F0.3`` is the forward and ``B0.3``
 the backward of micro-batch 3 through the rank's model chunk 0. Chunk ``c`` of rank ``r`` is the
 *virtual stage* ``c * pp_size + r``: a forward sends its activations to the next virtual stage, a
 backward its gradients to the previous one.
 
-The orders are those of megatron-core 0.16.1 (``pipeline_parallel/schedules.py``); the tests run
-its schedule functions and compare. Not covered: ``overlap_moe_expert_parallel_comm``, which runs
+:func:`sliced` is the order for documents in slices, which no stock schedule can run. The others are
+those of megatron-core 0.16.1 (``pipeline_parallel/schedules.py``); the tests run its schedule
+functions and compare. Not covered: ``overlap_moe_expert_parallel_comm``, which runs
 one forward more before the first backward.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 from megatron_wlb.errors import ConfigError, PlanError
@@ -80,6 +82,46 @@ def interleaved(
         _warm_up_then_alternate(passes, vpp_size, warm_up + 2 * (pp_size - rank - 1))
         for rank in range(pp_size)
     ]
+
+
+def sliced(pp_size: int, chains: Sequence[int]) -> Order:
+    """The order for documents in slices, one chunk a rank (after SlimPack §4).
+
+    ``chains`` are the numbers of micro-batches that run the slices of one document, in order. A
+    slice's keys and values get gradients from all slices behind it, so the backward passes of a
+    chain run last to first, and none before the chain's last forward; chains follow one another.
+    With chains of 1 it is :func:`one_f_one_b`.
+
+    A chain's forwards run ahead of its backwards. What it leaves in flight above 1F1B's is worked
+    off: every second backward brings no forward, as long as the pipeline needs none.
+
+    Raises :class:`ConfigError` for sizes below 1 or too many passes.
+    """
+    if min(chains, default=0) < 1:
+        raise ConfigError(f"chains of {list(chains)} micro-batches; give one, of at least 1 each")
+    num = sum(chains)
+    _check_sizes(pp_size, 1, num)
+    backwards: list[int] = []
+    ahead: list[int] = []  # forwards before each backward, on the last rank
+    for length in chains:
+        stop = len(backwards) + length
+        for micro_batch in reversed(range(len(backwards), stop)):
+            at = len(backwards)
+            last = ahead[-1] if ahead else 0
+            skips = last > at and at % 2 == 1
+            ahead.append(max(stop, last + (not skips)))
+            backwards.append(micro_batch)
+    order: Order = []
+    for rank in range(pp_size):
+        actions: list[Action] = []
+        done = 0
+        for micro_batch, enough in zip(backwards, ahead, strict=True):
+            until = min(num, enough + pp_size - 1 - rank)
+            actions += (Action("F", 0, m) for m in range(done, until))
+            done = max(done, until)
+            actions.append(Action("B", 0, micro_batch))
+        order.append(actions)
+    return order
 
 
 MOST_PASSES = 1 << 20
@@ -170,11 +212,13 @@ def dataflow(order: Sequence[Sequence[Action]]) -> list[Task]:
     return tasks
 
 
-def validate(order: Sequence[Sequence[Action]]) -> None:
+def validate(order: Sequence[Sequence[Action]], chains: Sequence[int] = ()) -> None:
     """Return if every rank can run to its end, and raise :class:`PlanError` otherwise.
 
     Every rank must run each chunk's forward and backward of each micro-batch once, a backward
-    after its forward, and no rank may wait for ever (:func:`dataflow`).
+    after its forward, and no rank may wait for ever (:func:`dataflow`). Of the micro-batches of a
+    chain (as :func:`sliced` has them) each forward must find the keys of those before it, and each
+    backward the gradients of those behind it.
     """
     vpp_size, num_micro_batches = sizes(order)
     if not num_micro_batches:
@@ -194,6 +238,16 @@ def validate(order: Sequence[Sequence[Action]]) -> None:
                 if position[backward] < position[forward]:
                     raise PlanError(
                         f"rank {rank} runs {backward} before {forward}; run the forward first"
+                    )
+        stop = 0
+        for length in chains:
+            members, stop = range(stop, stop + length), stop + length
+            due = [Action("F", 0, m) for m in members] + [Action("B", 0, m) for m in members][::-1]
+            for before, after in pairwise(due):
+                if position[after] < position[before]:
+                    raise PlanError(
+                        f"rank {rank} runs {after} before {before}, but both run slices of one "
+                        "document: forwards go first to last, then backwards last to first"
                     )
     dataflow(order)
 

@@ -12,6 +12,7 @@ from megatron_wlb.schedule.order import (
     one_f_one_b,
     receive_order,
     schedule,
+    sliced,
     validate,
 )
 
@@ -200,3 +201,40 @@ def test_receive_order_of_one_chunk_counts_micro_batches():
 def test_receive_order_refuses_a_rank_outside_the_pipeline():
     with pytest.raises(ConfigError, match="pp_rank 4 is not below pp_size 4"):
         receive_order(4, 1, 8, None, 4)
+
+
+CHAINS = [[1], [5], [1] * 9, [3, 1, 2, 1, 1, 1, 1], [4, 4, 4], [1, 1, 7, 1, 2]]
+
+
+@pytest.mark.parametrize("chains", CHAINS)
+@pytest.mark.parametrize("pp_size", [1, 2, 4])
+def test_sliced_orders_are_valid_on_every_pipeline(pp_size, chains):
+    validate(sliced(pp_size, chains), chains)
+
+
+def test_sliced_order_of_whole_documents_is_one_f_one_b():
+    for pp_size in (1, 2, 4):
+        assert sliced(pp_size, [1] * 6) == one_f_one_b(pp_size, 6)
+
+
+def test_sliced_order_works_off_what_a_chain_leaves_in_flight():
+    actions = sliced(1, [6] + [1] * 12)[0]
+    in_flight = 0
+    held = []
+    for action in actions:
+        in_flight += 1 if action.kind == "F" else -1
+        held.append(in_flight)
+    assert max(held) == 6
+    assert max(held[-12:]) == 1
+
+
+def test_validate_refuses_a_chain_whose_backwards_run_first_to_last():
+    validate(one_f_one_b(2, 4))
+    with pytest.raises(PlanError, match=r"rank 0 runs B0\.0 before B0\.1, but both run slices"):
+        validate(one_f_one_b(2, 4), [2, 1, 1])
+
+
+@pytest.mark.parametrize("chains", [[], [2, 0], [1, -1, 2]])
+def test_sliced_refuses_empty_chains(chains):
+    with pytest.raises(ConfigError):
+        sliced(2, chains)
