@@ -174,9 +174,11 @@ class StepPlan:
 
     @property
     def documents(self) -> Iterator[Document]:
+        """Each once, where its first token runs."""
         for micro_batch in self:
             for span in micro_batch.spans:
-                yield span.document
+                if not span.start:
+                    yield span.document
 
     @cached_property
     def num_tokens(self) -> int:

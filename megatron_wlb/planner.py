@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.errors import CheckpointError, ConfigError
@@ -60,6 +60,27 @@ class Shaping(Protocol):
         ...
 
 
+class Slicing(Protocol):
+    """Cuts documents into slices; see :class:`~megatron_wlb.planning.slicing.Slicer`."""
+
+    def cut(self, documents: Sequence[Document], step: int) -> Sequence[Units]:
+        """Returns what each data-parallel rank runs."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Units(NamedTuple):
+    """What one data-parallel rank runs in a step of slices."""
+
+    spans: list[list[Span]]
+    """``[micro-batches][spans]``, in the order of their forward passes."""
+    chains: list[int]
+    """See :attr:`megatron_wlb.plan.StepPlan.chains`."""
+
+
 def each_rank(num_micro_batches: int, dp_size: int) -> int:
     """Counts a data-parallel rank's micro-batches. Raises :class:`ConfigError` for a remainder."""
     if num_micro_batches % dp_size:
@@ -76,7 +97,8 @@ class Planner:
     ``dp_size`` ranks run N/dp_size micro-batches each. ``length_multiple`` is what a micro-batch's
     length has to be divisible by (TP with sequence parallel, 2 · CP · TP with context parallel);
     padding goes to the tail and is masked. ``selector`` chooses how each micro-batch is divided
-    over context-parallel ranks; None is for one rank. ``shaping`` reshapes each balanced step.
+    over context-parallel ranks; None is for one rank. ``shaping`` reshapes each balanced step;
+    ``slicing`` cuts each step's documents into as many micro-batches as it likes.
 
     Raises :class:`ConfigError` if N is not divisible by ``dp_size``, S_max not by
     ``length_multiple`` or that not by 2 · CP, or for shaping of a packing that
@@ -92,6 +114,7 @@ class Planner:
         dp_size: int,
         length_multiple: int = 1,
         shaping: Shaping | None = None,
+        slicing: Slicing | None = None,
         selector: Selector | None = None,
     ) -> None:
         num_micro_batches = packer.limits.num_micro_batches
@@ -118,6 +141,7 @@ class Planner:
         self.dp_size = dp_size
         self.length_multiple = length_multiple
         self.shaping = shaping
+        self.slicing = slicing
         self.selector = selector
         self.step = 0
         """The step that :meth:`next_plan` plans next."""
@@ -138,13 +162,13 @@ class Planner:
             packed = self.packer.flush(self.step)
         else:
             return None
-        micro_batches = [self._micro_batch(index, docs) for index, docs in enumerate(packed)]
-        if self.packer.in_stream_order:
-            ranks = [micro_batches[rank :: self.dp_size] for rank in range(self.dp_size)]
+        chains: tuple[tuple[int, ...], ...] = ()
+        if self.slicing is not None:
+            units = self.slicing.cut([d for docs in packed for d in docs], self.step)
+            ranks = self._numbered([replica.spans for replica in units])
+            chains = tuple(tuple(replica.chains) for replica in units)
         else:
-            ranks = [run_order(rank) for rank in assign(micro_batches, self.dp_size)]
-        if self.shaping is not None:
-            ranks = self._shape(self.shaping, ranks)
+            ranks = self._ranks([[whole(d) for d in docs] for docs in packed])
         waiting = [d for d in self.packer.waiting if d.step <= self.step]  # not those read ahead
         plan = StepPlan(
             step=self.step,
@@ -152,6 +176,7 @@ class Planner:
             micro_batches=tuple(map(tuple, ranks)),
             num_waiting=len(waiting),
             waiting_tokens=sum(document.length for document in waiting),
+            chains=chains,
         )
         self._warn_of_backlog(plan)
         self.step += 1
@@ -171,6 +196,7 @@ class Planner:
             "steps_read": self._steps_read,
             "packer": self.packer.state_dict(),
             "stream": self.stream.state_dict(),
+            **({"slicing": self.slicing.state_dict()} if self.slicing else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -188,6 +214,8 @@ class Planner:
                 f"not the state of a planner ({error!r}); use an intact checkpoint"
             ) from None
         self.packer.load_state_dict(packer)
+        if self.slicing is not None:
+            self.slicing.load_state_dict(state.get("slicing", {}))
         self.stream.load_state_dict(stream)
         self.step, self._steps_read = step, steps_read
 
@@ -202,34 +230,46 @@ class Planner:
             self._steps_read += 1
         return documents
 
-    def _shape(
-        self, shaping: Shaping, ranks: Sequence[Sequence[MicroBatchPlan]]
-    ) -> list[list[MicroBatchPlan]]:
-        shaped = shaping.shape(
+    def _ranks(self, packed: Sequence[Sequence[Span]]) -> list[list[MicroBatchPlan]]:
+        """Deals micro-batches out to data-parallel ranks, in running order."""
+        micro_batches = [self._micro_batch(index, spans) for index, spans in enumerate(packed)]
+        if self.packer.in_stream_order:
+            return [micro_batches[rank :: self.dp_size] for rank in range(self.dp_size)]
+        ranks = [run_order(rank) for rank in assign(micro_batches, self.dp_size)]
+        if self.shaping is None:
+            return ranks
+        shaped = self.shaping.shape(
             [[[span.document for span in m.spans] for m in rank] for rank in ranks]
         )
-        indices = count()
-        return [[self._micro_batch(next(indices), docs) for docs in rank] for rank in shaped]
+        return self._numbered([[[whole(d) for d in docs] for docs in rank] for rank in shaped])
 
-    def _micro_batch(self, index: int, documents: Sequence[Document]) -> MicroBatchPlan:
-        lengths = [document.length for document in documents]
-        multiples = max(1, -(-sum(lengths) // self.length_multiple))
+    def _numbered(self, ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[MicroBatchPlan]]:
+        indices = count()
+        return [[self._micro_batch(next(indices), spans) for spans in rank] for rank in ranks]
+
+    def _micro_batch(self, index: int, spans: Sequence[Span]) -> MicroBatchPlan:
+        num_tokens = sum(span.length for span in spans)
+        multiples = max(1, -(-num_tokens // self.length_multiple))
+        predicted_us = self.cost.total_us([span.stop for span in spans])
+        if spans and spans[0].start:
+            predicted_us -= self.cost.document_us(spans[0].start)
         micro_batch = MicroBatchPlan(
             index=index,
-            spans=tuple(Span(document, 0, document.length) for document in documents),
+            spans=tuple(spans),
             padded_length=multiples * self.length_multiple,
-            predicted_us=self.cost.total_us(lengths),
+            predicted_us=predicted_us,
         )
-        return self._sharded(micro_batch, lengths) if self.selector else micro_batch
+        return self._sharded(micro_batch) if self.selector else micro_batch
 
-    def _sharded(self, micro_batch: MicroBatchPlan, lengths: Sequence[int]) -> MicroBatchPlan:
+    def _sharded(self, micro_batch: MicroBatchPlan) -> MicroBatchPlan:
         """Adds the sharding, and the time that all wait for the rank with the slowest attention.
 
-        The cost has each rank do 1/CP of the attention; the slowest one does more.
+        The cost has each rank do 1/CP of the attention; the slowest one does more. Of a slice's
+        attention to the slices before it, each rank has about the same.
         """
         assert self.selector
         chosen = self.selector.choose(micro_batch.lengths)
-        work = self.cost.work(lengths)
+        work = self.cost.work([span.length for span in micro_batch.spans])
         waiting_us = work.forward_attention_us * (chosen.forward_imbalance - 1)
         waiting_us += work.backward_attention_us * (chosen.backward_imbalance - 1)
         return replace(
@@ -255,6 +295,10 @@ class Planner:
                 ", max_step_tokens" if self.packer.limits.max_step_tokens else "",
             )
             self._warn_above_tokens = 2 * plan.waiting_tokens
+
+
+def whole(document: Document) -> Span:
+    return Span(document, 0, document.length)
 
 
 def assign(micro_batches: Sequence[MicroBatchPlan], dp_size: int) -> list[list[MicroBatchPlan]]:

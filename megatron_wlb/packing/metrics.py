@@ -73,7 +73,6 @@ class Meter:
         """Counts one more step."""
         times_us = [micro_batch.predicted_us for micro_batch in plan]
         self._last = plan
-        self._num_documents += sum(len(micro_batch.spans) for micro_batch in plan)
         self._padding_tokens += plan.padding_tokens
         self._step_tokens.append(plan.num_tokens)
         self._imbalances.append(plan.imbalance)
@@ -83,6 +82,7 @@ class Meter:
         self._max_us += max(times_us) * len(times_us)
         self._total_us += sum(times_us)
         for document in plan.documents:
+            self._num_documents += 1
             self._delays[abs(plan.step - document.step)] += document.length
 
     def metrics(self, waiting: Sequence[Document] = ()) -> PackingMetrics:

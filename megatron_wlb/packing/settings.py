@@ -12,12 +12,13 @@ from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, Packer
 from megatron_wlb.packing.fixed import FixedGreedyPacker, Grouping
 from megatron_wlb.packing.hold import HoldPacker
 from megatron_wlb.packing.original import OriginalPacker
+from megatron_wlb.packing.slim import SlimPacker
 from megatron_wlb.packing.solver import SOLVER_LIMIT, FixedSolverPacker
 from megatron_wlb.packing.wlb import WLBPacker
 from megatron_wlb.reading import unknown
 from megatron_wlb.settings.config import WlbConfig, flag_of
 
-PACKINGS = ("original", "fixed-greedy", "fixed-solver", "wlb", "hold")
+PACKINGS = ("original", "fixed-greedy", "fixed-solver", "wlb", "hold", "slim")
 
 CUTS_AT_WINDOWS = frozenset({"original", "fixed-greedy", "fixed-solver"})
 """Packings that take documents of any length and cut them at the windows of the stream, as Megatron
@@ -30,7 +31,7 @@ _CONFIGURED = {"name": "wlb_packing", "tau": "wlb_hold_tau", "shaped": "wlb_shap
 """What a field is called in :class:`WlbConfig`, where that is not ``wlb_`` and its name."""
 _BALANCED = ("wlb", "hold")
 _COUNTS_FOR = {
-    "max_tokens": _BALANCED,
+    "max_tokens": (*_BALANCED, "slim"),
     "fixed_batches": ("fixed-greedy", "fixed-solver"),
     "fixed_grouping": ("fixed-greedy",),
     "solver_limit": ("fixed-solver",),
@@ -41,6 +42,8 @@ _COUNTS_FOR = {
     "shaped": _BALANCED,
     "max_age": _BALANCED,
     "max_step_tokens": _BALANCED,
+    "units": ("slim",),
+    "slice_multiple": ("slim",),
 }
 """The packings that read a field; the others' flags leave it out."""
 
@@ -48,8 +51,11 @@ _COUNTS_FOR = {
 def check_shaping(name: str) -> None:
     """Raises :class:`ConfigError` for a packing whose steps may not be shaped.
 
-    Shaping makes micro-batches of any size up to S_max, so it would end fixed windows.
+    Shaping makes micro-batches of any size up to S_max, so it would end fixed windows; slices have
+    sizes of their own.
     """
+    if name == "slim":
+        raise ConfigError("slim packing chooses sizes and order itself; leave shaping off")
     if name in CUTS_AT_WINDOWS:
         raise ConfigError(
             f"micro-batches of {name} packing are windows, so they cannot be shaped; use hold or "
@@ -79,6 +85,8 @@ class PackingSettings:
     shaped: bool = False
     max_age: int = 12
     max_step_tokens: int | None = None
+    units: int | None = None
+    slice_multiple: int | None = None
 
     def __post_init__(self) -> None:
         if self.shaped:
@@ -88,7 +96,7 @@ class PackingSettings:
     def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> PackingSettings:
         """Reads ``NAME`` or ``NAME:K``, with ``+shape`` behind it for shaped steps.
 
-        K is a number of global batches, queues, or steps of look-ahead. K queues part the window
+        K is a number of global batches, queues, steps of look-ahead, or units. K queues part the window
         evenly: at ``i · window ÷ (K + 1)``. ``settings`` are for all.
 
         Raises :class:`ConfigError` for a K that is none, and for shaped windows.
@@ -101,8 +109,8 @@ class PackingSettings:
         least = 0 if name == "hold" else 1
         if not (number.isdecimal() and least <= int(number[:9]) <= MOST_STEPS_AHEAD):
             raise ConfigError(
-                f"packing {text}: {number!r} is no number of batches, queues or steps, at most "
-                f"{MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3 or hold:2"
+                f"packing {text}: {number!r} is no number of batches, queues, steps or units, at most "
+                f"{MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or slim:32"
             )
         count = int(number)
         if name.startswith("fixed-"):
@@ -114,6 +122,8 @@ class PackingSettings:
             settings["queue_thresholds"] = thresholds
         elif name == "hold":
             settings["look_ahead"] = count
+        elif name == "slim":
+            settings["units"] = count
         else:
             raise ConfigError(f"packing {text}: {name} takes no number; write {name}")
         return cls(name, max_tokens, **settings)
@@ -151,6 +161,8 @@ class PackingSettings:
                 parts.append(f"price {self.delay_price:g}")
             if self.look_ahead:
                 parts.append(f"look-ahead {self.look_ahead}")
+        elif self.name == "slim" and self.units is not None:
+            parts.append(f"{self.units} units")
         if self.shaped:
             parts.append("shaped")
         return ", ".join(parts)
@@ -197,6 +209,7 @@ class PackingSettings:
             "hold": lambda: HoldPacker(
                 limits, cost, self.tau, delay_price=self.delay_price, look_ahead=self.look_ahead
             ),
+            "slim": lambda: SlimPacker(limits),
         }
         if self.name not in packers:
             raise unknown("packing", self.name, packers)

@@ -45,6 +45,7 @@ from megatron_wlb.packing import CUTS_AT_WINDOWS, Packer, PackingSettings
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planner import Planner, Stream, each_rank
 from megatron_wlb.planning.shaping import Shaper
+from megatron_wlb.planning.slicing import SLICE_MULTIPLE, SLICES_OF_A_WINDOW, Slicer
 from megatron_wlb.reading import real_number, whole_number
 from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.schedule.order import schedule
@@ -127,13 +128,19 @@ class Workload:
             length_multiple=self.length_multiple,
         )
         if isinstance(self.cost, ProfiledCost):  # now, not in the step that reaches so far
-            self.cost.check_reach(packing.max_tokens)
+            longest = packing.max_tokens
+            if packing.name == "slim" and self.long_documents == "slice":
+                longest = max(longest, self.source.longest(self.window))
+            self.cost.check_reach(longest)
         return made
 
     def stream(self, packing: PackingSettings, num_steps: int) -> Stream:
         """Gives the documents of at least so many steps, new from the start."""
-        cuts = packing.name in CUTS_AT_WINDOWS and self.long_documents == "split"
-        longest = max(self.window, self.source.longest(self.window)) if cuts else self.window
+        if packing.name in CUTS_AT_WINDOWS:
+            whole = self.long_documents in ("split", "slice")
+        else:
+            whole = packing.name == "slim" and self.long_documents == "slice"
+        longest = max(self.window, self.source.longest(self.window)) if whole else self.window
         return self.source.stream(
             num_steps,
             window=self.window,
@@ -153,11 +160,23 @@ class Workload:
     ) -> Planner:
         """Makes the planner of at least so many steps.
 
-        Where there is a pipeline, settings may shape its steps by ``costs``; by equal stages and
-        sends that take no time if these are not given.
+        Where there is a pipeline, settings may shape its steps, or choose the number of units, by
+        ``costs``; by equal stages and sends that take no time if these are not given.
         """
         made, p = self.packer(packing), self.layout
-        shaper = None
+        shaper = slicer = None
+        if packing.name == "slim":
+            p = p or Parallelism()
+            slicer = Slicer(
+                self.cost,
+                costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
+                p,
+                num_micro_batches=each_rank(self.num_micro_batches, p.dp_size),
+                max_tokens=made.limits.max_tokens,
+                num_units=packing.units,
+                multiple=packing.slice_multiple
+                or max(1, min(SLICE_MULTIPLE, self.window // SLICES_OF_A_WINDOW)),
+            )
         if packing.shaped and p is not None and p.pp_size > 1:
             shaper = Shaper(
                 costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
@@ -173,6 +192,7 @@ class Workload:
             dp_size=self.dp_size,
             length_multiple=self.length_multiple,
             shaping=shaper,
+            slicing=slicer,
             selector=selector,
         )
 

@@ -92,8 +92,10 @@ def sliced(pp_size: int, chains: Sequence[int]) -> Order:
     chain run last to first, and none before the chain's last forward; chains follow one another.
     With chains of 1 it is :func:`one_f_one_b`.
 
-    A chain's forwards run ahead of its backwards. What it leaves in flight above 1F1B's is worked
-    off: every second backward brings no forward, as long as the pipeline needs none.
+    A chain's forwards run ahead of its backwards, and all of them are held. This lead is built up
+    before the chain and worked off behind it, slowly: between two backwards run at most 9/8 and at
+    least 3/4 forwards, in the mean. Ranks that run many of a kind at once leave their neighbours
+    waiting; a lead that stays is memory.
 
     Raises :class:`ConfigError` for sizes below 1 or too many passes.
     """
@@ -102,21 +104,21 @@ def sliced(pp_size: int, chains: Sequence[int]) -> Order:
     num = sum(chains)
     _check_sizes(pp_size, 1, num)
     backwards: list[int] = []
-    ahead: list[int] = []  # forwards before each backward, on the last rank
+    ahead: list[int] = []  # eighths of forwards before each backward, on the last rank
     for length in chains:
         stop = len(backwards) + length
-        for micro_batch in reversed(range(len(backwards), stop)):
-            at = len(backwards)
-            last = ahead[-1] if ahead else 0
-            skips = last > at and at % 2 == 1
-            ahead.append(max(stop, last + (not skips)))
-            backwards.append(micro_batch)
+        backwards += reversed(range(len(backwards), stop))
+        ahead += [8 * stop] * length
+    for at in reversed(range(num - 1)):
+        ahead[at] = max(ahead[at], ahead[at + 1] - 9)
+    for at in range(1, num):
+        ahead[at] = max(ahead[at], ahead[at - 1] + 6)
     order: Order = []
     for rank in range(pp_size):
         actions: list[Action] = []
         done = 0
         for micro_batch, enough in zip(backwards, ahead, strict=True):
-            until = min(num, enough + pp_size - 1 - rank)
+            until = min(num, -(-enough // 8) + pp_size - 1 - rank)
             actions += (Action("F", 0, m) for m in range(done, until))
             done = max(done, until)
             actions.append(Action("B", 0, micro_batch))

@@ -170,11 +170,14 @@ class LoggingConfig:
 class WlbConfig:
     """Workload balance: everything that stock Megatron does not have."""
 
-    wlb_packing: Literal["original", "fixed-greedy", "fixed-solver", "wlb", "hold"] = setting(
+    wlb_packing: Literal[
+        "original", "fixed-greedy", "fixed-solver", "wlb", "hold", "slim"
+    ] = setting(
         "hold",
         "original: Megatron's fixed windows. fixed-greedy, fixed-solver: fixed windows, repacked "
         "over --wlb-fixed-batches. wlb: Algorithm 1 of WLB-LLM, with delay queues. hold: holds "
-        "back the fewest heaviest documents",
+        "back the fewest heaviest documents. slim: cuts long documents into slices, after SlimPack; "
+        "nothing waits",
     )
     wlb_max_tokens: int | None = setting(
         None, "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given"
@@ -221,9 +224,20 @@ class WlbConfig:
         "`fixed-solver`: search a step or group of steps, in deterministic time: about so many "
         "seconds, but the same plan on every rank",
     )
+    wlb_units: int | None = setting(
+        None,
+        "`slim`: micro-batches to cut a data-parallel rank's step into; chosen by simulated step "
+        "time if not given",
+    )
+    wlb_slice_multiple: int | None = setting(
+        None,
+        "`slim`: documents are cut at multiples of so many tokens; 128 if not given, or a 64th of "
+        "the window where that is less",
+    )
     wlb_max_age: int = setting(12, "steps after which a delayed document runs whatever it costs")
-    wlb_long_documents: Literal["split", "truncate", "error"] = setting(
-        "split", "what becomes of documents longer than the window"
+    wlb_long_documents: Literal["split", "slice", "truncate", "error"] = setting(
+        "split",
+        "what becomes of documents longer than the window; slice: `slim` trains them whole",
     )
     wlb_epochs: int | None = setting(None, "end after so many passes over the data, all trained")
     wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = setting(

@@ -218,14 +218,23 @@ def test_sliced_order_of_whole_documents_is_one_f_one_b():
 
 
 def test_sliced_order_works_off_what_a_chain_leaves_in_flight():
-    actions = sliced(1, [6] + [1] * 12)[0]
+    actions = sliced(1, [6] + [1] * 30)[0]
     in_flight = 0
     held = []
     for action in actions:
         in_flight += 1 if action.kind == "F" else -1
         held.append(in_flight)
     assert max(held) == 6
-    assert max(held[-12:]) == 1
+    assert max(held[-16:]) == 1
+
+
+def test_sliced_order_runs_few_passes_of_a_kind_at_once():
+    chains = [1] * 20 + [12] + [1] * 20
+    for actions in sliced(4, chains):
+        kinds = "".join(action.kind for action in actions)
+        before_the_first_backward = kinds.index("B")
+        assert "FFF" not in kinds[before_the_first_backward:]
+        assert "BBB" not in kinds[: kinds.rindex("F")]
 
 
 def test_validate_refuses_a_chain_whose_backwards_run_first_to_last():

@@ -1,0 +1,201 @@
+"""Steps of slices: long documents are cut, so that no document waits and no unit stalls the rest.
+
+After SlimPack §4, in two phases. Documents go to data-parallel ranks whole, the heaviest first,
+each to the rank with the least work. Then each rank's work is laid out in units of like work, which
+are its micro-batches: a document that is heavier than a unit is cut into *slices*, each as heavy as
+a unit; whole documents fill up the last slices and the units behind them. A slice attends to the
+slices before it, so it gets shorter the later it lies in its document.
+
+SlimPack solves a mixed-integer programme for backward units of their own; here both passes run the
+same units, balanced by the sum of both. Units of two documents' slices are never made: backward
+passes run last to first within a document, and one graph cannot wait for two.
+
+Everything is computed in a fixed order, so that all ranks come to the same units.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any
+
+from megatron_wlb.cost import CostModel, Parallelism
+from megatron_wlb.cost.step_costs import StepCosts
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.plan import Document, Span
+from megatron_wlb.planner import Units, whole
+from megatron_wlb.schedule.graph import slice_graph
+
+FACTORS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Units that are tried, in micro-batches of plain training."""
+ENOUGH_UNITS = 64
+"""Units for each pipeline rank but one, of which more are not tried: the pipeline fills and drains
+in a 64th of the step then."""
+WORTH_MORE_UNITS = 0.01
+"""Share of the step that more units must save: their kernels are smaller."""
+STEPS_A_SWEEP = 64
+"""Steps after which the number of units is chosen again."""
+TOLERANCE = 0.05
+"""Share of a unit by which a document, or the rest of one, may be heavier and is not cut."""
+SLICE_MULTIPLE = 128
+"""Tokens that cuts are multiples of, as kernels like it."""
+SLICES_OF_A_WINDOW = 64
+"""The most slices of a window: of short ones, cuts are multiples of a share of it."""
+
+
+class Slicer:
+    """Cuts steps into units of like work.
+
+    Args:
+        cost: of documents; a slice takes what its document takes up to its end and not to its
+            beginning.
+        costs: of stages and transfers, for the choice of the number of units.
+        layout: its ``dp_size`` replicas share a step.
+        num_micro_batches: of plain training, on one data-parallel rank.
+        max_tokens: S_max: no unit is longer.
+        num_units: how many to aim at on each data-parallel rank; chosen by simulated time if None.
+        multiple: tokens that cuts are multiples of.
+
+    Raises:
+        ConfigError: sizes below 1, or more than one chunk a rank.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        costs: StepCosts,
+        layout: Parallelism,
+        *,
+        num_micro_batches: int,
+        max_tokens: int,
+        num_units: int | None = None,
+        multiple: int = SLICE_MULTIPLE,
+    ) -> None:
+        if layout.vpp_size > 1:
+            raise ConfigError(
+                f"slim packing with {layout.vpp_size} virtual stages a rank: slices run in one "
+                "chunk only, and leave few bubbles without; leave the virtual pipeline out"
+            )
+        self._cost, self._costs, self._layout = cost, costs, layout
+        self._num_micro_batches, self._max_tokens = num_micro_batches, max_tokens
+        self._given, self._multiple = num_units, multiple
+        self.num_units = num_units
+        """Of a data-parallel rank; None before the first step."""
+
+    def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
+        """The units of each data-parallel rank; a rank without documents has an empty one."""
+        replicas = self._deal(documents)
+        if self.num_units is None or (self._given is None and step % STEPS_A_SWEEP == 0):
+            self.num_units = self._choose(max(replicas, key=lambda r: sum(us for us, _ in r)))
+        return [self._lay(replica, self.num_units) for replica in replicas]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later steps depend on, JSON-able."""
+        return {"num_units": self.num_units}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state`` was taken. Raises :class:`CheckpointError` for none."""
+        num_units = state.get("num_units")
+        if num_units is not None and not (isinstance(num_units, int) and num_units > 0):
+            raise CheckpointError(
+                f"not the state of a slicer (num_units {num_units!r}); use an intact checkpoint"
+            )
+        self.num_units = self._given or num_units
+
+    def _deal(self, documents: Sequence[Document]) -> list[list[tuple[float, Document]]]:
+        """Documents with their times for each data-parallel rank, heaviest first."""
+        document_us = self._cost.document_us
+        heaviest = sorted(
+            ((document_us(d.length), d) for d in documents), key=lambda pair: (-pair[0], pair[1].key)
+        )
+        replicas: list[list[tuple[float, Document]]] = [[] for _ in range(self._layout.dp_size)]
+        loads = [(0.0, rank) for rank in range(len(replicas))]
+        for us, document in heaviest:
+            load_us, rank = loads[0]
+            replicas[rank].append((us, document))
+            heapreplace(loads, (load_us + us, rank))
+        return replicas
+
+    def _choose(self, replica: Sequence[tuple[float, Document]]) -> int:
+        """The number of units with which a step is shortest, in simulation, or about so."""
+        enough = ENOUGH_UNITS * (self._layout.pp_size - 1)
+        numbers = [factor * self._num_micro_batches for factor in FACTORS]
+        numbers = numbers[: 1 + bisect_left(numbers, enough)]
+        steps_us = [self.simulated_us(self._lay(replica, number)) for number in numbers]
+        limit_us = (1 + WORTH_MORE_UNITS) * min(steps_us)
+        return next(n for n, us in zip(numbers, steps_us, strict=True) if us <= limit_us)
+
+    def simulated_us(self, units: Units) -> float:
+        """Time of forwards and backwards of one pipeline."""
+        lengths = [[span.length for span in unit] or [0] for unit in units.spans]
+        prefixes = [[span.start for span in unit] or [0] for unit in units.spans]
+        times_us = self._costs.stages.times_us(lengths, prefixes=prefixes)
+        p2p_us = self._costs.p2p_us([sum(tokens) for tokens in lengths])
+        graph = slice_graph(self._layout.pp_size, tuple(units.chains))
+        return float(graph.step_us(times_us, p2p_us))
+
+    def _lay(self, replica: Sequence[tuple[float, Document]], num_units: int) -> Units:
+        """Slices of the heavy documents one after another, then whole ones where work is missing.
+
+        The documents come heaviest first, and so do the chains: fewest units are held then.
+        """
+        unit_us = sum(us for us, _ in replica) / num_units
+        spans: list[list[Span]] = []
+        chains: list[int] = []
+        missing: list[tuple[float, int, int]] = []  # minus µs, unit, tokens that find room
+        for us, document in replica:
+            if us <= (1 + TOLERANCE) * unit_us and document.length <= self._max_tokens:
+                break
+            slices = self._slices(document, us, unit_us)
+            for span, done_us in slices:
+                missing.append((done_us - unit_us, len(spans), self._max_tokens - span.length))
+                spans.append([span])
+            chains.append(len(slices))
+        missing += ((-unit_us, n, self._max_tokens) for n in range(len(spans), num_units))
+        spans += ([] for _ in range(len(spans), num_units))
+        heapify(missing)
+        for us, document in replica[len(chains) :]:
+            full = []
+            while missing and missing[0][2] < document.length:
+                full.append(heappop(missing))
+            if not missing:
+                missing.append((-unit_us, len(spans), self._max_tokens))
+                spans.append([])
+            minus_us, number, room = missing[0]
+            spans[number].append(whole(document))
+            heapreplace(missing, (minus_us + us, number, room - document.length))
+            for entry in full:
+                heappush(missing, entry)
+        spans = [unit for unit in spans if unit] or [[]]
+        return Units(spans, chains + [1] * (len(spans) - sum(chains)))
+
+    def _slices(
+        self, document: Document, document_us: float, unit_us: float
+    ) -> list[tuple[Span, float]]:
+        """Slices of ``unit_us``, and what each takes; the last is the rest."""
+        slices: list[tuple[Span, float]] = []
+        start, before_us = 0, 0.0
+        while start < document.length:
+            stop = document.length
+            if document_us - before_us > (1 + TOLERANCE) * unit_us:
+                stop = self._cut(document, start, before_us + unit_us)
+            stop = min(stop, start + self._max_tokens)
+            after_us = self._cost.document_us(stop)
+            slices.append((Span(document, start, stop), after_us - before_us))
+            start, before_us = stop, after_us
+        return slices
+
+    def _cut(self, document: Document, start: int, until_us: float) -> int:
+        """The end of a slice that begins at ``start``: where the document has taken ``until_us``."""
+        multiple = self._multiple
+        first, last = start // multiple + 1, document.length // multiple
+        number = bisect_left(
+            range(first, last + 1), until_us, key=lambda n: self._cost.document_us(n * multiple)
+        )
+        stop = (first + number) * multiple
+        if number and until_us - self._cost.document_us(stop - multiple) < (
+            self._cost.document_us(stop) - until_us
+        ):
+            stop -= multiple  # the nearer one
+        return document.length if document.length - stop < multiple // 2 else stop
