@@ -97,13 +97,20 @@ class StageCosts:
         self,
         micro_batches: Sequence[Sequence[int]],
         attention_scale: npt.ArrayLike | None = None,
+        prefixes: Sequence[Sequence[int]] | None = None,
     ) -> Floats:
         """Times of forwards and backwards, ``[2, S, N]``.
+
+        The attention of a document's slices adds up to the document's, exactly. All else goes by
+        the tokens that run, so that what a micro-batch takes besides them counts once a slice.
 
         Args:
             micro_batches: lengths of each micro-batch's attention segments.
             attention_scale: ``[N]``, or ``[2, N]`` for forward and backward: by how much the
-                attention of the slowest context-parallel rank is more than an even share.
+                attention of the slowest context-parallel rank is more than an even share. Keys of
+                slices that ran before are even shares: each rank has as many queries.
+            prefixes: of each segment, the keys that slices of its document have left before it;
+                none if not given.
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
@@ -112,6 +119,16 @@ class StageCosts:
         if attention_scale is not None:
             scale = np.broadcast_to(np.asarray(attention_scale, dtype=np.float64), (2, num))
         forward_pairs, backward_pairs = np.array(pairs, dtype=np.float64) * scale
+        if prefixes is not None:
+            # (prefix + length)² - prefix², of which length² is counted.
+            before = np.array(
+                [
+                    sum([2 * keys * length for keys, length in zip(own, lengths, strict=True)])
+                    for own, lengths in zip(prefixes, micro_batches, strict=True)
+                ],
+                dtype=np.float64,
+            )
+            forward_pairs, backward_pairs = forward_pairs + before, backward_pairs + before
         result = np.empty((2, len(self.stages), num))
         seen: dict[int, Floats] = {}  # stages with one and the same cost
         for stage, cost in enumerate(self.stages):
@@ -129,24 +146,36 @@ class StageCosts:
                 )
                 continue
             if id(cost) not in seen:
-                seen[id(cost)] = _times(cost, micro_batches, scale)
+                seen[id(cost)] = _times(cost, micro_batches, scale, prefixes)
             result[:, stage] = seen[id(cost)]
         return result
 
 
-def _times(cost: StageCost, micro_batches: Sequence[Sequence[int]], scale: Floats) -> Floats:
-    works = [cost.work(lengths) for lengths in micro_batches]
-    rows = [
-        (
-            work.forward_linear_us
-            + work.forward_attention_us * forward_factor
-            + work.overhead_us * (1 - BACKWARD_OVERHEAD),
-            work.backward_linear_us
-            + work.backward_attention_us * backward_factor
-            + work.overhead_us * BACKWARD_OVERHEAD,
+def _times(
+    cost: StageCost,
+    micro_batches: Sequence[Sequence[int]],
+    scale: Floats,
+    prefixes: Sequence[Sequence[int]] | None,
+) -> Floats:
+    rows = []
+    for at, lengths in enumerate(micro_batches):
+        work = cost.work(lengths)
+        forward_us = work.forward_attention_us * float(scale[0, at])
+        backward_us = work.backward_attention_us * float(scale[1, at])
+        for keys, length in zip(prefixes[at], lengths, strict=True) if prefixes else ():
+            if keys:  # what it takes more than as a document of its own
+                whole, *parts = (cost.work([n]) for n in (keys + length, keys, length))
+                forward_us += whole.forward_attention_us
+                backward_us += whole.backward_attention_us
+                for part in parts:
+                    forward_us -= part.forward_attention_us
+                    backward_us -= part.backward_attention_us
+        rows.append(
+            (
+                work.forward_linear_us + forward_us + work.overhead_us * (1 - BACKWARD_OVERHEAD),
+                work.backward_linear_us + backward_us + work.overhead_us * BACKWARD_OVERHEAD,
+            )
         )
-        for work, forward_factor, backward_factor in zip(works, *scale.tolist(), strict=True)
-    ]
     return np.array(rows, dtype=np.float64).T
 
 

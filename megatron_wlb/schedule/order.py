@@ -114,14 +114,16 @@ def sliced(pp_size: int, chains: Sequence[int]) -> Order:
     for at in range(1, num):
         ahead[at] = max(ahead[at], ahead[at - 1] + 6)
     order: Order = []
+    forward = [Action("F", 0, m) for m in range(num)]
+    backward = [Action("B", 0, m) for m in backwards]
     for rank in range(pp_size):
         actions: list[Action] = []
         done = 0
-        for micro_batch, enough in zip(backwards, ahead, strict=True):
+        for action, enough in zip(backward, ahead, strict=True):
             until = min(num, -(-enough // 8) + pp_size - 1 - rank)
-            actions += (Action("F", 0, m) for m in range(done, until))
+            actions += forward[done:until]
             done = max(done, until)
-            actions.append(Action("B", 0, micro_batch))
+            actions.append(action)
         order.append(actions)
     return order
 
