@@ -212,19 +212,19 @@ def test_slices_wait_for_keys_and_send_without_waiting():
     graph = slice_graph(2, (1, 2, 1))
     assert graph.sends == "buffered" and graph is slice_graph(2, (1, 2, 1))
     assert [list(map(str, own)) for own in graph.order] == [
-        ["F0.0", "F0.1", "B0.0", "F0.2", "F0.3", "B0.2", "B0.1", "B0.3"],
-        ["F0.0", "B0.0", "F0.1", "F0.2", "B0.2", "F0.3", "B0.1", "B0.3"],
+        ["F0.0", "F0.1", "F0.2", "B0.0", "F0.3", "B0.2", "B0.1", "B0.3"],
+        ["F0.0", "F0.1", "B0.0", "F0.2", "B0.2", "F0.3", "B0.1", "B0.3"],
     ]
     table = np.ones((2, 2, 4)) * np.array([1.0, 2.0])[:, None, None]
     line = timeline(graph, graph.replay(table, np.full(4, 0.5)))
     starts = [{str(i.action): i.start_us for i in rank} for rank in line.intervals]
-    # Rank 1 has its first input at 1.5, ends F0.0 at 2.5 and B0.0 at 4.5: rank 0 has it at 5.
-    assert (starts[1]["F0.0"], starts[1]["B0.0"], starts[0]["B0.0"]) == (1.5, 2.5, 5.0)
+    # Rank 1 has its first input at 1.5, ends F0.1 at 3.5 and B0.0 at 5.5: rank 0 has it at 6.
+    assert (starts[1]["F0.0"], starts[1]["B0.0"], starts[0]["B0.0"]) == (1.5, 3.5, 6.0)
     # Both slices forward before the second goes back, and before the first.
-    assert (starts[1]["F0.1"], starts[0]["F0.2"], starts[0]["F0.3"]) == (4.5, 7.0, 8.0)
-    assert (starts[1]["F0.2"], starts[1]["B0.2"], starts[1]["F0.3"]) == (8.5, 9.5, 11.5)
-    assert (starts[1]["B0.1"], starts[0]["B0.2"], starts[0]["B0.1"]) == (12.5, 12.0, 15.0)
-    assert line.step_us == 19.0
+    assert (starts[0]["F0.2"], starts[1]["F0.2"], starts[1]["B0.2"]) == (2.0, 5.5, 6.5)
+    assert (starts[0]["F0.3"], starts[1]["F0.3"]) == (8.0, 9.5)
+    assert (starts[0]["B0.2"], starts[1]["B0.1"], starts[0]["B0.1"]) == (9.0, 10.5, 13.0)
+    assert line.step_us == 17.0
 
 
 def test_order_without_an_input_is_refused_as_a_deadlock():
