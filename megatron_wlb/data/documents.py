@@ -20,8 +20,8 @@ from megatron_wlb.errors import CheckpointError, ConfigError, CorpusError
 from megatron_wlb.plan import Document
 
 LongDocuments = Literal["split", "slice", "truncate", "error"]
-"""What becomes of a stored document longer than the window. ``slice``: `slim` packing runs it whole;
-its stream has a window as long as it."""
+"""What becomes of a stored document longer than the window. ``slice``: `slim` packing runs it
+whole; its stream has a window as long as it."""
 
 _STATE_VERSION = 1
 _POSITION = ("step", "position_tokens", "epoch", "document", "offset")

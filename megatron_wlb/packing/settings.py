@@ -96,8 +96,8 @@ class PackingSettings:
     def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> PackingSettings:
         """Reads ``NAME`` or ``NAME:K``, with ``+shape`` behind it for shaped steps.
 
-        K is a number of global batches, queues, steps of look-ahead, or units. K queues part the window
-        evenly: at ``i · window ÷ (K + 1)``. ``settings`` are for all.
+        K is a number of global batches, queues, steps of look-ahead, or units. K queues part the
+        window evenly: at ``i · window ÷ (K + 1)``. ``settings`` are for all.
 
         Raises :class:`ConfigError` for a K that is none, and for shaped windows.
         """
@@ -109,8 +109,8 @@ class PackingSettings:
         least = 0 if name == "hold" else 1
         if not (number.isdecimal() and least <= int(number[:9]) <= MOST_STEPS_AHEAD):
             raise ConfigError(
-                f"packing {text}: {number!r} is no number of batches, queues, steps or units, at most "
-                f"{MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or slim:32"
+                f"packing {text}: {number!r} is no number of batches, queues, steps or units, at "
+                f"most {MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or slim:32"
             )
         count = int(number)
         if name.startswith("fixed-"):

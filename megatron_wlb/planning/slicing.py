@@ -107,7 +107,8 @@ class Slicer:
         """Documents with their times for each data-parallel rank, heaviest first."""
         document_us = self._cost.document_us
         heaviest = sorted(
-            ((document_us(d.length), d) for d in documents), key=lambda pair: (-pair[0], pair[1].key)
+            ((document_us(document.length), document) for document in documents),
+            key=lambda pair: (-pair[0], pair[1].key),
         )
         replicas: list[list[tuple[float, Document]]] = [[] for _ in range(self._layout.dp_size)]
         loads = [(0.0, rank) for rank in range(len(replicas))]
@@ -187,7 +188,7 @@ class Slicer:
         return slices
 
     def _cut(self, document: Document, start: int, until_us: float) -> int:
-        """The end of a slice that begins at ``start``: where the document has taken ``until_us``."""
+        """The end of the slice from ``start`` on: where the document has taken ``until_us``."""
         multiple = self._multiple
         first, last = start // multiple + 1, document.length // multiple
         number = bisect_left(

@@ -170,14 +170,14 @@ class LoggingConfig:
 class WlbConfig:
     """Workload balance: everything that stock Megatron does not have."""
 
-    wlb_packing: Literal[
-        "original", "fixed-greedy", "fixed-solver", "wlb", "hold", "slim"
-    ] = setting(
-        "hold",
-        "original: Megatron's fixed windows. fixed-greedy, fixed-solver: fixed windows, repacked "
-        "over --wlb-fixed-batches. wlb: Algorithm 1 of WLB-LLM, with delay queues. hold: holds "
-        "back the fewest heaviest documents. slim: cuts long documents into slices, after SlimPack; "
-        "nothing waits",
+    wlb_packing: Literal["original", "fixed-greedy", "fixed-solver", "wlb", "hold", "slim"] = (
+        setting(
+            "hold",
+            "original: Megatron's fixed windows. fixed-greedy, fixed-solver: fixed windows, repacked "
+            "over --wlb-fixed-batches. wlb: Algorithm 1 of WLB-LLM, with delay queues. hold: holds "
+            "back the fewest heaviest documents. slim: cuts long documents into slices (SlimPack), and "
+            "holds none back",
+        )
     )
     wlb_max_tokens: int | None = setting(
         None, "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given"

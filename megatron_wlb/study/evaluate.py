@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, cast
 
 import numpy as np
@@ -15,8 +16,9 @@ import numpy as np
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, PackingSettings
-from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
+from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.planning.run import Workload
+from megatron_wlb.schedule.graph import slice_graph
 from megatron_wlb.study.advice import Option, by_part
 
 WARM_UP_STEPS = 50
@@ -159,6 +161,7 @@ class _Clock:
 
     def __init__(self, workload: Workload) -> None:
         self._cost, self._layout = workload.cost, workload.layout
+        self._num_micro_batches = workload.num_micro_batches
         self.works_us: list[float] = []  # of each step, as below
         self.devices_us: list[float] = []
         if self._layout is not None:
@@ -175,19 +178,24 @@ class _Clock:
 
     def add(self, plan: StepPlan) -> None:
         times_us = [micro_batch.predicted_us for micro_batch in plan]
-        self.works_us.append(sum(times_us))
+        # What units more than N take besides their documents is no work.
+        more = len(times_us) - self._num_micro_batches
+        self.works_us.append(sum(times_us) - more * self._cost.total_us([]))
         if self._layout is None:
             self.devices_us.append(len(times_us) * max(times_us))
         else:
-            slowest_us = max(map(self._rank_us, plan.micro_batches))
+            slowest_us = max(map(self._rank_us, range(self._layout.dp_size), repeat(plan)))
             self.devices_us.append(self._layout.dp_size * self._layout.pp_size * slowest_us)
 
-    def _rank_us(self, micro_batches: Sequence[MicroBatchPlan]) -> float:
+    def _rank_us(self, rank: int, plan: StepPlan) -> float:
         """Time of a data-parallel rank's pipeline."""
         assert self._layout is not None
-        if self._layout.pp_size == 1:
+        micro_batches, pp_size = plan.micro_batches[rank], self._layout.pp_size
+        if pp_size == 1:
             return sum(micro_batch.predicted_us for micro_batch in micro_batches)
         times_us = self._stages.times_us(
-            [[span.length for span in micro_batch.spans] for micro_batch in micro_batches]
+            [m.lengths[: len(m.spans)] for m in micro_batches],
+            prefixes=[m.prefixes[: len(m.spans)] for m in micro_batches],
         )
-        return float(self._graph.step_us(times_us, np.zeros(len(micro_batches))))
+        graph = slice_graph(pp_size, plan.chains[rank]) if plan.chains else self._graph
+        return float(graph.step_us(times_us, np.zeros(len(micro_batches))))

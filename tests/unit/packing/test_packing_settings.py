@@ -27,6 +27,7 @@ def read_back(settings: PackingSettings) -> PackingSettings:
         ("wlb", {"queue_thresholds": (100, 200), "max_age": 7, "max_step_tokens": 40000}),
         ("wlb", {"shaped": True}),
         ("hold", {"tau": 1.0234567, "delay_price": 0.07, "look_ahead": 2, "shaped": True}),
+        ("slim", {"units": 24, "slice_multiple": 64}),
     ],
 )
 def test_settings_come_back_from_their_own_flags(name: str, changes: dict[str, Any]) -> None:
@@ -39,9 +40,12 @@ def test_flags_leave_out_what_the_packing_does_not_read(name: str) -> None:
     balanced = name in ("wlb", "hold")
     changes = {"shaped": balanced, "max_age": 7, "max_step_tokens": 40000, "delay_price": 0.5}
     changes |= {"fixed_batches": 4, "queue_thresholds": (9,), "solver_limit": 0.5, "look_ahead": 1}
+    changes |= {"units": 24, "slice_multiple": 64}
     flags = PackingSettings(name, 2 * WINDOW, **changes).flags()  # type: ignore[arg-type]
     given = {flag for flag in flags if flag.startswith("--")}
-    assert ("--wlb-max-tokens" in given) == ("--wlb-shape" in given) == balanced
+    assert ("--wlb-max-tokens" in given) == (balanced or name == "slim")
+    assert ("--wlb-shape" in given) == balanced
+    assert ("--wlb-units" in given) == ("--wlb-slice-multiple" in given) == (name == "slim")
     assert ("--wlb-max-age" in given) == ("--wlb-max-step-tokens" in given) == balanced
     assert ("--wlb-fixed-batches" in given) == name.startswith("fixed-")
     assert ("--wlb-queue-thresholds" in given) == (name == "wlb")
@@ -59,6 +63,9 @@ def test_short_name_tells_packing_number_and_shape() -> None:
     assert settings.title == "hold, look-ahead 4, shaped"
     with pytest.raises(ConfigError, match=r"packing wlb:x\+shape: 'x' is no number"):
         PackingSettings.parse("wlb:x+shape", WINDOW, WINDOW)
+    assert PackingSettings.parse("slim:24", WINDOW, WINDOW).title == "slim, 24 units"
+    with pytest.raises(ConfigError, match="chooses sizes and order itself"):
+        PackingSettings.parse("slim+shape", WINDOW, WINDOW)
     for text in ("original+shape", "fixed-greedy:2+shape"):
         with pytest.raises(ConfigError, match="windows, so they cannot be shaped"):
             PackingSettings.parse(text, WINDOW, WINDOW)

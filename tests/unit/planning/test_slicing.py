@@ -1,0 +1,215 @@
+"""Slim packing: every token once, in units of like work, and faster in simulation."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.cost import DocumentCost, Parallelism
+from megatron_wlb.cost.step_costs import StageCosts, StepCosts
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.plan import Document, StepPlan
+from megatron_wlb.planner import Planner
+from megatron_wlb.planning.run import Workload
+from megatron_wlb.planning.slicing import STEPS_A_SWEEP, TOLERANCE, Slicer
+from megatron_wlb.schedule.graph import graph_of, slice_graph
+
+COST = DocumentCost(1, 0.01, 2, 0.02)
+
+
+def documents(lengths):
+    return [Document(0, i, 0, n, True, 0, i, 0) for i, n in enumerate(lengths)]
+
+
+def slicer(dp_size=1, num_micro_batches=4, max_tokens=1 << 20, cost=COST, pp_size=4, **more):
+    layout = Parallelism(pp_size=pp_size, dp_size=dp_size)
+    return Slicer(
+        cost,
+        StepCosts(StageCosts.even(cost, layout.num_stages)),
+        layout,
+        num_micro_batches=num_micro_batches,
+        max_tokens=max_tokens,
+        **more,
+    )
+
+
+def check(units, lengths, max_tokens):
+    """Every token once; slices of one document one after another in a chain of their own."""
+    stops = {}
+    for replica in units:
+        assert sum(replica.chains) == len(replica.spans)
+        at = 0
+        for length in replica.chains:
+            chain, at = replica.spans[at : at + length], at + length
+            if length > 1:
+                assert len({unit[0].document.key for unit in chain}) == 1
+                assert all(unit[0].is_slice for unit in chain)
+                assert chain[-1][0].stop == chain[-1][0].document.length
+            else:
+                assert not any(span.is_slice for span in chain[0])
+            for unit in chain:
+                assert not any(span.is_slice for span in unit[1:])
+                assert sum(span.length for span in unit) <= max_tokens
+                for span in unit:
+                    assert span.start == stops.get(span.document.index, 0)
+                    stops[span.document.index] = span.stop
+    assert stops == dict(enumerate(lengths))
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
+    dp_size=st.integers(1, 4),
+    num_units=st.one_of(st.none(), st.integers(1, 40)),
+    multiple=st.sampled_from([1, 7, 128]),
+    max_tokens=st.sampled_from([256, 1000, 1 << 20]),
+)
+def test_every_token_runs_once_and_slices_in_order(
+    lengths, dp_size, num_units, multiple, max_tokens
+):
+    made = slicer(dp_size, max_tokens=max_tokens, num_units=num_units, multiple=multiple)
+    units = made.cut(documents(lengths), 0)
+    assert len(units) == dp_size
+    check(units, lengths, max_tokens)
+
+
+def test_units_are_of_like_work():
+    rng = np.random.default_rng(1)
+    lengths = [40_000, 25_000, 9_000, *rng.integers(10, 2000, 300).tolist()]
+    made = slicer(num_units=32, multiple=16)
+    (units,) = made.cut(documents(lengths), 0)
+    times = [sum(COST.document_us(s.stop) - COST.document_us(s.start) for s in u)
+             for u in units.spans]  # fmt: skip
+    assert len(times) == 32
+    assert sum(times) == pytest.approx(sum(map(COST.document_us, lengths)))
+    assert max(times) * len(times) / sum(times) < 1 + TOLERANCE
+    assert sum(length > 1 for length in units.chains) >= 2
+    # A later slice attends to more, so it has fewer tokens.
+    first = [unit[0].length for unit in units.spans[: units.chains[0] - 1]]
+    assert first == sorted(first, reverse=True) and first[0] > 1.5 * first[-1]
+
+
+def test_cuts_are_multiples_and_short_rests_are_not_left():
+    made = slicer(num_units=10, multiple=128)
+    (units,) = made.cut(documents([10_000]), 0)
+    stops = [span.stop for unit in units.spans for span in unit]
+    assert all(stop % 128 == 0 for stop in stops[:-1]) and stops[-1] == 10_000
+    assert stops[-1] - stops[-2] >= 64
+
+
+def test_a_rank_without_documents_runs_an_empty_unit():
+    units = slicer(dp_size=3).cut(documents([500, 400]), 0)
+    assert units[2].spans == [[]] and units[2].chains == [1]
+
+
+def test_replicas_share_the_work_though_their_units_differ_in_number():
+    lengths = [30_000, 500, 400, *[300] * 100]
+    units = slicer(dp_size=2, num_units=8).cut(documents(lengths), 0)
+    check(units, lengths, 1 << 20)
+    outlier, rest = (
+        sum(COST.document_us(s.stop) - COST.document_us(s.start) for u in r.spans for s in u)
+        for r in units
+    )
+    assert outlier > 5 * rest  # one document outweighs all others, and is never divided
+    assert len(units[0].spans) == 8
+
+
+def planner(name, num_micro_batches=4, pp_size=4, dp_size=1, steps=200, **more) -> Planner:
+    layout = Parallelism(pp_size=pp_size, dp_size=dp_size)
+    workload = Workload(
+        LengthSource.of_distribution("reference"), REFERENCE_WINDOW, num_micro_batches,
+        REFERENCE_COST, 1, layout=layout, **more,
+    )  # fmt: skip
+    setting = PackingSettings.parse(name, REFERENCE_WINDOW, 2 * REFERENCE_WINDOW)
+    return workload.planner(setting, steps)
+
+
+def efficiency(name, num_micro_batches, steps):
+    """Work ÷ time of a pipeline of 4 ranks, simulated, after 10 steps that fill queues."""
+    costs = StageCosts.even(REFERENCE_COST, 4)
+    plans = [*planner(name, num_micro_batches, steps=steps + 20).plans(steps + 10)][10:]
+    work_us = time_us = 0.0
+    for plan in plans:
+        (rank,) = plan.micro_batches
+        times = costs.times_us([m.lengths for m in rank], prefixes=[m.prefixes for m in rank])
+        graph = slice_graph(4, plan.chains[0]) if plan.chains else graph_of(4, 1, len(rank))
+        work_us += times.sum() / 4
+        time_us += float(graph.step_us(times, np.zeros(len(rank))))
+        assert not plan.chains or plan.delay_steps == plan.num_waiting == 0
+    return work_us / time_us
+
+
+@pytest.mark.parametrize(("num_micro_batches", "least"), [(4, 1.80), (16, 1.52)])
+def test_slim_steps_are_faster_than_windows_in_simulation(num_micro_batches, least):
+    steps = 160 // num_micro_batches
+    slim, original = (efficiency(name, num_micro_batches, steps) for name in ("slim", "original"))
+    assert slim / original >= least
+
+
+def test_steps_have_the_documents_that_arrive_in_them():
+    slim, hold = planner("slim"), planner("hold")
+    arrived = {}
+    for plan in hold.plans(30):
+        for document in plan.documents:
+            arrived.setdefault(document.step, set()).add(document.key)
+    for plan in slim.plans(10):
+        assert {document.key for document in plan.documents} == arrived[plan.step]
+        assert len([*plan.documents]) == len({document.key for document in plan.documents})
+
+
+def test_the_number_of_units_is_chosen_now_and_then_and_resumes():
+    left_alone = planner("slim", steps=STEPS_A_SWEEP + 10)
+    plans = [*left_alone.plans(STEPS_A_SWEEP + 4)]
+    assert len(plans[0].micro_batches[0]) > 16
+    stopped = planner("slim", steps=STEPS_A_SWEEP + 10)
+    for _ in stopped.plans(5):
+        pass
+    state = json.loads(json.dumps(stopped.state_dict()))
+    assert state["slicing"] == {"num_units": len(plans[4].micro_batches[0])}
+    resumed = planner("slim", steps=STEPS_A_SWEEP + 10)
+    resumed.load_state_dict(state)
+    digests = [plan.digest for plan in resumed.plans(STEPS_A_SWEEP - 1)]
+    assert digests == [plan.digest for plan in plans[5:]]
+
+
+@pytest.mark.parametrize("number", ["8", 0, -4, 2.5])
+def test_a_number_of_units_that_is_none_is_no_state(number):
+    with pytest.raises(CheckpointError, match="num_units"):
+        slicer().load_state_dict({"num_units": number})
+
+
+def test_virtual_stages_are_refused():
+    layout = Parallelism(pp_size=2, vpp_size=2)
+    with pytest.raises(ConfigError, match="slices run in one chunk only"):
+        Slicer(
+            COST, StepCosts(StageCosts.even(COST, 4)), layout, num_micro_batches=4, max_tokens=100
+        )
+
+
+def test_documents_longer_than_the_window_run_whole_where_asked():
+    source = LengthSource.of_lengths("lengths", np.array([5000, 300, 200, 100]))
+    workload = Workload(source, 1000, 4, COST, 1, "slice", layout=Parallelism(pp_size=2))
+    plans: list[StepPlan] = [*workload.planner(PackingSettings("slim", 2000), 8).plans(8)]
+    seen = {document.length for plan in plans for document in plan.documents}
+    assert seen == {5000, 300, 200, 100}
+    assert all(m.length <= 2000 for plan in plans for m in plan)
+    # Other packings split them, as they always do.
+    held = [*workload.planner(PackingSettings("hold", 2000), 8).plans(8)]
+    assert max(document.length for plan in held for document in plan.documents) == 1000
+
+
+def test_unit_times_add_up_to_the_documents():
+    plan = next(planner("slim").plans(1))
+    predicted = sum(m.predicted_us for m in plan)
+    whole = sum(REFERENCE_COST.document_us(d.length) for d in plan.documents)
+    assert predicted == pytest.approx(whole)
+    # A slice costs what it adds, not what a document of its length would.
+    alone = sum(REFERENCE_COST.total_us([s.length for s in m.spans]) for m in plan)
+    assert alone < 0.9 * predicted
