@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ TABLE = ProfiledCost(
 )  # fmt: skip
 CUTS = [0, 1, 700, 768, 2048, 3000]
 """Slices of a document of 3000 tokens, one of them a single token."""
-LENGTHS = [[stop - start] for start, stop in zip(CUTS, CUTS[1:], strict=False)]
+LENGTHS = [[stop - start] for start, stop in pairwise(CUTS)]
 PREFIXES = [[start] for start in CUTS[:-1]]
 
 
