@@ -49,6 +49,12 @@ class Operation:
     """The gradient of its weight, before it is added to the gradient buffer."""
     inner: tuple[Operation, ...] = ()
     """What is written and read again in backward, for an operation that recomputes."""
+    cached: float = 0.0
+    """What of ``saved`` nobody keeps where a document's buffer has its keys and values."""
+    keys: float = 0.0
+    """Such buffers' bytes, a token of the document; context-parallel ranks do not divide it."""
+    gradients: float = 0.0
+    """Bytes of their gradients' buffers, a token of the document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,10 @@ class ActivationModel:
                 inner = self._layers(group_layers, keep_output=False)
                 kept, again = (0.0, self._hidden) if leaves else (self._hidden, 0.0)
                 # In backward its output exists again.
-                operations.append(Operation("recomputed", kept, backward=again, inner=inner))
+                buffers = (sum(o.keys for o in inner), sum(o.gradients for o in inner))
+                operations.append(
+                    Operation("recomputed", kept, 0.0, again, 0, inner, 0.0, *buffers)
+                )
             else:
                 operations += self._layers(group_layers, keep_output=not leaves)
         rotary = self.shape.kv_channels * self.shape.rotary_percent
@@ -305,6 +314,15 @@ class ActivationModel:
             attention = Operation("attention", forward=kept, backward=gradients + kept + e * q)
         else:
             attention = Operation("attention", kept, backward=gradients)
+        attention = replace(attention, keys=2 * e * k, gradients=2 * FP32 * k)
+        if self.recompute.granularity != "selective":  # which keeps what attention is given
+            # Keys of their own, and the product of which queries are no view.
+            apart = rotated or part.qk_norm
+            product = e * (q + 2 * k) if not part.qk_norm and (rotated or copied) else 0.0
+            operations[0] = replace(operations[0], cached=product)
+            operations[-1] = replace(
+                operations[-1], cached=operations[-1].cached + (e * k if apart else 0.0)
+            )
         return [*operations, attention, self._out_of("projection", e * q, part.rows)]
 
     def _context_attention(self, part: Attention, kept: float, gradients: float) -> Operation:
@@ -386,6 +404,7 @@ def _scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, 
             forward=o.forward * factor,
             backward=o.backward * factor,
             inner=_scaled(o.inner, factor),
+            cached=o.cached * factor,
         )
         for o in operations
     )

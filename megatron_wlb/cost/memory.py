@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from megatron_wlb.cost.activations import FP32, ActivationModel, Kernels, Tape
 from megatron_wlb.cost.layers import Part
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
+from megatron_wlb.cost.slices import SliceTape, Unit
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.order import Action, schedule
 
@@ -185,8 +186,8 @@ class MemoryModel:
         return FP32 * self.num_parameters(pp_rank) // self._state_shards
 
     @cached_property
-    def _action_bytes(self) -> dict[tuple[str, int, int], tuple[float, float]]:
-        """What an action keeps, and its own peak, by its kind, tape and tokens."""
+    def _action_bytes(self) -> dict[tuple[str, int, Unit], tuple[float, float, float]]:
+        """What an action lets go of, its own peak and what it keeps, by kind, tape and unit."""
         return {}
 
     @cached_property
@@ -204,6 +205,10 @@ class MemoryModel:
         pp_size = self.parallelism.pp_size
         return [[tapes[stage] for stage in self._stages[r::pp_size]] for r in range(pp_size)]
 
+    @cached_property
+    def _slice_tapes(self) -> dict[int, SliceTape]:
+        return {id(tape): SliceTape(tape) for own in self._tapes for tape in own}
+
     def _order(self, num_micro_batches: int) -> Sequence[Sequence[Action]]:
         p = self.parallelism
         return schedule(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
@@ -220,25 +225,78 @@ class MemoryModel:
         ``lengths`` are the padded tokens of the rank's micro-batches.
         """
         in_transit = self._in_transit_bytes(pp_rank, actions, lengths)
+        return self._uses(pp_rank, actions, list(map(Unit, lengths)), in_transit)
+
+    def program_bytes(
+        self, pp_rank: int, actions: Sequence[Action], units: Sequence[Unit]
+    ) -> list[ActivationBytes]:
+        """What :meth:`activation_bytes` says, for micro-batches that may run slices of documents.
+
+        ``actions`` are the rank's in :func:`megatron_wlb.schedule.order.sliced`.
+        """
+        return self._uses(pp_rank, actions, units, self._sent_ahead_bytes(pp_rank, actions, units))
+
+    def peak_bytes_of(
+        self, pp_rank: int, actions: Sequence[Action], units: Sequence[Unit]
+    ) -> float:
+        """The most bytes alive in a step of :meth:`program_bytes`, its update included."""
+        uses = self.program_bytes(pp_rank, actions, units)
+        activations = max((use.peak for use in uses), default=0.0)
+        return self.state_bytes(pp_rank).total + max(activations, self.update_bytes(pp_rank))
+
+    def _uses(
+        self,
+        pp_rank: int,
+        actions: Sequence[Action],
+        units: Sequence[Unit],
+        in_transit: Sequence[float],
+    ) -> list[ActivationBytes]:
         once = self._action_bytes
         if len(once) > MOST_KNOWN:
             once.clear()
         result = []
         kept = 0.0
         for action, transit_bytes in zip(actions, in_transit, strict=True):
-            tape, length = self._tapes[pp_rank][action.chunk], lengths[action.micro_batch]
-            key = (action.kind, id(tape), length)
+            kind, tape = action.kind, self._tapes[pp_rank][action.chunk]
+            unit = units[action.micro_batch]
+            key = (kind, id(tape), unit)
             if key not in once:
-                forward = action.kind == "F"
-                peak_of = tape.forward_peak_bytes if forward else tape.backward_peak_bytes
-                once[key] = tape.saved_per_token * length, peak_of(length)
-            saved, peak = once[key]
-            if action.kind == "B":
-                kept -= saved
+                once[key] = self._action(tape, kind, unit)
+            let_go, peak, keeps = once[key]
+            kept -= let_go
             beside = kept + transit_bytes  # the peak contains what the action itself keeps
-            if action.kind == "F":
-                kept += saved
+            kept += keeps
             result.append(ActivationBytes(beside + peak, kept))
+        return result
+
+    def _action(self, tape: Tape, kind: str, unit: Unit) -> tuple[float, float, float]:
+        if unit.slice is not None:
+            return self._slice_tapes[id(tape)].action_bytes(kind, unit)
+        saved = tape.saved_per_token * unit.num_tokens
+        if kind == "F":
+            return 0.0, tape.forward_peak_bytes(unit.num_tokens), saved
+        return saved, tape.backward_peak_bytes(unit.num_tokens), 0.0
+
+    def _sent_ahead_bytes(
+        self, pp_rank: int, actions: Sequence[Action], units: Sequence[Unit]
+    ) -> list[float]:
+        """Bytes on the way while each action of a program runs.
+
+        The inputs that arrive for the next forward and the next backward, and what the last action
+        sends.
+        """
+        p = self.parallelism
+        per_token = self._element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
+        first, last = pp_rank == 0, pp_rank == p.pp_size - 1
+        received = {"F": 0.0 if first else per_token, "B": 0.0 if last else per_token}
+        sent = {"F": received["B"], "B": received["F"]}
+        result, coming = [], {"F": 0.0, "B": 0.0}
+        for action in reversed(actions):
+            result.append(coming["F"] + coming["B"])
+            coming[action.kind] = received[action.kind] * units[action.micro_batch].num_tokens
+        result.reverse()
+        for at, action in enumerate(actions[:-1], start=1):
+            result[at] += sent[action.kind] * units[action.micro_batch].num_tokens
         return result
 
     def _in_transit_bytes(

@@ -1,0 +1,180 @@
+"""Micro-batches that run slices of documents, and the memory that slices need.
+
+The slices of a document run forward first to last and backward last to first. In each layer the
+document's keys and values have one buffer on the rank. It is allocated whole in the forward of the
+first slice, and freed in its backward. From the backward of the last slice on there is one of as
+many fp32 numbers for their gradients. Context-parallel ranks each hold all of both.
+
+A slice's attention works on views of the buffer. Where a micro-batch is a slice and nothing else,
+autograd keeps neither its keys and values nor, with queries of their own, the product that they are
+views of. Beside whole documents, whose values are views of the same product, all of it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_wlb.cost.activations import Operation, Tape
+from megatron_wlb.errors import PlanError
+from megatron_wlb.schedule.graph import Floats
+
+
+class Slice(NamedTuple):
+    """Tokens ``[start, stop)`` of a document of ``length`` tokens."""
+
+    document: int
+    """A number by which the document's slices are known."""
+    start: int
+    stop: int
+    length: int
+
+
+class Unit(NamedTuple):
+    """A micro-batch: its padded tokens, and the slice that it runs first, if any."""
+
+    num_tokens: int
+    slice: Slice | None = None
+
+
+def chained(
+    lengths: Sequence[Sequence[int]], prefixes: Sequence[Sequence[int]], chains: Sequence[int]
+) -> tuple[Unit, ...]:
+    """The micro-batches of such segments, whose chains are the slices of one document each.
+
+    Raises :class:`PlanError` unless the slices of a chain follow one another from a document's
+    first token on, and there are no others.
+    """
+    counts = [len(lengths), len(prefixes), sum(chains)]
+    if min(chains, default=1) < 1 or len(set(counts)) > 1:
+        raise PlanError(
+            f"there are lengths of {counts[0]} micro-batches, prefixes of {counts[1]}, and chains "
+            f"of {counts[2]}; give as many of each"
+        )
+    units: list[Unit] = []
+    for number, num in enumerate(chains):
+        at = len(units)
+        length = sum(own[0] if own else 0 for own in lengths[at : at + num])
+        stop = 0
+        for place in range(at, at + num):
+            own, before = lengths[place], prefixes[place]
+            if len(before) != len(own) or any(before[1:]) or (before[0] if own else stop) != stop:
+                raise PlanError(
+                    f"micro-batch {place} has prefixes {list(before)} of {len(own)} segments; give "
+                    f"{stop} to the first of them, as the slices before it have so many tokens, "
+                    "and 0 to the others"
+                )
+            start, stop = stop, stop + (own[0] if own else 0)
+            cut = Slice(number, start, stop, length) if num > 1 else None
+            units.append(Unit(sum(own), cut))
+    return tuple(units)
+
+
+def buffers(kind: str, cut: Slice) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Tokens of a document's buffers before and after a slice's action: (keys, gradients) each."""
+    if kind == "F":
+        return (cut.length if cut.start else 0, 0), (cut.length, 0)
+    gradients = cut.length if cut.stop < cut.length else 0
+    left = cut.length if cut.start else 0
+    return (cut.length, gradients), (left, left)
+
+
+@dataclass(frozen=True)
+class SliceTape:
+    """What a chunk's tape keeps and needs for slices."""
+
+    tape: Tape
+
+    def action_bytes(self, kind: str, unit: Unit) -> tuple[float, float, float]:
+        """What an action lets go of, the most alive while it runs, and what it keeps.
+
+        The buffers of the slice's document are in all three.
+        """
+        cut, num_tokens = unit.slice, unit.num_tokens
+        assert cut is not None
+        # Not beside padding either, which is attended to as a document.
+        alone, backward = cut.stop - cut.start == num_tokens, kind == "B"
+        before, after = buffers(kind, cut)
+        # In backward, the kernel of the layer that runs gives gradients of the keys before the
+        # slice, too, besides those of its own that the tape has.
+        own = cut.length + cut.start if backward else cut.length
+        coefficients = np.array(
+            [num_tokens, 1, before[0], own, after[0], before[1], cut.length * backward, after[1]]
+        )
+        rows = self._rows[backward, alone]
+        peak = float((rows * coefficients[:, None]).sum(axis=0).max())
+        saved = self._saved[alone] * num_tokens
+        keys, gradients = self._buffers
+        held_before, held_after = (k * keys + g * gradients for k, g in (before, after))
+        if backward:
+            return held_before + saved, peak, held_after
+        return held_before, peak, held_after + saved
+
+    @cached_property
+    def _saved(self) -> tuple[float, float]:
+        """Bytes a token that a micro-batch keeps, with others and alone."""
+        saved = self.tape.saved_per_token
+        return saved, saved - sum(o.cached for o in self.tape.operations)
+
+    @cached_property
+    def _buffers(self) -> tuple[float, float]:
+        """Bytes of all layers' keys and gradients, a token of the document."""
+        operations = self.tape.operations
+        return sum(o.keys for o in operations), sum(o.gradients for o in operations)
+
+    @cached_property
+    def _rows(self) -> dict[tuple[bool, bool], Floats]:
+        return {
+            (backward, alone): _moments(self.tape, backward, alone)
+            for backward in (False, True)
+            for alone in (False, True)
+        }
+
+
+def _moments(tape: Tape, backward: bool, alone: bool) -> Floats:
+    """What is alive in each moment of a pass, ``[8, moments]``, by what it grows with.
+
+    Tokens; once; then the buffers of layers that have not run, that run now and that have run: of
+    keys, and of their gradients.
+    """
+
+    def saved(operation: Operation) -> float:
+        return operation.saved - operation.cached if alone else operation.saved
+
+    operations = tape.operations
+    left = np.array([sum(o.keys for o in operations), sum(o.gradients for o in operations)])
+    own, done = np.zeros(2), np.zeros(2)
+    kept = sum(map(saved, operations)) if backward else 0.0
+    given = 0.0  # to attention, which does not keep it
+    moments: list[list[float]] = []
+
+    def note(tokens: float, once: float) -> None:
+        alive = np.stack([left - own, own, done], axis=1)
+        moments.append([tokens, once, *alive.ravel().tolist()])
+
+    note(kept, 0.0)
+    for operation in reversed(operations) if backward else operations:
+        own = np.array([operation.keys, operation.gradients])
+        if backward:
+            tokens, once = kept + operation.backward, float(operation.weight_bytes)
+            note(tokens, once)
+            inner = Tape(operation.inner)
+            for again in (False, True) if operation.inner else ():
+                for more, weight, *_ in _moments(inner, again, False).T.tolist():
+                    note(tokens + more, once + weight)
+            kept -= saved(operation)
+        else:
+            working = operation.forward
+            if operation.inner:
+                working = max(o.forward + o.saved for o in operation.inner)
+            kept += saved(operation)
+            given += operation.saved - saved(operation)
+            note(kept + given + working, 0.0)
+            if operation.keys:
+                given = 0.0
+        left, done = left - own, done + own
+    return np.array(moments, dtype=np.float64).T

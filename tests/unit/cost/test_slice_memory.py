@@ -1,0 +1,199 @@
+"""Bytes of slices, counted by hand: buffers of documents, and what their attention does not keep.
+
+The model has keys of 32 numbers in each of 8 layers: a token's keys and values are 128 bytes in
+bf16, their gradients 256 in fp32.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.slices import Slice, Unit, chained
+from megatron_wlb.errors import PlanError
+from megatron_wlb.schedule.order import sliced
+
+SHAPE = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
+KEYS, GRADIENTS = 2 * 2 * 32, 2 * 4 * 32
+THREE = chained([[300], [200], [100]], [[0], [300], [500]], (3,))
+UNCUT = [Unit(unit.num_tokens) for unit in THREE]
+
+
+def model(recompute: Recompute = Recompute(), **layout: int) -> MemoryModel:  # noqa: B008  # frozen
+    return MemoryModel(SHAPE, Parallelism(**layout), recompute)
+
+
+def kept(memory: MemoryModel, rank: int, units: list[Unit] | tuple[Unit, ...]) -> list[float]:
+    order = sliced(memory.parallelism.pp_size, (len(units),))
+    return [use.kept for use in memory.program_bytes(rank, order[rank], units)]
+
+
+def test_document_in_three_slices_is_kept_by_hand() -> None:
+    """On PP=2: its buffers of 4 layers are whole from the first forward to the first's backward."""
+    memory = model(pp_size=2)
+    for rank in (0, 1):
+        # Neither the product of queries, keys and values nor the rotated keys.
+        slice_bytes = memory.tape(rank, 0).saved_per_token - 4 * 2 * (64 + 2 * 32 + 32)
+        keys, gradients = 600 * 4 * KEYS, 600 * 4 * GRADIENTS
+        assert kept(memory, rank, THREE) == pytest.approx(
+            [
+                keys + 300 * slice_bytes,
+                keys + 500 * slice_bytes,
+                keys + 600 * slice_bytes,
+                keys + gradients + 500 * slice_bytes,
+                keys + gradients + 300 * slice_bytes,
+                0.0,
+            ]
+        )
+
+
+def test_slice_beside_documents_keeps_the_product_that_they_are_views_of() -> None:
+    memory = model()
+    saved = memory.tape(0, 0).saved_per_token
+    beside = [THREE[0], THREE[1], THREE[2]._replace(num_tokens=140)]
+    more = kept(memory, 0, beside)[2] - kept(memory, 0, beside)[1]
+    assert more == pytest.approx(140 * saved)
+
+
+def by_layers(memory: MemoryModel, kind: str, unit: Unit) -> float:
+    """The most alive in an action of rank 0, operation by operation and buffer by buffer."""
+    assert unit.slice is not None
+    _, start, stop, length = unit.slice
+    operations = memory.tape(0, 0).operations
+    layers = [at for at, o in enumerate(operations) if o.name == "attention"]
+    keys = {at: length * KEYS * (kind == "B" or start > 0) for at in layers}
+    gradients = {at: length * GRADIENTS * (kind == "B" and stop < length) for at in layers}
+    saved = [o.saved - o.cached for o in operations]
+    held = sum(saved) * unit.num_tokens if kind == "B" else 0.0
+    peak = held + sum(keys.values()) + sum(gradients.values())
+    given = 0.0
+    for at in range(len(operations)) if kind == "F" else reversed(range(len(operations))):
+        if at in layers:
+            keys[at] = length * KEYS
+            gradients[at] = length * GRADIENTS * (kind == "B")
+        if kind == "F":
+            given = (0.0 if at - 1 in layers else given) + operations[at].cached
+            working = (given + operations[at].forward) * unit.num_tokens
+            held += saved[at] * unit.num_tokens
+        else:
+            working = operations[at].backward * unit.num_tokens + operations[at].weight_bytes
+            working += start * KEYS * (at in layers)
+        peak = max(peak, held + working + sum(keys.values()) + sum(gradients.values()))
+        if kind == "B":
+            held -= saved[at] * unit.num_tokens
+            if at in layers and start == 0:
+                keys[at] = gradients[at] = 0
+    return peak
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_peak_of_a_slice_is_found_operation_by_operation(pp_size: int) -> None:
+    memory = model(pp_size=pp_size)
+    units = chained([[700], [1], [299], [4000]], [[0], [700], [701], [1000]], (4,))
+    actions = sliced(1, (4,))[0]
+    before = 0.0
+    uses = memory.program_bytes(0, actions, units)
+    in_transit = memory._sent_ahead_bytes(0, actions, units)
+    for action, use, transit in zip(actions, uses, in_transit, strict=True):
+        unit = units[action.micro_batch]
+        expected = by_layers(memory, action.kind, unit)
+        _, start, stop, _ = unit.slice or (0, 0, 0, 0)
+        own = 0.0  # what it held before is in both
+        if action.kind == "B" or start:
+            own += 5000 * (8 // pp_size) * KEYS
+        if action.kind == "B":
+            own += 5000 * (8 // pp_size) * GRADIENTS * (stop < 5000)
+            saved = sum(o.saved - o.cached for o in memory.tape(0, 0).operations)
+            own += saved * unit.num_tokens
+        assert use.peak == pytest.approx(before - own + transit + expected)
+        assert (transit > 0) == (pp_size > 1 and action != actions[-1])
+        before = use.kept
+
+
+def test_context_parallel_ranks_each_hold_the_whole_prefix() -> None:
+    alone, shared = model(), model(cp_size=2)
+    one, two = kept(alone, 0, THREE)[0], kept(shared, 0, THREE)[0]
+    # All else of the slice's tokens is divided.
+    assert 2 * two - one == pytest.approx(8 * KEYS * 600, rel=0.02)
+    assert kept(shared, 0, UNCUT)[0] == pytest.approx(kept(alone, 0, UNCUT)[0] / 2, rel=0.02)
+
+
+def test_recomputation_leaves_the_buffers() -> None:
+    full = Recompute("full", "uniform", 1)
+    memory = model(full, pp_size=2)
+    saved = memory.tape(0, 0).saved_per_token
+    assert kept(memory, 0, THREE)[2] == pytest.approx(600 * (4 * KEYS + saved))
+    # The pass that is run again is in the peak, as it is of whole documents.
+    order = sliced(2, (3,))
+    slices, whole = (memory.program_bytes(0, order[0], u) for u in (THREE, UNCUT))
+    assert slices[5].peak - whole[5].peak == pytest.approx(600 * 4 * (KEYS + GRADIENTS), rel=0.05)
+    # Attention that is run again keeps the keys that it was given.
+    selective = model(Recompute("selective"))
+    saved = selective.tape(0, 0).saved_per_token
+    assert kept(selective, 0, THREE)[2] == pytest.approx(600 * (8 * KEYS + saved))
+
+
+def test_programs_of_whole_documents_need_what_megatron_s_do_and_what_is_on_the_way() -> None:
+    memory, lengths = model(pp_size=2), [300, 200, 500, 100]
+    order = sliced(2, (1, 1, 1, 1))
+    for rank in (0, 1):
+        ours = memory.program_bytes(rank, order[rank], list(map(Unit, lengths)))
+        theirs = memory.activation_bytes(rank, order[rank], lengths)
+        assert [use.kept for use in ours] == [use.kept for use in theirs]
+        more = [one.peak - other.peak for one, other in zip(ours, theirs, strict=True)]
+        assert min(more) >= 0 and 0 < max(more) <= 3 * 500 * 2 * 64
+        peak = memory.peak_bytes_of(rank, order[rank], list(map(Unit, lengths)))
+        assert peak <= memory.peak_bytes(rank, lengths) + max(more)
+        assert peak >= memory.peak_bytes(rank, lengths)
+
+
+def test_slices_need_less_than_their_document_at_once() -> None:
+    """A stage of PP=4 holds slices of a document, not four documents."""
+    shape = ModelShape(512, 2048, 8, 8, 2, 64, 512, True, rms_norm=True, linear_bias=False)
+    memory = MemoryModel(shape, Parallelism(pp_size=4), kernels="fused")
+    lengths = [[1024]] * 8
+    units = chained(lengths * 4, [[1024 * at] for at in range(8)] * 4, (8,) * 4)
+    sliced_bytes = memory.peak_bytes_of(0, sliced(4, (8,) * 4)[0], units)
+    whole_bytes = memory.peak_bytes_of(0, sliced(4, (1,) * 4)[0], [Unit(8192)] * 4)
+    assert sliced_bytes < 0.75 * whole_bytes
+
+
+def test_walk_over_a_long_program_is_fast() -> None:
+    memory = model(pp_size=4)
+    lengths = [[100 + at] for at in range(64)]
+    prefixes = [[sum(own for (own,) in lengths[:at])] for at in range(64)]
+    units = chained(lengths, prefixes, (64,))
+    order = sliced(4, (64,))
+    memory.peak_bytes_of(0, order[0][:1], units)
+    start = time.process_time()
+    for rank in range(4):
+        memory.peak_bytes_of(rank, order[rank], units)
+    assert time.process_time() - start < 0.1  # measured: 12 ms
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prefixes", "chains", "message"),
+    [
+        ([[5], [3]], [[0], [4]], (2,), r"micro-batch 1 has prefixes \[4\] .* give 5 to the first"),
+        ([[5], [3]], [[0], [5]], (1, 1), r"micro-batch 1 .* give 0"),
+        ([[5], [3, 2]], [[0], [5, 1]], (2,), "and 0 to the others"),
+        ([[5], [3, 2]], [[0], [5]], (2,), "of 2 segments"),
+        ([[5], [3]], [[0], [5]], (3,), "lengths of 2 micro-batches, .* and chains of 3"),
+        ([[5], [3]], [[0]], (2,), "prefixes of 1"),
+        ([[5]], [[0]], (1, 0), "give as many of each"),
+    ],
+)
+def test_chains_that_are_no_documents_are_refused(
+    lengths: list[list[int]], prefixes: list[list[int]], chains: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        chained(lengths, prefixes, chains)
+
+
+def test_chains_are_known_by_their_number() -> None:
+    units = chained([[4], [6, 2], [3], [9]], [[0], [4, 0], [0], [0]], (2, 1, 1))
+    assert units == (
+        Unit(4, Slice(0, 0, 4, 10)), Unit(8, Slice(0, 4, 10, 10)), Unit(3), Unit(9)
+    )  # fmt: skip
