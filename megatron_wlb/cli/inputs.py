@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
 from megatron_wlb.cli.model import DEFAULT_VOCAB_SIZE, MODELS, Model, add_model_flag, read_model
 from megatron_wlb.cost import Cost, ModelShape, Parallelism, Recompute, analytic_cost, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
+from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.errors import ConfigError
@@ -129,9 +131,10 @@ def add_long_documents(group: argparse._ArgumentGroup) -> None:
     """Adds ``--long-documents``, as in training."""
     group.add_argument(
         "--long-documents",
-        choices=("split", "truncate", "error"),
+        choices=get_args(LongDocuments),
         default="split",
-        help="documents over the window, as --wlb-long-documents (default: split)",
+        help="documents over the window, as --wlb-long-documents; slice is for slim, others split "
+        "them then (default: split)",
     )
 
 

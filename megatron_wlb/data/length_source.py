@@ -193,6 +193,8 @@ class LengthSource:
             if long_documents == "truncate":
                 lost = int((long - window).sum())
                 done = f"truncated to it, which drops {lost:,} tokens ({lost / tokens:.1%})"
+            elif long_documents == "slice":
+                done = f"run whole, {int(long.max()):,} tokens at most, by slim packing only"
             said.append(
                 f"{long.size:,} of {self.stored.size:,} documents are longer than the window of "
                 f"{window:,} tokens and {done} (--long-documents {long_documents})"

@@ -237,10 +237,11 @@ def make_evaluation_planner(
     Balanced and whole, but nothing is held back for balance, so that each evaluation is of the
     documents that arrive in its steps.
     """
-    wlb = dataclasses.replace(
-        config.wlb, wlb_packing="hold", wlb_hold_tau=math.inf, wlb_look_ahead=0, wlb_shape="off"
-    )
-    config = dataclasses.replace(config, wlb=wlb)
+    if config.wlb.wlb_packing != "slim":  # which holds back nothing as it is
+        wlb = dataclasses.replace(
+            config.wlb, wlb_packing="hold", wlb_hold_tau=math.inf, wlb_look_ahead=0, wlb_shape="off"
+        )
+        config = dataclasses.replace(config, wlb=wlb)
     return _planner(config, Split(corpora, split), cost, dp_size)
 
 
@@ -251,8 +252,21 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     documents = run.workload(
         split, seed=config.training.seed, long_documents=config.wlb.wlb_long_documents
     )
-    costs = shaping_costs(config, run) if packing.shaped else None
+    if packing.name == "slim":
+        _check_positions(config, documents.longest(packing))
+    costs = shaping_costs(config, run) if packing.shaped or packing.name == "slim" else None
     return documents.planner(packing, costs=costs, selector=_selector(config, run))
+
+
+def _check_positions(config: Config, longest: int) -> None:
+    """Raises :class:`ConfigError` for documents that reach beyond learned positions."""
+    rows = config.model.max_position_embeddings or config.data.seq_length
+    if config.model.position_embedding_type == "learned_absolute" and longest > rows:
+        raise ConfigError(
+            f"--wlb-long-documents slice: a document has {longest} tokens, but the model learns "
+            f"{rows} positions; raise --max-position-embeddings, or use "
+            "--position-embedding-type rope"
+        )
 
 
 def shaping_costs(config: Config, run: Run) -> StepCosts:

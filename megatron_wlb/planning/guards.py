@@ -27,15 +27,15 @@ _AT_LEAST = (
         f"{_PARALLEL_SIZES} distributed_timeout_minutes num_layers {_MODEL_SIZES} rotary_base "
         "make_vocab_size_divisible_by vocab_size global_batch_size train_iters exit_interval "
         "lr_decay_iters recompute_num_layers eval_iters save_interval log_interval wlb_epochs "
-        "wlb_cp_overlap_groups rotary_seq_len_interpolation_factor "
+        "wlb_cp_overlap_groups wlb_units wlb_slice_multiple rotary_seq_len_interpolation_factor "
         "wlb_yarn_original_max_position_embeddings",
     ),
     (0, "lr_warmup_iters eval_interval wlb_max_age wlb_verify_plan_interval"),
 )
 _AT_MOST = (
     (MOST_LAYERS, "num_layers"),
-    (MOST_MICRO_BATCHES, "global_batch_size"),
-    (MOST_TOKENS, "seq_length wlb_max_tokens"),
+    (MOST_MICRO_BATCHES, "global_batch_size wlb_units"),
+    (MOST_TOKENS, "seq_length wlb_max_tokens wlb_slice_multiple"),
     (MOST_DEVICES, f"{_PARALLEL_SIZES} num_virtual_stages_per_pipeline_rank"),
     (MAX_SIZE, f"{_MODEL_SIZES} vocab_size make_vocab_size_divisible_by max_position_embeddings"),
 )
@@ -282,6 +282,11 @@ def _check_batch(config: Config) -> Iterator[str]:
         yield (
             f"--wlb-max-tokens is {w.wlb_max_tokens}, below --seq-length {d.seq_length}; a "
             "document of a whole window would fit nowhere: use at least the window, better twice"
+        )
+    if w.wlb_long_documents == "slice" and w.wlb_packing != "slim":
+        yield (
+            f"--wlb-long-documents is slice, but {w.wlb_packing} packing cuts no slices; use "
+            "--wlb-packing slim, or split"
         )
     if w.wlb_shape == "on":
         try:

@@ -128,23 +128,24 @@ class Workload:
             length_multiple=self.length_multiple,
         )
         if isinstance(self.cost, ProfiledCost):  # now, not in the step that reaches so far
-            longest = packing.max_tokens
-            if packing.name == "slim" and self.long_documents == "slice":
-                longest = max(longest, self.source.longest(self.window))
-            self.cost.check_reach(longest)
+            longest = self.longest(packing) if packing.name == "slim" else 0
+            self.cost.check_reach(max(longest, packing.max_tokens))
         return made
 
-    def stream(self, packing: PackingSettings, num_steps: int) -> Stream:
-        """Gives the documents of at least so many steps, new from the start."""
+    def longest(self, packing: PackingSettings) -> int:
+        """Tells how long documents may be that reach the packing: longer ones are split before."""
         if packing.name in CUTS_AT_WINDOWS:
             whole = self.long_documents in ("split", "slice")
         else:
             whole = packing.name == "slim" and self.long_documents == "slice"
-        longest = max(self.window, self.source.longest(self.window)) if whole else self.window
+        return max(self.window, self.source.longest(self.window)) if whole else self.window
+
+    def stream(self, packing: PackingSettings, num_steps: int) -> Stream:
+        """Gives the documents of at least so many steps, new from the start."""
         return self.source.stream(
             num_steps,
             window=self.window,
-            longest=longest,
+            longest=self.longest(packing),
             windows_a_step=self.num_micro_batches,
             seed=self.seed,
             long_documents=self.long_documents,

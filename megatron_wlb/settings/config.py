@@ -173,10 +173,10 @@ class WlbConfig:
     wlb_packing: Literal["original", "fixed-greedy", "fixed-solver", "wlb", "hold", "slim"] = (
         setting(
             "hold",
-            "original: Megatron's fixed windows. fixed-greedy, fixed-solver: fixed windows, repacked "
-            "over --wlb-fixed-batches. wlb: Algorithm 1 of WLB-LLM, with delay queues. hold: holds "
-            "back the fewest heaviest documents. slim: cuts long documents into slices (SlimPack), "
-            "and holds none back",
+            "original: Megatron's fixed windows. fixed-greedy, fixed-solver: fixed windows, "
+            "repacked over --wlb-fixed-batches. wlb: Algorithm 1 of WLB-LLM, with delay queues. "
+            "hold: holds back the fewest heaviest documents. slim: cuts long documents into slices "
+            "(SlimPack), and holds none back",
         )
     )
     wlb_max_tokens: int | None = setting(

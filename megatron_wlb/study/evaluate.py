@@ -6,7 +6,7 @@ Times are *modelled*: they are the cost's. Only what packing itself takes is mea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, cast
@@ -16,7 +16,8 @@ import numpy as np
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, PackingSettings
-from megatron_wlb.plan import Document, StepPlan
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.planner import Slicing
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.schedule.graph import slice_graph
 from megatron_wlb.study.advice import Option, by_part
@@ -100,20 +101,24 @@ class Evaluation:
 
 
 class _Timed:
-    """A packer whose ``pack`` is timed; all else is the packer's."""
+    """A packer or slicer whose ``method`` is timed; all else is its own."""
 
-    def __init__(self, packing: Packer) -> None:
-        self._packing = packing
+    def __init__(self, timed: object, method: str) -> None:
+        self._timed = timed
         self.seconds = 0.0
+        setattr(self, method, self._timing(getattr(timed, method)))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._packing, name)
+        return getattr(self._timed, name)
 
-    def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
-        start_s = time.process_time()
-        packed = self._packing.pack(documents, step)
-        self.seconds += time.process_time() - start_s
-        return packed
+    def _timing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            start_s = time.process_time()
+            result = call(*given)
+            self.seconds += time.process_time() - start_s
+            return result
+
+        return run
 
 
 def evaluate(
@@ -132,8 +137,12 @@ def evaluate(
         raise ConfigError(f"steps is {steps}; give at least 1")
     workload.check([setting])
     planner = workload.planner(setting, warm_up + steps)
-    timed = _Timed(planner.packer)
-    planner.packer = cast(Packer, timed)
+    timed = _Timed(planner.packer, "pack")
+    if planner.slicing is None:
+        planner.packer = cast(Packer, timed)
+    else:
+        timed = _Timed(planner.slicing, "cut")
+        planner.slicing = cast(Slicing, timed)
     for _ in planner.plans(warm_up):
         on_step()
     timed.seconds = 0.0

@@ -165,6 +165,10 @@ REFUSED = [
         ["--wlb-max-tokens is 511", "below --seq-length 512", "use at least the window"],
     ),
     (
+        "--wlb-long-documents slice", 1,
+        ["--wlb-long-documents is slice", "hold packing cuts no slices", "use --wlb-packing slim"],
+    ),
+    (
         "--wlb-shape on --wlb-packing original", 1,
         ["original packing are windows", "cannot be shaped", "use hold or wlb"],
     ),
@@ -233,6 +237,8 @@ AT_LEAST_1 = [
     "save-interval",
     "log-interval",
     "wlb-epochs",
+    "wlb-units",
+    "wlb-slice-multiple",
 ]
 AT_LEAST_0 = ["lr-warmup-iters", "eval-interval", "wlb-max-age", "wlb-verify-plan-interval"]
 
@@ -273,6 +279,7 @@ def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", 1, 8),
         ("--save out --save-interval 1", 1, 8),
         ("--wlb-shape on --wlb-packing wlb", 1, 8),
+        ("--wlb-long-documents slice --wlb-packing slim --wlb-units 3", 1, 8),
     ],
 )  # fmt: skip
 def test_good_settings_pass(flags: str, world_size: int, num_micro_batches: int) -> None:
