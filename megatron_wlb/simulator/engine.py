@@ -6,11 +6,13 @@ one's own is replayed by its :class:`~megatron_wlb.schedule.graph.Graph`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.graph import Floats, Graph, Replay
 from megatron_wlb.schedule.order import Action
@@ -23,6 +25,8 @@ class Interval:
     start_us: float
     stop_us: float
     action: Action
+    slice: Slice | None = None
+    """The part of a document that its micro-batch runs, if it runs one."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,17 @@ class Timeline:
         return 1.0 - sum(self.busy_us) / available_us if available_us else 0.0
 
 
-def timeline(graph: Graph, replayed: Replay) -> Timeline:
-    """Makes a timeline of a replay of one alternative, rank by rank."""
+def timeline(graph: Graph, replayed: Replay, units: Sequence[Unit] = ()) -> Timeline:
+    """Makes a timeline of a replay of one alternative, rank by rank.
+
+    ``units`` are its micro-batches, where some run slices.
+    """
     return Timeline(
         tuple(
             tuple(
-                Interval(start_us, stop_us, action)
+                Interval(
+                    start_us, stop_us, action, units[action.micro_batch].slice if units else None
+                )
                 for start_us, stop_us, action in zip(
                     graph.of_rank(replayed.start_us, rank).tolist(),
                     graph.of_rank(replayed.stop_us, rank).tolist(),

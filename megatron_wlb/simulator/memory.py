@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_wlb.cost.memory import GIB, ActivationBytes, MemoryModel, StateBytes
+from megatron_wlb.cost.slices import Unit
 from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.order import Action
 
@@ -80,15 +81,25 @@ class StepMemory:
 
 
 def step_memory(
-    model: MemoryModel, order: Sequence[Sequence[Action]], lengths: Sequence[int]
+    model: MemoryModel,
+    order: Sequence[Sequence[Action]],
+    lengths: Sequence[int],
+    units: Sequence[Unit] = (),
 ) -> StepMemory:
-    """What each pipeline rank holds; ``lengths`` are padded tokens of its micro-batches."""
+    """What each pipeline rank holds; ``lengths`` are padded tokens of its micro-batches.
+
+    ``units`` are the same micro-batches where ``order`` is one of slices.
+    """
     return StepMemory(
         tuple(
             RankMemory(
                 model.state_bytes(rank),
                 tuple(actions),
-                tuple(model.activation_bytes(rank, actions, lengths)),
+                tuple(
+                    model.program_bytes(rank, actions, units)
+                    if units
+                    else model.activation_bytes(rank, actions, lengths)
+                ),
                 model.update_bytes(rank),
             )
             for rank, actions in enumerate(order)

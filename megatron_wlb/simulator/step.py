@@ -8,6 +8,7 @@ comes first. Everything here is *simulated*. Times are in µs and start at 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -15,10 +16,11 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
+from megatron_wlb.cost.slices import Unit, chained
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.schedule.graph import Graph, Replay, graph_of
+from megatron_wlb.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
 from megatron_wlb.schedule.order import Order
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
@@ -81,6 +83,9 @@ class Simulator:
         self,
         micro_batches: StepPlan | Lengths,
         attention_scale: Sequence[npt.ArrayLike] | None = None,
+        *,
+        prefixes: Lengths | None = None,
+        chains: Sequence[Sequence[int]] = (),
     ) -> StepTimeline:
         """One step.
 
@@ -89,86 +94,160 @@ class Simulator:
             attention_scale: of each data-parallel rank ``[N]`` or ``[2, N]`` (forward and
                 backward), the attention of the slowest context-parallel rank in even shares; 1 is
                 perfect balance.
+            prefixes: with lengths, the keys before each segment; those of a slice are of the slices
+                before it, all others have none.
+            chains: with lengths, what :attr:`StepPlan.chains` is. Ranks may then have unlike
+                numbers of micro-batches.
 
         Raises:
-            ConfigError: a schedule that Megatron refuses.
+            ConfigError: a schedule that Megatron refuses, or chains with virtual stages.
             PlanError: no micro-batches, or not as many on each data-parallel rank as the layout
-                has.
+                has; or chains whose micro-batches are not the slices of one document.
         """
         lengths, num_tokens = _lengths(micro_batches)
+        if isinstance(micro_batches, StepPlan):
+            chains = micro_batches.chains
+            if chains:
+                prefixes = [[m.prefixes for m in rank] for rank in micro_batches.micro_batches]
         counts = sorted({len(rank) for rank in lengths})
-        if len(lengths) != self.parallelism.dp_size or len(counts) != 1 or counts[0] < 1:
+        same = len(counts) == 1 or (len(counts) > 1 and bool(chains))
+        if len(lengths) != self.parallelism.dp_size or not same or counts[0] < 1:
             raise PlanError(
                 f"there are micro-batches for {len(lengths)} data-parallel ranks, {counts} on each;"
                 f" give the same number, at least 1, to each of {self.parallelism.dp_size}"
             )
-        graph = self.graph(counts[0])
+        if chains:
+            units = self._units(micro_batches, lengths, prefixes, chains)
+            graphs = [slice_graph(self.parallelism.pp_size, tuple(own)) for own in chains]
+        elif prefixes is not None and np.any([n for rank in prefixes for m in rank for n in m]):
+            raise PlanError("there are slices, but no chains that say which belong together")
+        else:
+            units, prefixes = (), None
+            graphs = [self.graph(counts[0])] * len(lengths)
         padded = [[sum(segments) for segments in rank] for rank in lengths]
         scale = attention_scale if attention_scale is not None else [None] * len(lengths)
-        times, gaps, replays = [], [], []
-        for rank, tokens, factors in zip(lengths, padded, scale, strict=True):
-            times.append(self.costs.stages.times_us(rank, factors))
-            gaps.append(self.costs.p2p_us(tokens))
-            check_times("stage times", times[-1])
-            replays.append(graph.replay(times[-1], gaps[-1]))
-        collectives, step_us = self._finish(graph, replays)
+        before = prefixes if prefixes is not None else [None] * len(lengths)
+        stages = self.costs.stages
+        times = list(map(stages.times_us, lengths, scale, before))
+        gaps = list(map(self.costs.p2p_us, padded))
+        for own in times:
+            check_times("stage times", own)
+        replays = _replays(graphs, times, gaps)
+        collectives, step_us = self._finish(graphs, replays)
         memory: tuple[StepMemory, ...] = ()
         if self.memory is not None:
-            memory = tuple(step_memory(self.memory, graph.order, tokens) for tokens in padded)
-        done = tuple(times), tuple(gaps), tuple(replays)
-        return StepTimeline(graph, *done, collectives, step_us, num_tokens, memory)
+            orders = (graph.order for graph in graphs)
+            held = partial(step_memory, self.memory)
+            memory = tuple(map(held, orders, padded, units or [()] * len(graphs)))
+        done = tuple(graphs), tuple(times), tuple(gaps), tuple(replays)
+        return StepTimeline(*done, collectives, step_us, num_tokens, memory, units)
+
+    def _units(
+        self,
+        micro_batches: StepPlan | Lengths,
+        lengths: Lengths,
+        prefixes: Lengths | None,
+        chains: Sequence[Sequence[int]],
+    ) -> tuple[tuple[Unit, ...], ...]:
+        """The micro-batches of each data-parallel rank, slices named by their documents."""
+        if self.parallelism.vpp_size > 1:
+            raise ConfigError(
+                f"documents run in slices with VPP {self.parallelism.vpp_size}; slices need 1"
+            )
+        if len(chains) != len(lengths):
+            raise PlanError(
+                f"there are chains of {len(chains)} data-parallel ranks, but micro-batches for "
+                f"{len(lengths)}; give chains to each"
+            )
+        if prefixes is None:
+            prefixes = [[[0] * len(segments) for segments in rank] for rank in lengths]
+        units = tuple(map(chained, lengths, prefixes, chains))
+        if not isinstance(micro_batches, StepPlan):
+            return units
+        return tuple(
+            tuple(
+                unit._replace(slice=unit.slice._replace(document=m.slice.document.arrival))
+                if unit.slice and m.slice
+                else unit
+                for unit, m in zip(own, rank, strict=True)
+            )
+            for own, rank in zip(units, micro_batches.micro_batches, strict=True)
+        )
 
     def _finish(
-        self, graph: Graph, replays: Sequence[Replay]
+        self, graphs: Sequence[Graph], replays: Sequence[Replay]
     ) -> tuple[tuple[tuple[Activity, ...], ...], float]:
         """Reductions and updates of each pipeline rank, and when the last one ends."""
         costs = self.costs
-        reduced = [self._reduce(graph, replays, rank) for rank in range(graph.pp_size)]
+        pp_size = graphs[0].pp_size
+        reduced = [self._reduce(graphs, replays, rank) for rank in range(pp_size)]
         parts, free_us = [own for own, _ in reduced], [done_us for _, done_us in reduced]
-        if costs.embedding_us and graph.pp_size > 1:
+        if costs.embedding_us and pp_size > 1:
             start_us = max(free_us[0], free_us[-1])
-            for rank in (0, graph.pp_size - 1):
+            for rank in (0, pp_size - 1):
                 free_us[rank] = start_us + costs.embedding_us
                 parts[rank].append(Activity(-1, rank, "embedding", start_us, free_us[rank]))
         end_us = max(free_us)
         if costs.update_us or costs.fixed_us:
             start_us = end_us
-            for rank, update_us in enumerate(costs.update_us or [0.0] * graph.pp_size):
+            for rank, update_us in enumerate(costs.update_us or [0.0] * pp_size):
                 stop_us = start_us + (costs.fixed_us + update_us)
                 parts[rank].append(Activity(-1, rank, "update", start_us, stop_us))
                 end_us = max(end_us, stop_us)
         return tuple(map(tuple, parts)), end_us
 
     def _reduce(
-        self, graph: Graph, replays: Sequence[Replay], rank: int
+        self, graphs: Sequence[Graph], replays: Sequence[Replay], rank: int
     ) -> tuple[list[Activity], float]:
         """A pipeline rank's reductions, which its data-parallel ranks do together, one by one."""
         costs = self.costs
-        actions = graph.order[rank]
-        starts = np.max([graph.of_rank(r.start_us, rank) for r in replays], axis=0)
-        stops = np.max([graph.of_rank(r.stop_us, rank) for r in replays], axis=0)
-        free_us = done_us = float(stops[-1])
+        last = {a.chunk: at for at, a in enumerate(graphs[0].order[rank]) if a.kind == "B"}
+        # Chunks' last backwards, counted from the end: there all orders are alike.
+        ends = [at - len(graphs[0].order[rank]) for at in last.values()]
+        pairs = list(zip(graphs, replays, strict=True))
+        starts = np.max([g.of_rank(r.start_us, rank)[ends] for g, r in pairs], axis=0)
+        stops = np.max([g.of_rank(r.stop_us, rank)[ends] for g, r in pairs], axis=0)
+        free_us = done_us = float(stops.max())
         if not any(costs.reduce_us):
             return [], done_us
-        last = {a.chunk: at for at, a in enumerate(actions) if a.kind == "B"}
         if costs.overlap_reduce:
             free_us = 0.0
         parts = []
-        for chunk, at in sorted(last.items(), key=lambda item: item[1]):
-            stage = chunk * graph.pp_size + rank
+        for number, chunk in sorted(enumerate(last), key=lambda item: last[item[1]]):
+            stage = chunk * graphs[0].pp_size + rank
             whole_us = costs.reduce_us[stage]
             start_us, stop_us = free_us, free_us + whole_us
             if costs.overlap_reduce:
                 num = costs.reduce_buckets[stage] if costs.reduce_buckets else 1
                 # Gradients come evenly over the last backward: part i of num is there at
                 # begin + i · each, and takes its share of the whole.
-                begin, end = float(starts[at]), float(stops[at])
+                begin, end = float(starts[number]), float(stops[number])
                 first_us = begin + (end - begin) / num
                 start_us = max(free_us, first_us)
                 stop_us = max(start_us + whole_us, end + whole_us / num)
             parts.append(Activity(-1, rank, f"reduce {chunk}", start_us, stop_us))
             free_us = stop_us
         return parts, max(done_us, free_us)
+
+
+def _replays(
+    graphs: Sequence[Graph], times_us: Sequence[Floats], p2p_us: Sequence[Floats]
+) -> list[Replay]:
+    """The replay of each data-parallel rank; those of one graph are replayed together."""
+    together: dict[int, list[int]] = {}
+    for rank, graph in enumerate(graphs):
+        together.setdefault(id(graph), []).append(rank)
+    result: dict[int, Replay] = {}
+    for ranks in together.values():
+        graph = graphs[ranks[0]]
+        if len(ranks) == 1:
+            result[ranks[0]] = graph.replay(times_us[ranks[0]], p2p_us[ranks[0]])
+            continue
+        times, gaps = ([each[rank] for rank in ranks] for each in (times_us, p2p_us))
+        replayed = graph.replay(np.stack(times, axis=-1), np.stack(gaps, axis=-1))
+        starts, stops = replayed.start_us.T.copy(), replayed.stop_us.T.copy()
+        result |= {rank: Replay(*both) for rank, *both in zip(ranks, starts, stops, strict=True)}
+    return [result[rank] for rank in range(len(graphs))]
 
 
 def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:

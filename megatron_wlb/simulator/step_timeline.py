@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.cost.document import imbalance
+from megatron_wlb.cost.slices import Unit
+from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.graph import Floats, Graph, Replay
 from megatron_wlb.simulator.engine import Timeline, timeline
 from megatron_wlb.simulator.memory import StepMemory
@@ -32,7 +34,8 @@ class Activity(NamedTuple):
 class StepTimeline:
     """What every rank does in a simulated step, what it waits for, and what it holds."""
 
-    graph: Graph
+    graphs: tuple[Graph, ...]
+    """What each data-parallel rank runs: one and the same, unless documents run in slices."""
     times_us: tuple[Floats, ...]
     """Times of forwards and backwards, per data-parallel rank ``[2, S, N]``."""
     p2p_us: tuple[Floats, ...]
@@ -47,6 +50,29 @@ class StepTimeline:
     """Tokens of the step, without padding where a plan was given."""
     memory: tuple[StepMemory, ...] = field(default=())
     """What each data-parallel rank's pipeline holds; empty without a memory model."""
+    units: tuple[tuple[Unit, ...], ...] = ()
+    """Each data-parallel rank's micro-batches, where documents run in slices."""
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of all data-parallel ranks.
+
+        Raises :class:`PlanError` where they have several; those are in ``graphs``.
+        """
+        if any(graph is not self.graphs[0] for graph in self.graphs):
+            raise PlanError(
+                f"{self.dp_size} data-parallel ranks run {len(set(map(id, self.graphs)))} "
+                "different orders, as their documents are cut apart; use the graphs of each"
+            )
+        return self.graphs[0]
+
+    @property
+    def pp_size(self) -> int:
+        return self.graphs[0].pp_size
+
+    @property
+    def vpp_size(self) -> int:
+        return self.graphs[0].vpp_size
 
     @property
     def dp_size(self) -> int:
@@ -55,7 +81,8 @@ class StepTimeline:
     @cached_property
     def replicas(self) -> tuple[Timeline, ...]:
         """The forwards and backwards of the pipeline ranks, one timeline a data-parallel rank."""
-        return tuple(timeline(self.graph, replayed) for replayed in self.replays)
+        units = self.units or [()] * self.dp_size
+        return tuple(map(timeline, self.graphs, self.replays, units))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -70,7 +97,7 @@ class StepTimeline:
     @cached_property
     def busy_us(self) -> tuple[tuple[float, ...], ...]:
         """``[dp_size][pp_size]``: time in which a rank runs forward or backward."""
-        pp_size = self.graph.pp_size
+        pp_size = self.pp_size
         return tuple(
             tuple(float(times[:, rank::pp_size].sum()) for rank in range(pp_size))
             for times in self.times_us
@@ -79,7 +106,7 @@ class StepTimeline:
     @cached_property
     def bubble_share(self) -> float:
         """Share of the ranks' time that they wait: ``1 - Σ busy ÷ (ranks · pipeline_us)``."""
-        available_us = self.dp_size * self.graph.pp_size * self.pipeline_us
+        available_us = self.dp_size * self.pp_size * self.pipeline_us
         busy_us = sum(map(sum, self.busy_us))  # by rounding, it may be more than there is
         return max(0.0, 1.0 - busy_us / available_us) if available_us else 0.0
 
@@ -121,7 +148,7 @@ class StepTimeline:
         backward starts within it.
         """
         tail = self._critical_tail()
-        what, ranks = "", range(self.graph.pp_size)
+        what, ranks = "", range(self.pp_size)
         if tail and tail[0].what != "update":
             what, ranks = tail[0].what, range(tail[0].pp_rank, tail[0].pp_rank + 1)
         # A reduction that overlaps waits for its chunk's last backward, all else for the rank's.
@@ -129,19 +156,19 @@ class StepTimeline:
         if chunk is not None and tail[0].start_us >= self._last_stop_us(tail[0].pp_rank):
             chunk = None
         stop_us, dp_rank, rank, at = -1.0, 0, 0, 0
-        for dp, replayed in enumerate(self.replays):
+        for dp, (graph, replayed) in enumerate(zip(self.graphs, self.replays, strict=True)):
             for pp_rank in ranks:
-                actions = self.graph.order[pp_rank]
+                actions = graph.order[pp_rank]
                 end = max(i for i, a in enumerate(actions) if chunk in (None, a.chunk))
-                stop = float(self.graph.of_rank(replayed.stop_us, pp_rank)[end])
+                stop = float(graph.of_rank(replayed.stop_us, pp_rank)[end])
                 if stop > stop_us:
                     stop_us, dp_rank, rank, at = stop, dp, pp_rank, end
-        replayed = self.replays[dp_rank]
-        path = self.graph.critical_path(
-            replayed,
+        graph = self.graphs[dp_rank]
+        path = graph.critical_path(
+            self.replays[dp_rank],
             self.times_us[dp_rank],
             self.p2p_us[dp_rank],
-            (rank, self.graph.order[rank][at]),
+            (rank, graph.order[rank][at]),
         )
         return (
             *(
@@ -154,7 +181,8 @@ class StepTimeline:
 
     def _last_stop_us(self, pp_rank: int) -> float:
         """Time at which a pipeline rank's actions are done on all data-parallel ranks."""
-        return max(float(self.graph.of_rank(r.stop_us, pp_rank)[-1]) for r in self.replays)
+        pairs = zip(self.graphs, self.replays, strict=True)
+        return max(float(graph.of_rank(r.stop_us, pp_rank)[-1]) for graph, r in pairs)
 
     def _critical_tail(self) -> list[Activity]:
         """Reductions and the update behind the last of the path's actions."""

@@ -45,12 +45,12 @@ def _step(line: StepTimeline, dp_rank: int, process: int, name: str) -> list[dic
     for parts in line.collectives:
         for part in parts:
             # Beside the rank's actions: an overlapped reduction runs at the same time.
-            thread = line.graph.pp_size + part.pp_rank
+            thread = line.pp_size + part.pp_rank
             event = _event(part.what, part.start_us, part.stop_us, process, thread)
             event["args"] = {"critical": (part.pp_rank, part.what) in critical}
             events.append(event)
     for rank in sorted({part.pp_rank for parts in line.collectives for part in parts}):
-        thread = line.graph.pp_size + rank
+        thread = line.pp_size + rank
         events += _thread(process, thread, f"pipeline rank {rank}, reduction and update")
     if line.memory:
         for rank, memory in enumerate(line.memory[dp_rank].ranks):

@@ -251,7 +251,7 @@ def _timeline(title: str, line: StepTimeline) -> dict[str, Any]:
         "title": title,
         "step_us": line.step_us,
         "bubble": line.bubble_share,
-        "chunks": line.graph.vpp_size,
+        "chunks": line.vpp_size,
         "ranks": ranks,
     }
 
