@@ -8,7 +8,7 @@ loss.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -16,11 +16,12 @@ import numpy.typing as npt
 import torch
 
 from megatron_wlb.data.corpus import Corpus
-from megatron_wlb.errors import CorpusError
+from megatron_wlb.errors import CorpusError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span
 from megatron_wlb.runtime.attention.context_parallel import KeyGather
 from megatron_wlb.runtime.attention.core import PlanSeqParams
 from megatron_wlb.runtime.attention.kernels import Segments
+from megatron_wlb.runtime.attention.slices import Slice, SliceStore
 from megatron_wlb.runtime.transfer import to_device
 from megatron_wlb.sharding import Sharding, rank_layout
 
@@ -54,14 +55,23 @@ def local_params(
     cp_rank: int = 0,
     cp_size: int = 1,
     sharding: Sharding,
+    cut: Slice | None = None,
 ) -> tuple[IntArray | slice, PlanSeqParams]:
     """Which tokens of a micro-batch are local, and what attention and RoPE need of them.
 
     ``lengths`` are the tokens of each attention segment, ``positions`` ``[T]`` those of each token
-    in its document.
+    in its document. ``cut`` is the slice that the first segment is, if it is one.
     """
     if cp_size == 1:
-        return slice(None), PlanSeqParams.of(Segments.of(lengths, device=device), positions)
+        if cut is not None:
+            chunk = Segments.of([cut.stop - cut.start], [cut.stop], device)
+            cut, lengths = replace(cut, chunks=(chunk,)), lengths[1:]
+        whole = Segments.of(lengths, device=device) if lengths or not cut else None
+        return slice(None), PlanSeqParams.of(whole, positions, cut=cut)
+    if cut is not None:
+        raise PlanError(
+            f"slices of document {cut.document} over {cp_size} context-parallel ranks; use one"
+        )
     layout = rank_layout(lengths, cp_size, cp_rank, sharding)
     segments = Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist(), device)
     gather = KeyGather.of(layout, device)
@@ -89,6 +99,8 @@ class BatchBuilder:
         self.device = device
         self.cp_rank = cp_rank
         self.cp_size = cp_size
+        self.slices = SliceStore()
+        """The open documents of the step; who runs it begins and ends that."""
         self._latest: dict[int, tuple[MicroBatchPlan, IntArray | slice, PlanSeqParams]] = {}
         """What a micro-batch's batches have in common on all chunks, by its index."""
 
@@ -139,6 +151,7 @@ class BatchBuilder:
                 cp_rank=self.cp_rank,
                 cp_size=self.cp_size,
                 sharding=plan.sharding,
+                cut=self.slices.slice(plan.slice) if plan.slice else None,
             )
             known = self._latest[plan.index] = (plan, *own)
         return known[1:]

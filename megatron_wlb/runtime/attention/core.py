@@ -26,6 +26,7 @@ from megatron_wlb.runtime.attention.context_parallel import (
     context_attention,
 )
 from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.attention.slices import LayerSlice, Slice, slice_attention
 from megatron_wlb.runtime.transfer import to_device
 
 
@@ -38,27 +39,39 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
     """
 
     segments: Segments | None = None
-    """The local tokens' runs of queries, and the keys of each."""
+    """The local tokens' runs of queries, and the keys of each; a slice's are not among them. None
+    if there are no others."""
     positions: torch.Tensor | None = None
     """``[T/CP]`` int64 on the device: each local token's position in its document."""
     gather: KeyGather | None = None
     """Where the keys are, if tokens are spread over context-parallel ranks."""
+    slice: Slice | None = None
+    """The part of a document that the first tokens are, if they are one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Local tokens, those of padding too."""
+        whole = sum(self.segments.lengths_q) if self.segments else 0
+        return whole + (self.slice.num_queries if self.slice else 0)
 
     @classmethod
     def of(
         cls,
-        segments: Segments,
+        segments: Segments | None,
         positions: npt.NDArray[np.int64],
         gather: KeyGather | None = None,
+        cut: Slice | None = None,
     ) -> PlanSeqParams:
+        known = [*(cut.chunks if cut else ()), *([segments] if segments else ())]
         num_positions = int(positions.max()) + 1  # on the host: a GPU would have to be waited for
         return cls(
             qkv_format="sbhd",
             max_seqlen_q=num_positions,
             max_seqlen_kv=num_positions,
             segments=segments,
-            positions=to_device(positions, segments.cu_seqlens_q.device),
+            positions=to_device(positions, known[0].cu_seqlens_q.device),
             gather=gather,
+            slice=cut,
         )
 
 
@@ -105,6 +118,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         # number to keep them in fp16's range, and multiplies them again. Here they are fp32.
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.kernel = options.kernel
+        self.layer_number = layer_number
         self.parallel: ContextParallel | None = None
         if config.context_parallel_size > 1:
             assert pg_collection is not None
@@ -130,16 +144,15 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
     ) -> torch.Tensor:
         """``[T/CP, 1, H, D], [T/CP, 1, G, D], [T/CP, 1, G, D] -> [T/CP, 1, H·D]``."""
         params = packed_seq_params
-        if not isinstance(params, PlanSeqParams) or params.segments is None:
+        if not isinstance(params, PlanSeqParams) or not params.num_tokens:
             raise PlanError(
                 "attention was called without the micro-batch's document boundaries; the model "
                 "must be run by megatron-wlb's forward step"
             )
-        num_tokens = sum(params.segments.lengths_q)
-        if num_tokens != query.shape[0]:
+        if params.num_tokens != query.shape[0]:
             raise PlanError(
-                f"attention got {query.shape[0]} tokens where the plan has {num_tokens}; the ranks "
-                "do not run the same plan"
+                f"attention got {query.shape[0]} tokens where the plan has {params.num_tokens}; "
+                "the ranks do not run the same plan"
             )
         if (self.parallel is None) != (params.gather is None):
             raise PlanError(
@@ -148,8 +161,9 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
             )
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if self.parallel is None or params.gather is None:
-            out = self.kernel(query, key, value, params.segments, self.softmax_scale)
+            out = self._alone(query, key, value, params)
         else:
+            assert params.segments is not None
             out = context_attention(
                 query,
                 key,
@@ -161,6 +175,22 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 self.parallel,
             )
         return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, D] -> [T/CP, 1, H·D]
+
+    def _alone(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: PlanSeqParams
+    ) -> torch.Tensor:
+        """Attention with all tokens on this rank: the slice's, and that of all whole documents."""
+        whole, scale = params.segments, self.softmax_scale
+        if params.slice is None:
+            assert whole is not None
+            return self.kernel(query, key, value, whole, scale)
+        run = LayerSlice(params.slice, self.layer_number, self.kernel, scale)
+        if whole is None:
+            return slice_attention(query, key, value, run)
+        counts = [params.slice.num_queries, sum(whole.lengths_q)]
+        (q, query), (k, key), (v, value) = (torch.split(t, counts) for t in (query, key, value))
+        own = slice_attention(q, k, v, run)
+        return torch.cat([own, self.kernel(query, key, value, whole, scale)])
 
 
 def check_config(config: TransformerConfig) -> None:
