@@ -145,6 +145,7 @@ class StepRunner:
         micro_batches = plan.micro_batches[dp_rank]
         lengths = [m.padded_length // shards for m in micro_batches]
         self.batches.forget()
+        self.batches.slices.begin(forward_only)
         schedule: Callable[..., list[Any]]
         if plan.chains:
             pp = model.groups.pp
@@ -174,6 +175,7 @@ class StepRunner:
             **options,
         )
         self.communicator.end()
+        self.batches.slices.end()
         return reports
 
     @cached_property
