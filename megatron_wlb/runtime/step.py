@@ -1,4 +1,6 @@
-"""One step of a plan through Megatron's own schedules: losses, gradients, nothing else.
+"""One step of a plan: losses, gradients, nothing else.
+
+Megatron's own schedules run it, or for documents in slices the executor.
 
 The loss is Σ token losses ÷ Σ labelled tokens over all micro-batches and data-parallel ranks,
 never a mean of means: ``calculate_per_token_loss`` makes Megatron sum gradients and divide once.
@@ -7,9 +9,10 @@ Context-parallel ranks are summed over likewise: each has the losses of its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import datetime
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,10 +20,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
-from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.runtime.batch import Batch, BatchBuilder
 from megatron_wlb.runtime.communicator import PlanCommunicator
+from megatron_wlb.runtime.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.schedule.order import sliced
 from megatron_wlb.settings.config import Config
 
 ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
@@ -71,7 +76,8 @@ class StepRunner:
     """Runs plans on a model: batches, shapes, schedule, loss.
 
     ``verify_shapes`` also exchanges shapes as stock Megatron does, and compares them;
-    ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps.
+    ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps;
+    ``timeout`` is that of the communicator that documents in slices need besides.
     """
 
     def __init__(
@@ -81,11 +87,13 @@ class StepRunner:
         *,
         verify_shapes: bool = False,
         verify_plan_interval: int = 1,
+        timeout: datetime.timedelta | None = None,
     ) -> None:
         self.model = model
         self.batches = batches
         self.communicator = PlanCommunicator(model.groups.pp, model.config, verify_shapes)
         self.verify_plan_interval = verify_plan_interval
+        self.timeout = timeout
         self._schedule = get_forward_backward_func()
         self._num_runs = 0
 
@@ -101,6 +109,7 @@ class StepRunner:
             batches,
             verify_shapes=config.wlb.wlb_verify_shapes,
             verify_plan_interval=config.wlb.wlb_verify_plan_interval,
+            timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
         )
 
     def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
@@ -122,7 +131,7 @@ class StepRunner:
     def run_schedule(
         self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
     ) -> list[Any]:
-        """Megatron's schedule on this rank's micro-batches; what their losses report, on the last
+        """Runs the schedule on this rank's micro-batches; what their losses report, on the last
         stage. ``options`` go to the schedule.
 
         Raises :class:`PlanError` as :meth:`run`.
@@ -132,31 +141,47 @@ class StepRunner:
         if model.config.sequence_parallel:
             shards *= model.config.tensor_model_parallel_size
         self._check(plan, shards)
-        micro_batches = plan.micro_batches[model.groups.dp.rank()]
-        self.communicator.begin(
-            [m.padded_length // shards for m in micro_batches],
-            forward_only=forward_only,
-            label=f"step {plan.step}",
-        )
+        dp_rank, label = model.groups.dp.rank(), f"step {plan.step}"
+        micro_batches = plan.micro_batches[dp_rank]
+        lengths = [m.padded_length // shards for m in micro_batches]
         self.batches.forget()
+        self.batches.slices.begin(forward_only)
+        schedule: Callable[..., list[Any]]
+        if plan.chains:
+            pp = model.groups.pp
+            actions = sliced(pp.size(), plan.chains[dp_rank])[pp.rank()]
+            verify = self.communicator.verify
+            transfers = Transfers(self._links, lengths, model.config, verify, label)
+            schedule = partial(run_actions, actions, transfers)
+        else:
+            self.communicator.begin(lengths, forward_only=forward_only, label=label)
+            schedule = partial(
+                self._schedule,
+                seq_length=max(m.padded_length for m in micro_batches),
+                micro_batch_size=1,
+                p2p_communicator=self.communicator,
+            )
         iterators = [
             self.batches.iterate(micro_batches, first=gpt.pre_process, last=gpt.post_process)
             for gpt in model.gpts
         ]
-        reports: list[Any] = self._schedule(
+        reports = schedule(
             forward_step_func=forward_step,
             data_iterator=iterators,
             model=model.chunks,
             num_microbatches=len(micro_batches),
-            seq_length=max(m.padded_length for m in micro_batches),
-            micro_batch_size=1,
             forward_only=forward_only,
-            p2p_communicator=self.communicator,
             pg_collection=model.groups,
             **options,
         )
         self.communicator.end()
+        self.batches.slices.end()
         return reports
+
+    @cached_property
+    def _links(self) -> Links:
+        """Made when all ranks have come to the first plan with slices."""
+        return Links.open(self.model.groups.pp, self.timeout)
 
     def _check(self, plan: StepPlan, shards: int) -> None:
         # First, so that a plan that is wrong on one rank raises on all, and no rank waits for it.
@@ -177,6 +202,75 @@ class StepRunner:
                     f"step {plan.step}: micro-batch {m.index} is {m.padded_length} tokens long; "
                     f"pad it to a positive multiple of {shards}, over which sequences are sharded"
                 )
+        check_chains(plan)
+        config = self.model.config
+        vpp = config.virtual_pipeline_model_parallel_size or 1
+        if plan.chains and (vpp > 1 or config.defer_embedding_wgrad_compute):
+            given = f"{vpp} virtual stages" if vpp > 1 else "defer_embedding_wgrad_compute"
+            raise PlanError(
+                f"step {plan.step}: the plan has slices of documents, whose order of passes "
+                f"{given} cannot follow; turn that off, or plan whole documents"
+            )
+
+
+def check_chains(plan: StepPlan) -> None:
+    """Holds the slices of documents against ``plan.chains``, which say how they run.
+
+    Raises :class:`PlanError` where a document would not run whole and in order: its slices lie in
+    one replica's consecutive micro-batches, a chain, each first in its own.
+    """
+    if plan.chains and len(plan.chains) != len(plan.micro_batches):
+        raise PlanError(
+            f"step {plan.step}: the plan has chains for {len(plan.chains)} data-parallel ranks and "
+            f"micro-batches for {len(plan.micro_batches)}; give both for each rank"
+        )
+    for rank, micro_batches in enumerate(plan.micro_batches):
+        chains = plan.chains[rank] if plan.chains else (1,) * len(micro_batches)
+        where = f"step {plan.step}, data-parallel rank {rank}"
+        if not chains or min(chains) < 1 or sum(chains) != len(micro_batches):
+            raise PlanError(
+                f"{where}: chains of {list(chains)} do not divide its {len(micro_batches)} "
+                "micro-batches; let them add up to that, each at least 1"
+            )
+        stop = 0
+        for length in chains:
+            _check_chain(micro_batches[stop : stop + length], where)
+            stop += length
+
+
+def _check_chain(chain: Sequence[MicroBatchPlan], where: str) -> None:
+    for m in chain:
+        for span in m.spans[1:]:
+            if span.is_slice:
+                raise PlanError(
+                    f"{where}: micro-batch {m.index} runs tokens {span.start} to {span.stop} of "
+                    f"{_name(span.document)} behind other documents; a slice comes first"
+                )
+    slices = [m.slice for m in chain]
+    document = next((s.document for s in slices if s is not None), None)
+    if document is None and len(chain) == 1:
+        return
+    reached = 0
+    for m, part in zip(chain, slices, strict=True):
+        if part is None or part.document != document or part.start != reached:
+            found = "no slice" if part is None else f"tokens from {part.start} of "
+            found += "" if part is None else _name(part.document)
+            wanted = "slices of one document" if document is None else _name(document)
+            raise PlanError(
+                f"{where}: micro-batch {m.index} has {found}, but its chain of {len(chain)} has "
+                f"come to token {reached} of {wanted}; a chain runs all of one document in order"
+            )
+        reached = part.stop
+    assert document is not None
+    if reached != document.length:
+        raise PlanError(
+            f"{where}: the chain of {len(chain)} up to micro-batch {chain[-1].index} ends at token "
+            f"{reached} of {_name(document)}, which has {document.length}; let it run the rest too"
+        )
+
+
+def _name(document: Document) -> str:
+    return f"document {document.index} of corpus {document.corpus}"
 
 
 def verify_digest(plan: StepPlan, device: str) -> None:

@@ -11,7 +11,7 @@ from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import Sharding, length_multiple
 from megatron_wlb.testing.oracle import State
 from megatron_wlb.testing.shards import Held, RankRun, held_by, whole_name
-from megatron_wlb.testing.workload import Workload, scatter
+from megatron_wlb.testing.workload import Workload, scatter, slice_up
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Breaks a :class:`megatron_wlb.runtime.step.StepRunner` for the length of a ``with`` block."""
@@ -59,6 +59,21 @@ def scatter_for(config: Config, workload: Workload, world_size: int, step: int) 
         guards.data_parallel_size(config, world_size),
         guards.check_micro_batches(config, world_size),
         length_multiple(p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel),
+        SHARDINGS[config.wlb.wlb_cp_sharding],
+    )
+
+
+def sliced_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """:func:`slice_up` for a layout, whose global batch says nothing then."""
+    from megatron_wlb.planning import guards
+
+    p = config.parallel
+    return slice_up(
+        step,
+        workload.steps[step],
+        guards.data_parallel_size(config, world_size),
+        length_multiple(p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel),
+        SHARDINGS[config.wlb.wlb_cp_sharding],
     )
 
 
@@ -82,9 +97,13 @@ def load(config: Config, model: Any, state: State) -> tuple[list[Held], list[Any
 
 
 def train(
-    config: Config, workload: Workload, initial: State, fault: Fault = contextlib.nullcontext
+    config: Config,
+    workload: Workload,
+    initial: State,
+    fault: Fault = contextlib.nullcontext,
+    plan_for: Callable[[Config, Workload, int, int], StepPlan] = scatter_for,
 ) -> RankRun:
-    """Runs the workload's steps, scattered, as the trainer does; gradients are taken unclipped.
+    """Runs the workload's steps as the trainer does; gradients are taken unclipped.
 
     Each step is evaluated too, after its backward pass, which must leave the gradients alone.
     """
@@ -100,7 +119,7 @@ def train(
     losses, evaluated, gradients = [], [], []
     with fault(runner):
         for number in range(len(workload.steps)):
-            plan = scatter_for(config, workload, torch.distributed.get_world_size(), number)
+            plan = plan_for(config, workload, torch.distributed.get_world_size(), number)
             for chunk in model.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -102,3 +103,59 @@ def scatter(
     starts = range(0, len(plans), num_micro_batches)
     ranks = tuple(tuple(plans[start : start + num_micro_batches]) for start in starts)
     return StepPlan(step, "scatter", ranks, 0, 0)
+
+
+def slice_up(
+    step: int,
+    documents: Sequence[Document],
+    dp_size: int,
+    multiple: int = 1,
+    sharding: Sharding = Sharding(),  # noqa: B008  # frozen
+) -> StepPlan:
+    """Documents thrown to ranks at random, most of them in slices of awkward lengths.
+
+    The first one of a rank begins and ends with a slice of one token, others have up to 4 slices;
+    the last slice of a document takes along whole documents, which run on their own too. Numbers of
+    micro-batches differ between ranks; all are padded to ``multiple``, some to more.
+    """
+    random = np.random.RandomState(2000 + step)
+    ranks: list[list[Document]] = [[] for _ in range(dp_size)]
+    for number, document in enumerate(documents):
+        ranks[number % dp_size if number < 2 * dp_size else random.randint(dp_size)].append(
+            document
+        )
+    micro_batches: list[tuple[MicroBatchPlan, ...]] = []
+    chains: list[tuple[int, ...]] = []
+    index = 0
+    for content in ranks:
+        units: list[list[Span]] = []
+        numbers: list[int] = []
+        for document in content:
+            length, inner = document.length, range(2, document.length - 1)
+            if length < 8:  # beside the document before, or on its own
+                whole = Span(document, 0, length)
+                if units and random.randint(3):
+                    units[-1].append(whole)
+                else:
+                    units.append([whole])
+                    numbers.append(1)
+                continue
+            num_cuts = random.randint(4)
+            cuts = {0, length, *random.choice(inner, num_cuts, replace=False).tolist()}
+            if not any(number > 1 for number in numbers):
+                cuts |= {1, length - 1}
+            edges = sorted(cuts)
+            units += [[Span(document, *edge)] for edge in pairwise(edges)]
+            numbers.append(len(edges) - 1)
+        if step % 2:  # padding only
+            units.append([])
+            numbers.append(1)
+        plans = []
+        for spans in units:
+            length = sum(span.length for span in spans)
+            padded = -(-max(length, 1) // multiple) * multiple + multiple * int(random.randint(2))
+            plans.append(MicroBatchPlan(index, tuple(spans), padded, float(length**2), sharding))
+            index += 1
+        micro_batches.append(tuple(plans))
+        chains.append(tuple(numbers))
+    return StepPlan(step, "slices", tuple(micro_batches), 0, 0, tuple(chains))

@@ -1,0 +1,244 @@
+"""Runs a replica's micro-batches in our own order: that of documents in slices.
+
+Megatron's schedules run backward passes in the order of the forward ones. The slices of a document
+need the reverse (:func:`megatron_wlb.schedule.order.sliced`), or their keys and values miss the
+gradients of the slices behind them. So here is a loop of our own around what is Megatron's: the
+passes, data-parallel reduction, and the end of a step. It mirrors
+``forward_backward_pipelining_without_interleaving``.
+
+No transfer waits for another: sends are not waited for, receives are posted one action ahead, and
+activations and gradients have communicators of their own, as messages of one communicator pass in
+order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.schedule.order import Action
+
+
+@dataclass(frozen=True)
+class Links:
+    """The communicators between the ranks of a pipeline."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    """Global ranks of the pipeline's stages."""
+    activations: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+
+    @classmethod
+    def open(cls, pp_group: dist.ProcessGroup, timeout: datetime.timedelta | None = None) -> Links:
+        """Makes the communicator of gradients; to be called by all ranks of the world."""
+        rank, ranks = pp_group.rank(), tuple(dist.get_process_group_ranks(pp_group))
+        if len(ranks) == 1:
+            return cls(rank, ranks, pp_group, pp_group)
+        pipelines: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(pipelines, ranks)
+        gradients = pp_group
+        for pipeline in sorted(set(pipelines)):  # every rank takes part in making every group
+            made = dist.new_group(list(pipeline), timeout=timeout)
+            gradients = made if pipeline == ranks else gradients
+        # NCCL connects two ranks at their first message, and blocks both hosts until then. A
+        # gradient's receive is posted before the forward that its sender may still wait for.
+        token = torch.zeros(1, device=torch.cuda.current_device())
+        if rank + 1 < len(ranks):
+            dist.recv(token, ranks[rank + 1], group=gradients)
+        if rank > 0:
+            dist.send(token, ranks[rank - 1], group=gradients)
+        return cls(rank, ranks, pp_group, gradients)
+
+
+@dataclass
+class Transfers:
+    """The messages of one run on a rank.
+
+    ``lengths`` are the tokens of each micro-batch's tensor between stages. With ``verify`` each
+    message comes after its length, which is compared, and no receive is posted ahead.
+    """
+
+    links: Links
+    lengths: Sequence[int]
+    config: TransformerConfig
+    verify: bool
+    label: str
+    _sends: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+
+    def post(self, action: Action) -> _Arrival | None:
+        """Starts to receive what an action needs; None where that comes from no other rank."""
+        peer = self._peer(-1 if action.kind == "F" else 1)
+        return None if peer is None else _Arrival(self, action, peer)
+
+    def send(self, action: Action, tensor: torch.Tensor) -> None:
+        """Sends an action's output to where it is needed, if to another rank."""
+        peer = self._peer(1 if action.kind == "F" else -1)
+        if peer is None:
+            return
+        self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
+        if self.verify:
+            self._send(torch.tensor([tensor.shape[0]], device=tensor.device), peer, action)
+        # An alias: the tensor itself may be emptied before it is sent.
+        self._send(tensor.detach(), peer, action)
+
+    def end(self) -> None:
+        """Waits until all is sent."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def group_of(self, action: Action) -> dist.ProcessGroup:
+        return self.links.activations if action.kind == "F" else self.links.gradients
+
+    def _send(self, tensor: torch.Tensor, peer: int, action: Action) -> None:
+        work = dist.isend(tensor, peer, group=self.group_of(action))
+        assert work is not None
+        self._sends.append((work, tensor))
+
+    def _peer(self, distance: int) -> int | None:
+        stage = self.links.rank + distance
+        return self.links.ranks[stage] if 0 <= stage < len(self.links.ranks) else None
+
+
+class _Arrival:
+    """A tensor that is received."""
+
+    def __init__(self, transfers: Transfers, action: Action, peer: int) -> None:
+        self._transfers, self._action, self._peer = transfers, action, peer
+        self._work: dist.Work | None = None
+        config = transfers.config
+        self._tensor = torch.empty(
+            (transfers.lengths[action.micro_batch], 1, config.hidden_size),
+            device=torch.cuda.current_device(),
+            dtype=config.pipeline_dtype,
+            requires_grad=True,
+        )
+        if not transfers.verify:
+            self._post()
+
+    def wait(self) -> torch.Tensor:
+        """Returns the tensor once it is there, for the kernels that come next.
+
+        Raises :class:`PlanError` where ``verify`` finds another length than the plan's.
+        """
+        timers = self._transfers.config.timers
+        name = "forward-recv" if self._action.kind == "F" else "backward-recv"
+        if timers is not None:
+            timers(name, log_level=2).start()
+        if self._work is None:
+            self._compare()
+            self._post()
+        assert self._work is not None
+        self._work.wait()
+        if timers is not None:
+            timers(name).stop()
+        return self._tensor
+
+    def _post(self) -> None:
+        group = self._transfers.group_of(self._action)
+        self._work = dist.irecv(self._tensor, self._peer, group=group)
+
+    def _compare(self) -> None:
+        sent = torch.zeros(1, dtype=torch.int64, device=self._tensor.device)
+        dist.recv(sent, self._peer, group=self._transfers.group_of(self._action))
+        if int(sent) != len(self._tensor):
+            raise PlanError(
+                f"{self._transfers.label}: stage {self._transfers.links.rank} expects "
+                f"{len(self._tensor)} tokens for {self._action} by its plan, but {int(sent)} are "
+                "sent; the ranks do not run the same plan"
+            )
+
+
+def run_actions(
+    actions: Sequence[Action],
+    transfers: Transfers,
+    *,
+    forward_step_func: Any,
+    data_iterator: Sequence[Iterator[Any]],
+    model: Sequence[torch.nn.Module],
+    num_microbatches: int,
+    forward_only: bool,
+    pg_collection: Any,
+    first_val_step: bool | None = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    """Runs a rank's actions, as one of Megatron's schedule functions would.
+
+    The parameters by name are theirs, and so is the result: what the losses report, on the last
+    stage. Gradients are left in the model, reduced. ``forward_only`` leaves the backwards out.
+    """
+    (chunk,), (batches,) = model, data_iterator
+    config, stage = transfers.config, transfers.links.rank
+    is_first, is_last = stage == 0, stage == len(transfers.links.ranks) - 1
+    if forward_only:
+        actions = [action for action in actions if action.kind == "F"]
+    reports: list[Any] = []
+    num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+    running: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    with contextlib.ExitStack() as no_sync:
+        if config.no_sync_func is not None and not forward_only:
+            no_sync.enter_context(config.no_sync_func())
+        posted = transfers.post(actions[0])
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
+            arrival = posted
+            posted = None if following is None else transfers.post(following)
+            received = None if arrival is None else arrival.wait()
+            number = action.micro_batch
+            if action.kind == "F":
+                check = schedules.check_first_val_step
+                output, tokens = schedules.forward_step(
+                    forward_step_func,
+                    batches,
+                    chunk,
+                    num_microbatches,
+                    received,
+                    reports,
+                    config,
+                    pg_collection.cp.size(),
+                    is_first_microbatch=check(first_val_step, forward_only, number == 0),
+                    current_microbatch=number,
+                    is_last_stage=is_last,
+                )
+                num_tokens += tokens
+                transfers.send(action, output)
+                if not forward_only:
+                    running[number] = received, output
+                    if not is_last:
+                        schedules.deallocate_output_tensor(
+                            output, config.deallocate_pipeline_outputs
+                        )
+                continue
+            if following is None and (config.grad_sync_func is None or is_first):
+                # Not before: reduction starts as soon as a parameter has a gradient. With a
+                # grad_sync_func the stages behind the first reduce below, in the pipeline's tail.
+                no_sync.close()
+            entered, output = running.pop(number)
+            gradient = schedules.backward_step(entered, output, received, None, config)
+            if gradient is not None:
+                transfers.send(action, gradient)
+    if not forward_only:
+        if config.grad_sync_func is not None and not is_first:
+            config.grad_sync_func(chunk.parameters())
+        if config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func(
+                [chunk],
+                num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce,
+            )
+    transfers.end()
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return reports
