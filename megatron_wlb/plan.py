@@ -120,9 +120,13 @@ class MicroBatchPlan:
     padded_length: int
     """Length of the tensors, in tokens, over all TP and CP ranks; padding is masked out."""
     predicted_us: float
-    """Predicted forward plus backward time of the whole model, padding not counted."""
+    """Predicted forward plus backward time of the whole model, padding not counted; its share of
+    that on each of ``replicas``."""
     sharding: Sharding = Sharding()  # noqa: RUF009  # frozen
     """How its tokens are divided over context-parallel ranks, if there are several."""
+    replicas: tuple[int, ...] = ()
+    """Data-parallel ranks that run it together: their context-parallel ranks are one group for it
+    (DP-Merge, SlimPack §4). Empty: the rank that has it, alone."""
 
     @cached_property
     def length(self) -> int:
@@ -158,19 +162,21 @@ class StepPlan:
     step: int
     packing: str
     micro_batches: tuple[tuple[MicroBatchPlan, ...], ...]
-    """``[dp_size][num_micro_batches]``, in the order in which each rank runs them."""
+    """``[dp_size][num_micro_batches]``, in the order in which each rank runs them. Ranks that run
+    one together have it first, and each has it."""
     num_waiting: int
     """Documents that have arrived but run in a later step."""
     waiting_tokens: int
     chains: tuple[tuple[int, ...], ...] = ()
     """``[dp_size][chains]``: how many micro-batches, one after another, run the slices of one
-    document; 1 for one that runs whole documents only. Their backward passes run last to first:
-    the order is :func:`megatron_wlb.schedule.order.sliced`. Empty: Megatron's own schedule."""
+    document, or of all those that several ranks run together; 1 for one that runs whole documents
+    only. Their backward passes run last to first: the order is
+    :func:`megatron_wlb.schedule.order.sliced`. Empty: Megatron's own schedule."""
 
     def __iter__(self) -> Iterator[MicroBatchPlan]:
-        """All micro-batches, rank by rank."""
-        for rank in self.micro_batches:
-            yield from rank
+        """All micro-batches, rank by rank; each once."""
+        for rank, micro_batches in enumerate(self.micro_batches):
+            yield from (m for m in micro_batches if m.replicas[:1] in ((), (rank,)))
 
     @property
     def documents(self) -> Iterator[Document]:
@@ -220,7 +226,7 @@ class StepPlan:
         for rank, micro_batches in enumerate(self.micro_batches):
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
-                sha.update(str(m.sharding).encode())
+                sha.update(f"{m.sharding}{m.replicas or ''}".encode())
                 for s in m.spans:
                     d = s.document
                     sha.update(

@@ -77,6 +77,8 @@ class Units(NamedTuple):
 
     spans: list[list[Span]]
     """``[micro-batches][spans]``, in the order of their forward passes."""
+    replicas: list[tuple[int, ...]]
+    """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.replicas`."""
     chains: list[int]
     """See :attr:`megatron_wlb.plan.StepPlan.chains`."""
 
@@ -165,7 +167,7 @@ class Planner:
         chains: tuple[tuple[int, ...], ...] = ()
         if self.slicing is not None:
             units = self.slicing.cut([d for docs in packed for d in docs], self.step)
-            ranks = self._numbered([replica.spans for replica in units])
+            ranks = self._units(units)
             chains = tuple(tuple(replica.chains) for replica in units)
         else:
             ranks = self._ranks([[whole(d) for d in docs] for docs in packed])
@@ -247,19 +249,41 @@ class Planner:
         indices = count()
         return [[self._micro_batch(next(indices), spans) for spans in rank] for rank in ranks]
 
-    def _micro_batch(self, index: int, spans: Sequence[Span]) -> MicroBatchPlan:
+    def _units(self, units: Sequence[Units]) -> list[list[MicroBatchPlan]]:
+        """Micro-batches of each rank; those that several run together are one and the same."""
+        shared: dict[Span, MicroBatchPlan] = {}
+        indices = count()
+        ranks = []
+        for own in units:
+            micro_batches = []
+            for spans, replicas in zip(own.spans, own.replicas, strict=True):
+                micro_batch = shared.get(spans[0]) if replicas else None
+                if micro_batch is None:
+                    micro_batch = self._micro_batch(next(indices), spans, replicas)
+                    if replicas:
+                        shared[spans[0]] = micro_batch
+                micro_batches.append(micro_batch)
+            ranks.append(micro_batches)
+        return ranks
+
+    def _micro_batch(
+        self, index: int, spans: Sequence[Span], replicas: tuple[int, ...] = ()
+    ) -> MicroBatchPlan:
         num_tokens = sum(span.length for span in spans)
-        multiples = max(1, -(-num_tokens // self.length_multiple))
+        multiple = self.length_multiple * (2 * len(replicas) or 1)
+        multiples = max(1, -(-num_tokens // multiple))
         predicted_us = self.cost.total_us([span.stop for span in spans])
         if spans and spans[0].start:
             predicted_us -= self.cost.document_us(spans[0].start)
         micro_batch = MicroBatchPlan(
             index=index,
             spans=tuple(spans),
-            padded_length=multiples * self.length_multiple,
-            predicted_us=predicted_us,
+            padded_length=multiples * multiple,
+            predicted_us=predicted_us / (len(replicas) or 1),
+            replicas=replicas,
         )
-        return self._sharded(micro_batch) if self.selector else micro_batch
+        # Over several ranks both halves of a slice's tokens are of like work.
+        return self._sharded(micro_batch) if self.selector and not replicas else micro_batch
 
     def _sharded(self, micro_batch: MicroBatchPlan) -> MicroBatchPlan:
         """Adds the sharding, and the time that all wait for the rank with the slowest attention.

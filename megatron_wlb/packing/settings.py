@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
@@ -44,6 +44,7 @@ _COUNTS_FOR = {
     "max_step_tokens": _BALANCED,
     "units": ("slim",),
     "slice_multiple": ("slim",),
+    "dp_merge": ("slim",),
 }
 """The packings that read a field; the others' flags leave it out."""
 
@@ -87,6 +88,7 @@ class PackingSettings:
     max_step_tokens: int | None = None
     units: int | None = None
     slice_multiple: int | None = None
+    dp_merge: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         if self.shaped:

@@ -175,6 +175,7 @@ class Workload:
                 num_micro_batches=each_rank(self.num_micro_batches, p.dp_size),
                 max_tokens=made.limits.max_tokens,
                 num_units=packing.units,
+                merges=packing.dp_merge == "auto",
                 multiple=packing.slice_multiple
                 or max(1, min(SLICE_MULTIPLE, self.window // SLICES_OF_A_WINDOW)),
             )

@@ -1,10 +1,12 @@
 """Steps of slices: long documents are cut, so that no document waits and no unit stalls the rest.
 
 After SlimPack §4, in two phases. Documents go to data-parallel ranks whole, the heaviest first,
-each to the rank with the least work. Then each rank's work is laid out in units of like work, which
-are its micro-batches: a document that is heavier than a unit is cut into *slices*, each as heavy as
-a unit; whole documents fill up the last slices and the units behind them. A slice attends to the
-slices before it, so it gets shorter the later it lies in its document.
+each to the rank with the least work; one that is more than a rank's share runs on several ranks
+together, which share its tokens as context-parallel ranks do (DP-Merge). Then each rank's work is
+laid out in units of like work, which are its micro-batches: a document that is heavier than a unit
+is cut into *slices*, each as heavy as a unit; whole documents fill up the last slices and the units
+behind them. A slice attends to the slices before it, so it gets shorter the later it lies in its
+document.
 
 SlimPack solves a mixed-integer programme for backward units of their own; here both passes run the
 same units, balanced by the sum of both. Units of two documents' slices are never made: backward
@@ -18,7 +20,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.step_costs import StepCosts
@@ -44,6 +48,34 @@ SLICES_OF_A_WINDOW = 64
 """The most slices of a window: of short ones, cuts are multiples of a share of it."""
 
 
+class Timed(NamedTuple):
+    """A document and what it takes."""
+
+    us: float
+    document: Document
+
+
+class Merged(NamedTuple):
+    """A document that several data-parallel ranks run together."""
+
+    us: float
+    document: Document
+    ranks: tuple[int, ...]
+
+
+class _Dealt(NamedTuple):
+    """Which data-parallel ranks run which documents."""
+
+    alone: list[list[Timed]]
+    """``[dp_size]``, heaviest first."""
+    together: list[Merged]
+    """Heaviest first."""
+    mean_us: float
+    """Of a rank."""
+    heaviest: int
+    """The rank with most work."""
+
+
 class Slicer:
     """Cuts steps into units of like work.
 
@@ -56,6 +88,9 @@ class Slicer:
         max_tokens: S_max: no unit is longer.
         num_units: how many to aim at on each data-parallel rank; chosen by simulated time if None.
         multiple: tokens that cuts are multiples of.
+        merges: whether a document that outweighs a replica's mean may run on several together,
+            where that is faster in simulation (DP-Merge). What their exchange of keys and values
+            takes beyond a replica's own is not simulated.
 
     Raises:
         ConfigError: sizes below 1, or more than one chunk a rank.
@@ -71,6 +106,7 @@ class Slicer:
         max_tokens: int,
         num_units: int | None = None,
         multiple: int = SLICE_MULTIPLE,
+        merges: bool = True,
     ) -> None:
         if layout.vpp_size > 1:
             raise ConfigError(
@@ -79,16 +115,21 @@ class Slicer:
             )
         self._cost, self._costs, self._layout = cost, costs, layout
         self._num_micro_batches, self._max_tokens = num_micro_batches, max_tokens
-        self._given, self._multiple = num_units, multiple
+        self._given, self._multiple, self._merges = num_units, multiple, merges
         self.num_units = num_units
         """Of a data-parallel rank; None before the first step."""
 
     def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
         """The units of each data-parallel rank; a rank without documents has an empty one."""
-        replicas = self._deal(documents)
+        timed = self._heaviest_first(documents)
+        dealt = self._deal(timed, merges=False)
         if self.num_units is None or (self._given is None and step % STEPS_A_SWEEP == 0):
-            self.num_units = self._choose(max(replicas, key=lambda r: sum(us for us, _ in r)))
-        return [self._lay(replica, self.num_units) for replica in replicas]
+            self.num_units = self._choose(dealt)
+        num_units = self.num_units
+        merged = self._deal(timed, merges=True) if self._merges else dealt
+        if merged.together and self._step_us(merged, num_units) < self._step_us(dealt, num_units):
+            dealt = merged
+        return [self._lay(dealt, rank, num_units) for rank in range(len(dealt.alone))]
 
     def state_dict(self) -> dict[str, Any]:
         """What later steps depend on, JSON-able."""
@@ -103,48 +144,85 @@ class Slicer:
             )
         self.num_units = self._given or num_units
 
-    def _deal(self, documents: Sequence[Document]) -> list[list[tuple[float, Document]]]:
-        """Documents with their times for each data-parallel rank, heaviest first."""
+    def _heaviest_first(self, documents: Sequence[Document]) -> list[Timed]:
         document_us = self._cost.document_us
-        heaviest = sorted(
-            ((document_us(document.length), document) for document in documents),
-            key=lambda pair: (-pair[0], pair[1].key),
+        return sorted(
+            (Timed(document_us(document.length), document) for document in documents),
+            key=lambda timed: (-timed.us, timed.document.key),
         )
-        replicas: list[list[tuple[float, Document]]] = [[] for _ in range(self._layout.dp_size)]
-        loads = [(0.0, rank) for rank in range(len(replicas))]
-        for us, document in heaviest:
-            load_us, rank = loads[0]
-            replicas[rank].append((us, document))
-            heapreplace(loads, (load_us + us, rank))
-        return replicas
 
-    def _choose(self, replica: Sequence[tuple[float, Document]]) -> int:
+    def _deal(self, heaviest: Sequence[Timed], *, merges: bool) -> _Dealt:
+        """Gives each document to the rank with the least work.
+
+        With ``merges``, one that outweighs a rank's mean goes to a block of ranks: the fewest, by
+        powers of 2, of whose work it is no more than the mean.
+        """
+        dp_size = self._layout.dp_size
+        mean_us = sum(timed.us for timed in heaviest) / dp_size
+        alone: list[list[Timed]] = [[] for _ in range(dp_size)]
+        together: list[Merged] = []
+        loads_us = [0.0] * dp_size
+        for timed in heaviest:
+            size, limit_us = 1, (1 + TOLERANCE) * mean_us
+            while merges and timed.us > limit_us * size and not dp_size % (2 * size):
+                size *= 2
+            if size == 1:
+                break
+            blocks = [range(at, at + size) for at in range(0, dp_size, size)]
+            ranks = min(blocks, key=lambda block: (max(loads_us[r] for r in block), block.start))
+            together.append(Merged(*timed, tuple(ranks)))
+            for rank in ranks:
+                loads_us[rank] += timed.us / size
+        loads = [(load_us, rank) for rank, load_us in enumerate(loads_us)]
+        heapify(loads)
+        for timed in heaviest[len(together) :]:
+            load_us, rank = loads[0]
+            alone[rank].append(timed)
+            heapreplace(loads, (load_us + timed.us, rank))
+        return _Dealt(alone, together, mean_us, max(loads)[1])
+
+    def _choose(self, dealt: _Dealt) -> int:
         """The number of units with which a step is shortest, in simulation, or about so."""
         enough = ENOUGH_UNITS * (self._layout.pp_size - 1)
         numbers = [factor * self._num_micro_batches for factor in FACTORS]
         numbers = numbers[: 1 + bisect_left(numbers, enough)]
-        steps_us = [self.simulated_us(self._lay(replica, number)) for number in numbers]
+        steps_us = [self._step_us(dealt, number) for number in numbers]
         limit_us = (1 + WORTH_MORE_UNITS) * min(steps_us)
         return next(n for n, us in zip(numbers, steps_us, strict=True) if us <= limit_us)
+
+    def _step_us(self, dealt: _Dealt, num_units: int) -> float:
+        """Time of forwards and backwards, simulated, of the rank with most work."""
+        return self.simulated_us(self._lay(dealt, dealt.heaviest, num_units))
 
     def simulated_us(self, units: Units) -> float:
         """Time of forwards and backwards of one pipeline."""
         lengths = [[span.length for span in unit] or [0] for unit in units.spans]
         prefixes = [[span.start for span in unit] or [0] for unit in units.spans]
-        times_us = self._costs.stages.times_us(lengths, prefixes=prefixes)
+        shares = 1 / np.array([len(replicas) or 1 for replicas in units.replicas])
+        times_us = self._costs.stages.times_us(lengths, prefixes=prefixes) * shares
         p2p_us = self._costs.p2p_us([sum(tokens) for tokens in lengths])
         graph = slice_graph(self._layout.pp_size, tuple(units.chains))
         return float(graph.step_us(times_us, p2p_us))
 
-    def _lay(self, replica: Sequence[tuple[float, Document]], num_units: int) -> Units:
+    def _lay(self, dealt: _Dealt, rank: int, num_units: int) -> Units:
         """Slices of the heavy documents one after another, then whole ones where work is missing.
 
-        The documents come heaviest first, and so do the chains: fewest units are held then.
+        Those that run on several ranks come first, in one chain: so all ranks run them in one
+        order. The others come heaviest first, and so do the chains: fewest units are held then.
         """
-        unit_us = sum(us for us, _ in replica) / num_units
+        replica = dealt.alone[rank]
         spans: list[list[Span]] = []
-        chains: list[int] = []
+        replicas: list[tuple[int, ...]] = []
+        for us, document, ranks in dealt.together:
+            if rank in ranks:
+                slices = self._slices(document, us, dealt.mean_us / num_units * len(ranks))
+                spans += ([span] for span, _ in slices)
+                replicas += [ranks] * len(slices)
+        chains = [len(spans)] if spans else []
         missing: list[tuple[float, int, int]] = []  # minus µs, unit, tokens that find room
+        num_units = max(1, num_units - len(spans)) if replica else 0
+        unit_us = sum(timed.us for timed in replica) / max(1, num_units)
+        num_cut, num_units = 0, num_units + len(spans)
         for us, document in replica:
             if us <= (1 + TOLERANCE) * unit_us and document.length <= self._max_tokens:
                 break
@@ -153,10 +231,11 @@ class Slicer:
                 missing.append((done_us - unit_us, len(spans), self._max_tokens - span.length))
                 spans.append([span])
             chains.append(len(slices))
+            num_cut += 1
         missing += ((-unit_us, n, self._max_tokens) for n in range(len(spans), num_units))
         spans += ([] for _ in range(len(spans), num_units))
         heapify(missing)
-        for us, document in replica[len(chains) :]:
+        for us, document in replica[num_cut:]:
             full = []
             while missing and missing[0][2] < document.length:
                 full.append(heappop(missing))
@@ -169,7 +248,9 @@ class Slicer:
             for entry in full:
                 heappush(missing, entry)
         spans = [unit for unit in spans if unit] or [[]]
-        return Units(spans, chains + [1] * (len(spans) - sum(chains)))
+        chains += [1] * (len(spans) - sum(chains))
+        replicas += [()] * (len(spans) - len(replicas))
+        return Units(spans, replicas, chains)
 
     def _slices(
         self, document: Document, document_us: float, unit_us: float

@@ -234,6 +234,11 @@ class WlbConfig:
         "`slim`: documents are cut at multiples of so many tokens; 128 if not given, or a 64th of "
         "the window where that is less",
     )
+    wlb_dp_merge: Literal["auto", "off"] = setting(
+        "auto",
+        "`slim`: a document that outweighs a data-parallel rank's mean runs on several of them "
+        "together, as context-parallel ranks, where that is faster in simulation",
+    )
     wlb_max_age: int = setting(12, "steps after which a delayed document runs whatever it costs")
     wlb_long_documents: Literal["split", "slice", "truncate", "error"] = setting(
         "split",

@@ -186,7 +186,7 @@ class _Clock:
         return sum(self.works_us) / self.device_us if self.device_us else 1.0
 
     def add(self, plan: StepPlan) -> None:
-        times_us = [micro_batch.predicted_us for micro_batch in plan]
+        times_us = [m.predicted_us for rank in plan.micro_batches for m in rank]
         # What units more than N take besides their documents is no work.
         more = len(times_us) - self._num_micro_batches
         self.works_us.append(sum(times_us) - more * self._cost.total_us([]))

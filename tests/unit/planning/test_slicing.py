@@ -43,11 +43,21 @@ def slicer(dp_size=1, num_micro_batches=4, max_tokens=1 << 20, cost=COST, pp_siz
 def check(units, lengths, max_tokens):
     """Every token once; slices of one document one after another in a chain of their own."""
     stops = {}
-    for replica in units:
-        assert sum(replica.chains) == len(replica.spans)
-        at = 0
-        for length in replica.chains:
+    together = {}
+    for rank, replica in enumerate(units):
+        assert sum(replica.chains) == len(replica.spans) == len(replica.replicas)
+        shared = sum(map(bool, replica.replicas))
+        assert not shared or replica.chains[0] == shared  # first, and in one chain
+        for (span,), ranks in zip(replica.spans[:shared], replica.replicas[:shared], strict=True):
+            assert rank in ranks
+            together.setdefault(ranks, {}).setdefault(rank, []).append(span)
+            if rank == ranks[0]:
+                assert span.start == stops.get(span.document.index, 0)
+                stops[span.document.index] = span.stop
+        at = shared
+        for length in replica.chains[bool(shared) :]:
             chain, at = replica.spans[at : at + length], at + length
+            assert not any(replica.replicas[at - length : at])
             if length > 1:
                 assert len({unit[0].document.key for unit in chain}) == 1
                 assert all(unit[0].is_slice for unit in chain)
@@ -61,6 +71,9 @@ def check(units, lengths, max_tokens):
                     assert span.start == stops.get(span.document.index, 0)
                     stops[span.document.index] = span.stop
     assert stops == dict(enumerate(lengths))
+    for ranks, runs in together.items():
+        assert sorted(runs) == list(ranks)  # all of them, the same units in the same order
+        assert all(run == runs[ranks[0]] for run in runs.values())
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -111,7 +124,7 @@ def test_a_rank_without_documents_runs_an_empty_unit():
 
 def test_replicas_share_the_work_though_their_units_differ_in_number():
     lengths = [30_000, 500, 400, *[300] * 100]
-    units = slicer(dp_size=2, num_units=8).cut(documents(lengths), 0)
+    units = slicer(dp_size=2, num_units=8, merges=False).cut(documents(lengths), 0)
     check(units, lengths, 1 << 20)
     outlier, rest = (
         sum(COST.document_us(s.stop) - COST.document_us(s.start) for u in r.spans for s in u)
@@ -119,6 +132,30 @@ def test_replicas_share_the_work_though_their_units_differ_in_number():
     )
     assert outlier > 5 * rest  # one document outweighs all others, and is never divided
     assert len(units[0].spans) == 8
+
+
+def test_an_outlier_runs_on_several_replicas_where_that_is_faster():
+    lengths = [30_000, 500, 400, *[300] * 100]
+    made = slicer(dp_size=2, num_units=8)
+    units = made.cut(documents(lengths), 0)
+    check(units, lengths, 1 << 20)
+    assert all(replica.replicas[0] == (0, 1) for replica in units)
+    alone = slicer(dp_size=2, num_units=8, merges=False)
+    assert slowest_us(made, units) < 0.6 * slowest_us(alone, alone.cut(documents(lengths), 0))
+    # Where none outweighs a replica, none is merged.
+    assert not any(any(r.replicas) for r in made.cut(documents([2000] * 8), 1))
+
+
+def slowest_us(slicer, units):
+    return max(map(slicer.simulated_us, units))
+
+
+def test_blocks_of_replicas_are_as_large_as_an_outlier_needs():
+    lengths = [25_000, *[1000] * 600]  # the first is 3.9 times a rank's mean
+    units = slicer(dp_size=8, num_units=8).cut(documents(lengths), 0)
+    blocks = {ranks for replica in units for ranks in replica.replicas if ranks}
+    assert blocks == {(0, 1, 2, 3)}
+    check(units, lengths, 1 << 20)
 
 
 def planner(name, num_micro_batches=4, pp_size=4, dp_size=1, steps=200, **more) -> Planner:
