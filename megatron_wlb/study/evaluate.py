@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
-
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, PackingSettings
-from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
+from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.planning.run import Workload
+from megatron_wlb.simulator.step import slowest_us
 from megatron_wlb.study.advice import Option, by_part
 
 WARM_UP_STEPS = 50
@@ -179,15 +178,10 @@ class _Clock:
         if self._layout is None:
             self.devices_us.append(len(times_us) * max(times_us))
         else:
-            slowest_us = max(map(self._rank_us, plan.micro_batches))
-            self.devices_us.append(self._layout.dp_size * self._layout.pp_size * slowest_us)
-
-    def _rank_us(self, micro_batches: Sequence[MicroBatchPlan]) -> float:
-        """Time of a data-parallel rank's pipeline."""
-        assert self._layout is not None
-        if self._layout.pp_size == 1:
-            return sum(micro_batch.predicted_us for micro_batch in micro_batches)
-        times_us = self._stages.times_us(
-            [[span.length for span in micro_batch.spans] for micro_batch in micro_batches]
-        )
-        return float(self._graph.step_us(times_us, np.zeros(len(micro_batches))))
+            p = self._layout
+            if p.pp_size == 1:
+                ranks = plan.micro_batches
+                slowest = max(sum(m.predicted_us for m in rank) for rank in ranks)
+            else:
+                slowest = slowest_us(plan, self._stages, self._graph)
+            self.devices_us.append(p.dp_size * p.pp_size * slowest)
