@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.slices import Unit, chained
-from megatron_wlb.cost.step_costs import StepCosts
+from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
@@ -134,13 +135,21 @@ class Simulator:
             check_times("stage times", own)
         replays = _replays(graphs, times, gaps)
         collectives, step_us = self._finish(graphs, replays)
-        memory: tuple[StepMemory, ...] = ()
-        if self.memory is not None:
-            orders = (graph.order for graph in graphs)
-            held = partial(step_memory, self.memory)
-            memory = tuple(map(held, orders, padded, units or [()] * len(graphs)))
+        memory = () if self.memory is None else _held(self.memory, graphs, padded, units)
         done = tuple(graphs), tuple(times), tuple(gaps), tuple(replays)
         return StepTimeline(*done, collectives, step_us, num_tokens, memory, units)
+
+    def plan_memory(self, plan: StepPlan) -> tuple[StepMemory, ...]:
+        """What each data-parallel rank's pipeline holds in a step, without its times."""
+        assert self.memory is not None
+        ranks = plan.micro_batches
+        padded = [[m.padded_length for m in rank] for rank in ranks]
+        if not plan.chains:
+            return _held(self.memory, [self.graph(len(padded[0]))] * len(padded), padded, ())
+        prefixes = [[m.prefixes for m in rank] for rank in ranks]
+        units = self._units(plan, [[m.lengths for m in r] for r in ranks], prefixes, plan.chains)
+        graphs = [slice_graph(self.parallelism.pp_size, own) for own in plan.chains]
+        return _held(self.memory, graphs, padded, units)
 
     def _units(
         self,
@@ -228,6 +237,34 @@ class Simulator:
             parts.append(Activity(-1, rank, f"reduce {chunk}", start_us, stop_us))
             free_us = stop_us
         return parts, max(done_us, free_us)
+
+
+def slowest_us(plan: StepPlan, stages: StageCosts, graph: Graph) -> float:
+    """Time of the slowest data-parallel rank's pipeline, transfers not counted.
+
+    ``graph`` is Megatron's schedule; plans of slices have orders of their own.
+    """
+    graphs = [slice_graph(graph.pp_size, own) for own in plan.chains]
+    result = 0.0
+    for number, rank in enumerate(plan.micro_batches):
+        lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
+        times_us = stages.times_us(lengths, prefixes=prefixes if graphs else None)
+        own = graphs[number] if graphs else graph
+        result = max(result, float(own.step_us(times_us, np.zeros(len(rank)))))
+    return result
+
+
+_length, _start = attrgetter("length"), attrgetter("start")
+
+
+def _held(
+    model: MemoryModel,
+    graphs: Sequence[Graph],
+    padded: Sequence[Sequence[int]],
+    units: Sequence[Sequence[Unit]],
+) -> tuple[StepMemory, ...]:
+    orders = (graph.order for graph in graphs)
+    return tuple(map(partial(step_memory, model), orders, padded, units or [()] * len(graphs)))
 
 
 def _replays(

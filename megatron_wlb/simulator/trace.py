@@ -13,14 +13,16 @@ from megatron_wlb.simulator.engine import Timeline
 from megatron_wlb.simulator.step_timeline import StepTimeline
 
 _COLOURS = {"F": "thread_state_running", "B": "thread_state_iowait"}
-"""Names of Chrome's own palette: green and orange."""
+_SLICE_COLOURS = ("rail_response", "rail_animation", "rail_idle", "rail_load", "cq_build_passed")
+"""Names of Chrome's own palette: green and orange, and for slices one colour a document."""
 
 
 def trace(timelines: Mapping[str, StepTimeline | Timeline]) -> dict[str, Any]:
     """The trace of timelines by name (such as packings), JSON-able; all begin at 0.
 
-    Beside each action stand micro-batch and chunk. Critical actions of a simulated step say so, and
-    with a memory model each pipeline rank has a counter of the bytes it holds.
+    Beside each action stand micro-batch and chunk, and of a slice its document. Critical actions of
+    a simulated step say so, and with a memory model each pipeline rank has a counter of the bytes
+    it holds.
     """
     events: list[dict[str, Any]] = []
     process = 0
@@ -83,6 +85,12 @@ def _actions(
                 "chunk": i.action.chunk,
                 "critical": (rank, str(i.action)) in critical,
             }
+            if i.slice is not None:
+                event["cname"] = _SLICE_COLOURS[i.slice.document % len(_SLICE_COLOURS)]
+                event["args"] |= {
+                    "document": i.slice.document,
+                    "tokens": f"{i.slice.start}-{i.slice.stop} of {i.slice.length}",
+                }
             events.append(event)
     return events
 

@@ -17,10 +17,8 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.packing import Meter, PackingSettings
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.run import Run
-from megatron_wlb.schedule.order import schedule
 from megatron_wlb.sharding.select import Mode, Prediction
 from megatron_wlb.sharding.shard import Kind
-from megatron_wlb.simulator.memory import step_memory
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.advice import Option, by_part
@@ -194,17 +192,13 @@ class _Memory:
 
     def __init__(self, scenario: Run) -> None:
         self.peak_bytes, self.out_of_memory, self.longest_tokens = 0.0, "", 0
-        self._model, self._limit_bytes = scenario.memory, scenario.limit_gib * GIB
-        p = scenario.parallelism
-        num = scenario.num_micro_batches // p.dp_size
-        self._order = schedule(p.pp_size, p.vpp_size, num, p.group_size)
+        self._simulator = Simulator(scenario.costs, scenario.parallelism, memory=scenario.memory)
+        self._limit_bytes = scenario.limit_gib * GIB
 
     def add(self, plan: StepPlan) -> None:
         many = len(plan.micro_batches) > 1
-        for dp_rank, rank in enumerate(plan.micro_batches):
-            lengths = [m.padded_length for m in rank]
-            self.longest_tokens = max(self.longest_tokens, *lengths)
-            used = step_memory(self._model, self._order, lengths)
+        self.longest_tokens = max(self.longest_tokens, *(m.padded_length for m in plan))
+        for dp_rank, used in enumerate(self._simulator.plan_memory(plan)):
             self.peak_bytes = max(self.peak_bytes, used.peak_bytes)
             if not self.out_of_memory:
                 try:

@@ -8,10 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, cast
-
-import numpy as np
 
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.errors import ConfigError
@@ -19,7 +16,7 @@ from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics,
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Slicing
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.schedule.graph import slice_graph
+from megatron_wlb.simulator.step import slowest_us
 from megatron_wlb.study.advice import Option, by_part
 
 WARM_UP_STEPS = 50
@@ -193,18 +190,10 @@ class _Clock:
         if self._layout is None:
             self.devices_us.append(len(times_us) * max(times_us))
         else:
-            slowest_us = max(map(self._rank_us, range(self._layout.dp_size), repeat(plan)))
-            self.devices_us.append(self._layout.dp_size * self._layout.pp_size * slowest_us)
-
-    def _rank_us(self, rank: int, plan: StepPlan) -> float:
-        """Time of a data-parallel rank's pipeline."""
-        assert self._layout is not None
-        micro_batches, pp_size = plan.micro_batches[rank], self._layout.pp_size
-        if pp_size == 1:
-            return sum(micro_batch.predicted_us for micro_batch in micro_batches)
-        times_us = self._stages.times_us(
-            [m.lengths[: len(m.spans)] for m in micro_batches],
-            prefixes=[m.prefixes[: len(m.spans)] for m in micro_batches],
-        )
-        graph = slice_graph(pp_size, plan.chains[rank]) if plan.chains else self._graph
-        return float(graph.step_us(times_us, np.zeros(len(micro_batches))))
+            p = self._layout
+            if p.pp_size == 1:
+                ranks = plan.micro_batches
+                slowest = max(sum(m.predicted_us for m in rank) for rank in ranks)
+            else:
+                slowest = slowest_us(plan, self._stages, self._graph)
+            self.devices_us.append(p.dp_size * p.pp_size * slowest)

@@ -30,9 +30,11 @@ from matplotlib.ticker import (
 from megatron_wlb.data.length_statistics import attention_work
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import replacing
-from megatron_wlb.simulator.engine import Timeline
+from megatron_wlb.simulator.engine import Interval, Timeline
 
 BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
+SLICES = ("#009E73", "#CC79A7", "#56B4E9", VERMILION, "#B8A800")
+"""Colours of documents that run in slices, in turn."""
 GREY, INK, PALE_INK = "#E4E4E4", "#222222", "#666666"
 
 MAX_BARS = 128
@@ -181,6 +183,7 @@ def plot_timelines(
     unit, unit_us = _time_unit(longest_us)
     ranks = [rank for timeline in timelines.values() for rank in timeline.intervals]
     num_chunks = 1 + max(interval.action.chunk for rank in ranks for interval in rank)
+    has_slices = any(interval.slice for rank in ranks for interval in rank)
     rows = [len(timeline.intervals) for timeline in timelines.values()]
     said = "measured" if measured else "simulated"
     height = 1.5 + sum(0.55 + 0.34 * num_rows for num_rows in rows)
@@ -197,7 +200,7 @@ def plot_timelines(
                     for i in intervals
                 ],
                 (rank - 0.42, 0.84),
-                facecolors=[_shade(i.action.kind, i.action.chunk, num_chunks) for i in intervals],
+                facecolors=[_colour(i, num_chunks) for i in intervals],
                 edgecolors="white",
                 linewidths=min(0.7, 50 / max(len(intervals), 1)),
                 zorder=2,
@@ -208,7 +211,7 @@ def plot_timelines(
                 if i.stop_us - i.start_us < (0.004 + 0.0065 * len(number)) * longest_us:
                     continue
                 centre_us = (i.start_us + i.stop_us) / 2 - timeline.start_us
-                _, green, _ = _shade(i.action.kind, i.action.chunk, num_chunks)
+                _, green, _ = _colour(i, num_chunks)
                 axes.text(
                     centre_us / unit_us, rank, number, ha="center", va="center_baseline",
                     fontsize=8, zorder=3, color="white" if green < 0.5 else INK,
@@ -226,6 +229,7 @@ def plot_timelines(
         figure,
         Patch(color=_shade("F", num_chunks - 1, num_chunks), label=f"forward{shades}"),
         Patch(color=_shade("B", num_chunks - 1, num_chunks), label=f"backward{shades}"),
+        *([Patch(color=SLICES[0], label="slices of one document")] if has_slices else []),
         Patch(color=GREY, label="bubble"),
         Line2D([], [], color=INK, lw=1.2, label="end of the step"),
     )
@@ -264,12 +268,25 @@ def _title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=11.5, color=INK)
 
 
+def _colour(interval: Interval, num_chunks: int) -> tuple[float, float, float]:
+    """That of :func:`_shade`, or of a slice its document's: paler in backward."""
+    action, cut = interval.action, interval.slice
+    if cut is None:
+        return _shade(action.kind, action.chunk, num_chunks)
+    share = 1.0 if action.kind == "F" else 0.6
+    return _mixed(to_rgb(SLICES[cut.document % len(SLICES)]), share)
+
+
+def _mixed(colour: tuple[float, float, float], share: float) -> tuple[float, float, float]:
+    """A share of the colour, the rest white."""
+    red, green, blue = (1.0 - share * (1.0 - value) for value in colour)
+    return red, green, blue
+
+
 def _shade(kind: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
     """The kind's colour, mixed with white for all chunks but the last. Dark where green is low."""
     colour = to_rgb(BLUE if kind == "F" else ORANGE)
-    share = 1.0 - 0.5 * (num_chunks - 1 - chunk) / max(num_chunks - 1, 1)
-    red, green, blue = (1.0 - share * (1.0 - value) for value in colour)
-    return red, green, blue
+    return _mixed(colour, 1.0 - 0.5 * (num_chunks - 1 - chunk) / max(num_chunks - 1, 1))
 
 
 def _tokens(count: float) -> str:

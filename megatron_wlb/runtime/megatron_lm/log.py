@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_wlb.cost import load_hardware
@@ -21,6 +20,7 @@ from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
 from megatron_wlb.schedule.graph import Graph
+from megatron_wlb.simulator.step import slowest_us
 
 
 class Log:
@@ -137,12 +137,7 @@ class Log:
         data parallelism and the update are not in it.
         """
         stages = StageCosts.even(self.session.cost, self._graph.num_stages)
-        no_transfer = np.zeros(self._graph.num_micro_batches)
-        slowest_us = 0.0
-        for micro_batches in plan.micro_batches:
-            times_us = stages.times_us([[s.length for s in m.spans] for m in micro_batches])
-            slowest_us = max(slowest_us, float(self._graph.step_us(times_us, no_transfer)))
-        return slowest_us
+        return slowest_us(plan, stages, self._graph)
 
     @cached_property
     def _graph(self) -> Graph:

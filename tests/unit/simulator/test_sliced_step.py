@@ -1,0 +1,187 @@
+"""Steps of documents in slices: times by hand, replicas that are unlike, what the pictures say."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from megatron_wlb.cost import DocumentCost, MemoryModel, ModelShape, Parallelism
+from megatron_wlb.cost.step_costs import StageCosts, StepCosts
+from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.schedule.graph import graph_of
+from megatron_wlb.simulator.step import Simulator, slowest_us
+from megatron_wlb.simulator.trace import trace
+from megatron_wlb.study.plot import plot_timelines
+
+SHAPE = ModelShape(64, 192, 4, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
+COST = DocumentCost(2.0, 0.0, 4.0, 0.0)  # of the whole model; half on each of two stages
+QUADRATIC = DocumentCost(0.0, 0.5, 0.0, 1.0)
+
+
+def costs(cost=COST, num_stages=2, **others):
+    return StepCosts(StageCosts.even(cost, num_stages), **others)
+
+
+def starts(line, dp_rank, pp_rank):
+    return {str(i.action): i.start_us for i in line.replicas[dp_rank].intervals[pp_rank]}
+
+
+def test_document_in_two_slices_beside_others_is_simulated_by_hand():
+    """Forwards take 1 µs a token on a stage, backwards 2; a token takes 0.5 µs to the next."""
+    # A document of 3 tokens whole, one of 4 + 2 with a whole one of 1 behind, one of 1.
+    lengths = [[[3], [4], [2, 1], [1]]]
+    line = Simulator(costs(p2p_us_per_token=0.5), Parallelism(pp_size=2)).step(
+        lengths, prefixes=[[[0], [0], [4, 0], [0]]], chains=[(1, 2, 1)]
+    )
+    # Rank 0: F0 0-3, F1 3-7, then waits for the backward of 0. Rank 1: F0 4.5-7.5, B0 7.5-13.5.
+    first, last = starts(line, 0, 0), starts(line, 0, 1)
+    assert (first["F0.0"], first["F0.1"], last["F0.0"], last["B0.0"]) == (0, 3, 4.5, 7.5)
+    # Rank 0: B0 15-21, F2 21-24, F3 24-25. Rank 1: F1 13.5-17.5, F2 25.5-28.5.
+    assert (first["B0.0"], first["F0.2"], first["F0.3"]) == (15, 21, 24)
+    assert (last["F0.1"], last["F0.2"]) == (13.5, 25.5)
+    # The second slice goes back first, although F3 came between: B2 28.5-34.5, F3 34.5-35.5.
+    assert (last["B0.2"], last["F0.3"], last["B0.1"], last["B0.3"]) == (28.5, 34.5, 35.5, 43.5)
+    # On rank 0 B2 36-42, B1 45.5-53.5, B3 53.5-55.5.
+    assert (first["B0.2"], first["B0.1"], first["B0.3"]) == (36, 45.5, 53.5)
+    assert line.step_us == line.pipeline_us == 55.5
+    assert line.busy_us == ((33.0, 33.0),) and line.num_tokens == 11
+    path = line.critical_path
+    assert path[0].start_us == 0 and path[-1].stop_us == 55.5
+
+
+def test_slice_takes_the_attention_of_the_keys_before_it():
+    stage = Simulator(costs(QUADRATIC, 1), Parallelism())
+    line = stage.step([[[40], [60], [20, 30]]], prefixes=[[[0], [40], [100, 0]]], chains=[(3,)])
+    ((_, *backward),) = ((0, *line.times_us[0][1, 0].tolist()),)
+    assert backward == [40**2, 100**2 - 40**2, 120**2 - 100**2 + 30**2]
+    assert line.step_us == 1.5 * (120**2 + 30**2)
+    whole = stage.step([[[120], [30]]])
+    assert line.step_us == whole.step_us
+
+
+def test_replicas_run_orders_of_their_own_and_meet_at_the_reduction():
+    layout = Parallelism(pp_size=2, dp_size=2)
+    lengths = [[[5], [6], [7]], [[9], [8]]]
+    prefixes = [[[0], [5], [11]], [[0], [0]]]
+    chains = [(3,), (1, 1)]
+    given = {"reduce_us": (50.0, 70.0), "update_us": (11.0, 7.0)}
+    memory = MemoryModel(SHAPE, layout)
+    simulator = Simulator(costs(**given), layout, memory=memory)
+    line = simulator.step(lengths, prefixes=prefixes, chains=chains)
+    alone = Simulator(costs(), Parallelism(pp_size=2))
+    ends = []
+    for dp_rank in (0, 1):
+        own = alone.step([lengths[dp_rank]], prefixes=[prefixes[dp_rank]], chains=[chains[dp_rank]])
+        assert line.replicas[dp_rank] == own.replicas[0]
+        ends.append([rank[-1].stop_us for rank in own.replicas[0].intervals])
+    # Each stage's reduction begins where the later of its two ranks is done.
+    for rank, parts in enumerate(line.collectives):
+        assert parts[0].start_us == max(end[rank] for end in ends)
+    update_us = max(max(end[r] for end in ends) + us for r, us in ((0, 50), (1, 70)))
+    assert line.step_us == update_us + 11
+    assert [len(rank) for rank in line.micro_batch_us] == [3, 2]
+    assert [len(held.ranks[0].actions) for held in line.memory] == [6, 4]
+    with pytest.raises(PlanError, match="2 data-parallel ranks run 2 different orders"):
+        _ = line.graph
+    assert (line.pp_size, line.vpp_size, line.dp_size) == (2, 1, 2)
+    assert line.critical_path[-1].stop_us == line.step_us
+    # Overlapped, each stage's begins within the later of the last backwards.
+    overlapped = Simulator(costs(overlap_reduce=True, **given), layout).step(
+        lengths, prefixes=prefixes, chains=chains
+    )
+    for rank, (reduction, _) in enumerate(overlapped.collectives):
+        assert reduction.start_us == max(end[rank] for end in ends)  # one bucket: at its end
+
+
+def test_chains_of_whole_documents_wait_for_nobody_to_receive():
+    """The order of 1F1B, sent without waiting: with no transfers it takes the same time."""
+    lengths = [[[5], [9], [7], [3]]]
+    layout = Parallelism(pp_size=2)
+    ours = Simulator(costs(), layout).step(lengths, chains=[(1,) * 4])
+    theirs = Simulator(costs(), layout).step(lengths)
+    assert ours.graph.order == theirs.graph.order and ours.graph.sends == "buffered"
+    assert ours.step_us <= theirs.step_us
+
+
+def plan():
+    long = Document(0, 7, 0, 12, True, 0, 41, 3)
+    short = [Document(0, n, 0, 3, True, 0, n, 3) for n in range(2)]
+    spans = [
+        (Span(long, 0, 5),),
+        (Span(long, 5, 12), Span(short[0], 0, 3)),
+        (Span(short[1], 0, 3),),
+    ]
+    micro_batches = tuple(
+        MicroBatchPlan(index, own, sum(s.length for s in own) + (index == 1), 1.0)
+        for index, own in enumerate(spans)
+    )
+    return StepPlan(3, "slim", (micro_batches,), 0, 0, chains=((2, 1),))
+
+
+@pytest.fixture(scope="module")
+def line():
+    layout = Parallelism(pp_size=2)
+    return Simulator(costs(), layout, memory=MemoryModel(SHAPE, layout)).step(plan())
+
+
+def test_plan_with_chains_is_simulated_as_its_lengths(line):
+    layout = Parallelism(pp_size=2)
+    same = Simulator(costs(), layout, memory=MemoryModel(SHAPE, layout)).step(
+        [[[5], [7, 3, 1], [3]]], prefixes=[[[0], [5, 0, 0], [0]]], chains=[(2, 1)]
+    )
+    assert line.step_us == same.step_us and line.memory == same.memory
+    assert (line.num_tokens, same.num_tokens) == (18, 19)
+    # Whole, all of the document's activations would be there at once.
+    assert line.memory[0].ranks[1].activation_peak_bytes > 0
+    assert [a.kept for a in line.memory[0].ranks[0].activations][-1] == pytest.approx(0, abs=1)
+
+
+def test_trace_and_timeline_name_the_documents_of_slices(line):
+    events = [e for e in trace({"slim": line})["traceEvents"] if e["ph"] == "X"]
+    told = {e["name"]: e["args"] for e in events if e["tid"] == 1 and "micro_batch" in e["args"]}
+    assert told["F0.0"]["document"] == told["B0.1"]["document"] == 41
+    assert told["B0.1"]["tokens"] == "5-12 of 12" and "document" not in told["F0.2"]
+    colours = {e["name"]: e["cname"] for e in events if e["tid"] == 1 and "cname" in e}
+    assert colours["F0.0"] == colours["B0.1"] != colours["F0.2"]
+    (cut,) = {
+        i.slice for rank in line.replicas[0].intervals for i in rank if str(i.action) == "F0.1"
+    }
+    assert (cut.document, cut.start, cut.stop, cut.length) == (41, 5, 12, 12)
+
+
+def test_picture_has_the_documents_own_colour(line, tmp_path):
+    plot_timelines({"slim": line.replicas[0]}, tmp_path / "a.png", "PP=2", measured=False)
+    image = Image.open(tmp_path / "a.png").convert("RGB")
+    found = {colour for _, colour in image.getcolors(1 << 20)}
+    assert (0xCC, 0x79, 0xA7) in found  # document 41: the second of five
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"chains": [(2,)]}, "lengths of 3 micro-batches"),
+        ({"chains": [(3,)], "prefixes": [[[0], [5], [0]]]}, "micro-batch 2 has prefixes"),
+        ({"chains": [(3,), (3,)]}, "chains of 2 data-parallel ranks"),
+        ({"prefixes": [[[0], [5], [11]]]}, "no chains that say which belong together"),
+    ],
+)
+def test_slices_that_are_no_documents_are_refused(given, message):
+    with pytest.raises(PlanError, match=message):
+        Simulator(costs(), Parallelism(pp_size=2)).step([[[5], [6], [7]]], **given)
+
+
+def test_slices_with_virtual_stages_are_refused():
+    layout = Parallelism(pp_size=2, vpp_size=2)
+    with pytest.raises(ConfigError, match="slices with VPP 2; slices need 1"):
+        Simulator(costs(num_stages=4), layout).step([[[5], [6]]], chains=[(1, 1)])
+
+
+def test_what_plans_of_slices_hold_and_take_is_told_without_a_step(line):
+    layout = Parallelism(pp_size=2)
+    simulator = Simulator(costs(), layout, memory=MemoryModel(SHAPE, layout))
+    assert simulator.plan_memory(plan()) == line.memory
+    us = slowest_us(plan(), StageCosts.even(COST, 2), graph_of(2, 1, 3))
+    # A token of padding takes time in a step, and none here.
+    unpadded = simulator.step([[[5], [7, 3], [3]]], prefixes=[[[0], [5, 0], [0]]], chains=[(2, 1)])
+    assert us == unpadded.pipeline_us
