@@ -268,3 +268,9 @@ def error_of_unlike_lengths(case: Layout) -> str | None:
 def test_lengths_that_differ_from_the_plan_are_found(gloo: GlooPool) -> None:
     _, error = gloo.run(2, error_of_unlike_lengths, Layout("llama", 1, pp=2))
     assert error.startswith("step 3: stage 1 expects 6 tokens for F0.0 by its plan, but 4 are sent")
+
+
+def test_slices_with_virtual_stages_are_refused(gloo: GlooPool, oracle: Oracle) -> None:
+    case = Layout("llama", 2, pp=2, vpp=2)
+    with pytest.raises(PlanError, match=r"step 0: the plan has slices .* 2 virtual stages cannot"):
+        runs_of(gloo, case, oracle(case).initial)
