@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_wlb.data.corpus import Corpus
-from megatron_wlb.errors import CorpusError, PlanError
+from megatron_wlb.errors import CorpusError
 from megatron_wlb.plan import MicroBatchPlan, Span
 from megatron_wlb.runtime.attention.context_parallel import KeyGather
 from megatron_wlb.runtime.attention.core import PlanSeqParams
@@ -66,16 +66,21 @@ def local_params(
         if cut is not None:
             chunk = Segments.of([cut.stop - cut.start], [cut.stop], device)
             cut, lengths = replace(cut, chunks=(chunk,)), lengths[1:]
-        whole = Segments.of(lengths, device=device) if lengths or not cut else None
-        return slice(None), PlanSeqParams.of(whole, positions, cut=cut)
+        segments = Segments.of(lengths, device=device) if lengths or not cut else None
+        return slice(None), PlanSeqParams.of(segments, positions, cut=cut)
+    layout = whole = rank_layout(lengths, cp_size, cp_rank, sharding)
+    slice_rows = None
     if cut is not None:
-        raise PlanError(
-            f"slices of document {cut.document} over {cp_size} context-parallel ranks; use one"
-        )
-    layout = rank_layout(lengths, cp_size, cp_rank, sharding)
-    segments = Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist(), device)
-    gather = KeyGather.of(layout, device)
-    return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather)
+        num_tokens = cut.stop - cut.start
+        chunks, whole = layout.split(num_tokens)
+        slice_rows = layout.token_rows[:num_tokens]
+        own = tuple(Segments.of([q], [cut.start + k], device) for q, k in chunks.tolist())
+        cut = replace(cut, chunks=own)
+    segments = None
+    if len(whole.lengths_q):
+        segments = Segments.of(whole.lengths_q.tolist(), whole.lengths_k.tolist(), device)
+    gather = KeyGather.of(whole, device, slice_rows)
+    return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, cut)
 
 
 class BatchBuilder:

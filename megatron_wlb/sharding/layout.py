@@ -11,7 +11,7 @@ Legend: ``T`` tokens of the micro-batch, ``Tk`` keys that a rank's kernel call t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,6 +42,23 @@ class RankLayout:
     """``[chunks]``: keys that they attend to, from the start of their segment."""
     key_rows: IntArray
     """``[Tk]``: the row of each of these keys, chunk by chunk."""
+    token_rows: IntArray
+    """``[T]``: the row of each token of the micro-batch."""
+
+    def split(self, first_tokens: int) -> tuple[IntArray, RankLayout]:
+        """The chunks of the first segment, ``[chunks, 2]`` queries and keys, and the others alone.
+
+        ``first_tokens`` is the segment's length. Either may have no chunk on this rank.
+        """
+        ends = np.cumsum(self.lengths_q)
+        at = np.searchsorted(ends, np.searchsorted(self.tokens, first_tokens), side="right")
+        others = replace(
+            self,
+            lengths_q=self.lengths_q[at:],
+            lengths_k=self.lengths_k[at:],
+            key_rows=self.key_rows[self.lengths_k[:at].sum() :],
+        )
+        return np.stack([self.lengths_q[:at], self.lengths_k[:at]], axis=1), others
 
     @property
     def rounds(self) -> list[tuple[IntArray, IntArray]]:
@@ -50,7 +67,7 @@ class RankLayout:
         Pairs of (places in :attr:`key_rows`, their rows). Two numbers have the same sum in either
         order, so a row comes at most twice in the first group, and once in each later one.
         """
-        if np.bincount(self.key_rows).max() <= 2:
+        if np.bincount(self.key_rows, minlength=1).max() <= 2:
             return [(np.arange(len(self.key_rows)), self.key_rows)]
         order = np.argsort(self.key_rows, kind="stable")
         rows = self.key_rows[order]
@@ -85,6 +102,7 @@ def rank_layout(
         lengths_q=stop - start,
         lengths_k=stop,
         key_rows=row_of_token[_runs(first_token[segment], stop)],
+        token_rows=row_of_token,
     )
 
 

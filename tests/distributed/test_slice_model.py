@@ -21,17 +21,21 @@ from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.schedule.order import sliced, validate
 from megatron_wlb.sharding import length_multiple
 from megatron_wlb.testing.gloo import GlooPool
-from megatron_wlb.testing.layouts import FULL, SELECTIVE, WORKLOAD, Layout
+from megatron_wlb.testing.layouts import FULL, HEAD_GROUPS, KEEP, SELECTIVE, WORKLOAD, Layout
 from megatron_wlb.testing.oracle import OracleRun, run_oracle
 from megatron_wlb.testing.ranks import scatter_for, train
 from megatron_wlb.testing.shards import differences
 
 CASES = [
-    Layout("llama", 3),
-    Layout("gpt2", 3, extra=FULL),
-    Layout("mixed", 3, tp="2sp", extra=SELECTIVE),
+    Layout("llama", 3, extra=SELECTIVE),
+    Layout("gpt2", 3, tp="2sp", extra=FULL),
     Layout("yarn", 2, dp=2),
+    Layout("llama", 3, cp=2, sharding="per-document", extra=HEAD_GROUPS),
+    Layout("gpt2", 3, cp=2, sharding="per-sequence", extra=f"{KEEP} {FULL}"),
+    Layout("mixed", 3, cp=4, sharding="hybrid"),
+    Layout("mixed", 3, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE),
 ]
+STEPS = dataclasses.replace(WORKLOAD, steps=WORKLOAD.steps[:1])
 SHORT_TOKENS = 6
 """Documents up to this run whole."""
 
@@ -130,7 +134,7 @@ def oracle(gloo: GlooPool) -> Oracle:
 
     def run(case: Layout) -> OracleRun:
         if case.model not in runs:
-            (runs[case.model],) = gloo.run(1, run_oracle, case.config, WORKLOAD)
+            (runs[case.model],) = gloo.run(1, run_oracle, case.config, STEPS)
         return runs[case.model]
 
     return run
@@ -139,7 +143,7 @@ def oracle(gloo: GlooPool) -> Oracle:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_slices_train_what_one_process_does(gloo: GlooPool, oracle: Oracle, case: Layout) -> None:
     expected = oracle(case)
-    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial, passes)
+    runs = gloo.run(case.world_size, train, case.config, STEPS, expected.initial, passes)
     assert differences(expected, runs) == []
 
 
@@ -147,14 +151,14 @@ def test_a_backward_that_comes_too_early_is_refused(gloo: GlooPool, oracle: Orac
     case = CASES[0]
     fault = partial(passes, backward_first=True)
     with pytest.raises(PlanError, match="run backward in layer"):
-        gloo.run(1, train, case.config, WORKLOAD, oracle(case).initial, fault)
+        gloo.run(1, train, case.config, STEPS, oracle(case).initial, fault)
 
 
 def test_plans_in_slices_are_awkward() -> None:
     seen = set()
     for case in CASES:
-        for step in range(len(WORKLOAD.steps)):
-            for m in in_slices(scatter_for(case.config, WORKLOAD, case.world_size, step), 8):
+        for step in range(len(STEPS.steps)):
+            for m in in_slices(scatter_for(case.config, STEPS, case.world_size, step), 8):
                 if m.slice:
                     seen.add("with others" if len(m.spans) > 1 else "alone")
                     seen |= {"one token"} if m.slice.length == 1 else set()

@@ -4,6 +4,10 @@ Forward: one all-gather of K and V, one gather by index into the order that the 
 kernel call. Backward: K and V are gathered again, the kernel's backward runs, the gradients of
 all keys are added up by row, and one reduce-scatter brings each rank those of its own.
 
+A slice's keys and values are gathered with the others, once, and go to the document's buffer, which
+is whole on every rank. The gradients there are this rank's part. Those of the slice's own rows are
+reduced with the others when its backward pass runs: the same bytes as without slices.
+
 With several *head groups* each of these happens once a group of key/value heads, and the
 communication of the next group runs while the present one is computed.
 
@@ -15,15 +19,18 @@ key/value heads, ``D`` head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.attention.slices import KernelCall, LayerSlice
 from megatron_wlb.runtime.transfer import to_device
 from megatron_wlb.sharding import RankLayout
 
@@ -47,15 +54,28 @@ class KeyGather:
     """``[Tk]`` int64: the row of each key that the kernel takes."""
     rounds: tuple[tuple[torch.Tensor | None, torch.Tensor], ...]
     """Pairs of (places in ``rows``, their rows), see :attr:`RankLayout.rounds`; None is all."""
+    slice_rows: torch.Tensor | None = None
+    """``[n]`` int64: the row of each token of the micro-batch's slice, if it has one."""
 
     @classmethod
-    def of(cls, layout: RankLayout, device: torch.device | str) -> KeyGather:
+    def of(
+        cls,
+        layout: RankLayout,
+        device: torch.device | str,
+        slice_rows: npt.NDArray[np.int64] | None = None,
+    ) -> KeyGather:
         rows = to_device(layout.key_rows, device)
+        own = None if slice_rows is None else to_device(slice_rows, device)
         rounds = layout.rounds
         if len(rounds) == 1:
-            return cls(layout.num_tokens, rows, ((None, rows),))
+            return cls(layout.num_tokens, rows, ((None, rows),), own)
         pairs = [(to_device(places, device), to_device(to, device)) for places, to in rounds]
-        return cls(layout.num_tokens, rows, tuple(pairs))
+        return cls(layout.num_tokens, rows, tuple(pairs), own)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether any rank has tokens that are no slice's."""
+        return self.slice_rows is None or len(self.slice_rows) < self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +91,42 @@ class ContextParallel:
 
 @dataclass(slots=True)
 class _Part:
-    """One head group between forward and backward; its tensors are the inputs of a small graph."""
+    """One head group between forward and backward."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    out: torch.Tensor
+    calls: list[KernelCall]
+    """Those of the slice's chunks, and then that of all other tokens, if there are any."""
     pair: torch.Tensor
-    """``[Tk, 2, G/g, D]``: key and value are its halves."""
+    """``[Tk, 2, G/g, D]``: key and value of the last call are its halves."""
+
+    @property
+    def out(self) -> torch.Tensor:
+        return _joined([call.out for call in self.calls], dim=0)
 
 
 def context_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segments: Segments,
+    segments: Segments | None,
     gather: KeyGather,
     kernel: VarlenKernel,
     scale: float,
     parallel: ContextParallel,
+    cut: LayerSlice | None = None,
 ) -> torch.Tensor:
     """Computes attention of the local queries to the keys of all ranks.
 
     All ranks of the group call it together, with shards of one micro-batch, their local tokens in
     local order: ``[T/CP, H, D], [T/CP, G, D], [T/CP, G, D] -> [T/CP, H, D]``. ``segments`` are the
-    queries and keys of the local chunks, ``gather`` says where those keys are.
+    queries and keys of the local chunks, ``gather`` says where those keys are. The first tokens may
+    be those of a slice, ``cut``; ``segments`` are the others, or None where no others are local.
     """
     if gather.num_rows != len(key) * parallel.group.size():
         raise PlanError(
             f"attention got {len(key)} local tokens on each of {parallel.group.size()} "
             f"context-parallel ranks, where the plan has {gather.num_rows} in all"
         )
-    run = _Run(segments, gather, kernel, scale, parallel)
+    run = _Run(segments, gather, kernel, scale, parallel, cut)
     if torch.is_grad_enabled():
         apply: Any = _ContextAttention.apply
         out: torch.Tensor = apply(query, key, value, run)
@@ -115,7 +139,7 @@ class _ContextAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: _Run
     ) -> torch.Tensor:
-        ctx.save_for_backward(key, value)
+        ctx.save_for_backward(*((key, value) if run.gather.has_others else (None, None)))
         ctx.run = run
         with torch.enable_grad():
             ctx.parts = list(run.forward(query, key, value, keep=True))
@@ -136,57 +160,91 @@ class _ContextAttention(torch.autograd.Function):
 class _Run:
     """Runs one layer's attention of one micro-batch."""
 
-    segments: Segments
+    segments: Segments | None
     gather: KeyGather
     kernel: VarlenKernel
     scale: float
     parallel: ContextParallel
+    cut: LayerSlice | None
+
+    @property
+    def _num_own(self) -> int:
+        """Local queries of the slice."""
+        return self.cut.slice.num_queries if self.cut else 0
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, keep: bool
     ) -> Iterator[_Part]:
-        """Each head group's part, with a graph of its own if gradients are enabled."""
-        for group_query, pair in zip(self._heads(query), self._gathered(key, value), strict=True):
-            part_query, part_key, part_value = (
-                t.detach().requires_grad_(keep) for t in (group_query, pair[:, 0], pair[:, 1])
-            )
-            out = self.kernel(part_query, part_key, part_value, self.segments, self.scale)
+        """Each head group's part, with graphs of its own if gradients are enabled."""
+        opened = () if self.cut is None else self._heads(self.cut.fill(key).pair)
+        pairs = self._gathered(key, value, opened=opened)
+        for number, (group_query, pair) in enumerate(zip(self._heads(query), pairs, strict=True)):
+            calls = []
+            if self.cut is not None:
+                own = group_query[: self._num_own]
+                calls = self.cut.attend(opened[number], own, keep=keep)
+            if self.segments is not None:
+                rest = group_query[self._num_own :]
+                whole = rest, pair[:, 0], pair[:, 1], self.segments
+                calls.append(KernelCall.of(self.kernel, *whole, self.scale, keep))
             if not (keep and self.parallel.keep_gathered):
                 _free(pair)
-            yield _Part(part_query, part_key, part_value, out, pair)
+            yield _Part(calls, pair)
+        if self.cut is not None:
+            self.cut.filled()
 
     def backward(
         self, parts: list[_Part], key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of the local query, key and value; frees what the parts hold."""
+        opened: tuple[torch.Tensor, ...] = ()
+        if self.cut is not None:
+            _, sums = self.cut.turn()
+            opened = self._heads(sums)
         pairs = [part.pair for part in parts]
         gathered = iter(pairs)
-        if not self.parallel.keep_gathered:
+        if self.gather.has_others and not self.parallel.keep_gathered:
             gathered = self._gathered(key, value, into=pairs)
         grads_query, reducing = [], []
-        for part, pair, grad_out in zip(parts, gathered, self._heads(grad), strict=True):
-            grad_query, grad_key, grad_value = torch.autograd.grad(
-                part.out, (part.query, part.key, part.value), grad_out
-            )
+        for number, (part, pair, grad_out) in enumerate(
+            zip(parts, gathered, self._heads(grad), strict=True)
+        ):
+            own, own_rows = [], None
+            if self.cut is not None:
+                calls = part.calls[: len(self.cut.slice.chunks)]
+                own = self.cut.differentiate(calls, grad_out[: self._num_own], opened[number])
+                own_rows = self.cut.rows(opened[number])
+            halves: list[torch.Tensor] = []
+            if self.segments is not None:
+                grad_query, *halves = part.calls[-1].backward(grad_out[self._num_own :])
+                own.append(grad_query)
             _free(pair)
-            grads_query.append(grad_query)
-            reducing.append(self._start_reduce(grad_key, grad_value))
-            del grad_key, grad_value
+            grads_query.append(_joined(own, dim=0))
+            reducing.append(self._start_reduce(pair, halves, own_rows))
+            del halves, own
         for _, _, work in reducing:
             work.wait()
-        pair = _joined([local for local, _, _ in reducing], dim=2)
-        return _joined(grads_query), pair[:, 0], pair[:, 1]
+        if self.cut is not None:
+            self.cut.turned()
+        local = _joined([local for local, _, _ in reducing], dim=2)
+        return _joined(grads_query), local[:, 0], local[:, 1]
 
     def _heads(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``[…, heads, D]`` in head groups: query heads go with their key/value heads."""
         return tensor.chunk(self.parallel.num_head_groups, dim=-2)
 
     def _gathered(
-        self, key: torch.Tensor, value: torch.Tensor, into: list[torch.Tensor] | None = None
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        opened: Sequence[torch.Tensor] = (),
+        into: list[torch.Tensor] | None = None,
     ) -> Iterator[torch.Tensor]:
         """Each head group's ``[Tk, 2, G/g, D]``, the next one's collective under way.
 
-        ``into`` are such tensors whose storage was freed: they are filled again.
+        ``opened`` are the buffers in which a slice's rows are written. ``into`` are tensors as
+        those given, whose storage was freed: they are filled again.
         """
         groups = list(zip(self._heads(key), self._heads(value), strict=True))
         started = self._start_gather(*groups[0])
@@ -198,6 +256,8 @@ class _Run:
                 del started
             work.wait()
             del sent, work
+            if self.cut is not None and opened:
+                self.cut.write(opened[number], rows, self.gather.slice_rows)
             if into is None:
                 pair = rows.index_select(0, self.gather.rows)
             else:
@@ -216,16 +276,20 @@ class _Run:
         return rows, local, work
 
     def _start_reduce(
-        self, key: torch.Tensor, value: torch.Tensor
+        self, pair: torch.Tensor, halves: Sequence[torch.Tensor], own: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Gradients ``[Tk, G/g, D]`` ×2 -> the sum over ranks of the local ones' ``[T/CP, 2, …]``.
 
+        ``pair`` is what they are the gradients of. ``own`` ``[n, 2, G/g, D]`` are the slice's.
         Also what is sent, and the work.
         """
-        rows = key.new_zeros(self.gather.num_rows, 2, *key.shape[1:])
-        for half, grad in enumerate((key, value)):
+        rows = pair.new_zeros(self.gather.num_rows, *pair.shape[1:])
+        for half, grad in enumerate(halves):
             for places, to in self.gather.rounds:
                 rows[:, half].index_add_(0, to, grad if places is None else grad[places])
+        if own is not None:
+            assert self.gather.slice_rows is not None
+            rows.index_copy_(0, self.gather.slice_rows, own.to(rows.dtype))
         local = rows.new_empty(len(rows) // self.parallel.group.size(), *rows.shape[1:])
         work = _reduce_scatter(local, rows, group=self.parallel.group, async_op=True)
         return local, rows, work

@@ -160,10 +160,12 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 f"micro-batch that is{'' if params.gather else ' not'} divided over ranks"
             )
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        run = None
+        if params.slice is not None:
+            run = LayerSlice(params.slice, self.layer_number, self.kernel, self.softmax_scale)
         if self.parallel is None or params.gather is None:
-            out = self._alone(query, key, value, params)
+            out = self._alone(query, key, value, params.segments, run)
         else:
-            assert params.segments is not None
             out = context_attention(
                 query,
                 key,
@@ -173,24 +175,28 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 self.kernel,
                 self.softmax_scale,
                 self.parallel,
+                run,
             )
         return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, D] -> [T/CP, 1, H·D]
 
     def _alone(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: PlanSeqParams
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments | None,
+        run: LayerSlice | None,
     ) -> torch.Tensor:
-        """Attention with all tokens on this rank: the slice's, and that of all whole documents."""
-        whole, scale = params.segments, self.softmax_scale
-        if params.slice is None:
-            assert whole is not None
-            return self.kernel(query, key, value, whole, scale)
-        run = LayerSlice(params.slice, self.layer_number, self.kernel, scale)
-        if whole is None:
+        """With all tokens on this rank: attention of the slice, and that of all whole documents."""
+        if segments is None:
+            assert run is not None
             return slice_attention(query, key, value, run)
-        counts = [params.slice.num_queries, sum(whole.lengths_q)]
+        if run is None:
+            return self.kernel(query, key, value, segments, self.softmax_scale)
+        counts = [run.slice.num_queries, sum(segments.lengths_q)]
         (q, query), (k, key), (v, value) = (torch.split(t, counts) for t in (query, key, value))
         own = slice_attention(q, k, v, run)
-        return torch.cat([own, self.kernel(query, key, value, whole, scale)])
+        return torch.cat([own, self.kernel(query, key, value, segments, self.softmax_scale)])
 
 
 def check_config(config: TransformerConfig) -> None:

@@ -126,11 +126,12 @@ class KernelCall(NamedTuple):
 class LayerSlice:
     """Attention of a slice in one layer.
 
-    A pass is ``fill`` … ``attend`` … ``filled``, or ``turn`` … ``differentiate`` … ``turned``; in
-    between come each group of heads, with its part of the buffer's tensors.
+    A pass is ``fill``, ``write``, ``attend``, ``filled``, or ``turn``, ``differentiate``,
+    ``turned``. Between the first and the last come groups of heads, one after another, each with
+    its part of the buffer's tensors.
     """
 
-    cut: Slice
+    slice: Slice
     layer: int
     kernel: VarlenKernel
     scale: float
@@ -143,19 +144,37 @@ class LayerSlice:
 
         Raises :class:`PlanError` for any other order.
         """
-        cut, buffers = self.cut, self.cut.store.buffers
-        buffer = buffers.get((cut.document, self.layer))
+        cut, buffers = self.slice, self.slice.store.buffers
+        buffer = buffers.get(self._name)
         if buffer is None and cut.start == 0:
-            buffer = buffers[cut.document, self.layer] = Buffer(cut.length, key)
+            buffer = buffers[self._name] = Buffer(cut.length, key)
         if buffer is None or not self._is_next(buffer):
             if buffer is None or buffer.grad is not None or buffer.cuts[-1] != cut.start:
                 self._refuse("forward", buffer)
             buffer.cuts.append(cut.stop)
         return buffer
 
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The slice's own rows of a buffer's tensor."""
+        return tensor[self.slice.start : self.slice.stop]
+
+    def write(
+        self, tensor: torch.Tensor, values: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
+        """Sets the slice's own rows to ``values``, or to those at ``index``.
+
+        Graphs hold views of the buffer. Autograd need not know: what they see stays the same.
+        """
+        rows = self.rows(tensor)
+        with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+            if index is None:
+                rows.copy_(values)
+            else:
+                torch.index_select(values, 0, index, out=rows)
+
     def attend(self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool) -> list[KernelCall]:
         """Each chunk's queries to the buffer's rows up to its last: ``[q, H, D]`` each."""
-        queries = torch.split(query, [chunk.max_q for chunk in self.cut.chunks])
+        queries = torch.split(query, [chunk.max_q for chunk in self.slice.chunks])
         return [
             KernelCall.of(
                 self.kernel,
@@ -166,20 +185,20 @@ class LayerSlice:
                 self.scale,
                 keep,
             )
-            for own, chunk in zip(queries, self.cut.chunks, strict=True)
+            for own, chunk in zip(queries, self.slice.chunks, strict=True)
         ]
 
     def filled(self) -> None:
         """Ends the forward pass: without a backward pass, the last slice's frees the buffer."""
-        if self.cut.store.forward_only and self.cut.stop == self.cut.length:
-            del self.cut.store.buffers[self.cut.document, self.layer]
+        if self.slice.store.forward_only and self.slice.stop == self.slice.length:
+            del self.slice.store.buffers[self._name]
 
     def turn(self) -> tuple[Buffer, torch.Tensor]:
         """The buffer and its gradients, for the slice's backward pass.
 
         Raises :class:`PlanError` unless it is the last slice of the document that is still open.
         """
-        buffer = self.cut.store.buffers.get((self.cut.document, self.layer))
+        buffer = self.slice.store.buffers.get(self._name)
         if buffer is None or not self._is_next(buffer):
             self._refuse("backward", buffer)
         if buffer.grad is None:
@@ -200,23 +219,23 @@ class LayerSlice:
                 grad[: len(half), number] += half
         return grads_query
 
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice's own rows of a buffer's tensor."""
-        return tensor[self.cut.start : self.cut.stop]
-
-    def turned(self, buffer: Buffer) -> None:
+    def turned(self) -> None:
         """Ends the backward pass: the document's first slice's frees the buffer."""
-        buffer.cuts.pop()
-        if self.cut.start == 0:
-            del self.cut.store.buffers[self.cut.document, self.layer]
+        self.slice.store.buffers[self._name].cuts.pop()
+        if self.slice.start == 0:
+            del self.slice.store.buffers[self._name]
+
+    @property
+    def _name(self) -> tuple[Key, int]:
+        return self.slice.document, self.layer
 
     def _is_next(self, buffer: Buffer) -> bool:
         """Whether the slice's backward pass is the next one that may run."""
-        at_end = buffer.grad is not None or self.cut.stop == self.cut.length
-        return at_end and buffer.cuts[-2:] == [self.cut.start, self.cut.stop]
+        at_end = buffer.grad is not None or self.slice.stop == self.slice.length
+        return at_end and buffer.cuts[-2:] == [self.slice.start, self.slice.stop]
 
     def _refuse(self, what: str, buffer: Buffer | None) -> NoReturn:
-        cut = self.cut
+        cut = self.slice
         held = f"rows 0 to {buffer.cuts[-1]} are" if buffer else "none is"
         turned = " and backward has begun" if buffer and buffer.grad is not None else ""
         raise PlanError(
@@ -255,7 +274,7 @@ class _SliceAttention(torch.autograd.Function):
         buffer, grad = run.turn()
         (grad_query,) = run.differentiate([call], grad_out, grad)
         pair = run.rows(grad).to(buffer.pair.dtype)
-        run.turned(buffer)
+        run.turned()
         return grad_query, pair[:, 0], pair[:, 1], None
 
 
@@ -263,22 +282,9 @@ def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice, *, keep: bool
 ) -> KernelCall:
     buffer = run.fill(key)
-    with torch.no_grad():
-        write(run.rows(buffer.pair)[:, 0], key)
-        write(run.rows(buffer.pair)[:, 1], value)
+    for number, half in enumerate((key, value)):
+        run.write(buffer.pair[:, number], half)
     with torch.set_grad_enabled(keep):
         (call,) = run.attend(buffer.pair, query, keep=keep)
     run.filled()
     return call
-
-
-def write(rows: torch.Tensor, values: torch.Tensor, index: torch.Tensor | None = None) -> None:
-    """Sets rows of a buffer, to those of ``values`` at ``index`` if there is one.
-
-    Graphs hold views of other rows of the buffer; autograd need not know, as those stay the same.
-    """
-    with _unsafe_preserve_version_counter(rows):
-        if index is None:
-            rows.copy_(values)
-        else:
-            torch.index_select(values, 0, index, out=rows)
