@@ -144,7 +144,7 @@ def train(
         tuple(evaluated),
         tuple(gradients),
         tuple(ranges),
-        tuple(p.detach().numpy().copy() for p in parameters),
+        tuple(p.detach().float().numpy().copy() for p in parameters),
     )
 
 

@@ -1,21 +1,48 @@
-"""Documents in slices compute what one process computes with each document alone."""
+"""Documents in slices compute what one process computes with each document alone.
+
+Loss, every element of every gradient, and the weights after several optimizer steps, against
+:mod:`megatron_wlb.testing.oracle`; evaluation too. And faults that must not pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from unittest import mock
 
+import numpy as np
 import pytest
 
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.schedule.order import Action, one_f_one_b
 from megatron_wlb.testing.gloo import GlooPool
-from megatron_wlb.testing.layouts import OVERLAP, WORKLOAD, Layout
-from megatron_wlb.testing.oracle import OracleRun, run_oracle
-from megatron_wlb.testing.ranks import sliced_for, train
-from megatron_wlb.testing.shards import differences
+from megatron_wlb.testing.layouts import (
+    FULL,
+    OVERLAP,
+    SELECTIVE,
+    SHARDED,
+    VERIFY_SHAPES,
+    WORKLOAD,
+    Layout,
+)
+from megatron_wlb.testing.oracle import OracleRun, State, run_oracle
+from megatron_wlb.testing.ranks import build_runner, scatter_for, sliced_for, train
+from megatron_wlb.testing.shards import RankRun, differences
 
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+DROPOUT = "--hidden-dropout 0.2"
+ONE = Layout("llama", 1)
+PP2_DP2 = Layout("gpt2", 1, pp=2, dp=2, extra=f"{OVERLAP} {SHARDED}")
 CASES = [
-    Layout("llama", 1),
-    Layout("gpt2", 1, pp=2, dp=2, extra=OVERLAP),
+    ONE,
+    Layout("gpt2", 1, dp=2, extra=OVERLAP),
+    Layout("mixed", 1, tp="2sp", extra=FULL),
+    Layout("llama", 1, pp=2, extra=SELECTIVE),
+    Layout("gpt2", 1, pp=2, extra=f"{BLOCK} {VERIFY_SHAPES}"),
+    PP2_DP2,
     Layout("llama", 1, pp=4),
 ]
 
@@ -35,10 +62,215 @@ def oracle(gloo: GlooPool) -> Oracle:
     return run
 
 
+def runs_of(gloo, case: Layout, initial: State, fault=nullcontext, plan_for=sliced_for):
+    return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, plan_for)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_slices_compute_what_one_process_does(gloo: GlooPool, oracle: Oracle, case: Layout) -> None:
     expected = oracle(case)
-    runs = gloo.run(
-        case.world_size, train, case.config, WORKLOAD, expected.initial, nullcontext, sliced_for
+    assert differences(expected, runs_of(gloo, case, expected.initial)) == []
+
+
+def test_sliced_plans_are_awkward() -> None:
+    """That the cases are what they seem."""
+    for case in CASES:
+        for step, documents in enumerate(WORKLOAD.steps):
+            plan = sliced_for(case.config, WORKLOAD, case.world_size, step)
+            spans = [span for m in plan for span in m.spans]
+            assert sorted(d.key for d in documents) == sorted(
+                s.document.key for s in spans if not s.start
+            )
+            assert sum(s.num_targets for s in spans) == sum(d.num_targets for d in documents)
+            chains = [length for own in plan.chains for length in own]
+            assert len({length for length in chains if length > 1}) > 1
+            assert 1 in chains
+            slices = [m.slice for m in plan if m.slice is not None]
+            assert any(s.length == 1 and s.start == 0 for s in slices)
+            assert any(s.length == 1 and s.stop == s.document.length for s in slices)
+            assert any(m.slice is not None and len(m.spans) > 1 for m in plan)
+            assert any(m.padded_length > m.length for m in plan)
+    plans = [sliced_for(PP2_DP2.config, WORKLOAD, 4, step) for step in range(len(WORKLOAD.steps))]
+    assert any(len({len(own) for own in plan.micro_batches}) > 1 for plan in plans)
+
+
+def test_slices_with_dropout_are_reproducible(gloo: GlooPool, oracle: Oracle) -> None:
+    """Two runs are equal in every bit, and so is one that computes activations again."""
+    plain = Layout("gpt2", 1, pp=2, extra=DROPOUT)
+    again = Layout("gpt2", 1, pp=2, extra=f"{DROPOUT} {FULL}")
+    initial = oracle(plain).initial
+    losses = [runs_of(gloo, case, initial)[1].losses for case in (plain, plain, again)]
+    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] != runs_of(gloo, Layout("gpt2", 1, pp=2), initial)[1].losses
+
+
+def gradient_error(oracle: OracleRun, runs: list[RankRun]) -> float:
+    """The distance from the oracle's first gradient, as a share of its norm."""
+    wrong = whole = 0.0
+    for run in runs:
+        for held, gradient in zip(run.held, run.gradients[0], strict=True):
+            expected = oracle.steps[0].gradients[held.name].reshape(-1)[held.indices.reshape(-1)]
+            wrong += float(np.square(gradient - expected, dtype=np.float64).sum())
+            whole += float(np.square(expected, dtype=np.float64).sum())
+    return float((wrong / whole) ** 0.5)
+
+
+def test_slices_in_bf16_are_as_good_as_whole_documents(gloo: GlooPool, oracle: Oracle) -> None:
+    case = Layout("llama", 2, pp=2, extra="--bf16")
+    expected = oracle(case)
+    sliced, whole = (
+        gradient_error(expected, runs_of(gloo, case, expected.initial, plan_for=plan_for))
+        for plan_for in (sliced_for, scatter_for)
     )
-    assert differences(expected, runs) == []
+    assert 1e-4 < sliced < 1.2 * whole  # roundings of other sums, as many of them
+
+
+# What must not pass. Each breaks the run of a layout that is equal to the oracle above.
+
+
+@contextlib.contextmanager
+def with_order(order) -> Iterator[None]:
+    from megatron_wlb.runtime import step
+
+    with mock.patch.object(step, "sliced", order):
+        yield
+
+
+def in_megatrons_order(runner):
+    return with_order(lambda pp_size, chains: one_f_one_b(pp_size, sum(chains)))
+
+
+def forwards_then_backwards_in_order(pp_size: int, chains) -> list[list[Action]]:
+    passes = [Action(kind, 0, m) for kind in ("F", "B") for m in range(sum(chains))]  # type: ignore[arg-type]
+    return [passes] * pp_size
+
+
+@contextlib.contextmanager
+def first_to_last_unguarded(runner) -> Iterator[None]:
+    """Backward passes in the order of the forward ones, and nobody minds."""
+    from megatron_wlb.runtime.attention.slices import LayerSlice, SliceStore
+
+    with (
+        with_order(forwards_then_backwards_in_order),
+        mock.patch.object(LayerSlice, "_is_next", lambda self, buffer: True),
+        mock.patch.object(LayerSlice, "turned", lambda self, buffer: None),
+        mock.patch.object(SliceStore, "end", lambda self: self.buffers.clear()),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def reduce_one_backward_early(runner) -> Iterator[None]:
+    """Gradients are reduced in the last backward but one, from the second step on.
+
+    In the first step Megatron counts a parameter's gradients from there on, and so would wait for
+    the last one in each later step.
+    """
+    from megatron_wlb.runtime import executor
+
+    config, backward = runner.model.config, executor.schedules.backward_step
+    no_sync, left, num_steps = config.no_sync_func, 0, 0
+    entered = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def shorter():
+        nonlocal num_steps
+        num_steps += 1
+        with entered:
+            entered.enter_context(no_sync())
+            yield
+
+    def run(plan: StepPlan, **options):
+        nonlocal left
+        left = len(plan.micro_batches[runner.model.groups.dp.rank()])
+        return right(plan, **options)
+
+    def early(*args):
+        nonlocal left
+        left -= 1
+        if left == 1 and num_steps > 1:
+            entered.close()
+        return backward(*args)
+
+    right = runner.run
+    with (
+        mock.patch.object(config, "no_sync_func", shorter),
+        mock.patch.object(runner, "run", run),
+        mock.patch.object(executor.schedules, "backward_step", early),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def take_another_documents_keys(runner) -> Iterator[None]:
+    """The last slice of each document looks for keys under another document's name."""
+    store = runner.batches.slices
+    right = store.slice
+
+    def wrong(span):
+        found = right(span)
+        if span.stop < span.document.length:
+            return found
+        return dataclasses.replace(found, document=(found.document[0] + 1, 0))
+
+    with mock.patch.object(store, "slice", wrong):
+        yield
+
+
+@pytest.mark.parametrize("fault", [in_megatrons_order, take_another_documents_keys])
+def test_wrong_order_or_document_is_refused(
+    gloo: GlooPool, oracle: Oracle, fault: Callable[..., object]
+) -> None:
+    with pytest.raises(PlanError, match="slices run forward first to last"):
+        runs_of(gloo, ONE, oracle(ONE).initial, fault)
+
+
+@pytest.mark.parametrize(
+    ("case", "fault"),
+    [
+        (ONE, first_to_last_unguarded),
+        (Layout("gpt2", 1, dp=2, extra=OVERLAP), reduce_one_backward_early),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_wrong_order_or_early_reduction_differs_from_the_oracle(
+    gloo: GlooPool, oracle: Oracle, case: Layout, fault: Callable[..., object]
+) -> None:
+    expected = oracle(case)
+    found = differences(expected, runs_of(gloo, case, expected.initial, fault))
+    assert any(": gradient of" in line for line in found)
+    assert not any(line.startswith("step 0: loss") for line in found)
+
+
+def error_of_unlike_lengths(case: Layout) -> str | None:
+    """What the second stage says of a tensor of 4 tokens, where its plan has 6."""
+    import torch
+    from torch import distributed as dist
+
+    from megatron_wlb.runtime.executor import Transfers
+
+    runner = build_runner(case.config, WORKLOAD)
+    config, links = runner.model.config, runner._links
+    stage, action = links.rank, Action("F", 0, 0)
+    transfers = Transfers(links, [(4, 6)[stage]], config, True, "step 3")
+    tensor = torch.ones(4, 1, config.hidden_size)
+    if stage == 0:
+        transfers.send(action, tensor)
+        transfers.end()
+        return None
+    arrival = transfers.post(action)
+    with pytest.raises(PlanError) as caught:
+        arrival.wait()
+    dist.recv(tensor, 0, group=links.activations)  # or the first stage would wait for ever
+    return str(caught.value)
+
+
+def test_lengths_that_differ_from_the_plan_are_found(gloo: GlooPool) -> None:
+    _, error = gloo.run(2, error_of_unlike_lengths, Layout("llama", 1, pp=2))
+    assert error.startswith("step 3: stage 1 expects 6 tokens for F0.0 by its plan, but 4 are sent")
+
+
+def test_slices_with_virtual_stages_are_refused(gloo: GlooPool, oracle: Oracle) -> None:
+    case = Layout("llama", 2, pp=2, vpp=2)
+    with pytest.raises(PlanError, match=r"step 0: the plan has slices .* 2 virtual stages cannot"):
+        runs_of(gloo, case, oracle(case).initial)

@@ -1,0 +1,67 @@
+"""Plans whose chains do not fit their slices are refused before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.runtime.step import check_chains
+from megatron_wlb.testing.workload import make_workload
+
+LONG, SHORT, OTHER = make_workload([[10, 4, 9]], 50).steps[0]
+HEAD, MIDDLE, TAIL = Span(LONG, 0, 1), Span(LONG, 1, 7), Span(LONG, 7, 10)
+WHOLE = Span(SHORT, 0, 4)
+OTHER_HEAD, OTHER_TAIL = Span(OTHER, 0, 1), Span(OTHER, 1, 9)
+
+
+def plan_of(chains, *units, step: int = 5) -> StepPlan:
+    micro_batches = tuple(MicroBatchPlan(m, spans, 16, 1.0) for m, spans in enumerate(units))
+    return StepPlan(step, "by hand", (micro_batches,), 0, 0, chains)
+
+
+GOOD = plan_of(((1, 3, 1, 2),), (WHOLE,), (HEAD,), (MIDDLE,), (TAIL, WHOLE), (), (OTHER_HEAD,),
+               (OTHER_TAIL,))  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [GOOD, plan_of((), (WHOLE,), ()), plan_of(((1,),), ())])
+def test_chains_that_fit_pass(plan: StepPlan) -> None:
+    check_chains(plan)
+
+
+REFUSED = {
+    "slices without chains": (
+        plan_of((), (HEAD,), (MIDDLE,), (TAIL,)), "ends at token 1 of document 0 of corpus 0"
+    ),
+    "too few": (plan_of(((2,),), (HEAD,), (MIDDLE,), (TAIL,)), "do not divide its 3 micro-batches"),
+    "none": (plan_of(((0, 1),), (WHOLE,)), "each at least 1"),
+    "no micro-batch": (plan_of(((),)), "do not divide its 0"),
+    "other ranks": (
+        dataclasses.replace(GOOD, chains=GOOD.chains * 2), "chains for 2 data-parallel ranks"
+    ),
+    "a slice behind a document": (
+        plan_of(((2, 1),), (HEAD,), (Span(LONG, 1, 10),), (WHOLE, OTHER_TAIL)),
+        "micro-batch 2 runs tokens 1 to 9 of document 2",
+    ),
+    "unfinished": (plan_of(((2,),), (HEAD,), (MIDDLE,)), "ends at token 7 .* which has 10"),
+    "begun late": (plan_of(((2,),), (MIDDLE,), (TAIL,)), "tokens from 1 .* come to token 0"),
+    "a gap": (plan_of(((2,),), (HEAD,), (TAIL,)), "tokens from 7 .* come to token 1"),
+    "out of order": (plan_of(((3,),), (HEAD,), (TAIL,), (MIDDLE,)), "come to token 1"),
+    "two documents": (
+        plan_of(((2,),), (HEAD,), (OTHER_TAIL,)), "from 1 of document 2 .* token 1 of document 0"
+    ),
+    "no slices": (plan_of(((2,),), (WHOLE,), ()), "has no slice, but its chain of 2"),
+    "whole among slices": (
+        plan_of(((3,),), (HEAD,), (WHOLE,), (Span(LONG, 1, 10),)), "micro-batch 1 has no slice"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_chains_that_do_not_fit_are_refused(case: str) -> None:
+    plan, message = REFUSED[case]
+    with pytest.raises(PlanError, match=f"^step 5.*{message}") as caught:
+        check_chains(plan)
+    assert "\n" not in str(caught.value)
