@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -48,17 +48,15 @@ SLICES_OF_A_WINDOW = 64
 """The most slices of a window: of short ones, cuts are multiples of a share of it."""
 
 
-class Timed(NamedTuple):
-    """A document and what it takes."""
-
-    us: float
-    document: Document
+Timed: TypeAlias = tuple[float, Document]
+"""A document behind what it takes, in µs."""
 
 
 class Merged(NamedTuple):
     """A document that several data-parallel ranks run together."""
 
     us: float
+    """Of the whole document, on one rank."""
     document: Document
     ranks: tuple[int, ...]
 
@@ -121,14 +119,15 @@ class Slicer:
 
     def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
         """The units of each data-parallel rank; a rank without documents has an empty one."""
-        timed = self._heaviest_first(documents)
-        dealt = self._deal(timed, merges=False)
+        heaviest = self._heaviest_first(documents)
+        dealt = self._deal(heaviest, merges=False)
         if self.num_units is None or (self._given is None and step % STEPS_A_SWEEP == 0):
             self.num_units = self._choose(dealt)
         num_units = self.num_units
-        merged = self._deal(timed, merges=True) if self._merges else dealt
-        if merged.together and self._step_us(merged, num_units) < self._step_us(dealt, num_units):
-            dealt = merged
+        if self._merges and heaviest and heaviest[0][0] > (1 + TOLERANCE) * dealt.mean_us:
+            merged = self._deal(heaviest, merges=True)
+            if self._step_us(merged, num_units) < self._step_us(dealt, num_units):
+                dealt = merged
         return [self._lay(dealt, rank, num_units) for rank in range(len(dealt.alone))]
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,11 +144,12 @@ class Slicer:
         self.num_units = self._given or num_units
 
     def _heaviest_first(self, documents: Sequence[Document]) -> list[Timed]:
-        document_us = self._cost.document_us
-        return sorted(
-            (Timed(document_us(document.length), document) for document in documents),
-            key=lambda timed: (-timed.us, timed.document.key),
+        times_us = map(self._cost.document_us, [document.length for document in documents])
+        heaviest = sorted(
+            (-us, document.arrival, document.offset, document)
+            for us, document in zip(times_us, documents, strict=True)
         )
+        return [(-minus_us, document) for minus_us, _, _, document in heaviest]
 
     def _deal(self, heaviest: Sequence[Timed], *, merges: bool) -> _Dealt:
         """Gives each document to the rank with the least work.
@@ -158,27 +158,29 @@ class Slicer:
         powers of 2, of whose work it is no more than the mean.
         """
         dp_size = self._layout.dp_size
-        mean_us = sum(timed.us for timed in heaviest) / dp_size
+        mean_us = sum([us for us, _ in heaviest]) / dp_size
+        if dp_size == 1:
+            return _Dealt([[*heaviest]], [], mean_us, 0)
         alone: list[list[Timed]] = [[] for _ in range(dp_size)]
         together: list[Merged] = []
         loads_us = [0.0] * dp_size
-        for timed in heaviest:
+        for us, document in heaviest:
             size, limit_us = 1, (1 + TOLERANCE) * mean_us
-            while merges and timed.us > limit_us * size and not dp_size % (2 * size):
+            while merges and us > limit_us * size and not dp_size % (2 * size):
                 size *= 2
             if size == 1:
                 break
             blocks = [range(at, at + size) for at in range(0, dp_size, size)]
             ranks = min(blocks, key=lambda block: (max(loads_us[r] for r in block), block.start))
-            together.append(Merged(*timed, tuple(ranks)))
+            together.append(Merged(us, document, tuple(ranks)))
             for rank in ranks:
-                loads_us[rank] += timed.us / size
+                loads_us[rank] += us / size
         loads = [(load_us, rank) for rank, load_us in enumerate(loads_us)]
         heapify(loads)
-        for timed in heaviest[len(together) :]:
+        for us, document in heaviest[len(together) :]:
             load_us, rank = loads[0]
-            alone[rank].append(timed)
-            heapreplace(loads, (load_us + timed.us, rank))
+            alone[rank].append((us, document))
+            heapreplace(loads, (load_us + us, rank))
         return _Dealt(alone, together, mean_us, max(loads)[1])
 
     def _choose(self, dealt: _Dealt) -> int:
@@ -221,7 +223,7 @@ class Slicer:
         chains = [len(spans)] if spans else []
         missing: list[tuple[float, int, int]] = []  # minus µs, unit, tokens that find room
         num_units = max(1, num_units - len(spans)) if replica else 0
-        unit_us = sum(timed.us for timed in replica) / max(1, num_units)
+        unit_us = sum([us for us, _ in replica]) / max(1, num_units)
         num_cut, num_units = 0, num_units + len(spans)
         for us, document in replica:
             if us <= (1 + TOLERANCE) * unit_us and document.length <= self._max_tokens:
