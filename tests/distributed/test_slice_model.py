@@ -38,7 +38,7 @@ SHORT_TOKENS = 6
 
 
 def in_slices(plan: StepPlan, multiple: int) -> StepPlan:
-    """The same documents on each rank: the long ones in slices, a short one behind each.
+    """The same documents on each rank: the long ones in slices, a short one behind two of them.
 
     Every other long document has a slice of one token, first and last, and slices are padded.
     """
@@ -53,8 +53,9 @@ def in_slices(plan: StepPlan, multiple: int) -> StepPlan:
             places = {stop // 2} if number % 2 else {1, stop // 3, stop - 1}
             cuts = pairwise(sorted({0, stop} | places))
             parts: list[tuple[Span, ...]] = [(Span(span.document, *cut),) for cut in cuts]
-            parts[-1] += tuple(short[:1])
-            short = short[1:]
+            if number < 2:
+                parts[-1] += tuple(short[:1])
+                short = short[1:]
             units, own = units + parts, [*own, len(parts)]
         units, own = [*units, tuple(short)], [*own, 1]
         rank = []
