@@ -21,7 +21,6 @@ from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
 from megatron_wlb.schedule.graph import Graph
-from megatron_wlb.schedule.order import sliced
 
 
 class Log:
@@ -138,18 +137,11 @@ class Log:
         data parallelism and the update are not in it.
         """
         stages = StageCosts.even(self.session.cost, self._graph.num_stages)
+        no_transfer = np.zeros(self._graph.num_micro_batches)
         slowest_us = 0.0
-        for rank, micro_batches in enumerate(plan.micro_batches):
-            graph = self._graph
-            times_us = stages.times_us([[s.stop for s in m.spans] for m in micro_batches])
-            if plan.chains:
-                graph = Graph(sliced(graph.pp_size, plan.chains[rank]))
-                # A slice takes what its document takes up to its end and not to its beginning;
-                # what a micro-batch takes besides its documents counts in each.
-                begun = [[s.start for s in m.spans if s.start] for m in micro_batches]
-                times_us += stages.times_us([[]]) - stages.times_us(begun)
-            no_transfer = np.zeros(len(micro_batches))
-            slowest_us = max(slowest_us, float(graph.step_us(times_us, no_transfer)))
+        for micro_batches in plan.micro_batches:
+            times_us = stages.times_us([[s.length for s in m.spans] for m in micro_batches])
+            slowest_us = max(slowest_us, float(self._graph.step_us(times_us, no_transfer)))
         return slowest_us
 
     @cached_property
