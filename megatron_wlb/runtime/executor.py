@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.order import Action
+
+TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
+"""Whether megatron-core is 0.16, whose backward pass takes a parameter that it does not use."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,8 @@ def run_actions(
                 # grad_sync_func the stages behind the first reduce below, in the pipeline's tail.
                 no_sync.close()
             entered, output = running.pop(number)
-            gradient = schedules.backward_step(entered, output, received, None, config)
+            unused = (None,) if TAKES_MODEL_TYPE else ()
+            gradient = schedules.backward_step(entered, output, received, *unused, config)
             if gradient is not None:
                 transfers.send(action, gradient)
     if not forward_only:

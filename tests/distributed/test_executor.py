@@ -21,6 +21,7 @@ from megatron_wlb.schedule.order import Action, one_f_one_b
 from megatron_wlb.testing.gloo import GlooPool
 from megatron_wlb.testing.layouts import (
     FULL,
+    HEAD_GROUPS,
     OVERLAP,
     SELECTIVE,
     SHARDED,
@@ -44,6 +45,9 @@ CASES = [
     Layout("gpt2", 1, pp=2, extra=f"{BLOCK} {VERIFY_SHAPES}"),
     PP2_DP2,
     Layout("llama", 1, pp=4),
+    # Context parallelism.
+    Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS),
+    Layout("gpt2", 1, pp=2, cp=2, sharding="hybrid", extra=FULL),
 ]
 
 Oracle = Callable[[Layout], OracleRun]

@@ -47,6 +47,12 @@ CORE: Table = {
         "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage"
     ),
     f"{_SCHEDULES}:deallocate_output_tensor": "out deallocate_pipeline_outputs",
+    f"{_SCHEDULES}:forward_step": (
+        "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store "
+        "config cp_group_size is_first_microbatch current_microbatch is_last_stage"
+    ),
+    f"{_SCHEDULES}:check_first_val_step": "first_val_step forward_only cond",
+    f"{_SCHEDULES}:backward_step": IS_THERE,  # with one parameter less from 0.17 on
     f"{_ROPE}.get_rotary_seq_len": (
         "self inference_context transformer transformer_input transformer_config packed_seq_params"
     ),

@@ -40,5 +40,10 @@ class DocumentFlops:
         return sum(self.per_token * d + self.per_token_squared * d * d for d in lengths)
 
     def of_plan(self, plan: StepPlan) -> float:
-        """Counts the operations of a step; its padding is no work that counts."""
-        return self.of_documents(span.length for m in plan for span in m.spans)
+        """Counts the operations of a step; its padding is no work that counts.
+
+        A slice has those of its document up to its end and not to its beginning.
+        """
+        spans = [span for m in plan for span in m.spans]
+        before = self.of_documents(span.start for span in spans)
+        return self.of_documents(span.stop for span in spans) - before

@@ -98,6 +98,7 @@ _FIXED_NUMBER = "the number of micro-batches is that of the packer"
 _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
 _OTHER_ORDER = "its schedule receives in another order"
+_ONE_CHUNK = "slim packing runs slices of documents in one chunk a rank, and has few bubbles so"
 _OWN_RANKS = "ranks compare their plans"
 _NO_LOGITS = "packed attention does not report its logits"
 _BY_16 = "its products need lengths that 16 divides"
@@ -233,6 +234,16 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )  # fmt: skip
 
+WITH_SLICES: tuple[Refusal, ...] = (
+    Refusal("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK),
+    Refusal("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK),
+    Refusal(
+        "--defer-embedding-wgrad-compute",
+        "it pairs forward and backward passes in one order, slices run backward last to first",
+    ),
+)
+"""Flags that cannot run where the packing cuts documents in slices."""
+
 NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--reset-position-ids", "positions start anew in each document already"),
     Refusal("--reset-attention-mask", "attention stays inside each document already"),
@@ -261,7 +272,8 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
-    yield from (refusal.message(args) for refusal in REFUSALS if refusal.applies(args))
+    refusals = REFUSALS + (WITH_SLICES if getattr(args, "wlb_packing", None) == "slim" else ())
+    yield from (refusal.message(args) for refusal in refusals if refusal.applies(args))
     shards = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size

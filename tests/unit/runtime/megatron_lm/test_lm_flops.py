@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops
-from megatron_wlb.testing.workload import make_workload, scatter
+from megatron_wlb.testing.workload import make_workload, scatter, slice_up
 
 
 def formula(args: argparse.Namespace, batch_size: int) -> float:
@@ -38,3 +38,11 @@ def test_padding_and_the_packing_of_documents_cost_nothing() -> None:
         plan = scatter(0, workload.steps[0], 2, 2, multiple)
         assert plan.padding_tokens
         assert DocumentFlops.of(formula, ARGS).of_plan(plan) == pytest.approx(expected)
+
+
+def test_slices_have_the_operations_of_their_documents() -> None:
+    workload = make_workload([[3, 90, 17, (20, 5)]], vocab_size=16)
+    plan = slice_up(0, workload.steps[0], 2)
+    assert any(m.slice for m in plan)
+    flops = DocumentFlops.of(formula, ARGS)
+    assert flops.of_plan(plan) == pytest.approx(flops.of_documents([3, 90, 17, 20, 5]))

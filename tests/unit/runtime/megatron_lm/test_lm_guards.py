@@ -140,6 +140,26 @@ def test_what_only_looks_alike_passes(fine: dict[str, Any]) -> None:
     guards.check(argparse.Namespace(**FINE | fine))
 
 
+WITH_SLICES: dict[str, dict[str, Any]] = {
+    "--num-virtual-stages-per-pipeline-rank 2": {},
+    "--num-layers-per-virtual-pipeline-stage 3": {
+        "num_layers_per_virtual_pipeline_stage": 3, "num_virtual_stages_per_pipeline_rank": None,
+    },
+    "--defer-embedding-wgrad-compute": {
+        "defer_embedding_wgrad_compute": True, "sequence_parallel": False,
+        "num_virtual_stages_per_pipeline_rank": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", WITH_SLICES)
+def test_flag_is_refused_where_documents_run_in_slices(flag: str) -> None:
+    assert [word.split()[0] for word in WITH_SLICES] == [r.flag for r in guards.WITH_SLICES]
+    guards.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "hold"}))
+    with pytest.raises(ConfigError, match=rf"^{flag} does not .*slices.*; leave it out$"):
+        guards.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "slim"}))
+
+
 def test_no_option_makes_the_torch_format_load_sharded_optimizers_in_fp32() -> None:
     given = {"ckpt_format": "torch", "bf16": False, "dist_ckpt_optim_fully_reshardable": True}
     with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer .* cannot load; add"):
