@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from _common import add_distribution, add_seeds, parser_of, verdict
+from helpers.ledger import Ledger
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from rich.progress import Progress
@@ -45,7 +46,6 @@ from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, evaluate
-from megatron_wlb.testing.ledger import Ledger
 
 FAST = tuple(name for name in PACKINGS if name != "fixed-solver")
 METRICS = ("imbalance", "tw", "p95", "worst", "delay", "p99", "max", "CV")

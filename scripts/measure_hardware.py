@@ -5,7 +5,6 @@ Run it as ``OMP_NUM_THREADS=1 .venv/bin/python scripts/measure_hardware.py``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from dataclasses import asdict
@@ -14,9 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import yaml
+from _common import parser_of
+from helpers.gloo import GlooPool
 
 from megatron_wlb.bench.rates import measure_rates
-from megatron_wlb.testing.gloo import GlooPool
 
 NUM_REPEATS = 5
 
@@ -43,7 +43,7 @@ def processor() -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser_of(__doc__).parse_args()
     figures = {"processor": processor(), "torch": str(torch.__version__), **asdict(measure_rates())}
     with GlooPool() as pool:
         figures["gloo_gather_gb_s"] = min(pool.run(2, gather_gb_s))

@@ -15,10 +15,10 @@ import time
 from collections import Counter
 
 from _common import parser_of
+from helpers.soak import Soak, soaks
 from hypothesis import HealthCheck, given, seed, settings
 
 from megatron_wlb.errors import run_program
-from megatron_wlb.testing.soak import Soak, soaks
 
 ROUND = 200
 

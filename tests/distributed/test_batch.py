@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 
+from helpers.gloo import GlooPool
+
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.testing.gloo import GlooPool
 
 FLAGS = (
     "--hidden-size 32 --num-attention-heads 4 --num-layers 4 --seq-length 64 --vocab-size 59 "
@@ -19,9 +20,10 @@ def kept_after_steps() -> list[int]:
 
     The steps' micro-batches have other numbers, as those of a data-parallel rank have.
     """
+    from helpers.ranks import build_runner, scatter_for
+    from helpers.workload import make_workload
+
     from megatron_wlb.runtime.attention.core import PlanSeqParams
-    from megatron_wlb.testing.ranks import build_runner, scatter_for
-    from megatron_wlb.testing.workload import make_workload
 
     config = parse(FLAGS.split())
     workload = make_workload([[8, 30, 5, 9]] * 3, vocab_size=59)

@@ -6,6 +6,8 @@ import tracemalloc
 from collections import Counter
 
 import pytest
+from helpers.ledger import Ledger
+from helpers.strategies import ListStream, Run, documents, runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +16,6 @@ from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.packing import packer
 from megatron_wlb.packing.reference import REFERENCE_COST
-from megatron_wlb.testing.ledger import Ledger
-from megatron_wlb.testing.strategies import ListStream, Run, documents, runs
 
 WHOLE = ("wlb", "hold", "hold, ahead")
 CUT = ("original", "fixed-greedy", "fixed-greedy, arrival")

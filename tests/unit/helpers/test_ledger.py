@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
-
-from megatron_wlb.testing.ledger import Ledger
-from megatron_wlb.testing.strategies import documents
+from helpers.ledger import Ledger
+from helpers.strategies import documents
 
 
 def test_ledger_counts_what_has_not_run():
