@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from _common import add_distribution, add_seeds, parser_of, verdict
-from helpers.ledger import Ledger
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from rich.progress import Progress
 from rich.table import Table
 
+from megatron_wlb.bench.ledger import Ledger
 from megatron_wlb.cli import output
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource

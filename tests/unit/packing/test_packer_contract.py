@@ -6,11 +6,11 @@ import tracemalloc
 from collections import Counter
 
 import pytest
-from helpers.ledger import Ledger
 from helpers.strategies import ListStream, Run, documents, runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_wlb.bench.ledger import Ledger
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
