@@ -34,6 +34,7 @@ from matplotlib.ticker import NullFormatter
 from rich.progress import Progress
 from rich.table import Table
 
+from megatron_wlb.bench.ledger import Ledger
 from megatron_wlb.cli import output
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource
@@ -45,7 +46,6 @@ from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, evaluate
-from megatron_wlb.testing.ledger import Ledger
 
 FAST = tuple(name for name in PACKINGS if name != "fixed-solver")
 METRICS = ("imbalance", "tw", "p95", "worst", "delay", "p99", "max", "CV")

@@ -5,33 +5,41 @@ Run it as ``OMP_NUM_THREADS=1 .venv/bin/python scripts/measure_hardware.py``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 import yaml
+from _common import parser_of
 
 from megatron_wlb.bench.rates import measure_rates
-from megatron_wlb.testing.gloo import GlooPool
+from megatron_wlb.runtime.emulation.heap import keep_freed_memory
 
 NUM_REPEATS = 5
+NUM_RANKS = 2
 
 
-def gather_gb_s(num_bytes: int = 2**26) -> float:
+def gather_gb_s(rank: int, store: str, num_bytes: int = 2**26) -> float:
     """10⁹ B/s that a rank receives in an all-gather over the world; the best of several."""
+    keep_freed_memory()  # as the CPU emulation does
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # needs no host name that resolves
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=NUM_RANKS)
     mine = torch.ones(num_bytes // 4)
-    everything = torch.empty(mine.numel() * dist.get_world_size())
+    everything = torch.empty(mine.numel() * NUM_RANKS)
     seconds = []
     for _ in range(NUM_REPEATS):
         dist.barrier()
         start = time.perf_counter()
         dist.all_gather_into_tensor(everything, mine)
         seconds.append(time.perf_counter() - start)
-    return num_bytes * (dist.get_world_size() - 1) / min(seconds) / 1e9
+    dist.destroy_process_group()
+    return num_bytes * (NUM_RANKS - 1) / min(seconds) / 1e9
 
 
 def processor() -> str:
@@ -43,10 +51,12 @@ def processor() -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser_of(__doc__).parse_args()
     figures = {"processor": processor(), "torch": str(torch.__version__), **asdict(measure_rates())}
-    with GlooPool() as pool:
-        figures["gloo_gather_gb_s"] = min(pool.run(2, gather_gb_s))
+    ranks = ProcessPoolExecutor(NUM_RANKS, get_context("spawn"))
+    with TemporaryDirectory() as folder, ranks:
+        stores = [f"{folder}/store"] * NUM_RANKS
+        figures["gloo_gather_gb_s"] = min(ranks.map(gather_gb_s, range(NUM_RANKS), stores))
     print(yaml.safe_dump(figures, sort_keys=False, allow_unicode=True), end="")
 
 

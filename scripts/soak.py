@@ -13,12 +13,15 @@ import logging
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 from _common import parser_of
 from hypothesis import HealthCheck, given, seed, settings
 
 from megatron_wlb.errors import run_program
-from megatron_wlb.testing.soak import Soak, soaks
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from helpers.soak import Soak, soaks
 
 ROUND = 200
 

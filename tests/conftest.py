@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from megatron_wlb.testing.gloo import GlooPool
+from helpers.gloo import GlooPool
 
 TESTS = Path(__file__).parent
 TIERS = ("unit", "distributed", "integration", "gpu")

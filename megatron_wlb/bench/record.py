@@ -65,10 +65,10 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
     distributed.initialize(first, device)
     import torch
 
+    from megatron_wlb.bench.live_bytes import LiveBytes, step_bytes
     from megatron_wlb.bench.timeline import StepTimers
     from megatron_wlb.runtime.trainer.loop import Trainer
     from megatron_wlb.runtime.transfer import of_all_ranks
-    from megatron_wlb.testing.memory import LiveBytes, step_bytes
 
     timers = StepTimers(torch.cuda.synchronize if device == "cuda" else None)
     trainers: dict[str, Trainer] = {}

@@ -138,12 +138,12 @@ def _megatron(given: MegatronSource | None) -> Iterator[Finding]:
     if known is not None and targets.needs_triton(version) and _version("triton") is None:
         remedy = "pip install triton"
         yield Finding("hooks", "triton", "wrong", f"megatron-core {version} imports it", remedy)
-    checked = targets.hooks(source)
-    for hook in checked:
-        if hook.problem:
+    checked = targets.problems(source)
+    for target, problem in checked.items():
+        if problem:
             remedy = f"use the released megatron-core {version}, unchanged"
-            yield Finding("hooks", hook.target, "wrong", hook.problem, remedy)
-    fitting = sum(hook.problem is None for hook in checked)
+            yield Finding("hooks", target, "wrong", problem, remedy)
+    fitting = sum(problem is None for problem in checked.values())
     training = "with" if source.has_training else "without"
     found = (
         f"{fitting} of {len(checked)} names are there as expected ({training} megatron.training)"

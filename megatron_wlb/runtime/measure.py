@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_wlb.cost import DocumentCost
-from megatron_wlb.cost.profile import Fit, Sample, fit_document_cost
+from megatron_wlb.cost.profile import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.runtime.batch import local_params
@@ -29,6 +29,9 @@ from megatron_wlb.sharding import Sharding, length_multiple
 
 logger = logging.getLogger(__name__)
 
+NUM_REPEATS = 5
+"""The most runs of a length."""
+
 
 def lengths_to_measure(window: int, multiple: int) -> list[int]:
     """Lengths of documents from short to the window, multiples of ``multiple``."""
@@ -38,30 +41,23 @@ def lengths_to_measure(window: int, multiple: int) -> list[int]:
     return sorted(lengths | {multiple, 2 * multiple, 3 * multiple})
 
 
-def measure_cost(model: Model, window: int, vocab_size: int, *, num_repeats: int = 5) -> Fit:
+def measured_cost(model: Model, window: int, vocab_size: int) -> DocumentCost:
     """Measured cost of documents up to ``window`` tokens; leaves gradients zero and random-number
     streams as they were.
 
-    The least of ``num_repeats`` runs of a length counts; long ones run less often. Raises
+    The least of :data:`NUM_REPEATS` runs of a length counts; long ones run less often. Raises
     :class:`ConfigError` on all ranks for times that no cost fits.
     """
     lengths = lengths_to_measure(window, _multiple(model))
     with _undisturbed(model):
         _run(model, lengths[:1], vocab_size)  # the first run of all loads and allocates
-        times_us = _least_us(
-            model, lengths, num_repeats, lambda length: _run(model, [length], vocab_size)
-        )
-    return from_first_rank(
+        times_us = _least_us(model, lengths, lambda length: _run(model, [length], vocab_size))
+    fit = from_first_rank(
         lambda: fit_document_cost(
             Sample(length, forward, backward)
             for length, (forward, backward) in zip(lengths, times_us, strict=True)
         )
     )
-
-
-def measured_cost(model: Model, window: int, vocab_size: int) -> DocumentCost:
-    """What :func:`measure_cost` fits; the log says it."""
-    fit = measure_cost(model, window, vocab_size)
     logger.info(
         "measured cost: %s (relative error mean %.1f %%, max %.1f %%)",
         {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()},
@@ -72,16 +68,10 @@ def measured_cost(model: Model, window: int, vocab_size: int) -> DocumentCost:
 
 
 def measure_tables(
-    model: Model,
-    shape: ModelShape,
-    max_tokens: int,
-    vocab_size: int,
-    machine: str,
-    *,
-    num_repeats: int = 5,
+    model: Model, shape: ModelShape, max_tokens: int, vocab_size: int, machine: str
 ) -> ProfiledCost:
     """Measured tables up to micro-batches, and documents, of ``max_tokens``; as with
-    :func:`measure_cost` the model is left as it was.
+    :func:`measured_cost` the model is left as it was.
 
     Attention is timed alone; the rest is what micro-batches of short documents take beyond theirs.
     """
@@ -91,12 +81,8 @@ def measure_tables(
     piece = lengths[min(2, len(lengths) - 1)]  # short: little attention; not tiny: few calls
     with _undisturbed(model):
         _run(model, _pieces(longest, piece), vocab_size)
-        attention_us = _least_us(
-            model, lengths, num_repeats, lambda length: _run_attention(model, length)
-        )
-        whole_us = _least_us(
-            model, lengths, num_repeats, lambda n: _run(model, _pieces(n, piece), vocab_size)
-        )
+        attention_us = _least_us(model, lengths, lambda length: _run_attention(model, length))
+        whole_us = _least_us(model, lengths, lambda n: _run(model, _pieces(n, piece), vocab_size))
     by_length = dict(zip(lengths, attention_us, strict=True))
     linear_us = []
     for length, (forward, backward) in zip(lengths, whole_us, strict=True):
@@ -158,10 +144,7 @@ def _undisturbed(model: Model) -> Iterator[None]:
 
 
 def _least_us(
-    model: Model,
-    lengths: Sequence[int],
-    num_repeats: int,
-    run: Callable[[int], tuple[float, float]],
+    model: Model, lengths: Sequence[int], run: Callable[[int], tuple[float, float]]
 ) -> list[list[float]]:
     """Measures the least µs of both passes of each length, of the whole model.
 
@@ -171,7 +154,7 @@ def _least_us(
     times = torch.zeros(len(lengths), 2, dtype=torch.float64, device=device)
     for row, length in enumerate(lengths):
         # All ranks must run equally often: the number follows from the length alone.
-        repeats = max(2, min(num_repeats, max(lengths) // length))
+        repeats = max(2, min(NUM_REPEATS, max(lengths) // length))
         runs = np.array([run(length) for _ in range(repeats)])
         times[row] = torch.from_numpy(runs.min(axis=0) * 1e6)
     # Σ over stages; mean over the replicas (and over TP ranks, which run in step).

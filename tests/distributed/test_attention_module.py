@@ -8,10 +8,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.testing.gloo import GlooPool
 
 # On a rank, where Megatron is imported under the CPU emulation.
 

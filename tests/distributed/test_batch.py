@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.gloo import GlooPool
 
 from megatron_wlb.plan import MicroBatchPlan, Span
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.sharding import Sharding
-from megatron_wlb.testing.gloo import GlooPool
 
 FLAGS = (
     "--hidden-size 32 --num-attention-heads 4 --num-layers 4 --seq-length 64 --vocab-size 59 "
@@ -26,9 +26,10 @@ def kept_after_steps() -> list[int]:
 
     The steps' micro-batches have other numbers, as those of a data-parallel rank have.
     """
+    from helpers.ranks import build_runner, scatter_for
+    from helpers.workload import make_workload
+
     from megatron_wlb.runtime.attention.core import PlanSeqParams
-    from megatron_wlb.testing.ranks import build_runner, scatter_for
-    from megatron_wlb.testing.workload import make_workload
 
     config = parse(FLAGS.split())
     workload = make_workload([[8, 30, 5, 9]] * 3, vocab_size=59)
@@ -52,9 +53,10 @@ def sliced_rows(cp_size: int, cp_rank: int) -> dict[str, Any]:
     ``-1`` where a token counts in no loss. The documents are a stored one of 30 tokens in two
     pieces, the first of which is cut, one of 25 that is cut, and a whole one of 7.
     """
+    from helpers.workload import make_workload
+
     from megatron_wlb.runtime.attention.rope import DocumentRotaryEmbedding
     from megatron_wlb.runtime.batch import BatchBuilder
-    from megatron_wlb.testing.workload import make_workload
 
     workload = make_workload([[(20, 10), 25, 7]], vocab_size=59)
     first, second, other, short = workload.steps[0]

@@ -1,7 +1,7 @@
 """Attention over context-parallel ranks is attention by its definition, each document alone.
 
 Every case runs all shardings and numbers of key/value heads on one world of ranks, and compares
-output, dQ, dK and dV with :func:`megatron_wlb.testing.attention.document_attention` in fp64.
+output, dQ, dK and dV with :func:`helpers.attention.document_attention` in fp64.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers.gloo import GlooPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from megatron_wlb.cost.exchange import exchange_bytes
 from megatron_wlb.errors import PlanError
 from megatron_wlb.sharding import RankLayout, Sharding, rank_layout
 from megatron_wlb.sharding.shard import KINDS
-from megatron_wlb.testing.gloo import GlooPool
 
 HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
 GROUPS = (1, 2, 4)
@@ -52,8 +52,7 @@ def tensors(num_tokens: int, num_groups: int, dtype: Any) -> list[Any]:
 def definition(lengths: Sequence[int], inputs: Sequence[Any], dtype: Any) -> list[Any]:
     """Output, dQ, dK and dV in fp64, computed in ``dtype``."""
     import torch
-
-    from megatron_wlb.testing.attention import document_attention
+    from helpers.attention import document_attention
 
     query, key, value, grad = (t.to(dtype) for t in inputs)
     leaves = [t.requires_grad_() for t in (query, key, value)]
@@ -187,6 +186,7 @@ def layer_bytes(
     """Kept, most in forward and most in backward: measured and by the formula."""
     import torch
 
+    from megatron_wlb.bench.live_bytes import LiveBytes
     from megatron_wlb.runtime.attention import context_parallel as context
     from megatron_wlb.runtime.attention.context_parallel import (
         ContextParallel,
@@ -194,7 +194,6 @@ def layer_bytes(
         context_attention,
     )
     from megatron_wlb.runtime.attention.kernels import Segments
-    from megatron_wlb.testing.memory import LiveBytes
 
     layout = layout_of(lengths, sharding)
     local = torch.from_numpy(layout.tokens)
@@ -378,9 +377,9 @@ def test_attention_in_head_groups_holds_less(gloo: GlooPool) -> None:
 def test_ranks_in_turn_are_attention_by_definition(sharding: Sharding) -> None:
     """What GPU tests run, where collectives are stood in for."""
     import torch
+    from helpers.attention import ranks_in_turn
 
     from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-    from megatron_wlb.testing.attention import ranks_in_turn
 
     lengths = padded(LENGTHS, 4)
     inputs = tensors(sum(lengths), 2, torch.float32)

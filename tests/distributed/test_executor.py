@@ -1,7 +1,7 @@
 """Documents in slices compute what one process computes with each document alone.
 
 Loss, every element of every gradient, and the weights after several optimizer steps, against
-:mod:`megatron_wlb.testing.oracle`; evaluation too. And faults that must not pass.
+:mod:`helpers.oracle`; evaluation too. And faults that must not pass.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-
-from megatron_wlb.errors import PlanError
-from megatron_wlb.plan import StepPlan
-from megatron_wlb.schedule.order import Action, one_f_one_b
-from megatron_wlb.testing.gloo import GlooPool
-from megatron_wlb.testing.layouts import (
+from helpers.gloo import GlooPool
+from helpers.layouts import (
     FULL,
     HEAD_GROUPS,
     OVERLAP,
@@ -29,9 +25,13 @@ from megatron_wlb.testing.layouts import (
     WORKLOAD,
     Layout,
 )
-from megatron_wlb.testing.oracle import OracleRun, State, run_oracle
-from megatron_wlb.testing.ranks import build_runner, scatter_for, sliced_for, train
-from megatron_wlb.testing.shards import RankRun, differences
+from helpers.oracle import OracleRun, State, run_oracle
+from helpers.ranks import build_runner, scatter_for, sliced_for, train
+from helpers.shards import RankRun, differences
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.schedule.order import Action, one_f_one_b
 
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 DROPOUT = "--hidden-dropout 0.2"

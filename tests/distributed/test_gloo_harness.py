@@ -12,8 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-
-from megatron_wlb.testing.gloo import GlooPool, RankError, RankTimeoutError
+from helpers.gloo import GlooPool, RankError, RankTimeoutError
 
 HANG_S = 60.0  # far over any limit here: a case that ends sooner did not wait for it
 

@@ -6,9 +6,9 @@ import logging
 from unittest import mock
 
 import pytest
+from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.testing.gloo import GlooPool
 
 # What each of three ranks cannot run, of the kernels before the reference.
 UNLIKE = (("flash-attn-3",), ("torch",), ("torch", "flash-attn-3"))

@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from helpers.gloo import GlooPool
 
 from megatron_wlb.cost import DocumentCost, ProfiledCost
 from megatron_wlb.cost.profile import Fit
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.testing.gloo import GlooPool
 
 LONGEST = 130
 FLAGS = (
@@ -26,11 +26,11 @@ FLAGS = (
 def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
     """The tables, and what measuring changed: gradients that are not zero, random numbers."""
     import torch
+    from helpers.ranks import build_runner
+    from helpers.workload import make_workload
 
     from megatron_wlb.runtime.measure import measure_tables
     from megatron_wlb.runtime.saving.checkpoint import rng_state
-    from megatron_wlb.testing.ranks import build_runner
-    from megatron_wlb.testing.workload import make_workload
 
     config = parse(flags.split())
     model = build_runner(config, make_workload([[8]], vocab_size=59)).model
@@ -85,10 +85,10 @@ def test_tables_serve_the_run_that_they_were_measured_for(
 def fit_as_each_processor_does(flags: str, fails: bool) -> Any:
     """The measured cost where every rank would fit another one, or none."""
     import torch
+    from helpers.ranks import build_runner
+    from helpers.workload import make_workload
 
     from megatron_wlb.runtime import measure as measuring
-    from megatron_wlb.testing.ranks import build_runner
-    from megatron_wlb.testing.workload import make_workload
 
     rank = torch.distributed.get_rank()
 
@@ -102,7 +102,7 @@ def fit_as_each_processor_does(flags: str, fails: bool) -> Any:
     model = build_runner(config, make_workload([[8]], vocab_size=59)).model
     with mock.patch.object(measuring, "fit_document_cost", fit):
         try:
-            return dataclasses.asdict(measuring.measure_cost(model, 64, 59, num_repeats=2))
+            return measuring.measured_cost(model, 64, 59).as_dict()
         except ConfigError as error:
             torch.distributed.barrier()  # nobody is left behind
             return str(error)
@@ -112,5 +112,5 @@ def test_ranks_that_would_fit_unlike_costs_hold_the_same(gloo: GlooPool) -> None
     flags = FLAGS + "--pipeline-model-parallel-size 2"
     first, second = gloo.run(2, fit_as_each_processor_does, flags, False)
     assert first == second
-    assert first["cost"]["backward_linear_us"] == 0.3
+    assert first["backward_linear_us"] == 0.3
     assert gloo.run(2, fit_as_each_processor_does, flags, True) == ["rank 0 cannot fit"] * 2

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from helpers.gloo import GlooPool
+from helpers.memory import VOCAB_SIZE, MeasuredMemory, measure_step
 
 from megatron_wlb.cost import MemoryModel, Recompute
 from megatron_wlb.planning.from_config import memory_model, padded_vocab_size
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
-from megatron_wlb.testing.gloo import GlooPool
-from megatron_wlb.testing.memory import VOCAB_SIZE, MeasuredMemory, measure_step
 
 TOLERANCE = 0.05
 EXACT = 0.03

@@ -5,11 +5,11 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+from helpers.gloo import GlooPool
+from helpers.workload import make_workload
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.testing.gloo import GlooPool
-from megatron_wlb.testing.workload import make_workload
 
 FLAGS = (
     "--hidden-size 32 --num-attention-heads 4 --num-layers 2 --seq-length 64 --vocab-size 59 "
@@ -19,10 +19,10 @@ FLAGS = (
 
 def build(flags: str) -> None:
     """As on a GPU where there is neither TransformerEngine nor Apex."""
+    from helpers.ranks import build_runner
     from megatron.core.optimizer import distrib_optimizer
 
     from megatron_wlb.runtime.optimizer import build_optimizer
-    from megatron_wlb.testing.ranks import build_runner
 
     config = parse((FLAGS + flags).split())
     model = build_runner(config, make_workload([[8]], vocab_size=59)).model

@@ -1,7 +1,7 @@
 """Every layout computes what one process computes with each document alone.
 
 Loss, every element of every gradient, and the weights after several optimizer steps, against
-:mod:`megatron_wlb.testing.oracle`; and faults that must not pass.
+:mod:`helpers.oracle`; and faults that must not pass.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-
-from megatron_wlb.testing.gloo import GlooPool
-from megatron_wlb.testing.layouts import (
+from helpers.gloo import GlooPool
+from helpers.layouts import (
     FULL,
     GROUP,
     HEAD_GROUPS,
@@ -30,9 +29,9 @@ from megatron_wlb.testing.layouts import (
     WORKLOAD,
     Layout,
 )
-from megatron_wlb.testing.oracle import OracleRun, run_oracle
-from megatron_wlb.testing.ranks import scatter_for, train
-from megatron_wlb.testing.shards import differences
+from helpers.oracle import OracleRun, run_oracle
+from helpers.ranks import scatter_for, train
+from helpers.shards import differences
 
 CASES = [
     Layout("llama", 5),

@@ -10,10 +10,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.versions import CASES, run_with_core
 
 from megatron_wlb.runtime.compat.patch_files import PatchSeries
 from megatron_wlb.runtime.compat.source import MegatronSource
-from megatron_wlb.testing.versions import CASES, run_with_core
 
 
 @pytest.fixture(scope="module")

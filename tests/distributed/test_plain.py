@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.gloo import GlooPool
+from helpers.oracle import State, initial_weights
+from helpers.ranks import build_runner, load
+from helpers.workload import MemoryCorpus, Workload
 
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.original import OriginalPacker
@@ -20,10 +24,6 @@ from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
-from megatron_wlb.testing.gloo import GlooPool
-from megatron_wlb.testing.oracle import State, initial_weights
-from megatron_wlb.testing.ranks import build_runner, load
-from megatron_wlb.testing.workload import MemoryCorpus, Workload
 
 WINDOW, NUM_MICRO_BATCHES, NUM_STEPS = 48, 5, 3
 VOCAB_SIZE, EOD = 59, 58

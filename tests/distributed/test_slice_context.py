@@ -16,11 +16,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers.gloo import GlooPool
 
 from megatron_wlb.plan import Document, Span
 from megatron_wlb.sharding import Sharding
 from megatron_wlb.sharding.shard import KINDS
-from megatron_wlb.testing.gloo import GlooPool
 
 HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
 SHARDINGS = [Sharding(kind, 9 if kind == "hybrid" else 0) for kind in KINDS]
@@ -71,8 +71,7 @@ class Tokens:
     def definition(self, dtype: Any) -> list[Any]:
         """Output, dQ, dK and dV, computed in ``dtype``."""
         import torch
-
-        from megatron_wlb.testing.attention import document_attention
+        from helpers.attention import document_attention
 
         query, key, value, grad = (t.to(dtype) for t in self.inputs)
         leaves = [t.requires_grad_() for t in (query, key, value)]

@@ -15,16 +15,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from helpers.gloo import GlooPool
+from helpers.layouts import FULL, KEEP, SELECTIVE, WORKLOAD, Layout
+from helpers.oracle import OracleRun, run_oracle
+from helpers.ranks import scatter_for, train
+from helpers.shards import differences
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.schedule.order import sliced, validate
 from megatron_wlb.sharding import length_multiple
-from megatron_wlb.testing.gloo import GlooPool
-from megatron_wlb.testing.layouts import FULL, KEEP, SELECTIVE, WORKLOAD, Layout
-from megatron_wlb.testing.oracle import OracleRun, run_oracle
-from megatron_wlb.testing.ranks import scatter_for, train
-from megatron_wlb.testing.shards import differences
 
 CASES = [
     Layout("llama", 3, extra=SELECTIVE),

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.workload import MemoryCorpus
 
 from megatron_wlb.plan import Document, MicroBatchPlan, Span
 from megatron_wlb.sharding import Sharding
-from megatron_wlb.testing.workload import MemoryCorpus
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, when it is imported
 LENGTHS = (700, 1, 33, 290)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.attention import document_attention, in_slices, ranks_in_turn
 from test_gpu_smoke import train
 
 from megatron_wlb.runtime.attention.kernels import (
@@ -19,7 +20,6 @@ from megatron_wlb.runtime.attention.kernels import (
 )
 from megatron_wlb.sharding import Sharding
 from megatron_wlb.sharding.shard import KINDS
-from megatron_wlb.testing.attention import document_attention, in_slices, ranks_in_turn
 
 HEADS, SCALE = 8, 0.1
 LENGTHS = [700, 1, 33, 1290, 128, 256, 5, 147]  # 2560 tokens: 8 slots of CP=4

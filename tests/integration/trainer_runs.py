@@ -1,7 +1,7 @@
 """Runs of whole commands: under torchrun, or by processes forked with Megatron imported already.
 
 Importing Megatron costs each process of torchrun 4 s. :func:`start` forks the same ranks from
-the fork server of :mod:`megatron_wlb.testing.gloo` instead and treats them as torchrun does: it
+the fork server of :mod:`helpers.gloo` instead and treats them as torchrun does: it
 sets what torchrun sets, hosts the rendezvous, and ends all ranks when one fails.
 """
 
@@ -25,8 +25,7 @@ from typing import Any
 
 import psutil
 import torch.distributed
-
-from megatron_wlb.testing import gloo
+from helpers import gloo
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.index import write_index
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.cost import load_hardware
@@ -15,7 +16,6 @@ from megatron_wlb.planning.run import MEMORY_SHARE
 from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.recipe import read_recipe
 from megatron_wlb.study.forecast import Forecast, forecast, settings_of
-from megatron_wlb.testing.index import write_index
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment"
 TABLE_1 = {

@@ -17,12 +17,12 @@ PACKAGE = Path(megatron_wlb.__file__).parent
 PROJECT = PACKAGE.parent
 MAX_LINES = 600
 
-MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch", "testing", "bench")
+MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch", "bench")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
 LAYERS = (
     "errors", "files", "reading", "settings", "schedule", "cost", "sharding", "plan", "data",
-    "packing", "planner", "planning", "simulator", "study", "api", "runtime", "testing",
-    "bench", "cli",
+    "packing", "planner", "planning", "simulator", "study", "api", "runtime", "bench",
+    "cli",
 )  # fmt: skip
 """Each imports from those before it alone. In the root there are these and programs."""
 RUNTIME_LAYERS = (

@@ -39,10 +39,7 @@ class PatchSet:
             else getattr(owner, name, _MISSING)
         )
         if old is _MISSING:
-            raise CompatibilityError(
-                f"{label} is missing: this version of {label.split('.')[0]} is not one that "
-                "megatron-wlb knows; install the versions in its constraints file"
-            )
+            raise _missing(label)
         self._saved.append((owner, name, old))
         setattr(owner, name, value)
 
@@ -70,7 +67,11 @@ def _module(owner: Any) -> Any:
     try:
         return importlib.import_module(owner)
     except ImportError as error:
-        raise CompatibilityError(
-            f"{owner} is missing ({error}): this version of {owner.split('.')[0]} is not "
-            "one that megatron-wlb knows; install the versions in its constraints file"
-        ) from None
+        raise _missing(owner, f" ({error})") from None
+
+
+def _missing(label: str, why: str = "") -> CompatibilityError:
+    return CompatibilityError(
+        f"{label} is missing{why}: this version of {label.split('.')[0]} is not one that "
+        "megatron-wlb knows; install the versions in its constraints file"
+    )

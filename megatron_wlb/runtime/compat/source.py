@@ -33,13 +33,8 @@ class Signature:
 
 @dataclass(frozen=True)
 class MegatronSource:
-    """A folder that holds ``megatron/core``, and in a checkout ``megatron/training``.
+    """A folder that holds ``megatron/core``, and in a checkout ``megatron/training``."""
 
-    ``core_root`` is where ``megatron.core`` is read from: another place where a checkout's
-    ``megatron/training`` runs beside an installed core.
-    """
-
-    root: Path
     core_root: Path
     version: str
     _trees: dict[Path, ast.Module | None] = field(
@@ -58,7 +53,7 @@ class MegatronSource:
                 f"{path} has no {_PACKAGE_INFO}; give the folder that has megatron/core in it: a "
                 "Megatron-LM checkout, or a site-packages"
             )
-        return cls(root, root, _version(root / _PACKAGE_INFO))
+        return cls(root, _version(root / _PACKAGE_INFO))
 
     @classmethod
     def installed(cls) -> MegatronSource:
@@ -77,17 +72,16 @@ class MegatronSource:
                 "Megatron-LM checkout on PYTHONPATH"
             )
         root = Path(locations[0]).resolve().parents[1]
-        return cls(root, root, _version(root / _PACKAGE_INFO))
+        return cls(root, _version(root / _PACKAGE_INFO))
 
     @property
     def has_training(self) -> bool:
         """Whether ``megatron.training`` is there: in a checkout, not in the wheel."""
-        return (self.root / "megatron" / "training" / "training.py").is_file()
+        return (self.core_root / "megatron" / "training" / "training.py").is_file()
 
     def file(self, module: str) -> Path | None:
         """The file of a module of Megatron, or None where there is none."""
-        root = self.core_root if module.startswith("megatron.core") else self.root
-        path = root.joinpath(*module.split("."))
+        path = self.core_root.joinpath(*module.split("."))
         for candidate in (path.with_suffix(".py"), path / "__init__.py"):
             if candidate.is_file():
                 return candidate

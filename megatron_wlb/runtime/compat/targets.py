@@ -196,25 +196,16 @@ class Version:
     tested: bool
     """Whether the whole test suite runs with it; otherwise its names and signatures are checked,
     and the ragged pipelines ran under the CPU emulation."""
-    core: Table
     training: Table
+    """The names of ``megatron.training``; those of ``megatron.core`` are :data:`CORE` in all."""
 
 
 VERSIONS: Mapping[str, Version] = {
-    "0.16.1": Version(True, CORE, _TRAINING_TO_0_17),
-    "0.17.1": Version(False, CORE, _TRAINING_TO_0_17),
-    "0.18.2": Version(False, CORE, _TRAINING_0_18),
-    "0.19.2": Version(False, CORE, _TRAINING_0_19),
+    "0.16.1": Version(True, _TRAINING_TO_0_17),
+    "0.17.1": Version(False, _TRAINING_TO_0_17),
+    "0.18.2": Version(False, _TRAINING_0_18),
+    "0.19.2": Version(False, _TRAINING_0_19),
 }
-
-
-@dataclass(frozen=True)
-class HookedName:
-    """One name of a table, held against a source."""
-
-    target: str
-    problem: str | None
-    """What is wrong, in words that follow the target; None where it fits."""
 
 
 def check(*, source: MegatronSource | None = None, allow_untested: bool = False) -> None:
@@ -249,25 +240,21 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
             version,
             ", ".join(v for v, known in VERSIONS.items() if known.tested),
         )
-    for hook in hooks(source):
-        if hook.problem:
+    for target, problem in problems(source).items():
+        if problem:
             raise CompatibilityError(
-                f"megatron-core {version}: {hook.target} {hook.problem}; it is not the released "
+                f"megatron-core {version}: {target} {problem}; it is not the released "
                 f"one: install a release of {', '.join(VERSIONS)}"
             )
 
 
-def hooks(source: MegatronSource) -> list[HookedName]:
-    """Each name of :func:`version_of` and whether it fits. The names of ``megatron.training`` count
-    only where the source has it.
+def problems(source: MegatronSource) -> dict[str, str | None]:
+    """What is wrong with each hooked name, in words that follow it; None where it fits. The names
+    of ``megatron.training`` count only where the source has it.
     """
-    known = version_of(source.version)
-    tables = [known.core] + ([known.training] if source.has_training else [])
-    return [
-        HookedName(target, _problem(source, target, expected))
-        for table in tables
-        for target, expected in table.items()
-    ]
+    training = version_of(source.version).training if source.has_training else {}
+    table = {**CORE, **training}
+    return {target: _problem(source, target, expected) for target, expected in table.items()}
 
 
 def version_of(version: str) -> Version:

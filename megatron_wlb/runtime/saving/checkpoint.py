@@ -24,6 +24,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._pytree import tree_leaves
 
 from megatron_wlb.errors import CheckpointError, WLBError
 from megatron_wlb.runtime.model import Model
@@ -285,19 +286,9 @@ def _reason(error: BaseException) -> str:
 
 def _num_bytes(state: dict[str, Any]) -> int:
     """Counts this rank's bytes × the world: more than what is written, as replicas count."""
-    total = 0
-    stack: list[Any] = [state]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, dict):
-            stack += value.values()
-        elif isinstance(value, list | tuple):
-            stack += value
-        else:
-            data = getattr(value, "data", value)
-            if isinstance(data, torch.Tensor):
-                total += data.numel() * data.element_size()
-    return total * int(torch.distributed.get_world_size())
+    leaves = (getattr(leaf, "data", leaf) for leaf in tree_leaves(state))
+    own = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return own * torch.distributed.get_world_size()
 
 
 def _prepare(folder: Path, num_bytes: int) -> None:

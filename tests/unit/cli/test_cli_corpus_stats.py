@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.index import write_index
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.testing.index import write_index
 
 LENGTHS = [7, 3, 900, 3, 40, 64, 0, 500, 1024]
 STATS = ["corpus", "stats"]

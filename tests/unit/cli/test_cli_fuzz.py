@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from helpers.index import write_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.planning import guards
 from megatron_wlb.reading import read_mapping
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.testing.index import write_index
 
 MAX_S = 10.0
 """Of the processor, so that a busy machine fails nothing."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.index import write_index
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.cli.model import read_model
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.testing.index import write_index
 
 TRAINING = {
     "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 2048,

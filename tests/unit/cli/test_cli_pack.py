@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.index import write_index
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.cli.pack import TABLE_2
-from megatron_wlb.testing.index import write_index
 
 KEYS = {
     "packing", "num_micro_batches", "max_windows", "imbalance_mean", "imbalance_time_weighted",

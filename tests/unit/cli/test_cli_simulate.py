@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from helpers.index import write_index
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.cost.attention import AttentionProfile
-from megatron_wlb.testing.index import write_index
 
 SIZES = {
     "hidden_size": 256, "ffn_hidden_size": 640, "num_layers": 8, "num_attention_heads": 8,

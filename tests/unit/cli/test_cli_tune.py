@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.index import write_index
 
 from megatron_wlb.cli import tune as command
 from megatron_wlb.cli.main import main
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.study import tune as module
-from megatron_wlb.testing.index import write_index
 
 OPTIONS = ["--window", "65536", "--steps", "12"]
 REFERENCE = ["tune", "--distribution", "reference", *OPTIONS]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.index import write_index
 
 from megatron_wlb.data.length_source import MAX_LENGTH, LengthSource
 from megatron_wlb.errors import ConfigError, CorpusError
-from megatron_wlb.testing.index import write_index
 
 LENGTHS = [5, 900, 3, 40, 7, 12000, 1, 63]
 

@@ -8,13 +8,13 @@ and 1.5 % (original), the mean delay within 0.05 steps. Times are modelled, not 
 from functools import cache
 
 import pytest
+from helpers.strategies import ListStream, reference_lengths
 
 from megatron_wlb.data.lengths import REFERENCE_WINDOW
 from megatron_wlb.packing import packer
 from megatron_wlb.packing.metrics import measure
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.planner import Planner
-from megatron_wlb.testing.strategies import ListStream, reference_lengths
 
 NUM_WINDOWS = 1200
 

@@ -1,6 +1,7 @@
 from itertools import chain
 
 import pytest
+from helpers.strategies import documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,7 +9,6 @@ from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.fixed import FixedGreedyPacker, cut_into_room, mean_arrival
-from megatron_wlb.testing.strategies import documents
 
 COST = DocumentCost(1, 0.1, 2, 0.25)
 

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from helpers.strategies import documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.hold import TOLERANCE, HoldPacker
 from megatron_wlb.packing.placement import place
-from megatron_wlb.testing.strategies import documents
 
 SQUARE = DocumentCost(0, 1, 0, 0)
 COST = DocumentCost(1, 0.1, 2, 0.25)

@@ -1,11 +1,11 @@
 import pytest
+from helpers.strategies import documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.original import OriginalPacker
-from megatron_wlb.testing.strategies import documents
 
 
 def original(num_micro_batches, window):

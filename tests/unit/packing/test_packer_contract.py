@@ -6,16 +6,16 @@ import tracemalloc
 from collections import Counter
 
 import pytest
+from helpers.strategies import ListStream, Run, documents, runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_wlb.bench.ledger import Ledger
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.packing import packer
 from megatron_wlb.packing.reference import REFERENCE_COST
-from megatron_wlb.testing.ledger import Ledger
-from megatron_wlb.testing.strategies import ListStream, Run, documents, runs
 
 WHOLE = ("wlb", "hold", "hold, ahead")
 CUT = ("original", "fixed-greedy", "fixed-greedy, arrival")

@@ -1,12 +1,12 @@
 import json
 
 import pytest
+from helpers.strategies import documents
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import PlanError
 from megatron_wlb.packing.metrics import measure
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
-from megatron_wlb.testing.strategies import documents
 
 COST = DocumentCost(1, 0, 0, 0)  # a document costs its length
 

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from helpers.strategies import documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -7,7 +8,6 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.placement import CostTable, Placement, place, rank
 from megatron_wlb.packing.reference import REFERENCE_COST
-from megatron_wlb.testing.strategies import documents
 
 
 def limits(num_micro_batches=4, window=10, max_tokens=20, step_tokens=40, **others):

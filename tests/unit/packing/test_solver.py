@@ -4,6 +4,7 @@ import sys
 from itertools import chain, combinations
 
 import pytest
+from helpers.strategies import documents, reference_lengths
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import ConfigError, PackingError
@@ -11,7 +12,6 @@ from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.fixed import FixedGreedyPacker
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.packing.solver import FixedSolverPacker
-from megatron_wlb.testing.strategies import documents, reference_lengths
 
 pytest.importorskip("ortools", reason="the extra `solver` is not installed")
 

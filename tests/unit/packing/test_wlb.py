@@ -1,10 +1,10 @@
 import pytest
+from helpers.strategies import documents
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import Limits
 from megatron_wlb.packing.wlb import WLBPacker
-from megatron_wlb.testing.strategies import documents
 
 COST = DocumentCost(1, 0.1, 2, 0.25)
 

@@ -3,6 +3,7 @@ import logging
 
 import numpy as np
 import pytest
+from helpers.strategies import ListStream, runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from megatron_wlb.packing import packer
 from megatron_wlb.plan import MicroBatchPlan
 from megatron_wlb.planner import Planner, assign, run_order
 from megatron_wlb.sharding import Selector
-from megatron_wlb.testing.strategies import ListStream, runs
 
 AHEAD = {"look_ahead": 2, "fixed_batches": 3}
 ALL = [

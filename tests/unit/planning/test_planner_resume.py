@@ -7,14 +7,14 @@ import time
 
 import numpy as np
 import pytest
+from helpers.soak import PACKINGS, Soak, soaks
+from helpers.strategies import documents
 from hypothesis import example, given, settings
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.packing import packer
 from megatron_wlb.planner import Planner
-from megatron_wlb.testing.soak import PACKINGS, Soak, soaks
-from megatron_wlb.testing.strategies import documents
 
 COST = DocumentCost(1, 0.1, 2, 0.25, micro_batch_us=5)
 

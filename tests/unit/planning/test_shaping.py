@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers.strategies import ListStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,6 @@ from megatron_wlb.planner import Planner
 from megatron_wlb.planning.shaping import Shaper, best_sizes
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.testing.strategies import ListStream
 
 COST = DocumentCost(1.0, 0.02, 2.0, 0.05, micro_batch_us=30.0)
 SHAPE = ModelShape(512, 1408, 8, 8, 8, 64, 32000, True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from helpers.workload import make_workload
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.runtime.step import check_chains
-from megatron_wlb.testing.workload import make_workload
 
 LONG, SHORT, OTHER = make_workload([[10, 4, 9]], 50).steps[0]
 HEAD, MIDDLE, TAIL = Span(LONG, 0, 1), Span(LONG, 1, 7), Span(LONG, 7, 10)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.transfer import from_first_rank, to_device
-from megatron_wlb.testing.gloo import GlooPool
 
 
 def made_or_said(fails: bool) -> str:

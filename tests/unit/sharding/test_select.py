@@ -2,6 +2,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers.strategies import reference_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +10,6 @@ from megatron_wlb.cost.attention import AnalyticAttention, pairs
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
 from megatron_wlb.sharding.select import MAX_CHUNKS, MIN_THRESHOLDS, MODES
-from megatron_wlb.testing.strategies import reference_lengths
 
 GPU = AnalyticAttention(num_heads=4, head_dim=128, tflops=400)
 

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from helpers.strategies import reference_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.sharding import Sharding, shard_arrays
 from megatron_wlb.sharding.shard import KINDS
-from megatron_wlb.testing.strategies import reference_lengths
 
 PER_SEQUENCE, PER_DOCUMENT, REMAINDER = (Sharding(kind) for kind in KINDS[:3])
 

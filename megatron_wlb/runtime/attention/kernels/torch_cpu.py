@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, Segments
+from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
 
 Pairs: TypeAlias = list[tuple[torch.Tensor, ...]]
 """Keys and values, or their gradients, of each segment."""
@@ -36,18 +36,6 @@ def obstacle(demand: Demand) -> str | None:
     if not all(hasattr(torch.ops.aten, name) for name in OPERATIONS):
         return f"torch {torch.__version__} has no flash attention for the CPU"
     return None
-
-
-def torch_cpu_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scale: float,
-) -> torch.Tensor:
-    """Runs torch's CPU kernel; see :class:`megatron_wlb.runtime.attention.kernels.VarlenKernel`."""
-    out: torch.Tensor = _Attention.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
-    return out
 
 
 class _Attention(torch.autograd.Function):
@@ -107,6 +95,9 @@ class _Attention(torch.autograd.Function):
             _add_heads(d_shared, d_before)
             torch.add(early, late, out=d_q)
         return d_query, d_key, d_value, None, None
+
+
+torch_cpu_varlen: VarlenKernel = _Attention.apply
 
 
 def _queries(

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers.attention import document_attention, in_slices
 from torch.utils.checkpoint import checkpoint
 
 from megatron_wlb.errors import PlanError
@@ -16,7 +17,6 @@ from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
 from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
 from megatron_wlb.runtime.attention.slices import LayerSlice, SliceStore, slice_attention
-from megatron_wlb.testing.attention import document_attention, in_slices
 
 HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
 CUTS = [(0, 1, 64, 65, 90), (0, 89, 90), (0, 30, 45, 90)]
@@ -256,7 +256,7 @@ def test_slices_save_views_of_one_buffer() -> None:
 
 
 def test_the_last_backward_frees_the_buffers() -> None:
-    from megatron_wlb.testing.memory import LiveBytes
+    from helpers.memory import LiveBytes
 
     with LiveBytes() as live:
         document = Sliced((0, 300, 500, 1000), dtype=torch.bfloat16, kernel=torch_cpu_varlen)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from helpers.workload import make_workload, scatter, slice_up
 
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops
-from megatron_wlb.testing.workload import make_workload, scatter, slice_up
 
 
 def formula(args: argparse.Namespace, batch_size: int) -> float:

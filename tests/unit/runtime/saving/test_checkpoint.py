@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.settings.config import Config
-from megatron_wlb.testing.gloo import GlooPool
 
 # Cases, run in a process that has Megatron under the CPU emulation.
 

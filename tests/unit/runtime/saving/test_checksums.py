@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving import checksums
-from megatron_wlb.testing.gloo import GlooPool
 
 FILES = {
     ".metadata": 700,

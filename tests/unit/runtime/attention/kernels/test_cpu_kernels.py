@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.attention import document_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel, sdpa
 from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
 from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
-from megatron_wlb.testing.attention import document_attention
 
 HEAD_DIM = 4
 KERNELS = [sdpa_varlen, torch_cpu_varlen]

@@ -6,10 +6,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-
-from megatron_wlb.testing.oracle import OracleRun, OracleStep
-from megatron_wlb.testing.shards import Held, RankRun, differences, shard, whole_name
-from megatron_wlb.testing.workload import make_workload, scatter
+from helpers.oracle import OracleRun, OracleStep
+from helpers.shards import Held, RankRun, differences, shard, whole_name
+from helpers.workload import make_workload, scatter
 
 WHOLE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.full(2, 5.0, np.float32)}
 TINY = OracleRun(WHOLE, (OracleStep(2.0, WHOLE),), WHOLE)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from helpers.strategies import costs
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
@@ -17,7 +18,6 @@ from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.testing.strategies import costs
 
 PACKINGS: dict[str, dict[str, Any]] = {
     "original": {},

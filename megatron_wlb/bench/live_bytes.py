@@ -7,10 +7,8 @@ once, however many tensors view it. What kernels use inside and give back is not
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -19,16 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
-from megatron_wlb.settings.config import Config
-from megatron_wlb.sharding import Sharding
-from megatron_wlb.testing.workload import make_workload
-
 if TYPE_CHECKING:
+    from megatron_wlb.plan import StepPlan
     from megatron_wlb.runtime.step import StepRunner
-
-VOCAB_SIZE = 500
-"""Vocabulary of the documents in :func:`measure_step`."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,19 +91,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@dataclass(frozen=True)
-class MeasuredMemory:
-    """Bytes alive on one rank in a training step that is not the first."""
-
-    num_parameters: int
-    held: int
-    """Bytes between steps: weights, gradient buffers, optimizer state."""
-    activations: int
-    """The most that forward and backward added."""
-    update: int
-    """The most that the optimizer's update added."""
-
-
 def step_bytes(live: LiveBytes, runner: StepRunner, plan: StepPlan) -> tuple[int, int]:
     """Bytes held before forward and backward of a step, and the most that these add."""
     for chunk in runner.model.chunks:
@@ -125,38 +103,3 @@ def step_bytes(live: LiveBytes, runner: StepRunner, plan: StepPlan) -> tuple[int
     live.reset_peak()
     runner.run(plan)
     return held, live.peak - held
-
-
-def measure_step(config: Config, lengths: Sequence[Sequence[int]], pad: int) -> MeasuredMemory:
-    """Measures a step of given micro-batches, the same ones on all data-parallel ranks.
-
-    ``lengths`` are those of each micro-batch's documents; ``pad`` tokens of padding follow them.
-    """
-    from megatron_wlb.runtime.optimizer import build_optimizer
-    from megatron_wlb.testing.ranks import build_runner
-
-    workload = make_workload(
-        [[n for documents in lengths for n in documents]], vocab_size=VOCAB_SIZE
-    )
-    documents = iter(workload.steps[0])
-    micro_batches = []
-    for index, own in enumerate(lengths):
-        spans = tuple(Span(d, 0, d.length) for d in itertools.islice(documents, len(own)))
-        micro_batches.append(
-            MicroBatchPlan(index, spans, sum(own) + pad, 1.0, Sharding("per-document"))
-        )
-    with LiveBytes() as live:
-        runner = build_runner(config, workload)
-        dp_size = runner.model.groups.dp.size()
-        plan = StepPlan(0, "given", (tuple(micro_batches),) * dp_size, 0, 0)
-        chunks = runner.model.chunks
-        optimizer, _ = build_optimizer(config, runner.model)
-        parameters = [p for chunk in chunks for p in chunk.parameters()]
-        live.watch(parameters)
-        for _ in range(2):  # the first allocates what later ones find
-            optimizer.zero_grad()
-            held, activations = step_bytes(live, runner, plan)
-            live.reset_peak()
-            optimizer.step()
-            update = live.peak - held
-    return MeasuredMemory(sum(p.numel() for p in parameters), held, activations, update)

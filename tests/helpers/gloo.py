@@ -32,11 +32,14 @@ from megatron_wlb.errors import WLBError
 _T = TypeVar("_T")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = "megatron_wlb.testing.preload"
+_PRELOAD = "helpers.preload"
+_TESTS = str(Path(__file__).parents[1])
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # ranks are many, cores are few
     "CUDA_VISIBLE_DEVICES": "",  # gloo cases run on the CPU wherever they run
     "GLOO_SOCKET_IFNAME": "lo",  # needs no host name that resolves
+    # Where the fork server, which takes no other path, finds this package.
+    "PYTHONPATH": os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 _START_S = 120.0
 """How long a world may take to start; it includes the fork server's imports."""
@@ -267,7 +270,7 @@ def _serve(pipe: Connection, rank: int, size: int, directory: str) -> None:
 def _warm_up() -> None:
     import torch
 
-    import megatron_wlb.testing.preload  # noqa: F401  # loud, should the fork server have failed
+    import helpers.preload  # noqa: F401  # loud, should the fork server have failed
 
     torch.set_num_threads(1)
 

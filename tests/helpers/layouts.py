@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from helpers.workload import make_workload
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
-from megatron_wlb.testing.workload import make_workload
 
 WORKLOAD = make_workload(
     [
@@ -67,7 +67,7 @@ class Layout:
     extra: str = ""
     cp: int = 1
     sharding: str = "per-sequence"
-    """``--wlb-cp-sharding``; see :data:`megatron_wlb.testing.ranks.SHARDINGS`."""
+    """``--wlb-cp-sharding``; see :data:`helpers.ranks.SHARDINGS`."""
 
     @property
     def world_size(self) -> int:

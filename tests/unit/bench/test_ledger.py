@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from helpers.strategies import documents
 
-from megatron_wlb.testing.ledger import Ledger
-from megatron_wlb.testing.strategies import documents
+from megatron_wlb.bench.ledger import Ledger
 
 
 def test_ledger_counts_what_has_not_run():

@@ -1,6 +1,6 @@
 """Megatron-core, imported under the CPU emulation, for processes to be forked with.
 
-The fork server of :mod:`megatron_wlb.testing.gloo` imports this module; nothing else should.
+The fork server of :mod:`helpers.gloo` imports this module; nothing else should.
 Whatever starts threads must stay out of it: a forked process has none of them.
 """
 

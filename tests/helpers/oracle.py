@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from helpers.workload import Workload
 from megatron_wlb.settings.config import Config
-from megatron_wlb.testing.workload import Workload
 
 Array = npt.NDArray[np.float32]
 State = dict[str, Array]

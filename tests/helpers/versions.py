@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megatron_wlb.testing.layouts import (
+from helpers.layouts import (
     FULL,
     GROUP,
     NO_P2P_OVERLAP,
@@ -58,9 +58,10 @@ def run_with_core(root: Path, *, stock_communicator: bool = False) -> CoreRun:
 
     With ``stock_communicator`` Megatron's own one runs, and schedules are told the lengths.
     """
-    code = "from megatron_wlb.testing import versions; versions.main()"
-    project = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([str(root), project, *filter(None, [os.environ.get("PYTHONPATH")])])
+    code = "from helpers import versions; versions.main()"
+    tests = Path(__file__).resolve().parents[1]
+    folders = [str(root), str(tests.parent), str(tests), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, "-c", code, *(["stock"] if stock_communicator else [])],
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
@@ -76,10 +77,10 @@ def run_with_core(root: Path, *, stock_communicator: bool = False) -> CoreRun:
 
 def main() -> None:
     """Runs in that process and prints a :class:`CoreRun`."""
-    from megatron_wlb.testing.gloo import GlooPool
-    from megatron_wlb.testing.oracle import OracleRun, run_oracle
-    from megatron_wlb.testing.ranks import scatter_for, sliced_for, train
-    from megatron_wlb.testing.shards import differences
+    from helpers.gloo import GlooPool
+    from helpers.oracle import OracleRun, run_oracle
+    from helpers.ranks import scatter_for, sliced_for, train
+    from helpers.shards import differences
 
     fault = _stock_communicator if "stock" in sys.argv else _public_shapes
     oracles: dict[tuple[str, int], OracleRun] = {}

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from helpers.oracle import State
+from helpers.shards import Held, RankRun, held_by, whole_name
+from helpers.workload import Workload, scatter, slice_up
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import Sharding, length_multiple
-from megatron_wlb.testing.oracle import State
-from megatron_wlb.testing.shards import Held, RankRun, held_by, whole_name
-from megatron_wlb.testing.workload import Workload, scatter, slice_up
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Breaks a :class:`megatron_wlb.runtime.step.StepRunner` for the length of a ``with`` block."""

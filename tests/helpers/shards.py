@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.testing.oracle import Array, OracleRun, State
+from helpers.oracle import Array, OracleRun, State
 
 Indices = npt.NDArray[np.int64]
 
