@@ -1,8 +1,9 @@
-"""Computes attention by its definition, and that of all CP ranks on one device."""
+"""Computes attention by its definition, in slices, and that of all CP ranks on one device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from megatron_wlb.runtime.attention.context_parallel import (
     context_attention,
 )
 from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.attention.slices import LayerSlice, Slice, SliceStore, slice_attention
 from megatron_wlb.sharding import Sharding, rank_layout
 
 
@@ -47,6 +49,33 @@ def document_attention(
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outputs)
+
+
+def in_slices(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad: torch.Tensor,
+    cuts: Sequence[int],
+    kernel: VarlenKernel,
+    scale: float,
+) -> list[torch.Tensor]:
+    """Output, dQ, dK and dV of one document in slices: ``cuts`` are 0, where each stops, and ``L``.
+
+    ``[L, H, D]`` for query and ``grad``, the output's gradient; ``[L, G, D]`` for key and value.
+    """
+    store = SliceStore()
+    passes = []
+    for start, stop in pairwise(cuts):
+        q, k, v = (t[start:stop].detach().requires_grad_() for t in (query, key, value))
+        chunk = Segments.of([stop - start], [stop], query.device)
+        cut = Slice(store, (0, 0), start, stop, cuts[-1], (chunk,))
+        out = slice_attention(q, k, v, LayerSlice(cut, 1, kernel, scale))
+        passes.append((out, (q, k, v), grad[start:stop]))
+    gradients = [torch.autograd.grad(*of_slice) for of_slice in reversed(passes)]
+    store.end()
+    outputs = torch.cat([out.detach() for out, _, _ in passes])
+    return [outputs, *(torch.cat(parts[::-1]) for parts in zip(*gradients, strict=True))]
 
 
 def ranks_in_turn(

@@ -1,11 +1,18 @@
-"""What building batches leaves behind."""
+"""What building batches leaves behind, and what batches of slices hold."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
+import pytest
+
+from megatron_wlb.plan import MicroBatchPlan, Span
 from megatron_wlb.settings.command_line import parse
+from megatron_wlb.sharding import Sharding
 from megatron_wlb.testing.gloo import GlooPool
 
 FLAGS = (
@@ -37,6 +44,87 @@ def kept_after_steps() -> list[int]:
         gc.collect()
         kept.append(sum(isinstance(found, PlanSeqParams) for found in gc.get_objects()))
     return kept
+
+
+def sliced_rows(cp_size: int, cp_rank: int) -> dict[str, Any]:
+    """Of the local tokens of slices and whole documents: token, label, position and document.
+
+    ``-1`` where a token counts in no loss. The documents are a stored one of 30 tokens in two
+    pieces, the first of which is cut, one of 25 that is cut, and a whole one of 7.
+    """
+    from megatron_wlb.runtime.attention.rope import DocumentRotaryEmbedding
+    from megatron_wlb.runtime.batch import BatchBuilder
+    from megatron_wlb.testing.workload import make_workload
+
+    workload = make_workload([[(20, 10), 25, 7]], vocab_size=59)
+    first, second, other, short = workload.steps[0]
+    units = [[Span(first, *cut)] for cut in pairwise((0, 1, 12, 20))]
+    units += [[Span(other, *cut)] for cut in pairwise((0, 24, 25))]
+    units[2] += [Span(second, 0, 10)]
+    units[4] += [Span(short, 0, 7)]
+    corpora: Any = [workload.corpus]
+    builder = BatchBuilder(corpora, 59, "cpu", cp_rank=cp_rank, cp_size=cp_size)
+    rows, rotary = [], []
+    for index, spans in enumerate(units):
+        length = -(-sum(span.length for span in spans) // 8) * 8
+        plan = MicroBatchPlan(index, tuple(spans), length, 1.0, Sharding("per-document"))
+        batch = builder.build(plan, first=True, last=True)
+        assert batch.tokens is not None and batch.labels is not None
+        assert batch.loss_mask is not None and batch.num_targets == batch.loss_mask.sum()
+        params = batch.packed_seq_params
+        assert params.num_tokens == batch.tokens.shape[1] == length // cp_size
+        cut = params.slice
+        assert cut is not None and cut.store is builder.slices
+        assert (cut.document, cut.start, cut.stop, cut.length) == (
+            spans[0].document.key, spans[0].start, spans[0].stop, spans[0].document.length
+        )  # fmt: skip
+        labels = batch.labels.where(batch.loss_mask == 1, -1)
+        owner = np.repeat(
+            [*(s.document.arrival for s in spans), -1],
+            [*(s.length for s in spans), length - plan.length],
+        )
+        local, _ = builder._latest[index][1:]
+        rows += zip(
+            owner[local].tolist(),
+            batch.position_ids[0].tolist(),
+            batch.tokens[0].tolist(),
+            labels[0].tolist(),
+            strict=True,
+        )
+        embedding = DocumentRotaryEmbedding(mock_rotary())
+        embedding(embedding.get_rotary_seq_len(None, None, None, None, params))
+        rotary.append(embedding.inner.asked)
+    expected = []
+    for document, (tokens, labels) in zip(workload.steps[0], workload.examples(0), strict=True):
+        at = range(document.length)
+        expected += [(document.arrival, i, int(tokens[i]), int(labels[i])) for i in at]
+    return {"rows": [row for row in rows if row[0] >= 0], "expected": expected, "rotary": rotary}
+
+
+def mock_rotary() -> Any:
+    import torch
+
+    class Angles(torch.nn.Module):
+        def forward(self, length: int, packed_seq: bool) -> Any:
+            self.asked = length
+            return torch.arange(length)
+
+    return Angles()
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_slices_have_the_positions_and_labels_of_their_document(
+    gloo: GlooPool, cp_size: int
+) -> None:
+    """A label may be the next slice's first token; positions go on where the last slice stops."""
+    found, rotary = [], []
+    for rank in range(cp_size):
+        (of_rank,) = gloo.run(1, sliced_rows, cp_size, rank)
+        found += of_rank["rows"]
+        rotary.append(of_rank["rotary"])
+    assert sorted(found) == sorted(of_rank["expected"]) and len(found) == 62
+    # Angles of a whole document's positions, for any part of it.
+    assert [max(lengths) for lengths in zip(*rotary, strict=True)] == [8, 16, 32, 32, 32]
 
 
 def test_a_step_keeps_no_tensors_of_the_one_before(gloo: GlooPool) -> None:

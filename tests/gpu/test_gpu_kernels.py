@@ -19,7 +19,7 @@ from megatron_wlb.runtime.attention.kernels import (
 )
 from megatron_wlb.sharding import Sharding
 from megatron_wlb.sharding.shard import KINDS
-from megatron_wlb.testing.attention import document_attention, ranks_in_turn
+from megatron_wlb.testing.attention import document_attention, in_slices, ranks_in_turn
 
 HEADS, SCALE = 8, 0.1
 LENGTHS = [700, 1, 33, 1290, 128, 256, 5, 147]  # 2560 tokens: 8 slots of CP=4
@@ -89,6 +89,16 @@ def test_context_parallel_ranks_are_attention_by_definition(name: str, kind: str
     sharding = Sharding(kind, 300 if kind == "hybrid" else 0)  # type: ignore[arg-type]
     found = ranks_in_turn(*inputs, LENGTHS, 4, sharding, kernel, SCALE)
     assert_as_good_as_bf16(found, inputs, LENGTHS)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("num_groups", [8, 2])
+def test_slices_are_the_whole_document(name: str, num_groups: int) -> None:
+    """Kernels take views of the buffer, and their gradients are summed in fp32."""
+    kernel = kernel_called(name, demand(num_groups, 128))
+    inputs = tensors(num_groups, 128, 2560, 2560)
+    found = in_slices(*inputs, [0, 128, 129, 700, 1500, 2560], kernel, SCALE)
+    assert_as_good_as_bf16(found, inputs, [2560])
 
 
 @pytest.fixture(scope="module")

@@ -60,3 +60,29 @@ def test_padding_is_less_than_two_slots_of_all_ranks() -> None:
     assert length_multiple(8, 1, True) == 8
     assert length_multiple(8, 4, False) == 8
     assert length_multiple(8, 4, True) == 64
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from(SHARDINGS),
+)
+def test_split_layout_is_the_first_segment_and_the_others(
+    lengths: list[int], cp_size: int, sharding: Sharding
+) -> None:
+    rest = -sum(lengths) % (2 * cp_size)
+    lengths = [*lengths, rest] if rest else lengths
+    chunks = shard_arrays(lengths, cp_size, sharding)
+    layouts = [rank_layout(lengths, cp_size, rank, sharding) for rank in range(cp_size)]
+    rows = np.concatenate([layout.tokens for layout in layouts])
+    for layout, own in zip(layouts, chunks, strict=True):
+        assert (rows[layout.token_rows] == np.arange(sum(lengths))).all()
+        first, others = layout.split(lengths[0])
+        assert first.tolist() == [[stop - start, stop] for at, start, stop in own if at == 0]
+        assert others.lengths_q.tolist() == [stop - start for at, start, stop in own if at]
+        assert others.lengths_k.tolist() == [stop for at, _, stop in own if at]
+        starts = np.cumsum([0, *lengths])
+        keys = [starts[at] + i for at, _, stop in own if at for i in range(stop)]
+        assert rows[others.key_rows].tolist() == keys
+        assert sum(len(places) for places, _ in others.rounds) == len(keys)

@@ -1,0 +1,286 @@
+"""Slices over context-parallel ranks are attention by its definition, each document whole.
+
+Every sharding, number of key/value heads and option, in fp64; a slice alone, with whole documents
+behind it, with padding, and of fewer tokens than there are ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from megatron_wlb.plan import Document, Span
+from megatron_wlb.sharding import Sharding
+from megatron_wlb.sharding.shard import KINDS
+from megatron_wlb.testing.gloo import GlooPool
+
+HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
+SHARDINGS = [Sharding(kind, 9 if kind == "hybrid" else 0) for kind in KINDS]
+LENGTHS = (61, 32, 5, 1, 40)
+"""The first two documents run in slices."""
+UNITS = (
+    ((0, 0, 16),),  # A slice alone, without padding.
+    ((0, 16, 17), (4, 0, 40)),  # On some ranks no token of the slice, under per-sequence sharding.
+    ((0, 17, 61), (3, 0, 1)),  # On some ranks nothing else.
+    ((1, 0, 3),),
+    ((1, 3, 32), (2, 0, 5)),
+)
+Unit = Sequence[tuple[int, int, int]]
+
+
+# On a rank.
+
+
+@dataclasses.dataclass
+class Tokens:
+    """All documents, then the padding of each unit; a unit's tokens by their numbers."""
+
+    lengths: list[int]
+    units: list[np.ndarray]
+    inputs: list[Any]
+    """Query, key, value and the output's gradient of all tokens."""
+
+    @classmethod
+    def of(cls, cp_size: int, num_groups: int, dtype: Any) -> Tokens:
+        import torch
+
+        lengths, units = list(LENGTHS), []
+        for unit in UNITS:
+            first = [0, *accumulate(lengths)]
+            padding = -sum(stop - start for _, start, stop in unit) % (2 * cp_size)
+            runs = [np.arange(first[d] + start, first[d] + stop) for d, start, stop in unit]
+            if padding:
+                runs.append(np.arange(first[-1], first[-1] + padding))
+                lengths.append(padding)
+            units.append(np.concatenate(runs))
+        generator = torch.Generator().manual_seed(num_groups)
+        inputs = [
+            torch.randn(sum(lengths), heads, HEAD_DIM, generator=generator).to(dtype)
+            for heads in (HEADS, num_groups, num_groups, HEADS)
+        ]
+        return cls(lengths, units, inputs)
+
+    def definition(self, dtype: Any) -> list[Any]:
+        """Output, dQ, dK and dV, computed in ``dtype``."""
+        import torch
+
+        from megatron_wlb.testing.attention import document_attention
+
+        query, key, value, grad = (t.to(dtype) for t in self.inputs)
+        leaves = [t.requires_grad_() for t in (query, key, value)]
+        out = document_attention(*leaves, self.lengths, self.lengths, SCALE)
+        return [t.double() for t in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
+
+
+def params_of(unit: Unit, num_tokens: int, sharding: Sharding, store: Any) -> tuple[Any, Any]:
+    import torch
+
+    from megatron_wlb.runtime.batch import local_params
+
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    lengths = [stop - start for _, start, stop in unit]
+    padding = num_tokens - sum(lengths)
+    number, *cut = unit[0]
+    span = Span(Document(0, number, 0, LENGTHS[number], True, 0, number, 0), *cut)
+    return local_params(
+        [*lengths, padding] if padding else lengths,
+        np.zeros(num_tokens, dtype=np.int64),
+        "cpu",
+        cp_rank=rank,
+        cp_size=size,
+        sharding=sharding,
+        cut=store.slice(span) if store else None,
+    )
+
+
+def run(tokens: Tokens, sharding: Sharding, fault: bool = False, **options: Any) -> list[Any]:
+    """Output, dQ, dK and dV of the local tokens, and their numbers; leaves nothing in the store."""
+    import torch
+
+    from megatron_wlb.runtime.attention.context_parallel import ContextParallel, context_attention
+    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.attention.slices import LayerSlice, SliceStore
+
+    parallel = ContextParallel(torch.distributed.group.WORLD, **options)
+    store = SliceStore()
+
+    def attend(unit: Unit, numbers: np.ndarray) -> tuple[Any, list[Any], np.ndarray]:
+        tokens_here, params = params_of(unit, len(numbers), sharding, store)
+        local = torch.from_numpy(numbers[tokens_here])
+        leaves = [t[local].requires_grad_() for t in tokens.inputs[:3]]
+        gather = params.gather
+        if fault:  # The slice's keys are a token off.
+            gather = dataclasses.replace(gather, slice_rows=gather.slice_rows.roll(1))
+        layer = LayerSlice(params.slice, 1, sdpa_varlen, SCALE)
+        rest = (params.segments, gather, sdpa_varlen, SCALE, parallel, layer)
+        return context_attention(*leaves, *rest), leaves, local
+
+    store.begin(forward_only=False)
+    done = [attend(unit, numbers) for unit, numbers in zip(UNITS, tokens.units, strict=True)]
+    results = [[out.detach() for out, _, _ in done], [], [], []]
+    for out, leaves, local in reversed(done):
+        gradients = torch.autograd.grad(out, leaves, tokens.inputs[3][local])
+        for kept, gradient in zip(results[1:], gradients, strict=True):
+            kept.insert(0, gradient)
+    store.end()
+    store.begin(forward_only=True)
+    with torch.no_grad():  # as in evaluation
+        for unit, numbers, out in zip(UNITS, tokens.units, results[0], strict=True):
+            assert torch.equal(attend(unit, numbers)[0], out)
+    store.end()
+    return [*map(torch.cat, results), torch.cat([local for _, _, local in done])]
+
+
+def worst_errors(cp_size: int) -> dict[str, float]:
+    """Largest difference of any number, of every sharding, number of groups and option."""
+    import torch
+
+    found = {}
+    for num_groups in (1, 2, 4):
+        tokens = Tokens.of(cp_size, num_groups, torch.float64)
+        expected = tokens.definition(torch.float64)
+        for sharding in SHARDINGS:
+            for head_groups, keep in ((1, False), (num_groups, True), (num_groups, False)):
+                *mine, local = run(
+                    tokens, sharding, num_head_groups=head_groups, keep_gathered=keep
+                )
+                found[f"{sharding} G={num_groups}/{head_groups} {keep}"] = max(
+                    float((a - b[local]).abs().max()) for a, b in zip(mine, expected, strict=True)
+                )
+    return found
+
+
+def low_precision_errors(cp_size: int, sharding: Sharding) -> list[list[float]]:
+    """Of output, dQ, dK and dV: ``(ours, the definition's)`` Σ of squared errors in bf16."""
+    import torch
+
+    tokens = Tokens.of(cp_size, 2, torch.bfloat16)
+    exact, plain = tokens.definition(torch.float64), tokens.definition(torch.bfloat16)
+    *mine, local = run(tokens, sharding)
+    return [
+        [float(((t - e[local]) ** 2).sum()) for t in (m.double(), p[local])]
+        for m, p, e in zip(mine, plain, exact, strict=True)
+    ]
+
+
+def faulty_errors(cp_size: int) -> list[float]:
+    import torch
+
+    tokens = Tokens.of(cp_size, 2, torch.float64)
+    *mine, local = run(tokens, SHARDINGS[1], fault=True)
+    expected = tokens.definition(torch.float64)
+    return [float((a - b[local]).abs().max()) for a, b in zip(mine, expected, strict=True)]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts the numbers that collectives give."""
+    from megatron_wlb.runtime.attention import context_parallel as context
+
+    numbers: Counter[str] = Counter()
+
+    def counting(name: str, collective: Any) -> Any:
+        def call(out: Any, given: Any, **options: Any) -> Any:
+            numbers[name] += out.numel()
+            return collective(out, given, **options)
+
+        return call
+
+    with mock.patch.multiple(
+        context,
+        _all_gather=counting("gather", context._all_gather),
+        _reduce_scatter=counting("reduce", context._reduce_scatter),
+    ):
+        yield numbers
+
+
+def exchanged(cp_size: int, sharding: Sharding, in_slices: bool) -> list[dict[str, int]]:
+    """Numbers that each unit gets from other ranks, forward and backward."""
+    import torch
+
+    from megatron_wlb.runtime.attention.context_parallel import ContextParallel, context_attention
+    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.attention.slices import LayerSlice, SliceStore
+
+    tokens = Tokens.of(cp_size, 2, torch.float32)
+    store = SliceStore()
+    parallel = ContextParallel(torch.distributed.group.WORLD)
+    done, found = [], []
+    for unit, numbers in zip(UNITS, tokens.units, strict=True):
+        own, params = params_of(unit, len(numbers), sharding, store if in_slices else None)
+        local = torch.from_numpy(numbers[own])
+        leaves = [t[local].requires_grad_() for t in tokens.inputs[:3]]
+        layer = LayerSlice(params.slice, 1, sdpa_varlen, SCALE) if in_slices else None
+        rest = (params.segments, params.gather, sdpa_varlen, SCALE, parallel, layer)
+        with counted() as forward:
+            done.append((context_attention(*leaves, *rest), local, forward))
+    for out, local, forward in reversed(done):
+        with counted() as backward:
+            out.backward(tokens.inputs[3][local])
+        found.insert(0, {"forward": forward["gather"], "again": backward["gather"], **backward})
+    return found
+
+
+# In pytest.
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_slices_over_ranks_are_attention_by_definition(gloo: GlooPool, cp_size: int) -> None:
+    for found in gloo.run(cp_size, worst_errors, cp_size):
+        assert len(found) == len(SHARDINGS) * (3 + 3 + 2)
+        # fp64 sums of up to some hundred terms of order 1.
+        assert {case: error for case, error in found.items() if not error < 1e-12} == {}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_slices_over_ranks_in_bf16_are_as_good_as_bf16_by_definition(
+    gloo: GlooPool, sharding: Sharding
+) -> None:
+    sums = np.sum(gloo.run(4, low_precision_errors, 4, sharding), axis=0)
+    assert (sums > 0).all()
+    ratio = np.sqrt(sums[:, 0] / sums[:, 1])
+    assert (ratio <= 2).all(), ratio
+
+
+def test_a_key_in_a_wrong_row_is_seen(gloo: GlooPool) -> None:
+    for errors in gloo.run(2, faulty_errors, 2):
+        assert min(errors) > 1e-3
+
+
+@pytest.mark.parametrize("sharding", [Sharding("per-document"), Sharding("per-sequence")], ids=str)
+def test_slices_exchange_no_more_than_whole_documents(gloo: GlooPool, sharding: Sharding) -> None:
+    for slices, whole in zip(
+        gloo.run(4, exchanged, 4, sharding, True),
+        gloo.run(4, exchanged, 4, sharding, False),
+        strict=True,
+    ):
+        assert [unit["forward"] for unit in slices] == [unit["forward"] for unit in whole]
+        assert [unit["reduce"] for unit in slices] == [unit["reduce"] for unit in whole]
+        # A slice's own keys are still there in backward.
+        assert [unit["again"] for unit in slices] == [0, *(unit["again"] for unit in whole[1:])]
+        assert all(unit["forward"] == unit["again"] == unit["reduce"] * 4 > 0 for unit in whole)
+
+
+def test_units_are_awkward() -> None:
+    """On some ranks no token of the slice, on some no other."""
+    from megatron_wlb.sharding import rank_layout
+
+    chunks = []
+    for unit in UNITS:
+        lengths = [stop - start for _, start, stop in unit]
+        lengths += [-sum(lengths) % 8] if sum(lengths) % 8 else []
+        for sharding in SHARDINGS:
+            for rank in range(4):
+                own, others = rank_layout(lengths, 4, rank, sharding).split(lengths[0])
+                chunks.append((len(own), len(others.lengths_q)))
+    own, others = zip(*chunks, strict=True)
+    assert {0, 1, 2} <= set(own) and 0 in others
+    assert any(a and b for a, b in chunks)
