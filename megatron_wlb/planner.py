@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
@@ -333,12 +334,12 @@ def assign(micro_batches: Sequence[MicroBatchPlan], dp_size: int) -> list[list[M
     """
     num_places = len(micro_batches) // dp_size
     ranks: list[list[MicroBatchPlan]] = [[] for _ in range(dp_size)]
-    loads_us = [0.0] * dp_size
+    open_ranks = [(0.0, rank) for rank in range(dp_size)]  # least load first
     for micro_batch in sorted(micro_batches, key=lambda m: (-m.predicted_us, m.index)):
-        open_ranks = [rank for rank in range(dp_size) if len(ranks[rank]) < num_places]
-        rank = min(open_ranks, key=loads_us.__getitem__)
+        load_us, rank = heappop(open_ranks)
         ranks[rank].append(micro_batch)
-        loads_us[rank] += micro_batch.predicted_us
+        if len(ranks[rank]) < num_places:
+            heappush(open_ranks, (load_us + micro_batch.predicted_us, rank))
     return ranks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -83,6 +84,9 @@ def _run(argv: list[str]) -> int:
     if not hasattr(args, "run"):  # no command
         parser.print_help(sys.stderr)
         return 2
+    # Plans are millions of small values without cycles; to look for some in them takes longer than
+    # to make them.
+    gc.set_threshold(200_000, 20, 100)
     status: int = args.run(args)
     return status
 

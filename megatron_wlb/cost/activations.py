@@ -84,10 +84,11 @@ class Tape:
         peak = kept = self.saved_per_token * num_tokens
         for operation in reversed(self.operations):
             working = operation.backward * num_tokens + operation.weight_bytes
-            inner = Tape(operation.inner)
-            working += max(
-                inner.forward_peak_bytes(num_tokens), inner.backward_peak_bytes(num_tokens)
-            )
+            if operation.inner:
+                inner = Tape(operation.inner)
+                working += max(
+                    inner.forward_peak_bytes(num_tokens), inner.backward_peak_bytes(num_tokens)
+                )
             peak = max(peak, kept + working)
             kept -= operation.saved * num_tokens
         return peak

@@ -365,8 +365,13 @@ class Run:
         if self.measured is not None:
             return prediction.forward_imbalance
         pairs = sum([n * n for n in lengths])
-        even_us = self.model.layer().attention_us * pairs * (1 + BACKWARD_ATTENTION)
+        even_us = self._attention_us * pairs * (1 + BACKWARD_ATTENTION)
         return prediction.latency_us / even_us if even_us else 1.0
+
+    @cached_property
+    def _attention_us(self) -> float:
+        """Time of a layer's attention forward, a token²."""
+        return self.model.layer().attention_us
 
     @property
     def dtype(self) -> str:

@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import TypeAlias
 
 import numpy as np
@@ -346,20 +346,21 @@ def _place(step: _Step, dp_size: int, sizes: Floats) -> list[list[list[int]]] | 
     room = [[step.max_tokens] * num for _ in range(dp_size)]
     members: list[list[list[int]]] = [[[] for _ in range(num)] for _ in range(dp_size)]
     lengths = step.lengths.astype(np.int64).tolist()
+    full: list[tuple[int, tuple[float, int, int]]] = []  # those without room, most room first
     for number, (length, us) in enumerate(zip(lengths, step.alone_us, strict=True)):
-        full = []
+        while full and -full[0][0] >= length:
+            heappush(missing, heappop(full)[1])
         while missing:
-            minus_us, rank, at = heappop(missing)
-            if room[rank][at] >= length:
+            minus_us, rank, at = missing[0]
+            left = room[rank][at]
+            if left >= length:
                 break
-            full.append((minus_us, rank, at))
+            heappush(full, (-left, heappop(missing)))
         else:
             return None
         members[rank][at].append(number)
-        room[rank][at] -= length
-        heappush(missing, (minus_us + us, rank, at))
-        for entry in full:
-            heappush(missing, entry)
+        room[rank][at] = left - length
+        heapreplace(missing, (minus_us + us, rank, at))
     return members
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.documents import LongDocuments
@@ -22,6 +24,9 @@ from megatron_wlb.sharding.shard import Kind
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.advice import Option, by_part
+
+Chooser: TypeAlias = Callable[[Sequence[int]], Prediction]
+latency_us = attrgetter("latency_us")
 
 WARM_UP_STEPS = 20
 """Steps that do not count: queues and pools fill."""
@@ -163,10 +168,13 @@ def compare(
     scenario.check_reach()
     workloads[0].check(settings)
     outcomes = []
+    choosers = _choosers(scenario, shardings)
     for setting in settings:
         memory = _Memory(scenario)
         flags = workloads[0].flags(setting)
-        tallies = [_Tally(scenario, setting, mode, memory, flags) for mode in shardings]
+        tallies = [
+            _Tally(scenario, setting, mode, choosers[mode], memory, flags) for mode in shardings
+        ]
         for workload in workloads:
             for tally in tallies:
                 tally.next_seed()
@@ -185,6 +193,17 @@ def compare(
                 tally.delays.append(metrics.delay_mean_steps)
         outcomes += [tally.outcome() for tally in tallies]
     return outcomes
+
+
+def _choosers(scenario: Run, shardings: Sequence[Mode | Kind]) -> dict[Mode | Kind, Chooser]:
+    """What chooses for each sharding; what adaptive predicts, serves per-sequence as well."""
+    choosers: dict[Mode | Kind, Chooser] = {mode: scenario.chooser(mode) for mode in shardings}
+    if {"per-sequence", "adaptive"} <= set(shardings):
+        predict = scenario.selector("adaptive").predictions
+        predictions = lru_cache(maxsize=scenario.num_micro_batches)(predict)
+        choosers["per-sequence"] = lambda lengths: predictions(lengths)[0]
+        choosers["adaptive"] = lambda lengths: min(predictions(lengths), key=latency_us)
+    return choosers
 
 
 class _Memory:
@@ -215,6 +234,7 @@ class _Tally:
         scenario: Run,
         setting: PackingSettings,
         sharding: Mode | Kind,
+        choose: Chooser,
         memory: _Memory,
         flags: tuple[str, ...],
     ) -> None:
@@ -223,7 +243,7 @@ class _Tally:
         self.imbalances: list[float] = []
         self.delays: list[float] = []
         self._simulator = Simulator(scenario.costs, scenario.parallelism)
-        self._choose = scenario.chooser(sharding)
+        self._choose = choose
         self._tokens: list[float] = []  # by seed, as the next
         self._time_us: list[float] = []
         self._flops: list[float] = []

@@ -273,3 +273,14 @@ def test_planner_does_not_warn_of_what_waits_for_its_like(caplog):
     with caplog.at_level(logging.WARNING):
         all_plans(planner("hold"))
     assert not caplog.records
+
+
+def test_assign_takes_the_lightest_rank_that_has_a_place():
+    given = micro_batches(*np.random.default_rng(2).integers(1, 9, 60).tolist())
+    ranks, loads = [[] for _ in range(5)], [0.0] * 5
+    for one in sorted(given, key=lambda m: (-m.predicted_us, m.index)):
+        free = [rank for rank in range(5) if len(ranks[rank]) < 12]
+        best = min(free, key=lambda rank: (loads[rank], rank))
+        ranks[best].append(one)
+        loads[best] += one.predicted_us
+    assert assign(given, 5) == ranks

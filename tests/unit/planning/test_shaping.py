@@ -26,7 +26,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PACKINGS, packer
 from megatron_wlb.plan import Document
 from megatron_wlb.planner import Planner
-from megatron_wlb.planning.shaping import Shaper, best_sizes
+from megatron_wlb.planning.shaping import Shaper, _place, _Step, best_sizes
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator
 
@@ -257,7 +257,8 @@ def test_what_cannot_be_shaped_is_refused():
         if name in ("wlb", "hold"):
             Planner(ListStream([[5]]), packing, COST, dp_size=1, shaping=shaping)
             continue
-        with pytest.raises(ConfigError, match=f"of {name} packing are windows, so they cannot be"):
+        why = "slim packing chooses sizes and order" if name == "slim" else f"of {name} packing are"
+        with pytest.raises(ConfigError, match=why):
             Planner(ListStream([[5]]), packing, COST, dp_size=1, shaping=shaping)
     costs = StepCosts(StageCosts.even(COST, 2))
     with pytest.raises(ConfigError, match="costs of 2 stages, but the layout has 4"):
@@ -278,3 +279,29 @@ def test_placement_that_is_worse_than_the_balanced_step_is_not_taken(monkeypatch
     shaping = shaper(layout, 8, max_tokens=10**6)
     monkeypatch.setattr("megatron_wlb.planning.shaping._place", worst)
     assert shaping.step_us(shaping.shape(ranks)) <= shaping.step_us(ranks)
+
+
+@pytest.mark.parametrize("descending", [True, False])
+def test_placement_fills_up_as_looking_at_every_micro_batch_would(descending):
+    """Also where lengths do not fall with work, and most micro-batches are full."""
+    random = np.random.default_rng(5)
+    lengths = random.integers(1, 60, 400)
+    works = (lengths if descending else random.permutation(lengths)).astype(float)
+    order = np.argsort(-works, kind="stable")
+    lengths, works = lengths[order], works[order].tolist()
+    most, sizes = 100 * int(lengths.sum()) // (98 * 3 * 40), random.dirichlet([4.0] * 40)
+    step = _Step(lengths.astype(float), np.zeros((2, 1, 400)), works, most)
+    missing = {(r, m): -size * sum(works) / 3 for r in range(3) for m, size in enumerate(sizes)}
+    room = dict.fromkeys(missing, most)
+    expected = [[[] for _ in sizes] for _ in range(3)]
+    for number, (length, us) in enumerate(zip(lengths.tolist(), works, strict=True)):
+        free = [place for place in missing if room[place] >= length]
+        if not free:
+            expected = None
+            break
+        best = min(free, key=lambda place: (missing[place], place))
+        missing[best] += us
+        room[best] -= length
+        expected[best[0]][best[1]].append(number)
+    assert _place(step, 3, sizes) == expected
+    assert (expected is None) != descending  # by length they all fit

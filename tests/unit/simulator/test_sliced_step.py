@@ -34,20 +34,21 @@ def test_document_in_two_slices_beside_others_is_simulated_by_hand():
     line = Simulator(costs(p2p_us_per_token=0.5), Parallelism(pp_size=2)).step(
         lengths, prefixes=[[[0], [0], [4, 0], [0]]], chains=[(1, 2, 1)]
     )
-    # Rank 0: F0 0-3, F1 3-7, then waits for the backward of 0. Rank 1: F0 4.5-7.5, B0 7.5-13.5.
+    # Rank 0: F0 0-3, F1 3-7, F2 7-10. Rank 1: F0 4.5-7.5, F1 9-13, B0 13-19.
     first, last = starts(line, 0, 0), starts(line, 0, 1)
-    assert (first["F0.0"], first["F0.1"], last["F0.0"], last["B0.0"]) == (0, 3, 4.5, 7.5)
-    # Rank 0: B0 15-21, F2 21-24, F3 24-25. Rank 1: F1 13.5-17.5, F2 25.5-28.5.
-    assert (first["B0.0"], first["F0.2"], first["F0.3"]) == (15, 21, 24)
-    assert (last["F0.1"], last["F0.2"]) == (13.5, 25.5)
-    # The second slice goes back first, although F3 came between: B2 28.5-34.5, F3 34.5-35.5.
-    assert (last["B0.2"], last["F0.3"], last["B0.1"], last["B0.3"]) == (28.5, 34.5, 35.5, 43.5)
-    # On rank 0 B2 36-42, B1 45.5-53.5, B3 53.5-55.5.
-    assert (first["B0.2"], first["B0.1"], first["B0.3"]) == (36, 45.5, 53.5)
-    assert line.step_us == line.pipeline_us == 55.5
+    assert (first["F0.0"], first["F0.1"], first["F0.2"]) == (0, 3, 7)
+    assert (last["F0.0"], last["F0.1"], last["B0.0"]) == (4.5, 9, 13)
+    # Both slices run forward before the second goes back. Rank 1: F2 19-22, B2 22-28.
+    assert (last["F0.2"], last["B0.2"]) == (19, 22)
+    # Rank 0: B0 20.5-26.5, F3 26.5-27.5. Rank 1: F3 28-29, between the two, B1 29-37, B3 37-39.
+    assert (first["B0.0"], first["F0.3"]) == (20.5, 26.5)
+    assert (last["F0.3"], last["B0.1"], last["B0.3"]) == (28, 29, 37)
+    # On rank 0 B2 29.5-35.5, B1 39-47, B3 47-49.
+    assert (first["B0.2"], first["B0.1"], first["B0.3"]) == (29.5, 39, 47)
+    assert line.step_us == line.pipeline_us == 49
     assert line.busy_us == ((33.0, 33.0),) and line.num_tokens == 11
     path = line.critical_path
-    assert path[0].start_us == 0 and path[-1].stop_us == 55.5
+    assert path[0].start_us == 0 and path[-1].stop_us == 49
 
 
 def test_slice_takes_the_attention_of_the_keys_before_it():

@@ -75,7 +75,8 @@ def test_flags_have_the_defaults_of_the_settings_and_a_group_of_their_own() -> N
     parser = arguments.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     text = parser.format_help()
     assert "workload balance" in text
-    assert "--wlb-packing {original,fixed-greedy,fixed-solver,wlb,hold}" in " ".join(text.split())
+    shown = " ".join(text.split())
+    assert "--wlb-packing {original,fixed-greedy,fixed-solver,wlb,hold,slim}" in shown
 
 
 @pytest.mark.parametrize(
