@@ -156,8 +156,8 @@ def first_to_last_unguarded(runner) -> Iterator[None]:
 
     with (
         with_order(forwards_then_backwards_in_order),
-        mock.patch.object(LayerSlice, "_is_next", lambda self, buffer: True),
-        mock.patch.object(LayerSlice, "turned", lambda self, buffer: None),
+        mock.patch.object(LayerSlice, "_is_next", lambda self, *_: True),
+        mock.patch.object(LayerSlice, "turned", lambda self, *_: None),
         mock.patch.object(SliceStore, "end", lambda self: self.buffers.clear()),
     ):
         yield
