@@ -232,7 +232,8 @@ class DocumentStream:
                 (sizes == stored[:num]).tolist(), repeat(self.epoch),
                 range(arrival, arrival + num), repeat(step),
             )  # fmt: skip
-            documents.extend(map(Document._make, columns))
+            make: Any = tuple.__new__  # what _make calls, which is three times as slow
+            documents.extend(map(make, repeat(Document), columns))
             self.position_tokens = position + int(sizes.sum())
             self.epoch, self._document = divmod(arrival + num, self.num_documents)
             return

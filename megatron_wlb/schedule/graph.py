@@ -284,7 +284,7 @@ class _Layout:
     """Nodes in arrays, in any order."""
 
     row: Ints
-    """Of its action, or of the action that a transfer brings something to, in the times."""
+    """The row, in the times, of its action or of the one that a transfer brings something to."""
     first: Ints
     second: Ints
     """The two that each waits for; -1: none."""

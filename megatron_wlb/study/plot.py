@@ -269,7 +269,7 @@ def _title(axes: Axes, text: str) -> None:
 
 
 def _colour(interval: Interval, num_chunks: int) -> tuple[float, float, float]:
-    """That of :func:`_shade`, or of a slice its document's: paler in backward."""
+    """The colour of :func:`_shade`, or of a slice its document's: paler in backward."""
     action, cut = interval.action, interval.slice
     if cut is None:
         return _shade(action.kind, action.chunk, num_chunks)
