@@ -8,7 +8,7 @@ import json
 from rich.table import Table
 
 from megatron_wlb.cli.inputs import SOURCES, add_source, fill_defaults, source
-from megatron_wlb.cli.output import check_picture, console, facts, save_file, say
+from megatron_wlb.cli.output import check_picture, console, facts, say
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.reading import path_of_flag, whole_number
 
@@ -54,11 +54,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot:
         from megatron_wlb.study.plot import plot_lengths
 
-        save_file(
-            "--plot",
-            args.plot,
-            lambda path: plot_lengths(statistics.lengths, args.window, path, statistics.counts),
-        )
+        plot_lengths(statistics.lengths, args.window, args.plot, statistics.counts)
     if args.json:
         print(json.dumps({"source": documents.title} | statistics.as_dict(args.window), indent=1))
         return 0

@@ -1,8 +1,7 @@
-"""How commands show things: tables, progress on stderr, whole files or none."""
+"""How commands show things: tables, progress on stderr; where they can write files."""
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -109,7 +108,7 @@ def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
 
 
 def check_file(flag: str, path: Path | None) -> None:
-    """Raises :class:`ConfigError` where :func:`save_file` could not write; makes the folder."""
+    """Raises :class:`ConfigError` where no file can be written; makes the folder."""
     if path is None:
         return
     if path.is_dir():
@@ -129,31 +128,3 @@ def check_picture(flag: str, path: Path | None) -> None:
     if path is not None and path.suffix.lower() not in ("", ".png", ".svg"):
         raise ConfigError(f"{flag} {path} is no picture; call it .png or .svg")
     check_file(flag, path)
-
-
-def save_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
-    """``write`` writes to a temporary name, of the same ending, that then becomes ``path``.
-
-    Raises :class:`ConfigError` where that fails.
-    """
-    handle, name = tempfile.mkstemp(
-        dir=path.absolute().parent, prefix=".draft.", suffix=path.suffix[:16]
-    )
-    os.close(handle)
-    draft = Path(name)
-    try:
-        write(draft)
-        draft.chmod(0o666 & ~_umask())  # as a file that was opened for writing has it
-        os.replace(draft, path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {flag} {path}: {error.strerror or error}; make room"
-        ) from None
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

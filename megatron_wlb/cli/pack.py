@@ -23,7 +23,7 @@ from megatron_wlb.cli.inputs import (
     source,
     workload,
 )
-from megatron_wlb.cli.output import check_picture, console, counting_bar, save_file, say
+from megatron_wlb.cli.output import check_picture, console, counting_bar, say
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
@@ -143,9 +143,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_packings
 
-        save_file(
-            "--plot", args.plot, lambda path: plot_packings(evaluations, f"{title}\n{cost}", path)
-        )
+        plot_packings(evaluations, f"{title}\n{cost}", args.plot)
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
         return 0

@@ -20,11 +20,12 @@ from megatron_wlb.cli.inputs import (
     source,
 )
 from megatron_wlb.cli.model import MODELS, read_model
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, say
 from megatron_wlb.cli.scenario import MACHINES, RECOMPUTE, add_model, machine_title
 from megatron_wlb.cost import Recompute, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import write_text
 from megatron_wlb.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import MEMORY_SHARE, Run, title
 from megatron_wlb.reading import MOST_DEVICES, Several, decimal, path_of_flag, whole_number
@@ -178,7 +179,7 @@ def _run(args: argparse.Namespace) -> int:
     command = recipe.command(flags, *machine)
     if args.out:
         text = recipe.recipe(sections, *machine, _remarks(args, found))
-        save_file("--out", args.out, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(args.out, text)
     if args.json:
         print(json.dumps(_json(found, flags, command), indent=1))
         return 0

@@ -16,6 +16,7 @@ from megatron_wlb.cli import output
 from megatron_wlb.cost.attention import BACKWARD_FLOPS, MAX_LENGTH, AttentionProfile, forward_flops
 from megatron_wlb.cost.hardware import FIGURES, hardware_names, load_hardware, read_hardware
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import write_text
 from megatron_wlb.reading import Several, path_of_flag, text_of_flag, whole_number
 from megatron_wlb.settings.config import WlbConfig
 
@@ -145,7 +146,7 @@ def _profile(args: argparse.Namespace) -> int:
     text = yaml.safe_dump(
         content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
     )
-    output.save_file("--out", out, lambda path: path.write_text(text))
+    write_text(out, text)
     plots = [] if args.no_plot else _plot(out, profiles)
     if args.json:
         print(json.dumps({"file": str(out), "plots": plots, **content}))
@@ -247,7 +248,7 @@ def _plot(out: Path, profiles: Sequence[AttentionProfile]) -> list[str]:
     for profile in profiles:
         heads = f"{profile.num_heads}-{profile.num_groups}x{profile.head_dim}"
         path = out.with_name(f"{out.stem}-{heads}.png")
-        output.save_file("--out", path, lambda draft, p=profile: plot_attention(p, draft))  # type: ignore[misc]
+        plot_attention(profile, path)
         paths.append(str(path))
     return paths
 

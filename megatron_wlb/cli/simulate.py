@@ -14,7 +14,7 @@ from rich.table import Table
 from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
 from megatron_wlb.cli.model import MODELS
-from megatron_wlb.cli.output import check_file, console, counting_bar, remark, save_file, say
+from megatron_wlb.cli.output import check_file, console, counting_bar, remark, say
 from megatron_wlb.cli.scenario import (
     MACHINES,
     add_layout,
@@ -27,6 +27,7 @@ from megatron_wlb.cli.scenario import (
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import write_text
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import Several, decimal, path_of_flag, unknown, whole_number
@@ -212,14 +213,11 @@ def _write(
     drawn = {name(outcome): outcome.example.timeline for outcome in examples(outcomes)}
     written = []
     if args.trace:
-        text = json.dumps(trace(drawn))
-        save_file("--trace", args.trace, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(args.trace, json.dumps(trace(drawn)))
         written.append(f"trace: {args.trace} (open it in https://ui.perfetto.dev)")
     if args.plot:
         lines = {key: max(line.replicas, key=lambda r: r.step_us) for key, line in drawn.items()}
-        save_file(
-            "--plot", args.plot, lambda path: plot_timelines(lines, path, heading, measured=False)
-        )
+        plot_timelines(lines, args.plot, heading, measured=False)
         written.append(f"picture: {args.plot}")
     if args.report:
         page = Page(
@@ -241,8 +239,7 @@ def _write(
             ),
             shlex.join(["wlb", *sys.argv[1:]]),
         )
-        html = page.html()
-        save_file("--report", args.report, lambda path: path.write_text(html, encoding="utf-8"))
+        write_text(args.report, page.html())
         written.append(f"report: {args.report}")
     return written
 

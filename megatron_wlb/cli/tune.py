@@ -24,7 +24,7 @@ from megatron_wlb.cli.inputs import (
     source,
     workload,
 )
-from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
+from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import Several, path_of_flag
@@ -123,9 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_trade_off
 
-        save_file(
-            "--plot", args.plot, lambda path: plot_trade_off(tuning, f"{title}\n{cost}", path)
-        )
+        plot_trade_off(tuning, f"{title}\n{cost}", args.plot)
     if args.json:
         print(json.dumps(as_dict(tuning), indent=1))
         return 0
