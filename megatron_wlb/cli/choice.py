@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import remark
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.packing.base import MOST_STEPS
-from megatron_wlb.reading import decimal, whole_number
+from megatron_wlb.reading import whole_number
 from megatron_wlb.study.advice import MAX_DELAY_STEPS
 
 MOST_DOCUMENTS = 20_000
@@ -20,14 +21,8 @@ MOST_REPEATS = 50
 
 def add_max_delay(group: argparse._ArgumentGroup) -> None:
     """Adds ``--max-delay``, which bounds what is recommended."""
-    group.add_argument(
-        "--max-delay",
-        type=decimal,
-        default=MAX_DELAY_STEPS,
-        metavar="STEPS",
-        help="most that a token may be delayed in the mean by what is recommended (default: "
-        f"{MAX_DELAY_STEPS:g}, as in the paper)",
-    )
+    about = "most that a token may be delayed in the mean by what is recommended, as in the paper"
+    flag(group, "--max-delay STEPS", about, MAX_DELAY_STEPS)
 
 
 def num_steps(

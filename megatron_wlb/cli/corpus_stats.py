@@ -7,10 +7,11 @@ import json
 
 from rich.table import Table
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import SOURCES, add_source, fill_defaults, source
 from megatron_wlb.cli.output import check_picture, console, facts, say
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
-from megatron_wlb.reading import path_of_flag, whole_number
+from megatron_wlb.reading import whole_number
 
 BAR = 24
 """Characters of the longest bar."""
@@ -29,16 +30,9 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_source(parser)
-    parser.add_argument(
-        "--windows",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="of --distribution: so many windows' worth is drawn (default: 4096)",
-    )
-    parser.add_argument("--plot", type=path_of_flag, metavar="FILE", help="picture, PNG")
+    flag(parser, "--windows N", "of --distribution: so many windows' worth is drawn", 4096)
+    flag(parser, "--plot FILE", "picture, PNG")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import DEFAULT_VOCAB_SIZE, MODELS, Model, add_model_flag, read_model
 from megatron_wlb.cost import Cost, ModelShape, Parallelism, Recompute, analytic_cost, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
+from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.errors import ConfigError
@@ -15,14 +18,7 @@ from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.from_config import known_cost, padded_vocab_size
 from megatron_wlb.planning.run import Workload, read_cost
-from megatron_wlb.reading import (
-    Several,
-    decimal,
-    path_of_flag,
-    real_number,
-    text_of_flag,
-    whole_number,
-)
+from megatron_wlb.reading import real_number, text_of_flag, whole_number
 from megatron_wlb.settings.config import Config, from_flat
 
 NUM_MICRO_BATCHES = 4
@@ -52,17 +48,10 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         help="corpus, .bin/.idx left off",
     )
-    group.add_argument("--distribution", metavar="NAME", help="synthetic lengths: reference, …")
-    group.add_argument(
-        "--lengths", type=path_of_flag, metavar="FILE", help="a length a line, or .npy"
-    )
-    group.add_argument(
-        "--window",
-        type=int,
-        metavar="TOKENS",
-        help=f"training's --seq-length (default: {REFERENCE_WINDOW})",
-    )
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="of the sample; default: 1")
+    flag(group, "--distribution NAME", "synthetic lengths: reference, …")
+    flag(group, "--lengths FILE", "a length a line, or .npy")
+    flag(group, "--window TOKENS", f"training's --seq-length (default: {REFERENCE_WINDOW})")
+    flag(group, "--seed N", "of the sample", 1)
 
 
 def fill_window(args: argparse.Namespace) -> Model:
@@ -119,75 +108,43 @@ def source(args: argparse.Namespace) -> LengthSource:
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:
     """Adds ``--max-age`` and ``--long-documents``, as in training."""
-    group.add_argument(
-        "--max-age", type=int, default=12, metavar="N", help="as --wlb-max-age (default: 12)"
-    )
+    flag(group, "--max-age N", "as --wlb-max-age", 12)
     add_long_documents(group)
 
 
 def add_long_documents(group: argparse._ArgumentGroup) -> None:
     """Adds ``--long-documents``, as in training."""
-    group.add_argument(
-        "--long-documents",
-        choices=("split", "truncate", "error"),
-        default="split",
-        help="documents over the window, as --wlb-long-documents (default: split)",
-    )
+    about, policies = "documents over the window, as --wlb-long-documents", get_args(LongDocuments)
+    flag(group, "--long-documents", about, policies[0], choices=policies)
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """The flags that :func:`workload` reads, besides the source's."""
     group = parser.add_argument_group("batch and cost")
-    group.add_argument(
-        "--num-micro-batches",
-        action=Several,
-        of=int,
-        metavar="N",
-        help="micro-batches of a step over all data-parallel ranks (default: --model's "
-        f"global_batch_size, or {NUM_MICRO_BATCHES})",
-    )
-    group.add_argument(
-        "--max-windows",
-        type=decimal,
-        default=2.0,
-        metavar="X",
-        help="S_max in windows: longest micro-batch that memory allows (default: 2)",
-    )
+    about = f"(default: --model's global_batch_size, or {NUM_MICRO_BATCHES})"
+    about = f"micro-batches of a step over all data-parallel ranks {about}"
+    flag(group, "--num-micro-batches N", about, of=int)
+    flag(group, "--max-windows X", "S_max in windows: longest micro-batch that memory allows", 2.0)
     add_packing_rules(group)
-    group.add_argument("--max-step-tokens", type=int, metavar="N", help="as --wlb-max-step-tokens")
-    group.add_argument(
-        "--length-multiple",
-        type=int,
-        default=1,
-        metavar="N",
-        help="micro-batches are padded to a multiple: TP with sequence parallelism (default: 1)",
-    )
-    group.add_argument(
-        "--dp-size",
-        type=int,
-        metavar="N",
-        help="data-parallel ranks that share a step (default: 1, with --pp-size)",
-    )
-    group.add_argument(
-        "--pp-size",
-        type=int,
-        metavar="N",
-        help="pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
+    flag(group, "--max-step-tokens N", "as --wlb-max-step-tokens")
+    about = "micro-batches are padded to a multiple: TP with sequence parallelism"
+    flag(group, "--length-multiple N", about, 1)
+    flag(group, "--dp-size N", "data-parallel ranks that share a step (default: 1, with --pp-size)")
+    flag(
+        group,
+        "--pp-size N",
+        "pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
         "simulation; without any, as long as their slowest micro-batch",
     )
-    group.add_argument("--vpp-size", type=int, metavar="N", help="model chunks a stage (VPP)")
+    flag(group, "--vpp-size N", "model chunks a stage (VPP)")
     add_model_flag(group)
-    group.add_argument(
-        "--hardware", type=text_of_flag, metavar="NAME|FILE", help="of --model (default: h100-sxm)"
-    )
+    flag(group, "--hardware NAME|FILE", "of --model (default: h100-sxm)")
     add_cost_file(group)
 
 
 def add_cost_file(group: argparse._ArgumentGroup, tables: str = "") -> None:
     """``--cost``, for :func:`cost_of_file`; ``tables`` are others that may end."""
-    group.add_argument(
-        "--cost", type=path_of_flag, metavar="FILE", help="measured tables, coefficients"
-    )
+    flag(group, "--cost FILE", "measured tables, coefficients")
     group.add_argument(
         "--cost-extrapolate",
         "--wlb-cost-extrapolate",  # as errors about tables call it

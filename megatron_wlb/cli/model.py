@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import ModelShape
 from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.reading import text_of_flag
 from megatron_wlb.settings.command_line import yaml_arguments
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.recipe import Recipe, read_recipe
@@ -63,13 +63,8 @@ class Model:
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:
     """``--model``, for :func:`read_model`."""
-    group.add_argument(
-        "--model",
-        required=required,
-        type=text_of_flag,
-        metavar="NAME|FILE",
-        help="7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe",
-    )
+    about = "7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe"
+    flag(group, "--model NAME|FILE", about, required=required)
 
 
 def read_model(name_or_path: str) -> Model:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import (
     COSTS,
     SOURCES,
@@ -27,7 +28,6 @@ from megatron_wlb.cli.output import check_picture, console, counting_bar, say
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.reading import Several, decimal, path_of_flag
 from megatron_wlb.study.advice import check_max_delay, gain, recommended
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
 from megatron_wlb.study.paper import TABLE_2
@@ -74,37 +74,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     add_workload(parser)
     group = parser.add_argument_group("what is compared")
-    group.add_argument(
-        "--packing", action=Several, metavar="a,b,…", help="default: all but fixed-solver"
-    )
-    group.add_argument(
-        "--queue-thresholds",
-        action=Several,
-        of=int,
-        default=[],
-        metavar="L",
-        help="of wlb, in tokens",
-    )
-    group.add_argument("--hold-tau", type=decimal, default=1.0, metavar="X", help="of hold")
-    group.add_argument("--delay-price", type=decimal, metavar="X", help="of hold")
+    flag(group, "--packing a,b,…", "default: all but fixed-solver")
+    flag(group, "--queue-thresholds L", "of wlb, in tokens", [], of=int)
+    flag(group, "--hold-tau X", "of hold", 1.0)
+    flag(group, "--delay-price X", "of hold")
     add_max_delay(group)
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"that count, after {WARM_UP_STEPS} (default: {STEPS}; the solver's {SOLVER_STEPS})",
-    )
-    group.add_argument(
-        "--solver-limit",
-        type=decimal,
-        default=1.0,
-        metavar="S",
-        help="of fixed-solver: about so many seconds a search (default: 1)",
-    )
+    about = f"that count, after {WARM_UP_STEPS} (default: {STEPS}; the solver's {SOLVER_STEPS})"
+    flag(group, "--steps N", about)
+    flag(group, "--solver-limit S", "of fixed-solver: about so many seconds a search", 1.0)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--plot", type=path_of_flag, metavar="FILE", help="picture of the table, PNG"
-    )
+    flag(output, "--plot FILE", "picture of the table, PNG")
     output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
     parser.set_defaults(run=_run)
 

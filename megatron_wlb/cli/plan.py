@@ -11,6 +11,7 @@ from typing import Any, cast
 from rich.table import Table
 
 from megatron_wlb.cli.choice import add_max_delay, num_steps
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import (
     SOURCES,
     add_long_documents,
@@ -28,7 +29,8 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import MEMORY_SHARE, Run, title
-from megatron_wlb.reading import MOST_DEVICES, Several, decimal, path_of_flag, whole_number
+from megatron_wlb.reading import MOST_DEVICES, whole_number
+from megatron_wlb.settings.config import flag_of
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
@@ -78,55 +80,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     add_model(parser)
     group = parser.add_argument_group("what is searched")
-    group.add_argument("--num-devices", type=int, required=True, metavar="N", help="GPUs")
-    group.add_argument(
-        "--num-micro-batches",
-        action=Several,
-        of=int,
-        metavar="N",
-        help="of a step over all replicas: --global-batch-size; several are compared "
-        f"(default: what has {STEP_TOKENS:,} tokens)",
-    )
+    flag(group, "--num-devices N", "GPUs", required=True)
+    about = "of a step over all replicas: --global-batch-size; several are compared"
+    about = f"{about} (default: what has {STEP_TOKENS:,} tokens)"
+    flag(group, "--num-micro-batches N", about, of=int)
     for name in SIZES:
-        flag = name.replace("_", "-")
-        group.add_argument(f"--{flag}", type=int, metavar="N", help="only this one")
-    group.add_argument(
-        "--max-tp", type=int, metavar="N", help="most tensor-parallel ranks (default: a node)"
-    )
-    group.add_argument(
-        "--recompute", choices=RECOMPUTE, help="only this (default: as little as fits)"
-    )
-    group.add_argument(
-        "--packing",
-        action=Several,
-        default=["original", "wlb", "hold", "hold+shape"],
-        metavar="a,b,…",
-        help="as for wlb simulate (default: original,wlb,hold,hold+shape)",
-    )
-    group.add_argument(
-        "--sharding", choices=MODES, default="adaptive", help="where CP > 1 (default: adaptive)"
-    )
+        flag(group, f"{flag_of(name)} N", "only this one")
+    flag(group, "--max-tp N", "most tensor-parallel ranks (default: a node)")
+    flag(group, "--recompute", "only this (default: as little as fits)", choices=RECOMPUTE)
+    flag(group, "--packing a,b,…", "as for wlb simulate", ["original", "wlb", "hold", "hold+shape"])
+    flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
     add_long_documents(group)
-    group.add_argument(
-        "--refine", type=int, default=8, metavar="N", help="layouts to simulate (default: 8)"
-    )
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: {STEPS})",
-    )
+    flag(group, "--refine N", "layouts to simulate", 8)
+    about = f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"
+    flag(group, "--steps N", about)
     add_max_delay(group)
-    group.add_argument(
-        "--headroom",
-        type=decimal,
-        default=HEADROOM,
-        metavar="SHARE",
-        help=f"of the memory limit that is left free (default: {HEADROOM:g})",
-    )
+    flag(group, "--headroom SHARE", "of the memory limit that is left free", HEADROOM)
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=path_of_flag, metavar="FILE.yaml", help="recipe of the best")
-    output.add_argument("--rows", type=int, default=12, metavar="N", help="of the table: 12")
+    flag(output, "--out FILE.yaml", "recipe of the best")
+    flag(output, "--rows N", "of the table", 12)
     output.add_argument("--json", action="store_true", help="print everything, also the rejected")
     parser.set_defaults(run=_run)
 
@@ -136,8 +108,8 @@ def _run(args: argparse.Namespace) -> int:
     check_max_delay(args.max_delay)
     if not 0 <= args.headroom < 1:
         raise ConfigError(f"--headroom is {args.headroom:g}; give a share from 0 to below 1")
-    for flag, value in (("--refine", args.refine), ("--rows", args.rows)):
-        whole_number(flag, value, 1, MOST_STEPS)
+    for name, value in (("--refine", args.refine), ("--rows", args.rows)):
+        whole_number(name, value, 1, MOST_STEPS)
     if args.cost is not None:
         raise ConfigError(
             "--cost holds for the layout it was measured with, but layouts are searched here; "
@@ -199,7 +171,7 @@ def _space(args: argparse.Namespace) -> Space:
         args.num_micro_batches = [max(1, STEP_TOKENS // args.window)]
     numbers = numbers_of_micro_batches(args)
     given = {
-        name: whole_number(f"--{name.replace('_', '-')}", getattr(args, name), 1, MOST_DEVICES)
+        name: whole_number(flag_of(name), getattr(args, name), 1, MOST_DEVICES)
         for name in ("num_devices", "max_tp", *SIZES)
         if getattr(args, name) is not None
     }

@@ -12,9 +12,10 @@ from typing import cast
 from rich.table import Table
 
 from megatron_wlb.cli.choice import num_steps
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
 from megatron_wlb.cli.model import MODELS
-from megatron_wlb.cli.output import check_file, console, counting_bar, remark, say
+from megatron_wlb.cli.output import check_file, check_picture, console, counting_bar, remark, say
 from megatron_wlb.cli.scenario import (
     MACHINES,
     add_layout,
@@ -30,7 +31,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planning.run import Run, title
-from megatron_wlb.reading import Several, decimal, path_of_flag, unknown, whole_number
+from megatron_wlb.reading import unknown, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 
@@ -70,60 +71,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_layout(parser)
     group = parser.add_argument_group("what is compared")
-    group.add_argument(
-        "--packing",
-        action=Several,
-        metavar="a,b,…",
-        help="as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
+    flag(
+        group,
+        "--packing a,b,…",
+        "as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
         f"{DEFAULT_PACKINGS}; with stages hold+shape too)",
     )
-    group.add_argument(
-        "--sharding",
-        action=Several,
-        metavar="a,b,…",
-        help=f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)",
-    )
-    group.add_argument(
-        "--max-windows",
-        type=decimal,
-        metavar="X",
-        help="S_max in windows (default: 2, or what fits memory)",
-    )
+    about = f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)"
+    flag(group, "--sharding a,b,…", about)
+    flag(group, "--max-windows X", "S_max in windows (default: 2, or what fits memory)")
     add_packing_rules(group)
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"of each seed, after {WARM_UP_STEPS} that fill queues (default: {STEPS})",
-    )
-    group.add_argument(
-        "--num-seeds", type=int, default=3, metavar="N", help="--seed and those after (default: 3)"
-    )
+    about = f"of each seed, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"
+    flag(group, "--steps N", about)
+    flag(group, "--num-seeds N", "--seed and those after", 3)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--report",
-        type=path_of_flag,
-        metavar="FILE.html",
-        help="one page to look at, without a network",
-    )
-    output.add_argument(
-        "--trace",
-        type=path_of_flag,
-        metavar="FILE.json",
-        help="a step of each packing, for Perfetto",
-    )
-    output.add_argument(
-        "--plot", type=path_of_flag, metavar="FILE", help="a step of each packing, PNG or SVG"
-    )
+    flag(output, "--report FILE.html", "one page to look at, without a network")
+    flag(output, "--trace FILE.json", "a step of each packing, for Perfetto")
+    flag(output, "--plot FILE", "a step of each packing, PNG or SVG")
     output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    for flag in ("report", "trace", "plot"):
-        check_file(f"--{flag}", getattr(args, flag))
-    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--plot {args.plot} is neither .png nor .svg; name it so")
+    check_file("--report", args.report)
+    check_file("--trace", args.trace)
+    check_picture("--plot", args.plot)
     fill_layout(args)
     documents, base = source(args), scenario(args)
     documents.check(window=base.window, long_documents=args.long_documents)

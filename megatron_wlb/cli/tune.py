@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import (
     COSTS,
     SOURCES,
@@ -27,7 +28,6 @@ from megatron_wlb.cli.inputs import (
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import Several, path_of_flag
 from megatron_wlb.study.advice import check_max_delay, gain
 from megatron_wlb.study.evaluate import Evaluation
 from megatron_wlb.study.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
@@ -59,22 +59,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     add_workload(parser)
     group = parser.add_argument_group("search")
-    group.add_argument(
-        "--packing", action=Several, default=list(TUNABLE), metavar="a,b", help="default: wlb,hold"
-    )
+    flag(group, "--packing a,b", "what is tuned", list(TUNABLE))
     add_max_delay(group)
-    group.add_argument(
-        "--look-ahead", type=int, default=0, metavar="K", help="let hold look so many steps ahead"
-    )
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"of each setting that count, after {WARM_UP_STEPS} (default: 50 to 250, fewer where "
-        "they are large)",
-    )
+    flag(group, "--look-ahead K", "let hold look so many steps ahead", 0)
+    about = f"of each setting that count, after {WARM_UP_STEPS}"
+    flag(group, "--steps N", f"{about} (default: 50 to 250, fewer where they are large)")
     output = parser.add_argument_group("output")
-    output.add_argument("--plot", type=path_of_flag, metavar="FILE", help="trade-off curve, PNG")
+    flag(output, "--plot FILE", "trade-off curve, PNG")
     output.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
