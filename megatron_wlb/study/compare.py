@@ -279,7 +279,9 @@ class _Tally:
             total.us / n,
             total.tokens / total.us * 1e6,
             total.flops / (peak * total.us),
-            tuple(sum(s.flops for s in own) / sum(s.us for s in own) / peak for own in self.steps),
+            tuple(
+                sum(s.flops for s in own) / (peak * sum(s.us for s in own)) for own in self.steps
+            ),
             tuple(rate / peak for rate in by_part([s.flops for s in steps], [s.us for s in steps])),
             total.bubble_us / total.pipeline_us,
             self.memory.peak_bytes,
