@@ -10,20 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.inputs import (
-    COSTS,
-    SOURCES,
-    add_source,
-    add_workload,
-    fill_defaults,
-    limits,
-    max_tokens,
-    numbers_of_micro_batches,
-    source,
-    workload,
-)
 from megatron_wlb.cli.output import check_picture, console, counting_bar, say
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
@@ -43,8 +32,8 @@ MIN_WIDTH = 130
 """Columns of a terminal that has room for them."""
 
 _EPILOG = f"""\
-{SOURCES}
-{COSTS}
+{inputs.SOURCES}
+{inputs.COSTS}
 packings (--packing a,b,…):
   {", ".join(PACKINGS)}; with a number: fixed-greedy:4 and
   fixed-solver:4 repack 4 global batches together, wlb:3 has 3 queues, hold:4 looks 4 steps
@@ -71,8 +60,8 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    add_source(parser)
-    add_workload(parser)
+    inputs.add_source(parser)
+    inputs.add_workload(parser)
     group = parser.add_argument_group("what is compared")
     flag(group, "--packing a,b,…", "default: all but fixed-solver")
     flag(group, "--queue-thresholds L", "of wlb, in tokens", [], of=int)
@@ -91,12 +80,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
-    fill_defaults(args)
-    documents = source(args)
-    base = workload(args, documents, 1)
+    inputs.fill_defaults(args)
+    documents = inputs.source(args)
+    base = inputs.workload(args, documents, 1)
     cases = [
         (dataclasses.replace(base, num_micro_batches=number), setting)
-        for number in numbers_of_micro_batches(args)
+        for number in inputs.numbers_of_micro_batches(args)
         for setting in _settings(args)
     ]
     for case, setting in cases:
@@ -146,8 +135,8 @@ def _settings(args: argparse.Namespace) -> list[PackingSettings]:
     }
     settings = []
     for name in dict.fromkeys(names):
-        given = limits(args) | own.get(name.partition(":")[0], {})
-        settings.append(PackingSettings.parse(name, args.window, max_tokens(args), **given))
+        given = inputs.limits(args) | own.get(name.partition(":")[0], {})
+        settings.append(PackingSettings.parse(name, args.window, inputs.max_tokens(args), **given))
     return settings
 
 

@@ -10,16 +10,9 @@ from typing import Any, cast
 
 from rich.table import Table
 
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.inputs import (
-    SOURCES,
-    add_long_documents,
-    add_source,
-    fill_window,
-    numbers_of_micro_batches,
-    source,
-)
 from megatron_wlb.cli.model import MODELS, read_model
 from megatron_wlb.cli.output import check_file, console, progress_bar, remark, say
 from megatron_wlb.cli.scenario import MACHINES, RECOMPUTE, add_model, machine_title
@@ -46,7 +39,7 @@ NUM_TUNED = 36
 SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size")
 
 _EPILOG = f"""\
-{SOURCES}
+{inputs.SOURCES}
 {MODELS}\
 {MACHINES}
 how it searches:
@@ -77,7 +70,7 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    add_source(parser)
+    inputs.add_source(parser)
     add_model(parser)
     group = parser.add_argument_group("what is searched")
     flag(group, "--num-devices N", "GPUs", required=True)
@@ -90,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(group, "--recompute", "only this (default: as little as fits)", choices=RECOMPUTE)
     flag(group, "--packing a,b,…", "as for wlb simulate", ["original", "wlb", "hold", "hold+shape"])
     flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
-    add_long_documents(group)
+    inputs.add_long_documents(group)
     flag(group, "--refine N", "layouts to simulate", 8)
     about = f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"
     flag(group, "--steps N", about)
@@ -115,8 +108,8 @@ def _run(args: argparse.Namespace) -> int:
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
         )
-    fill_window(args)
-    documents, space = source(args), _space(args)
+    inputs.fill_window(args)
+    documents, space = inputs.source(args), _space(args)
     documents.check(window=space.window, long_documents=args.long_documents)
     warm_up, steps = num_steps(
         args,
@@ -169,7 +162,7 @@ def _run(args: argparse.Namespace) -> int:
 def _space(args: argparse.Namespace) -> Space:
     if args.num_micro_batches is None:
         args.num_micro_batches = [max(1, STEP_TOKENS // args.window)]
-    numbers = numbers_of_micro_batches(args)
+    numbers = inputs.numbers_of_micro_batches(args)
     given = {
         name: whole_number(flag_of(name), getattr(args, name), 1, MOST_DEVICES)
         for name in ("num_devices", "max_tp", *SIZES)

@@ -94,7 +94,7 @@ def _dp_size(args: argparse.Namespace, model: Model) -> int:
     return num_devices // inner
 
 
-def scenario(args: argparse.Namespace) -> Run:
+def run_of(args: argparse.Namespace) -> Run:
     """What the flags describe. Raises :class:`ConfigError` for what cannot be."""
     model, hardware = read_model(args.model), load_hardware(args.hardware)
     shape, config = model.shape, model.config

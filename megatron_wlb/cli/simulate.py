@@ -11,20 +11,12 @@ from typing import cast
 
 from rich.table import Table
 
+from megatron_wlb.cli import scenario
 from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
 from megatron_wlb.cli.model import MODELS
 from megatron_wlb.cli.output import check_file, check_picture, console, counting_bar, remark, say
-from megatron_wlb.cli.scenario import (
-    MACHINES,
-    add_layout,
-    add_model,
-    fill_layout,
-    machine_title,
-    most_tokens,
-    scenario,
-)
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
@@ -43,7 +35,7 @@ SAMPLE_TOKENS = 1 << 25
 _EPILOG = f"""\
 {SOURCES}
 {MODELS}\
-{MACHINES}
+{scenario.MACHINES}
 columns:
   speed-up   work (model FLOPs) a second over original with per-sequence sharding; in brackets
              the lowest and highest seed
@@ -68,8 +60,8 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add_source(parser)
-    add_model(parser)
-    add_layout(parser)
+    scenario.add_model(parser)
+    scenario.add_layout(parser)
     group = parser.add_argument_group("what is compared")
     flag(
         group,
@@ -96,8 +88,8 @@ def _run(args: argparse.Namespace) -> int:
     check_file("--report", args.report)
     check_file("--trace", args.trace)
     check_picture("--plot", args.plot)
-    fill_layout(args)
-    documents, base = source(args), scenario(args)
+    scenario.fill_layout(args)
+    documents, base = source(args), scenario.run_of(args)
     documents.check(window=base.window, long_documents=args.long_documents)
     whole_number("--num-seeds", args.num_seeds, 1, 1000)
     if base.hardware.attention and base.measured_attention is None:
@@ -105,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
             f"--hardware {args.hardware} has no attention table of bfloat16 heads of "
             f"{base.shape.kv_channels}: whole tiles at its attention_share are assumed"
         )
-    max_tokens, said = most_tokens(args, base)
+    max_tokens, said = scenario.most_tokens(args, base)
     if said:
         remark(said)
     packings, shardings = _packings(args, max_tokens), _shardings(args)
@@ -181,7 +173,7 @@ def _write(
     from megatron_wlb.study.page import Page, examples, name
     from megatron_wlb.study.plot import plot_timelines
 
-    heading = machine_title(args, base.num_devices)
+    heading = scenario.machine_title(args, base.num_devices)
     drawn = {name(outcome): outcome.example.timeline for outcome in examples(outcomes)}
     written = []
     if args.trace:
@@ -220,7 +212,7 @@ def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> 
     original = outcomes[0]
     table = Table(
         title=(
-            f"{machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
+            f"{scenario.machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
             f"window {base.window:,}, N {base.num_micro_batches}, "
             f"S_max {original.setting.max_tokens / base.window:.3g} windows"
         ),

@@ -11,20 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.inputs import (
-    COSTS,
-    SOURCES,
-    add_source,
-    add_workload,
-    fill_defaults,
-    limits,
-    max_tokens,
-    numbers_of_micro_batches,
-    source,
-    workload,
-)
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
@@ -38,8 +27,8 @@ NUM_SETTINGS = 120
 """About so many are tried."""
 
 _EPILOG = f"""\
-{SOURCES}
-{COSTS}
+{inputs.SOURCES}
+{inputs.COSTS}
 how it chooses:
   The documents are parted at random. One half is packed with about a hundred settings (number and
   thresholds of wlb's queues; tau and delay price of hold; S_max up to --max-windows), and of those
@@ -56,8 +45,8 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    add_source(parser)
-    add_workload(parser)
+    inputs.add_source(parser)
+    inputs.add_workload(parser)
     group = parser.add_argument_group("search")
     flag(group, "--packing a,b", "what is tuned", list(TUNABLE))
     add_max_delay(group)
@@ -73,12 +62,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
-    fill_defaults(args)
-    documents = source(args)
-    number, *others = numbers_of_micro_batches(args)
+    inputs.fill_defaults(args)
+    documents = inputs.source(args)
+    number, *others = inputs.numbers_of_micro_batches(args)
     if others:
         raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
-    base = workload(args, documents, number)
+    base = inputs.workload(args, documents, number)
     warm_up, steps = num_steps(
         args,
         documents,
@@ -100,12 +89,12 @@ def _run(args: argparse.Namespace) -> int:
         tuning = tune(
             *halves,
             packings=args.packing,
-            max_tokens=max_tokens(args),
+            max_tokens=inputs.max_tokens(args),
             max_delay=args.max_delay,
             steps=steps,
             warm_up=warm_up,
             look_ahead=args.look_ahead,
-            limits=limits(args),
+            limits=inputs.limits(args),
             progress=progress,
         )
     s_max = f"S_max up to {args.max_windows:g} windows"
