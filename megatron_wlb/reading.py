@@ -102,13 +102,7 @@ def parse_mapping(
     return content
 
 
-def read_mapping(
-    path: str | os.PathLike[str],
-    what: str = "",
-    remedy: str = "",
-    *,
-    loader: type[Loader] = Loader,
-) -> dict[str, Any]:
+def read_mapping(path: str | os.PathLike[str], what: str = "", remedy: str = "") -> dict[str, Any]:
     """Reads a mapping from a file: JSON or YAML by its ending, else by its first character.
 
     Raises :class:`ConfigError` that begins with ``what`` and the path and ends with ``remedy``.
@@ -119,7 +113,7 @@ def read_mapping(
         is_json = path.suffix == ".json"
         if path.suffix not in (".json", ".yaml", ".yml"):
             is_json = text.lstrip().startswith("{")
-        return parse_mapping(text, is_json=is_json, loader=loader)
+        return parse_mapping(text, is_json=is_json)
     except ConfigError as error:
         remedy = f"; {remedy}" if remedy else ""
         raise ConfigError(f"{what} {path}: {error}{remedy}".lstrip()) from None

@@ -18,15 +18,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import schedule_graph
@@ -247,11 +240,10 @@ class Recording:
 def progress_of(what: str, console: Console) -> Iterator[Callable[[int, int], None]]:
     """A bar of rounds, or a line for each where there is no terminal; takes (done, total)."""
     if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn(),
-        )  # fmt: skip
-        with Progress(*columns, console=console) as bars:
+        rounds = progress.MofNCompleteColumn(), "rounds"
+        times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+        columns = "{task.description}", progress.BarColumn(), *rounds, *times
+        with progress.Progress(*columns, console=console) as bars:
             bar = bars.add_task(what, total=None)
             yield lambda done, total: bars.update(bar, completed=done, total=total)
         return
@@ -280,7 +272,7 @@ def make(
     ]
     log, lines = path.with_suffix(".log"), []
     with (
-        progress_of(what, console) as progress,
+        progress_of(what, console) as tell,
         log.open("w", encoding="utf-8") as file,
         subprocess.Popen(
             command,
@@ -298,7 +290,7 @@ def make(
                 lines.append(line.strip())
                 if line.startswith(PROGRESS):
                     done, total = map(int, line.removeprefix(PROGRESS).split("/"))
-                    progress(done, total)
+                    tell(done, total)
         except KeyboardInterrupt:
             process.terminate()
             raise

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import SOURCES, add_source, fill_defaults, source
-from megatron_wlb.cli.output import check_picture, console, facts, say
+from megatron_wlb.cli.output import check_picture, console, facts, say, table_of
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.reading import whole_number
 
@@ -75,9 +75,8 @@ def _summary(statistics: LengthStatistics, title: str) -> Table:
 
 
 def _long(statistics: LengthStatistics, window: int) -> Table:
-    table = Table(title="long documents and what they hold", title_justify="left")
-    for header in ("at least", "tokens", "documents", "share", "of tokens", "of attention"):
-        table.add_column(header, justify="right")
+    headers = "at least", "tokens", "documents", "share", "of tokens", "of attention"
+    table = table_of("long documents and what they hold", headers)
     for fraction, part in statistics.at_least(window):
         table.add_row(
             f"{fraction:g} window",
@@ -91,26 +90,25 @@ def _long(statistics: LengthStatistics, window: int) -> Table:
 
 
 def _histogram(statistics: LengthStatistics, window: int) -> Table:
+    headers = (
+        "tokens, from", "to below", "documents", "", "of tokens", "tokens up to here",
+        "of attention",
+    )  # fmt: skip
     title = f"lengths; attention of pieces of at most {window:,} tokens"
-    table = Table(title=title, title_justify="left")
-    for header in ("tokens, from", "to below", "documents"):
-        table.add_column(header, justify="right")
-    table.add_column("")
-    for header in ("of tokens", "tokens up to here", "of attention"):
-        table.add_column(header, justify="right")
+    table = table_of(title, headers, [""])
     bins = statistics.histogram()
-    most = max(bin.part.documents for bin in bins)
+    most = max(part.documents for _, _, part in bins)
     cumulative = 0.0
-    for bin in bins:
-        cumulative += bin.part.tokens_share
+    for start, stop, part in bins:
+        cumulative += part.tokens_share
         table.add_row(
-            f"{bin.start:,}",
-            f"{bin.stop:,}",
-            f"{bin.part.documents:,}",
-            "█" * round(BAR * bin.part.documents / most),
-            f"{bin.part.tokens_share:.1%}",
+            f"{start:,}",
+            f"{stop:,}",
+            f"{part.documents:,}",
+            "█" * round(BAR * part.documents / most),
+            f"{part.tokens_share:.1%}",
             f"{cumulative:.1%}",
-            f"{bin.part.attention_share:.1%}",
+            f"{part.attention_share:.1%}",
         )
     return table
 

@@ -6,7 +6,7 @@ import argparse
 from typing import get_args
 
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.model import DEFAULT_VOCAB_SIZE, MODELS, Model, add_model_flag, read_model
+from megatron_wlb.cli.model import MODELS, Model, add_model_flag, read_model
 from megatron_wlb.cost import Cost, ModelShape, Parallelism, Recompute, analytic_cost, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
@@ -20,6 +20,7 @@ from megatron_wlb.planning.from_config import known_cost, padded_vocab_size
 from megatron_wlb.planning.run import Workload, read_cost
 from megatron_wlb.reading import real_number, text_of_flag, whole_number
 from megatron_wlb.settings.config import Config, from_flat
+from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE
 
 NUM_MICRO_BATCHES = 4
 

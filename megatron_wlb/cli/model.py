@@ -16,10 +16,7 @@ from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import yaml_arguments
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.recipe import Recipe, read_recipe
-from megatron_wlb.study.forecast import settings_of
-
-DEFAULT_VOCAB_SIZE = 32000
-"""The vocabulary of settings that name none, where no corpus does either."""
+from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE, settings_of
 
 MODELS = """\
 model:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 
-from rich import progress as rich_progress
+from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,9 +30,19 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if terminal else WIDTH, highlight=False)
 
 
-def say(out: Console, text: str, style: str = "") -> None:
+def say(out: Console, text: str) -> None:
     """A sentence, as it stands: one line, unless a terminal has to break it between words."""
-    out.print(Text(text, style=style), soft_wrap=not out.is_terminal)
+    out.print(Text(text), soft_wrap=not out.is_terminal)
+
+
+def table_of(
+    title: str, headers: Sequence[str], words: Sequence[str] = (), caption: str | None = None
+) -> Table:
+    """Makes a table without rows; all columns but ``words`` are numbers, which end on the right."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for header in headers:
+        table.add_column(header, justify="left" if header in words else "right")
+    return table
 
 
 def facts(title: str, rows: Mapping[str, object]) -> Table:
@@ -58,16 +68,12 @@ def progress_bar(task: str, *, of_bytes: bool = False) -> Iterator[Callable[...,
     """
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
-        with _progress_lines(task, " bytes" if of_bytes else "") as progress:
-            yield progress
+        with _progress_lines(task, " bytes" if of_bytes else "") as tell:
+            yield tell
         return
-    columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.DownloadColumn() if of_bytes else rich_progress.MofNCompleteColumn(),
-        rich_progress.TimeRemainingColumn(),
-    )
-    with rich_progress.Progress(*columns, console=stderr, transient=True) as bars:
+    done = progress.DownloadColumn() if of_bytes else progress.MofNCompleteColumn()
+    columns = "{task.description}", progress.BarColumn(), done, progress.TimeRemainingColumn()
+    with progress.Progress(*columns, console=stderr, transient=True) as bars:
         bar = bars.add_task(task, total=None)
         yield lambda done, total, what=task: bars.update(
             bar, description=what, completed=done, total=total
@@ -77,9 +83,9 @@ def progress_bar(task: str, *, of_bytes: bool = False) -> Iterator[Callable[...,
 @contextmanager
 def counting_bar(task: str, total: int) -> Iterator[Callable[[], None]]:
     """A :func:`progress_bar` to whose count each call adds one."""
-    with progress_bar(task) as progress:
+    with progress_bar(task) as tell:
         done = count(1)
-        yield lambda: progress(next(done), total)
+        yield lambda: tell(next(done), total)
 
 
 @contextmanager
@@ -87,7 +93,7 @@ def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
     """A line on stderr after :data:`QUIET_S`, and each time that as long again has gone by."""
     state, ended, start_s = [0, 0], Event(), time.monotonic()
 
-    def progress(done: int, total: int, what: str = "") -> None:
+    def note(done: int, total: int, what: str = "") -> None:
         state[:] = done, total
 
     def tell() -> None:
@@ -101,7 +107,7 @@ def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
     teller = Thread(target=tell, daemon=True)
     teller.start()
     try:
-        yield progress
+        yield note
     finally:
         ended.set()
         teller.join()

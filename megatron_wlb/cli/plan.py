@@ -14,7 +14,7 @@ from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import MODELS, read_model
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, say
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, say, table_of
 from megatron_wlb.cli.scenario import MACHINES, RECOMPUTE, add_model, machine_title
 from megatron_wlb.cost import Recompute, load_hardware
 from megatron_wlb.cost.memory import GIB
@@ -261,23 +261,16 @@ def _recompute(recompute: Recompute) -> str:
 
 
 def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
-    table = Table(
-        title=(
-            f"{machine_title(args, space.num_devices)}, window {space.window:,}: "
-            f"{len(found.ranked)} simulated of {len(found.candidates)} that can run"
-        ),
-        title_justify="left",
-        caption=(
-            f"simulated: {found.best.outcome.num_steps} steps of each, seed {args.seed}; mean "
-            f"delay up to {found.max_delay:g} steps (--max-delay), memory up to "
-            f"{found.best.candidate.scenario.limit_gib:.1f} GiB ({args.headroom:.0%} left free)"
-        ),
-        caption_justify="left",
-    )
-    for header in ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "work/s",
-                   "step ms", "tokens/s", "bubble", "peak GiB", "delay"):  # fmt: skip
-        words = header in ("", "layout", "packing")
-        table.add_column(header, justify="left" if words else "right")
+    table = table_of(
+        f"{machine_title(args, space.num_devices)}, window {space.window:,}: "
+        f"{len(found.ranked)} simulated of {len(found.candidates)} that can run",
+        ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "work/s", "step ms",
+         "tokens/s", "bubble", "peak GiB", "delay"),
+        ("", "layout", "packing"),
+        f"simulated: {found.best.outcome.num_steps} steps of each, seed {args.seed}; mean "
+        f"delay up to {found.max_delay:g} steps (--max-delay), memory up to "
+        f"{found.best.candidate.scenario.limit_gib:.1f} GiB ({args.headroom:.0%} left free)",
+    )  # fmt: skip
     base = (found.original or found.best).outcome
     layouts = found.layouts[: args.rows]
     for number, choice in enumerate([*layouts, *found.packings], start=1):
@@ -306,10 +299,8 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
 
 def _rejected(found: Search) -> Table:
     """How many layouts each reason rules out, and the reason of one of them."""
-    table = Table(title="What cannot run", title_justify="left")
-    table.add_column("because of")
-    table.add_column("layouts", justify="right")
-    table.add_column("such as")
+    headers = "because of", "layouts", "such as"
+    table = table_of("What cannot run", headers, ("because of", "such as"))
     for why, count in found.num_rejected.items():
         # The last is the most divided one, so the nearest to fitting.
         one = [r for r in found.rejected if r.why == why][-1]

@@ -16,7 +16,15 @@ from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
 from megatron_wlb.cli.model import MODELS
-from megatron_wlb.cli.output import check_file, check_picture, console, counting_bar, remark, say
+from megatron_wlb.cli.output import (
+    check_file,
+    check_picture,
+    console,
+    counting_bar,
+    remark,
+    say,
+    table_of,
+)
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
@@ -187,7 +195,6 @@ def _write(
         page = Page(
             base,
             outcomes,
-            outcomes[0],
             documents.sampled(SAMPLE_TOKENS, window=base.window, seed=args.seed).lengths(
                 max(1, SAMPLE_TOKENS // base.window), window=base.window, seed=args.seed
             ),
@@ -210,25 +217,18 @@ def _write(
 
 def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> Table:
     original = outcomes[0]
-    table = Table(
-        title=(
-            f"{scenario.machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
-            f"window {base.window:,}, N {base.num_micro_batches}, "
-            f"S_max {original.setting.max_tokens / base.window:.3g} windows"
-        ),
-        title_justify="left",
-        caption=(
-            f"simulated: {original.num_steps} steps of each, {args.num_seeds} seeds; memory limit "
-            f"{base.limit_gib:.1f} GiB"
-        ),
-        caption_justify="left",
-    )
     with_sharding = base.parallelism.cp_size > 1
-    for header in ("packing", "sharding") if with_sharding else ("packing",):
-        table.add_column(header)
-    for header in ("speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP",
-                   "DP", "delay"):  # fmt: skip
-        table.add_column(header, justify="right")
+    words = ("packing", "sharding") if with_sharding else ("packing",)
+    table = table_of(
+        f"{scenario.machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
+        f"window {base.window:,}, N {base.num_micro_batches}, "
+        f"S_max {original.setting.max_tokens / base.window:.3g} windows",
+        (*words, "speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP", "DP",
+         "delay"),
+        words,
+        f"simulated: {original.num_steps} steps of each, {args.num_seeds} seeds; memory limit "
+        f"{base.limit_gib:.1f} GiB",
+    )  # fmt: skip
     for number, outcome in enumerate(outcomes):
         if number and outcome.setting != outcomes[number - 1].setting and with_sharding:
             table.add_section()

@@ -14,7 +14,7 @@ from rich.table import Table
 from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say
+from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say, table_of
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.study.advice import check_max_delay, gain
@@ -162,10 +162,9 @@ def _judged(tuning: Tuning, title: str) -> Table:
 
 
 def _empty_table(title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("setting", no_wrap=True)
-    for header in ("S_max", "work/s", "imbalance tw", "p95", "delay", "p99", "max"):
-        table.add_column(header, justify="right")
+    headers = "setting", "S_max", "work/s", "imbalance tw", "p95", "delay", "p99", "max"
+    table = table_of(title, headers, ["setting"])
+    table.columns[0].no_wrap = True
     return table
 
 

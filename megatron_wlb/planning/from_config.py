@@ -14,7 +14,6 @@ from functools import partial
 
 from megatron_wlb.cost import (
     Cost,
-    MemoryModel,
     ModelShape,
     Parallelism,
     Recompute,
@@ -116,11 +115,6 @@ def run_of(
         keep_gathered=wlb.wlb_cp_keep_gathered,
         kernels="torch",
     )
-
-
-def memory_model(config: Config, padded_vocab_size: int, dp_size: int) -> MemoryModel:
-    """Models the memory of the run on each pipeline rank."""
-    return run_of(config, padded_vocab_size, dp_size).memory
 
 
 def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:

@@ -24,12 +24,15 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
 from megatron_wlb.planning.run import Documents, Run
-from megatron_wlb.settings.command_line import parse_known
+from megatron_wlb.settings.command_line import parse_known, taken_out
 from megatron_wlb.settings.config import Config
 from megatron_wlb.simulator.step import Simulator
 
 WARM_UP_STEPS, NUM_STEPS, SPARE_STEPS = 10, 40, 10
 """Steps in which delay queues fill, over which times are averaged, and that are never reached."""
+DISTRIBUTION = "reference"
+DEFAULT_VOCAB_SIZE = 32000
+"""The vocabulary of settings that name none, where no corpus does either."""
 
 _NOT_MODELLED = {
     "--yaml-cfg", "--num-experts", "--multi-latent-attention", "--mtp-num-layers",
@@ -87,12 +90,13 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
     given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
     if found := sorted(given & _NOT_MODELLED):
         raise ConfigError(f"{found[0]} is not modelled: nothing can be predicted; leave it out")
-    if _PER_VIRTUAL_STAGE in given:
-        layers = int(_value_of(_PER_VIRTUAL_STAGE, others))
+    said, _ = taken_out(_PER_VIRTUAL_STAGE, others)
+    if said is not None:
+        layers = int(said) if said.isdecimal() else 0
         stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
         if layers < 1 or stage % layers:
             raise ConfigError(
-                f"{_PER_VIRTUAL_STAGE} is {layers}, which does not divide the {stage} layers of a "
+                f"{_PER_VIRTUAL_STAGE} is {said}, which does not divide the {stage} layers of a "
                 "pipeline rank; use a divisor"
             )
         vpp = stage // layers if stage > layers else None
@@ -101,13 +105,11 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
     return config
 
 
-def forecast(
-    config: Config, num_devices: int, *, distribution: str = "reference", vocab_size: int = 32000
-) -> Forecast:
+def forecast(config: Config, num_devices: int) -> Forecast:
     """What ``config`` will do on so many devices of its ``--wlb-hardware``.
 
-    Documents are those of ``--data-path`` where its files exist, else drawn from ``distribution``.
-    ``vocab_size`` is used where neither ``--vocab-size`` nor the corpora say it.
+    Documents are those of ``--data-path`` where its files exist, else drawn from
+    :data:`DISTRIBUTION`.
 
     Raises:
         ConfigError: settings that the run itself would refuse, or memory that does not suffice for
@@ -117,7 +119,7 @@ def forecast(
     window = config.data.seq_length
     guards.check(config, num_devices)
     num_micro_batches = guards.check_micro_batches(config, num_devices)
-    documents = _documents(config, distribution, vocab_size)
+    documents = _documents(config)
     run = planning.run_of(
         config,
         planning.padded_vocab_size(config, documents.vocab_size),
@@ -211,32 +213,20 @@ class _Documents:
     vocab_size: int
 
 
-def _documents(config: Config, distribution: str, vocab_size: int) -> _Documents:
+def _documents(config: Config) -> _Documents:
     """Opens those of ``--data-path`` where all its files exist; else draws some."""
     data = config.data
     blend = Blend.parse(data.data_path)
     files = [Path(prefix + suffix) for prefix in blend.prefixes for suffix in (".bin", ".idx")]
     if files and all(path.is_file() for path in files):
         noted = [info.vocab_size for p in blend.prefixes if (info := CorpusInfo.load(p))]
-        known = data.vocab_size or max(noted, default=vocab_size)
+        known = data.vocab_size or max(noted, default=DEFAULT_VOCAB_SIZE)
         corpora = Corpora.of_blend(blend, data.split, known)
         split = planning.Split(corpora, "train", config.wlb.wlb_epochs)
         return _Documents(f"of {', '.join(blend.prefixes)}", split, corpora.vocab_size)
     absent = "; --data-path has no corpus here" if files else ""
     return _Documents(
-        f"drawn from {distribution!r}{absent}",
-        LengthSource.of_distribution(distribution),
-        data.vocab_size or vocab_size,
+        f"drawn from {DISTRIBUTION!r}{absent}",
+        LengthSource.of_distribution(DISTRIBUTION),
+        data.vocab_size or DEFAULT_VOCAB_SIZE,
     )
-
-
-def _value_of(flag: str, arguments: Sequence[str]) -> str:
-    """What follows a flag, after a space or ``=``; the last one counts."""
-    value = ""
-    for position, argument in enumerate(arguments):
-        name, equals, inline = argument.partition("=")
-        if name == flag:
-            value = inline if equals else "".join(arguments[position + 1 : position + 2])
-    if not value.isdecimal():
-        raise ConfigError(f"{flag} is {value!r}; give a number")
-    return value

@@ -50,7 +50,7 @@ class Page:
 
     scenario: Run
     outcomes: Sequence[Outcome]
-    original: Outcome
+    """The first is `original`, which all are compared with."""
     lengths: Lengths
     """Lengths of a sample of the documents."""
     title: str
@@ -106,7 +106,7 @@ class Page:
         }
 
     def _cards(self, best: Outcome) -> list[list[str]]:
-        original = self.original
+        original = self.outcomes[0]
         return [
             [f"{best.speedup(original):.2f}×", f"the work a second of original: {name(best)}"],
             [f"{best.mfu:.1%}", f"MFU, from {original.mfu:.1%}"],
@@ -115,12 +115,12 @@ class Page:
         ]
 
     def _row(self, outcome: Outcome, is_best: bool) -> dict[str, Any]:
-        lowest, highest = outcome.speedup_by_seed(self.original)
+        lowest, highest = outcome.speedup_by_seed(self.outcomes[0])
         spread = f" ({lowest:.2f}-{highest:.2f})" if len(outcome.mfu_by_seed) > 1 else ""
         return {
             "cells": [
                 name(outcome),
-                f"{outcome.speedup(self.original):.2f}×{spread}",
+                f"{outcome.speedup(self.outcomes[0]):.2f}×{spread}",
                 f"{outcome.tokens_per_s:,.0f}",
                 f"{outcome.step_us / 1e3:,.0f}"
                 if outcome.step_us > 1e5

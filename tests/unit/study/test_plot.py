@@ -37,13 +37,13 @@ def timelines(vpp_size=1, scale_us=1e5):
 def drawn(monkeypatch):
     """The figures that were saved, and still are."""
     figures = []
-    save = plot._save
+    save = plot.save
 
     def keep(figure, path):
         save(figure, path)
         figures.append(figure)
 
-    monkeypatch.setattr(plot, "_save", keep)
+    monkeypatch.setattr(plot, "save", keep)
     return figures
 
 
