@@ -193,7 +193,13 @@ def cost(args: argparse.Namespace) -> Cost:
     model = read_model(args.model)
     if model.sizes is not None:
         return _cost_of_sizes(args, model.sizes)
-    config = _overridden(args, model.config)
+    said = {
+        "wlb_hardware": args.hardware,
+        "wlb_cost": args.cost and str(args.cost),
+        "wlb_cost_extrapolate": args.cost_extrapolate or None,
+    }
+    given = {name: value for name, value in said.items() if value is not None}
+    config = from_flat(model.config.flat() | given)
     vocab_size = config.data.vocab_size
     if vocab_size is None:
         known = [Corpus.open(prefix).vocab_size for prefix in args.prefixes]
@@ -214,16 +220,6 @@ def _cost_of_sizes(args: argparse.Namespace, sizes: ModelShape) -> Cost:
         hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
         return analytic_cost(shape, hardware, Parallelism(), Recompute())
     return cost_of_file(args, shape)
-
-
-def _overridden(args: argparse.Namespace, config: Config) -> Config:
-    """The settings with what the command line says of machine and cost."""
-    said = {
-        "wlb_hardware": args.hardware,
-        "wlb_cost": args.cost and str(args.cost),
-        "wlb_cost_extrapolate": args.cost_extrapolate or None,
-    }
-    return from_flat(config.flat() | {name: x for name, x in said.items() if x is not None})
 
 
 def cost_of_file(

@@ -16,7 +16,7 @@ from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import MODELS, read_model
 from megatron_wlb.cli.output import check_file, console, progress_bar, remark, say, table_of
 from megatron_wlb.cli.scenario import MACHINES, RECOMPUTE, add_model, machine_title
-from megatron_wlb.cost import Recompute, load_hardware
+from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
@@ -252,12 +252,8 @@ def _layout(of: Run | Rejected) -> dict[str, Any]:
     sizes = {name: getattr(of.parallelism, name) for name in SIZES}
     return sizes | {
         "num_micro_batches": of.num_micro_batches,
-        "recompute": _recompute(of.recompute),
+        "recompute": of.recompute.granularity or "none",
     }
-
-
-def _recompute(recompute: Recompute) -> str:
-    return recompute.granularity or "none"
 
 
 def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
@@ -282,7 +278,7 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
             str(number) if number <= len(layouts) else "",
             title(scenario.parallelism),
             str(scenario.num_micro_batches),
-            _recompute(scenario.recompute),
+            scenario.recompute.granularity or "none",
             outcome.title,
             f"{outcome.setting.max_tokens / space.window:.2f}",
             f"{choice.candidate.mfu:.1%}",

@@ -50,7 +50,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, summary in _HELP.items():
         usage = f"wlb recipe {name} [options] FILE [-- flags that are appended to its own]"
         action = add_command(actions, name, summary, usage=usage, epilog=_EPILOG)
-        _add_arguments(action)
+        action.add_argument("file", type=text_of_flag, metavar="FILE", help="the recipe")
+        flag(action, "--megatron PATH", "Megatron-LM checkout (default: $MEGATRON_LM_PATH)")
+        flag(action, "--script NAME", "in the checkout", _SCRIPT)
+        flag(action, "--nnodes N", "default: NUM_NODES of the recipe")
+        flag(action, "--nproc-per-node N", "default: GPUS_PER_NODE of the recipe, or 8")
+        flag(action, "--rdzv-endpoint HOST:PORT", "of several nodes: the first")
+        flag(action, "--rdzv-id ID", "of several nodes: the job", "wlb")
+        flag(action, "--log-dir PATH", "each rank's output is written there too")
+        flag(action, "--run-number N", "take MODEL_ARGS_N where it is there", 1)
+        action.add_argument(
+            "--json", action="store_true", help="print the result as one JSON object"
+        )
         if name == "run":
             flag(
                 action,
@@ -59,19 +70,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
                 "cannot fit; with a checkout, Megatron's own parser and checks are asked too",
             )
         action.set_defaults(run=_run if name == "run" else _show)
-
-
-def _add_arguments(action: argparse.ArgumentParser) -> None:
-    action.add_argument("file", type=text_of_flag, metavar="FILE", help="the recipe")
-    flag(action, "--megatron PATH", "Megatron-LM checkout (default: $MEGATRON_LM_PATH)")
-    flag(action, "--script NAME", "in the checkout", _SCRIPT)
-    flag(action, "--nnodes N", "default: NUM_NODES of the recipe")
-    flag(action, "--nproc-per-node N", "default: GPUS_PER_NODE of the recipe, or 8")
-    flag(action, "--rdzv-endpoint HOST:PORT", "of several nodes: the first")
-    flag(action, "--rdzv-id ID", "of several nodes: the job", "wlb")
-    flag(action, "--log-dir PATH", "each rank's output is written there too")
-    flag(action, "--run-number N", "take MODEL_ARGS_N where it is there", 1)
-    action.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -125,7 +125,9 @@ def build_corpus(
     replaces whatever is there. Raises CorpusError for sources that are missing, unreadable or hold
     no text, and for a ``prefix`` that exists or cannot be written.
     """
-    prefix = _file_prefix(prefix)
+    prefix = str(prefix)
+    if prefix.endswith(("/", os.sep)) or not Path(prefix).name:
+        raise CorpusError(f"prefix {prefix!r} is a folder; add a name for the files in it")
     suffixes = [".bin", ".json", ".idx"]
     if tokenizer == "bpe":
         suffixes.insert(0, ".tokenizer.json")
@@ -301,12 +303,6 @@ def parse_split(split: str, num_documents: int) -> tuple[tuple[int, int], ...]:
     shares = accumulate((float(weight / total) for weight in weights), initial=0.0)
     bounds = [round(share * float(num_documents)) for share in shares]
     return tuple(pairwise(bounds))
-
-
-def _file_prefix(prefix: str | Path) -> str:
-    if str(prefix).endswith(("/", os.sep)) or not Path(prefix).name:
-        raise CorpusError(f"prefix {str(prefix)!r} is a folder; add a name for the files in it")
-    return str(prefix)
 
 
 def _suggestion(prefix: str) -> str:

@@ -119,12 +119,9 @@ def forecast(config: Config, num_devices: int) -> Forecast:
     window = config.data.seq_length
     guards.check(config, num_devices)
     num_micro_batches = guards.check_micro_batches(config, num_devices)
-    documents = _documents(config)
-    run = planning.run_of(
-        config,
-        planning.padded_vocab_size(config, documents.vocab_size),
-        guards.data_parallel_size(config, num_devices),
-    )
+    documents, source, vocab_size = _documents(config)
+    padded = planning.padded_vocab_size(config, vocab_size)
+    run = planning.run_of(config, padded, guards.data_parallel_size(config, num_devices))
     run = dataclasses.replace(run, kernels="fused")  # as on a GPU
     layout, memory, limit_gib = run.parallelism, run.memory, run.limit_gib
     fits = run.max_tokens()
@@ -143,7 +140,7 @@ def forecast(config: Config, num_devices: int) -> Forecast:
         )
     planned = PackingSettings.of_config(config.wlb, max_tokens)
     ours, original = (
-        _simulate(config, run, packing, documents)
+        _simulate(config, run, packing, source)
         for packing in (planned, PackingSettings("original", max_tokens))
     )
     return Forecast(
@@ -164,7 +161,7 @@ def forecast(config: Config, num_devices: int) -> Forecast:
         step_ms=ours.step_ms,
         tokens_per_s=ours.tokens_per_s,
         speedup=ours.flops_per_s / original.flops_per_s,
-        documents=documents.title,
+        documents=documents,
         packing=planned.name,
     )
 
@@ -177,16 +174,13 @@ class _Rates(NamedTuple):
     flops_per_s: float
 
 
-def _simulate(config: Config, run: Run, packing: PackingSettings, documents: _Documents) -> _Rates:
+def _simulate(config: Config, run: Run, packing: PackingSettings, source: Documents) -> _Rates:
     """Simulates steps of a packing."""
     if run.parallelism.cp_size > 1:
         run.check_reach()
     simulator = Simulator(run.costs, run.parallelism)
-    planner = run.workload(
-        documents.source,
-        seed=config.training.seed,
-        long_documents=config.wlb.wlb_long_documents,
-    ).planner(
+    seed, long_documents = config.training.seed, config.wlb.wlb_long_documents
+    planner = run.workload(source, seed=seed, long_documents=long_documents).planner(
         packing,
         WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS,
         costs=planning.shaping_costs(config, run) if packing.shaped else None,
@@ -203,18 +197,10 @@ def _simulate(config: Config, run: Run, packing: PackingSettings, documents: _Do
     )
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """What is trained on."""
-
-    title: str
-    source: Documents
-    """Drawn documents keep their order, in which they fill windows; others are as in a run."""
-    vocab_size: int
-
-
-def _documents(config: Config) -> _Documents:
-    """Opens those of ``--data-path`` where all its files exist; else draws some."""
+def _documents(config: Config) -> tuple[str, Documents, int]:
+    """Opens those of ``--data-path`` where all its files exist, else draws some, whose order fills
+    windows: what they are, and their vocabulary.
+    """
     data = config.data
     blend = Blend.parse(data.data_path)
     files = [Path(prefix + suffix) for prefix in blend.prefixes for suffix in (".bin", ".idx")]
@@ -223,9 +209,9 @@ def _documents(config: Config) -> _Documents:
         known = data.vocab_size or max(noted, default=DEFAULT_VOCAB_SIZE)
         corpora = Corpora.of_blend(blend, data.split, known)
         split = planning.Split(corpora, "train", config.wlb.wlb_epochs)
-        return _Documents(f"of {', '.join(blend.prefixes)}", split, corpora.vocab_size)
+        return f"of {', '.join(blend.prefixes)}", split, corpora.vocab_size
     absent = "; --data-path has no corpus here" if files else ""
-    return _Documents(
+    return (
         f"drawn from {DISTRIBUTION!r}{absent}",
         LengthSource.of_distribution(DISTRIBUTION),
         data.vocab_size or DEFAULT_VOCAB_SIZE,

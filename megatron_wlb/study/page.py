@@ -27,10 +27,7 @@ MOST_BARS = 160
 
 COLUMNS = (
     ("packing, sharding", "what was compared"),
-    (
-        "speed-up",
-        "work (model FLOPs) a second over original; in brackets the lowest and highest seed",
-    ),
+    ("speed-up", "work (FLOPs) a second over original; in brackets the lowest and highest seed"),
     ("tokens/s", "of all devices, padding not counted"),
     ("step ms", "mean time of a step"),
     ("MFU", "model FLOPs over what the devices' peak would be"),
@@ -84,9 +81,8 @@ class Page:
                 {
                     "title": name(outcome),
                     "values": [
-                        ["PP", round(outcome.pp_imbalance, 4), "blue"],
-                        ["CP", round(outcome.cp_imbalance, 4), "orange"],
-                        ["DP", round(outcome.dp_imbalance, 4), "green"],
+                        [level.upper(), round(getattr(outcome, f"{level}_imbalance"), 4), colour]
+                        for level, colour in (("pp", "blue"), ("cp", "orange"), ("dp", "green"))
                     ],
                 }
                 for outcome in self.outcomes
@@ -122,9 +118,7 @@ class Page:
                 name(outcome),
                 f"{outcome.speedup(self.outcomes[0]):.2f}×{spread}",
                 f"{outcome.tokens_per_s:,.0f}",
-                f"{outcome.step_us / 1e3:,.0f}"
-                if outcome.step_us > 1e5
-                else f"{outcome.step_us / 1e3:,.2f}",
+                f"{outcome.step_us / 1e3:,.{0 if outcome.step_us > 1e5 else 2}f}",
                 f"{outcome.mfu:.1%}",
                 f"{outcome.bubble_share:.1%}",
                 f"{outcome.peak_bytes / GIB:.1f}",

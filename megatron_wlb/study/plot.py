@@ -93,7 +93,6 @@ def plot_lengths(
         axes.set_xscale("log", base=2)
         axes.set_xlim(edges[0], edges[-1])
         axes.grid(axis="y", color=GREY, lw=0.8)
-        axes.set_axisbelow(True)
         axes.axvspan(window / 2, edges[-1], color=GREY, lw=0, zorder=0)
         axes.axvline(window, color=INK, lw=1.2, ls="--", zorder=1)
     below.xaxis.set_major_locator(LogLocator(base=2, numticks=24))
@@ -247,6 +246,7 @@ def add_legend(figure: Figure, *handles: Artist) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Saves as SVG where the name ends so, otherwise as PNG."""
     for axes in figure.axes:
+        axes.set_axisbelow(True)  # the grid
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(PALE_INK)
         axes.tick_params(colors=PALE_INK, labelcolor=INK)

@@ -55,7 +55,6 @@ def plot_attention(profile: AttentionProfile, path: Path) -> None:
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter(lambda value, _: plot.shown_tokens(value))
             panel.grid(axis="y", color=GREY, lw=0.8)
-            panel.set_axisbelow(True)
     for panel in axes[1]:
         panel.set_xlabel("queries of a chunk (tokens)")
     handles, labels = axes[0][0].get_legend_handles_labels()

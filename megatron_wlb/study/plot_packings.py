@@ -73,7 +73,6 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
     )
     axes.set_ylabel("modelled throughput (original = 1)")
     axes.grid(color=GREY, lw=0.8)
-    axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     plot.save(figure, path)
 
@@ -118,7 +117,6 @@ def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> 
         axes.tick_params(axis="y", length=0)
     for axes in (left, middle, right):
         axes.grid(axis="x", color=GREY, lw=0.8)
-        axes.set_axisbelow(True)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import product
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from megatron_wlb.cost import Hardware, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.model_file import padded_vocabulary
@@ -32,6 +32,7 @@ from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 
+T = TypeVar("T")
 Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]
 
 MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
@@ -195,23 +196,23 @@ def search(
         ConfigError: nothing can run; the message says why, and what comes nearest.
     """
     check_max_delay(max_delay)
-    possible: list[tuple[Run, int]] = []
-    rejected: list[Rejected] = []
-    layouts = list(_layouts(space))
-    for number, layout in enumerate(layouts):
-        progress("memory", number + 1, len(layouts))
-        for one in _runs(space, layout):
-            if isinstance(one, Rejected):
-                rejected.append(one)
-            else:
-                possible.append(one)
+
+    def told(what: str, items: Sequence[T]) -> Iterator[T]:
+        for number, item in enumerate(items, start=1):
+            yield item
+            progress(what, number, len(items))
+
+    layouts = told("memory", [*_layouts(space)])
+    runs = [one for layout in layouts for one in _runs(space, layout)]
+    rejected = [one for one in runs if isinstance(one, Rejected)]
+    possible = [one for one in runs if not isinstance(one, Rejected)]
     if not possible:
         raise ConfigError(_nothing(space, rejected))
     sample = _sample(source, space.window, seeds[0], long_documents)
-    candidates = []
-    for number, (scenario, max_tokens) in enumerate(possible):
-        candidates.append(Candidate(scenario, max_tokens, _coarse_mfu(space, scenario, sample)))
-        progress("coarse", number + 1, len(possible))
+    candidates = [
+        Candidate(scenario, max_tokens, _coarse_mfu(space, scenario, sample))
+        for scenario, max_tokens in told("coarse", possible)
+    ]
     candidates.sort(key=lambda c: (-c.mfu, _order(c.scenario)))
 
     def simulate(candidate: Candidate, variants: Sequence[PackingSettings]) -> list[Choice]:
@@ -231,16 +232,12 @@ def search(
     plain = [name for name in space.packings if not name.endswith(SHAPED)]
     refining = (plain or space.packings)[-1]
     refined: list[Choice] = []
-    chosen = candidates[:num_refined]
-    for number, candidate in enumerate(chosen):
+    for candidate in told("refined", candidates[:num_refined]):
         refined += simulate(candidate, [_variant(refining, candidate, candidate.windows)])
-        progress("refined", number + 1, len(chosen))
     refined = _ranked(refined, max_delay)
-    best = refined[:num_tuned]
-    for number, choice in enumerate(best):
+    for choice in told("tuned", refined[:num_tuned]):
         variants, known = _variants(space, choice.candidate), choice.outcome.setting
         refined += simulate(choice.candidate, [v for v in variants if not _alike(v, known)])
-        progress("tuned", number + 1, len(best))
     ranked = _ranked(refined, max_delay)
     return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
 
