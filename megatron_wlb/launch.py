@@ -105,7 +105,6 @@ def _reject_unknown(words: Sequence[str]) -> None:
 
 
 def run_script(script: str, flags: Sequence[str]) -> None:
-    """Runs ``python script flags…``."""
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")

@@ -65,7 +65,6 @@ def corpus(folder: Path, console: Console) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the quickstart; returns the exit code."""
     parser = Parser(prog="scripts/quickstart", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder")
     parser.add_argument(

@@ -165,7 +165,6 @@ class Recording:
 
     @property
     def rounds(self) -> list[int]:
-        """The numbers of those that were timed."""
         return sorted({step.round for step in self.timed})
 
     @property
@@ -176,7 +175,6 @@ class Recording:
 
     @property
     def judged(self) -> list[RecordedStep]:
-        """The other timed steps."""
         wanted = self.rounds[len(self.rounds) // CALIBRATION_SHARE :]
         return [step for step in self.timed if step.round in wanted]
 

@@ -52,7 +52,6 @@ class StepTimers:
         return self._timers.setdefault(name, _Timer(self, name))
 
     def take(self) -> list[Interval]:
-        """The intervals since the last call."""
         taken, self.intervals = self.intervals, []
         return taken
 

@@ -239,7 +239,6 @@ class Pair:
 
 
 def pairs(rows: Sequence[Row]) -> list[Pair]:
-    """Every two packings of a layout."""
     ranked = sorted(rows, key=lambda row: -row.simulated_work_per_s)
     return [
         Pair(

@@ -20,7 +20,6 @@ MOST_REPEATS = 50
 
 
 def add_max_delay(group: argparse._ArgumentGroup) -> None:
-    """Adds ``--max-delay``, which bounds what is recommended."""
     about = "most that a token may be delayed in the mean by what is recommended, as in the paper"
     flag(group, "--max-delay STEPS", about, MAX_DELAY_STEPS)
 

@@ -39,7 +39,6 @@ cost of a document, one of:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """The flags that :func:`source` reads."""
     group = parser.add_argument_group("documents")
     group.add_argument(
         "prefixes",
@@ -108,13 +107,11 @@ def source(args: argparse.Namespace) -> LengthSource:
 
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:
-    """Adds ``--max-age`` and ``--long-documents``, as in training."""
     flag(group, "--max-age N", "as --wlb-max-age", 12)
     add_long_documents(group)
 
 
 def add_long_documents(group: argparse._ArgumentGroup) -> None:
-    """Adds ``--long-documents``, as in training."""
     about, policies = "documents over the window, as --wlb-long-documents", get_args(LongDocuments)
     flag(group, "--long-documents", about, policies[0], choices=policies)
 
@@ -155,12 +152,10 @@ def add_cost_file(group: argparse._ArgumentGroup, tables: str = "") -> None:
 
 
 def max_tokens(args: argparse.Namespace) -> int:
-    """S_max in tokens."""
     return int(real_number("--max-windows", args.max_windows, 1, MOST_TOKENS) * args.window)
 
 
 def limits(args: argparse.Namespace) -> dict[str, int | None]:
-    """Settings that the flags give to every packing."""
     return {"max_age": args.max_age, "max_step_tokens": args.max_step_tokens}
 
 

@@ -41,12 +41,10 @@ class Model:
 
     @property
     def window(self) -> int | None:
-        """Tokens of a window, where the file says it."""
         return self.config.data.seq_length if "--seq-length" in self.written else None
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Micro-batches of a step, where the file says it."""
         given = "--global-batch-size" in self.written
         return self.config.training.global_batch_size if given else None
 
@@ -59,7 +57,6 @@ class Model:
 
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:
-    """``--model``, for :func:`read_model`."""
     about = "7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe"
     flag(group, "--model NAME|FILE", about, required=required)
 

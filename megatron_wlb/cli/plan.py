@@ -28,7 +28,7 @@ from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
 from megatron_wlb.study.compare import WARM_UP_STEPS
-from megatron_wlb.study.search import Choice, Rejected, Search, Space, search
+from megatron_wlb.study.search import Rejected, Search, Space, by_reason, search
 
 STEP_TOKENS = 1 << 22
 """Tokens of a step if N is not given."""
@@ -138,7 +138,14 @@ def _run(args: argparse.Namespace) -> int:
     best = found.best
     if not best.fits:
         remark(f"nothing refined fits memory; nearest: {best.outcome.out_of_memory}")
-    sections = _sections(space, best, args.hardware)
+    scenario, outcome = best.candidate.scenario, best.outcome
+    balance = recipe.balance_flags(scenario, outcome.flags, outcome.sharding, args.hardware)
+    sections = {
+        "Model": recipe.model_flags(space.shape),
+        "Layout": recipe.layout_flags(scenario),
+        "Batch": recipe.batch_flags(scenario),
+        "Workload balance": balance,
+    }
     flags = {flag: value for section in sections.values() for flag, value in section.items()}
     machine = space.num_devices, space.hardware.devices_per_node
     command = recipe.command(flags, *machine)
@@ -195,18 +202,6 @@ def _space(args: argparse.Namespace) -> Space:
         args.cost_extrapolate,
         fixed,
     )
-
-
-def _sections(space: Space, best: Choice, hardware: str) -> dict[str, recipe.Flags]:
-    scenario, outcome = best.candidate.scenario, best.outcome
-    return {
-        "Model": recipe.model_flags(space.shape),
-        "Layout": recipe.layout_flags(scenario),
-        "Batch": recipe.batch_flags(scenario),
-        "Workload balance": recipe.balance_flags(
-            scenario, outcome.flags, outcome.sharding, hardware
-        ),
-    }
 
 
 def _remarks(args: argparse.Namespace, found: Search) -> str:
@@ -297,7 +292,7 @@ def _rejected(found: Search) -> Table:
     """How many layouts each reason rules out, and the reason of one of them."""
     headers = "because of", "layouts", "such as"
     table = table_of("What cannot run", headers, ("because of", "such as"))
-    for why, count in found.num_rejected.items():
+    for why, count in by_reason(found.rejected).items():
         # The last is the most divided one, so the nearest to fitting.
         one = [r for r in found.rejected if r.why == why][-1]
         such = f"{title(one.parallelism)}: {one.reason}"

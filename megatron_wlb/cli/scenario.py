@@ -41,7 +41,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """The flags of one layout."""
     group = parser.add_argument_group("layout and batch")
     for size, text in (
         ("tp", "tensor-parallel ranks, with sequence parallelism"),
@@ -118,7 +117,6 @@ def run_of(args: argparse.Namespace) -> Run:
 
 
 def machine_title(args: argparse.Namespace, num_devices: int) -> str:
-    """Model and machine in a few words."""
     return f"{Path(args.model).stem} on {num_devices} × {Path(args.hardware).stem}"
 
 

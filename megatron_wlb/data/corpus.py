@@ -381,7 +381,6 @@ def _wrong_pointer(
 
 
 def _megatron_indexed_dataset() -> Any:
-    """Megatron's module of the format."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It warns of GPU libraries, which no corpus needs.
         from megatron.core.datasets import indexed_dataset

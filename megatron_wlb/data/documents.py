@@ -130,7 +130,6 @@ class DocumentStream:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all epochs have been given."""
         return self.num_epochs is not None and self.epoch >= self.num_epochs
 
     def next_step(self) -> list[Document]:

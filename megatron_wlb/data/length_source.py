@@ -85,7 +85,6 @@ class LengthSource:
 
     @classmethod
     def of_distribution(cls, name: str) -> LengthSource:
-        """Draws from one of :data:`megatron_wlb.data.lengths.DISTRIBUTIONS`."""
         distribution(name)
         return cls(f"distribution {name}", distribution=name)
 

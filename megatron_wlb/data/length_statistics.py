@@ -83,7 +83,6 @@ class LengthStatistics:
         return float(below + (above - below) * (place - np.floor(place)))
 
     def part(self, start: float = 0, stop: float = np.inf) -> Part:
-        """The documents of ``start`` to below ``stop`` tokens."""
         chosen = (self.lengths >= start) & (self.lengths < stop)
         lengths, counts = self.lengths[chosen], self.counts[chosen]
         documents, tokens = int(counts.sum()), int((lengths * counts).sum())
@@ -127,7 +126,6 @@ class LengthStatistics:
         }
 
     def at_least(self, window: int) -> Iterable[tuple[float, Part]]:
-        """Documents at or above each of :data:`WINDOW_FRACTIONS`."""
         return [(fraction, self.part(fraction * window)) for fraction in WINDOW_FRACTIONS]
 
 

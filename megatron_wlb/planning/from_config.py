@@ -62,7 +62,6 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
 
 
 def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
-    """How the run divides the model."""
     p = config.parallel
     return Parallelism(
         tp_size=p.tensor_model_parallel_size,
@@ -76,13 +75,11 @@ def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
 
 
 def schedule_graph(config: Config, num_micro_batches: int) -> Graph:
-    """Makes the graph of the schedule of a data-parallel rank's micro-batches."""
     p = parallelism(config)
     return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
 
 def recompute(config: Config) -> Recompute:
-    """What the run recomputes."""
     t = config.training
     return Recompute(t.recompute_granularity, t.recompute_method, t.recompute_num_layers)
 

@@ -51,7 +51,6 @@ def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
-    """The flags of a parser and of its commands."""
     flags = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -177,7 +176,6 @@ def parse_known(
 
 
 def _switches() -> set[str]:
-    """The flags that are given as on or off."""
     return {
         flag_of(name)
         for group in groups_of_settings().values()

@@ -95,7 +95,6 @@ class Outcome:
 
     @property
     def option(self) -> Option[Outcome]:
-        """The outcome as one of those that are chosen from."""
         return Option(
             self,
             self.mfu,
@@ -114,7 +113,6 @@ class Outcome:
         return self.mfu / original.mfu
 
     def speedup_by_seed(self, original: Outcome) -> tuple[float, float]:
-        """Lowest and highest speed-up over the seeds."""
         pairs = zip(self.mfu_by_seed, original.mfu_by_seed, strict=True)
         ratios = [ours / theirs for ours, theirs in pairs]
         return min(ratios), max(ratios)
@@ -310,7 +308,6 @@ class _Tally:
         return simulator.step(plan, scales), chosen
 
     def _example(self) -> Example:
-        """The step whose time is nearest to the mean."""
         times_us = [step.us for step in self.steps[0]]
         nearest = min(range(len(times_us)), key=lambda n: abs(times_us[n] - fmean(times_us)))
         plan, base = self._plans[nearest], self.scenario

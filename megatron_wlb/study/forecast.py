@@ -167,15 +167,12 @@ def forecast(config: Config, num_devices: int) -> Forecast:
 
 
 class _Rates(NamedTuple):
-    """Rates of consecutive simulated steps."""
-
     step_ms: float
     tokens_per_s: float
     flops_per_s: float
 
 
 def _simulate(config: Config, run: Run, packing: PackingSettings, source: Documents) -> _Rates:
-    """Simulates steps of a packing."""
     if run.parallelism.cp_size > 1:
         run.check_reach()
     simulator = Simulator(run.costs, run.parallelism)

@@ -56,7 +56,6 @@ class Page:
     command: str
 
     def html(self) -> str:
-        """The whole file."""
         template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
         # Nothing in a JSON string may end the script element or open a comment.
         data = json.dumps(self.data(), separators=(",", ":")).replace("<", "\\u003c")
@@ -161,7 +160,6 @@ class Page:
 
 
 def name(outcome: Outcome) -> str:
-    """Packing and sharding in a few words."""
     return f"{outcome.title}, {outcome.sharding}"
 
 

@@ -177,7 +177,8 @@ def plot_timelines(
     longest_us = max((timeline.step_us for timeline in timelines.values()), default=0.0)
     if not longest_us:
         raise ConfigError("there are no timelines to plot; give one that takes some time")
-    unit, unit_us = _time_unit(longest_us)
+    units = ("s", 1e6), ("ms", 1e3), ("µs", 1.0)
+    unit, unit_us = next((u for u in units if longest_us >= 2 * u[1]), units[-1])
     ranks = [rank for timeline in timelines.values() for rank in timeline.intervals]
     num_chunks = 1 + max(interval.action.chunk for rank in ranks for interval in rank)
     rows = [len(timeline.intervals) for timeline in timelines.values()]
@@ -278,10 +279,3 @@ def shown_tokens(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g}{letter}"
     return f"{count:.3g}"
-
-
-def _time_unit(longest_us: float) -> tuple[str, float]:
-    for unit, unit_us in (("s", 1e6), ("ms", 1e3)):
-        if longest_us >= 2 * unit_us:
-            return unit, unit_us
-    return "µs", 1.0

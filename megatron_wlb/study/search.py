@@ -159,11 +159,6 @@ class Search:
                 first.setdefault(choice.outcome.title, choice)
         return [*first.values()][1:]
 
-    @property
-    def num_rejected(self) -> dict[str, int]:
-        """Number of rejected layouts by reason, most first."""
-        return _by_reason(self.rejected)
-
 
 def search(
     space: Space,
@@ -236,8 +231,13 @@ def search(
         refined += simulate(candidate, [_variant(refining, candidate, candidate.windows)])
     refined = _ranked(refined, max_delay)
     for choice in told("tuned", refined[:num_tuned]):
-        variants, known = _variants(space, choice.candidate), choice.outcome.setting
-        refined += simulate(choice.candidate, [v for v in variants if not _alike(v, known)])
+        known = choice.outcome.setting  # and what has a few tokens of S_max more or less
+        new = [
+            v for v in _variants(space, choice.candidate)
+            if replace(v, max_tokens=known.max_tokens) != known
+            or abs(v.max_tokens / known.max_tokens - 1) >= 0.05
+        ]  # fmt: skip
+        refined += simulate(choice.candidate, new)
     ranked = _ranked(refined, max_delay)
     return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
 
@@ -262,7 +262,6 @@ def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
 
 
 def _original(choices: Sequence[Choice]) -> Choice | None:
-    """The fastest with `original` packing that fits."""
     plain = [c for c in choices if c.outcome.setting.name == "original" and c.fits]
     return max(plain, key=lambda choice: choice.outcome.mfu, default=None)
 
@@ -285,12 +284,6 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
         for number in [candidate.windows] if cuts else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
-
-
-def _alike(one: PackingSettings, other: PackingSettings) -> bool:
-    """Equal but for a few tokens of S_max."""
-    near = abs(one.max_tokens / other.max_tokens - 1) < 0.05
-    return near and replace(one, max_tokens=other.max_tokens) == other
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:
@@ -358,7 +351,7 @@ def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
     if not rejected:
         given = ", ".join(f"{name} {size}" for name, size in space.fixed.items())
         return f"no layout of {space.num_devices} devices has {given}; leave a size out"
-    said = ", ".join(f"{count} for {why}" for why, count in _by_reason(rejected).items())
+    said = ", ".join(f"{count} for {why}" for why, count in by_reason(rejected).items())
     last = ([one for one in rejected if one.why == "memory"] or rejected)[-1]
     return (
         f"no layout of {space.num_devices} devices can run ({said}); such as "
@@ -366,7 +359,7 @@ def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
     )
 
 
-def _by_reason(rejected: Sequence[Rejected]) -> dict[str, int]:
+def by_reason(rejected: Sequence[Rejected]) -> dict[str, int]:
     """Number of rejected layouts by reason, most first."""
     return dict(Counter(str(one.why) for one in rejected).most_common())
 

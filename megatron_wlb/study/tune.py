@@ -71,7 +71,6 @@ class Tuning:
 
     @property
     def keeps_default(self) -> bool:
-        """Whether nothing better than a default was found."""
         return self.chosen.setting in [default.setting for default in self.defaults]
 
 

@@ -22,7 +22,6 @@ Flags: TypeAlias = Mapping[str, Value]
 
 
 def model_flags(shape: ModelShape) -> Flags:
-    """The model's architecture."""
     grouped = shape.num_query_groups != shape.num_attention_heads
     own_channels = shape.kv_channels * shape.num_attention_heads != shape.hidden_size
     rotary = 0.0 if shape.learned_positions else shape.rotary_percent
