@@ -20,8 +20,8 @@ from rich.console import Console
 
 from megatron_wlb.bench import report
 from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
-from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
-from megatron_wlb.errors import ConfigError, WLBError, run_program
+from megatron_wlb.data.corpus import Corpus, build_corpus
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.settings.command_line import Parser
 
@@ -39,29 +39,22 @@ EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib
 
 
 def corpus(folder: Path, console: Console) -> Path:
-    """Builds the corpus, or finds the one of an earlier start; returns its prefix."""
-    prefix = folder / f"stdlib-{sysconfig.get_python_version()}"
-    if CorpusInfo.load(prefix) is not None:
-        try:
-            Corpus.open(prefix)
-            console.print(f"corpus: found in {prefix}.bin", soft_wrap=True)
-            return prefix
-        except WLBError as error:
-            console.print(f"corpus: built again ({error})", soft_wrap=True)
+    """Builds the corpus, or keeps the one of an earlier start; returns its prefix."""
     console.print("corpus: reading the interpreter's standard library")
     info = build_corpus(
         [sysconfig.get_path("stdlib")],
-        prefix,
+        folder / f"stdlib-{sysconfig.get_python_version()}",
         python_definitions=True,
         exclude=EXCLUDED,
         force=True,
+        reuse=True,
     )
     console.print(
         f"corpus: {info.num_documents:,} documents (functions and classes), "
-        f"{info.num_tokens:,} tokens (bytes), in {prefix}.bin",
+        f"{info.num_tokens:,} tokens (bytes), in {info.prefix}.bin",
         soft_wrap=True,
     )
-    return prefix
+    return Path(info.prefix)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -113,7 +113,7 @@ def build_corpus(
     exclude: Collection[str] = (),
     force: bool = False,
     reuse: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> CorpusInfo:
     """Writes the documents of ``paths`` as ``PREFIX.bin``, ``.idx`` and ``.json``: all or none.
 
@@ -188,7 +188,7 @@ def _make_encoder(
     settings: dict[str, str | int],
     sources: Sources,
     draft: str,
-    progress: Progress | None,
+    progress: Progress,
 ) -> Encoder:
     if tokenizer == "bytes":
         return bytes_encoder()
@@ -202,7 +202,7 @@ def _make_encoder(
 
 
 def _write(
-    sources: Sources, encoder: Encoder, draft: str, progress: Progress | None
+    sources: Sources, encoder: Encoder, draft: str, progress: Progress
 ) -> tuple[SourceCounts, int, int]:
     """Write the draft's ``.bin`` and ``.idx``; what was met, documents and tokens."""
     counts, num_documents, num_tokens = SourceCounts(), 0, 0

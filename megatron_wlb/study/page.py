@@ -9,6 +9,7 @@ import html
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from megatron_wlb import __version__
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.step_timeline import StepTimeline
@@ -184,32 +186,29 @@ def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def _histogram(lengths: Lengths, window: int) -> dict[str, Any]:
     """Makes bins of the documents that have tokens: others are not packed."""
-    lengths = np.sort(lengths[lengths > 0])
-    low = int(np.log2(lengths[0]))
-    high = max(low + 1, int(np.ceil(np.log2(max(int(lengths[-1]), window)))))
+    statistics = LengthStatistics.of(lengths)
+    low = int(np.log2(statistics.lengths[0]))
+    high = max(low + 1, int(np.ceil(np.log2(max(statistics.longest, window)))))
     edges = 2.0 ** np.arange(max(low, high - NUM_BINS), high + 1)
-    values = lengths.astype(np.float64)
-    series = []
-    for title, weights, colour in (
-        ("documents", np.ones_like(values), "blue"),
-        ("tokens", values, "orange"),
-        ("attention work", values**2, "red"),
-    ):
-        # A bar is of those above its left edge and up to its right one; the first has all shorter.
-        bar = np.searchsorted(edges[1:-1], values, side="left")
-        sums = np.bincount(bar, weights=weights, minlength=len(edges) - 1)
-        shares = (sums / weights.sum()).round(5).tolist()
-        series.append({"name": title, "shares": shares, "colour": colour})
-    long = values >= window / 2
+    # A bar is of those above its left edge and up to its right one; the first has all shorter.
+    bars = [statistics.part(*ends) for ends in pairwise([0, *(edges[1:-1] + 1), np.inf])]
+    long = statistics.part(window / 2)
     return {
         "edges": edges.tolist(),
-        "series": series,
+        "series": [
+            {"name": name, "shares": [round(getattr(b, share), 5) for b in bars], "colour": colour}
+            for name, share, colour in (
+                ("documents", "documents_share", "blue"),
+                ("tokens", "tokens_share", "orange"),
+                ("attention work", "attention_share", "red"),
+            )
+        ],
         "window": window,
         "text": (
-            f"{len(lengths):,} documents with {int(lengths.sum()):,} tokens, a sample of what was "
-            f"packed. Those of half a window and more are {long.mean():.2%} of the documents, "
-            f"{values[long].sum() / values.sum():.0%} of the tokens and "
-            f"{(values[long] ** 2).sum() / (values**2).sum():.0%} of the attention work."
+            f"{statistics.documents:,} documents with {statistics.tokens:,} tokens, a sample of "
+            "what was packed. Those of half a window and more are "
+            f"{long.documents_share:.2%} of the documents, {long.tokens_share:.0%} of the tokens "
+            f"and {long.attention_share:.0%} of the attention work."
         ),
     }
 

@@ -138,11 +138,9 @@ def recipe(
     lines.append("MODEL_ARGS:")
     for heading, flags in sections.items():
         lines.append(f"  # {heading}")
-        lines += [f"  {flag}: {_scalar(value)}" for flag, value in flags.items()]
+        for flag, value in flags.items():
+            text = yaml.safe_dump(value).splitlines()[0]
+            if isinstance(value, list):  # As Megatron's recipes write several values of a flag.
+                text = f"[{' '.join(map(str, value))}]"
+            lines.append(f"  {flag}: {text}")
     return "\n".join(lines) + "\n"
-
-
-def _scalar(value: Value) -> str:
-    if isinstance(value, list):  # As Megatron's recipes write several values of a flag.
-        return f"[{' '.join(map(str, value))}]"
-    return yaml.safe_dump(value).splitlines()[0]
