@@ -21,6 +21,7 @@ from rich.console import Console
 from megatron_wlb.bench import report
 from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
 from megatron_wlb.data.corpus import Corpus, build_corpus
+from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.settings.command_line import Parser
@@ -120,7 +121,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         pictures += report.draw(recording, skip, out, layout)
     from megatron_wlb.study.plot import plot_lengths
 
-    plot_lengths(Corpus.open(prefix).lengths, options.seq_length, pictures[0])
+    statistics = LengthStatistics.of(Corpus.open(prefix).lengths, options.seq_length)
+    plot_lengths(statistics, options.seq_length, pictures[0])
     write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     console.print(f"figures:  {out / 'summary.json'}", soft_wrap=True)
     for picture in pictures:

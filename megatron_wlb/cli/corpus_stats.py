@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot:
         from megatron_wlb.study.plot import plot_lengths
 
-        plot_lengths(statistics.lengths, args.window, args.plot, statistics.counts)
+        plot_lengths(statistics, args.window, args.plot)
     if args.json:
         print(json.dumps({"source": documents.title} | statistics.as_dict(args.window), indent=1))
         return 0

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -119,27 +120,23 @@ def _profile(args: argparse.Namespace) -> int:
     longest = args.longest or (SMALL_LONGEST[device] if args.small else defaults["longest"])
     profiles = []
     dtype = getattr(torch, args.dtype or defaults["dtype"])
+    repeats = args.repeats or (SMALL_REPEATS if args.small else REPEATS)
+    measure = partial(
+        measure_attention, longest=longest, repeats=repeats, machine=machine, seed=args.seed
+    )
     for heads, groups, dim in shapes:
         demand = Demand(torch.device(device), dtype, heads, groups, dim)
         with output.progress_bar(f"attention {heads}/{groups}x{dim}") as progress:
-            profiles.append(
-                measure_attention(
-                    demand,
-                    args.kernel,
-                    longest=longest,
-                    repeats=args.repeats or (SMALL_REPEATS if args.small else REPEATS),
-                    machine=machine,
-                    seed=args.seed,
-                    progress=progress,
-                )
-            )
-    content = hardware_content(
-        content, base_path.name, measure_rates(device), profiles, machine, device
-    )
-    text = yaml.safe_dump(
-        content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
-    )
-    write_text(out, text)
+            profiles.append(measure(demand, args.kernel, progress=progress))
+    rates = measure_rates(device)
+    content = hardware_content(content, base_path.name, rates, profiles, machine, device)
+    style: dict[str, Any] = {
+        "sort_keys": False,
+        "allow_unicode": True,
+        "default_flow_style": None,
+        "width": 100,
+    }
+    write_text(out, yaml.safe_dump(content, **style))
     plots = [] if args.no_plot else _plot(out, profiles)
     if args.json:
         print(json.dumps({"file": str(out), "plots": plots, **content}))

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -27,7 +26,7 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from megatron_wlb.data.length_statistics import attention_work
+from megatron_wlb.data.length_statistics import LengthStatistics, attention_work
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import replacing
 from megatron_wlb.simulator.engine import Timeline
@@ -44,27 +43,13 @@ FORMATS: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}}
 """Metadata that is written into a picture, by the ending of the file's name."""
 
 
-def plot_lengths(
-    lengths: Sequence[int] | npt.NDArray[Any],
-    window: int,
-    path: Path,
-    counts: Sequence[int] | npt.NDArray[Any] | None = None,
-) -> None:
+def plot_lengths(statistics: LengthStatistics, window: int, path: Path) -> None:
     """Document lengths, and which share of the tokens and of the attention work they hold.
 
     The attention work of a document of ``d`` tokens is ``d²``, of one over the window that of its
-    pieces. Lengths and ``window`` are in tokens; ``counts`` says how many documents have each
-    length, one if not given. Raises :class:`ConfigError` if there are no documents, or empty ones.
+    pieces. ``window`` is in tokens, and the one that the statistics are of.
     """
-    unordered = np.asarray(lengths, dtype=np.float64)
-    order = np.argsort(unordered)
-    ordered = unordered[order]
-    documents = np.ones_like(ordered) if counts is None else np.asarray(counts, np.float64)[order]
-    if not ordered.size or min(ordered[0], window) < 1:
-        raise ConfigError(
-            f"cannot plot {ordered.size} documents of at least {ordered[:1].sum():.0f} tokens in a "
-            f"window of {window}; give one or more documents, lengths and window 1 or more"
-        )
+    ordered, documents = statistics.lengths.astype(np.float64), statistics.counts
     figure = new_figure("Document lengths", height=6.8)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.25])
     edges = np.geomspace(ordered[0] * 0.95, max(ordered[-1], window) * 1.05, 61)
@@ -72,19 +57,18 @@ def plot_lengths(
     above.set_ylabel("documents")
     above.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    tokens = float((ordered * documents).sum())
-    set_title(above, f"{documents.sum():,.0f} documents, {tokens:,.0f} tokens")
-
-    long = ordered >= window / 2
+    set_title(above, f"{statistics.documents:,} documents, {statistics.tokens:,} tokens")
+    long = statistics.part(window / 2)
     shares = []
-    for name, weights, colour in (
-        ("documents", documents, BLUE),
-        ("tokens", documents * ordered, ORANGE),
-        ("attention work", documents * attention_work(ordered, window), VERMILION),
+    work = documents * attention_work(ordered, window)
+    for name, weights, share, colour in (
+        ("documents", documents, long.documents_share, BLUE),
+        ("tokens", documents * ordered, long.tokens_share, ORANGE),
+        ("attention work", work, long.attention_share, VERMILION),
     ):
         cumulative = np.cumsum(weights) / weights.sum()
         below.step(ordered, cumulative, where="post", color=colour, lw=2.2, label=name)
-        shares.append(f"{weights[long].sum() / weights.sum():.1%} of the {name}")
+        shares.append(f"{share:.1%} of the {name}")
     below.set_ylabel("share up to this length")
     below.set_ylim(0, 1.03)
     below.yaxis.set_major_formatter(PercentFormatter(1.0))
