@@ -62,7 +62,8 @@ def launch(script: str, flags: Sequence[str]) -> None:
         raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
     flags = with_settings_file(flags)
     wlb, others = _parser().parse_known_args([script, *flags])
-    _reject_unknown(others)
+    known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]
+    refuse_all(unknown_flags((word for word in others if word.startswith("--wlb-")), known))
     plans = arguments.asks_for_plans(flags)
     if plans:
         guards.check_words(flags)
@@ -96,12 +97,6 @@ def launch(script: str, flags: Sequence[str]) -> None:
 
 def _asks_for_help(flags: Sequence[str]) -> bool:
     return any(flag in ("-h", "--help") for flag in flags)
-
-
-def _reject_unknown(words: Sequence[str]) -> None:
-    """Raises for flags that begin as ours do and are none, naming the nearest ones."""
-    known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]
-    refuse_all(unknown_flags((word for word in words if word.startswith("--wlb-")), known))
 
 
 def run_script(script: str, flags: Sequence[str]) -> None:

@@ -187,7 +187,11 @@ def cost(args: argparse.Namespace) -> Cost:
         return REFERENCE_COST if args.cost is None else cost_of_file(args)
     model = read_model(args.model)
     if model.sizes is not None:
-        return _cost_of_sizes(args, model.sizes)
+        shape = padded_vocabulary(model.sizes, 1)
+        if args.cost is not None:
+            return cost_of_file(args, shape)
+        hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
+        return analytic_cost(shape, hardware, Parallelism(), Recompute())
     said = {
         "wlb_hardware": args.hardware,
         "wlb_cost": args.cost and str(args.cost),
@@ -206,15 +210,6 @@ def cost(args: argparse.Namespace) -> Cost:
             "out, or give --cost FILE"
         )
     return found
-
-
-def _cost_of_sizes(args: argparse.Namespace, sizes: ModelShape) -> Cost:
-    """The cost of a model that is sizes alone: analytic and undivided, or ``--cost``'s."""
-    shape = padded_vocabulary(sizes, 1)
-    if args.cost is None:
-        hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
-        return analytic_cost(shape, hardware, Parallelism(), Recompute())
-    return cost_of_file(args, shape)
 
 
 def cost_of_file(

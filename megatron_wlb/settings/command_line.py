@@ -175,26 +175,23 @@ def parse_known(
     return from_flat({**(defaults or {}), **vars(values)}), others
 
 
-def _switches() -> set[str]:
-    return {
-        flag_of(name)
-        for group in groups_of_settings().values()
-        for name, hint in typing.get_type_hints(group).items()
-        if typing.get_args(hint) == ("on", "off")
-    }
-
-
 def yaml_arguments(path: str) -> list[str]:
     """The words of a command line that say what a YAML file says.
 
     Raises :class:`ConfigError` for one that cannot be read, or is no mapping.
     """
+    switches = {  # given as on or off
+        flag_of(name)
+        for group in groups_of_settings().values()
+        for name, hint in typing.get_type_hints(group).items()
+        if typing.get_args(hint) == ("on", "off")
+    }
     arguments: list[str] = []
     for key, value in parse_mapping(read_text(path)).items():
         flag = flag_of(key.lstrip("-"))
         if flag in ("--help", "--wlb-config"):
             raise ConfigError(f"{flag} belongs on the command line; leave it out of the file")
-        if isinstance(value, bool) and flag in _switches():  # YAML reads on as true
+        if isinstance(value, bool) and flag in switches:  # YAML reads on as true
             arguments += [flag, "on" if value else "off"]
         elif value is True:
             arguments.append(flag)
