@@ -234,7 +234,7 @@ class _Tally:
     memory: _Memory
     flags: tuple[str, ...]
     metrics: list[PackingMetrics] = field(default_factory=list)
-    """Of each seed, as are the steps."""
+    """By seed, as are the steps."""
     steps: list[list[_Step]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
