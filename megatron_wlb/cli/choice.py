@@ -30,8 +30,7 @@ def num_steps(
     *,
     step_tokens: int,
     num_cases: int,
-    default: int,
-    warm_up: int,
+    default: tuple[int, int],
     times: int = 1,
 ) -> tuple[int, int]:
     """Steps that fill queues and steps that count, of each of ``num_cases``.
@@ -40,7 +39,7 @@ def num_steps(
     only be packed again and again. Notes say so, and what becomes of the documents of ``times`` so
     many steps. Raises :class:`CorpusError` where not one step is left.
     """
-    steps = default
+    warm_up, steps = default
     if args.steps is not None:
         steps = whole_number("--steps", args.steps, 1, MOST_STEPS)
     elif documents.stored is not None:
@@ -48,7 +47,7 @@ def num_steps(
         tokens = max(1, int(documents.stored.sum()))
         documents_a_step = -(-step_tokens * pieces // tokens)
         fitting = (MOST_DOCUMENTS // num_cases + MOST_REPEATS * pieces) // documents_a_step
-        if fitting < warm_up + default:
+        if fitting < warm_up + steps:
             few = (
                 f"a step of {step_tokens:,} tokens takes {documents_a_step:,} documents of "
                 f"{tokens / pieces:.4g} tokens, and there are {documents.num_documents:,.0f}"
@@ -59,8 +58,8 @@ def num_steps(
                     "with --steps"
                 )
             warm_up = min(warm_up, fitting // 2)
+            remark(f"{few}: {fitting - warm_up} steps instead of {steps} (--steps)")
             steps = fitting - warm_up
-            remark(f"{few}: {steps} steps instead of {default} (--steps)")
     tokens = times * (warm_up + steps) * step_tokens
     for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
         remark(text)

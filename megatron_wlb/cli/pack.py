@@ -90,13 +90,9 @@ def _run(args: argparse.Namespace) -> int:
     ]
     for case, setting in cases:
         case.check([setting])
+    most = max(case.step_tokens for case, _ in cases)
     warm_up, steps = num_steps(
-        args,
-        documents,
-        step_tokens=max(case.step_tokens for case, _ in cases),
-        num_cases=len(cases),
-        default=STEPS,
-        warm_up=WARM_UP_STEPS,
+        args, documents, step_tokens=most, num_cases=len(cases), default=(WARM_UP_STEPS, STEPS)
     )
     evaluations = _evaluate(args, cases, warm_up, steps)
     # The solver packs other steps, so nothing is over `original` there.

@@ -111,13 +111,9 @@ def _run(args: argparse.Namespace) -> int:
     inputs.fill_window(args)
     documents, space = inputs.source(args), _space(args)
     documents.check(window=space.window, long_documents=args.long_documents)
+    most, cases = max(space.num_micro_batches) * space.window, args.refine + NUM_TUNED
     warm_up, steps = num_steps(
-        args,
-        documents,
-        step_tokens=max(space.num_micro_batches) * space.window,
-        num_cases=args.refine + NUM_TUNED,
-        default=STEPS,
-        warm_up=WARM_UP_STEPS,
+        args, documents, step_tokens=most, num_cases=cases, default=(WARM_UP_STEPS, STEPS)
     )
     with progress_bar("searching") as progress:
         passes = {"memory": 0, "coarse": 1, "refined": 2, "tuned": 3}

@@ -110,13 +110,9 @@ def _run(args: argparse.Namespace) -> int:
         remark(said)
     packings, shardings = _packings(args, max_tokens), _shardings(args)
     num_cases = len(packings) * args.num_seeds
+    most, default = base.num_micro_batches * base.window, (WARM_UP_STEPS, STEPS)
     warm_up, steps = num_steps(
-        args,
-        documents,
-        step_tokens=base.num_micro_batches * base.window,
-        num_cases=num_cases,
-        default=STEPS,
-        warm_up=WARM_UP_STEPS,
+        args, documents, step_tokens=most, num_cases=num_cases, default=default
     )
     with counting_bar("simulating", num_cases * (warm_up + steps)) as on_step:
         outcomes = compare(

@@ -73,8 +73,7 @@ def _run(args: argparse.Namespace) -> int:
         documents,
         step_tokens=base.step_tokens,
         num_cases=NUM_SETTINGS,
-        default=max(50, min(250, 1600 // number)),
-        warm_up=WARM_UP_STEPS,
+        default=(WARM_UP_STEPS, max(50, min(250, 1600 // number))),
         times=2,
     )
     if documents.num_documents < MIN_TO_SPLIT:
