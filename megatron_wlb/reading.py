@@ -268,7 +268,6 @@ def text_of_flag(text: str) -> str:
 
 
 def path_of_flag(text: str) -> Path:
-    """Reads a path as :func:`text_of_flag` does."""
     return Path(text_of_flag(text))
 
 
@@ -290,7 +289,6 @@ class Several(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Splits the words, and makes values of them."""
         corpora = [word for word in values[1:] if os.path.isfile(f"{word}.idx")]
         if corpora and hasattr(namespace, "prefixes"):
             values = [word for word in values if word not in corpora]

@@ -188,7 +188,6 @@ class Recording:
 
     @cached_property
     def graph(self) -> Graph:
-        """The schedule that the steps ran."""
         return schedule_graph(self.config, len(self.steps[0].lengths[0]))
 
     @property
@@ -219,7 +218,6 @@ class Recording:
         return result
 
     def timeline(self, step: RecordedStep) -> Timeline:
-        """What each process ran when."""
         each = self.world_size // self.pp_size
         return Timeline(
             tuple(

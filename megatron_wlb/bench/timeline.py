@@ -56,7 +56,6 @@ class StepTimers:
         return taken
 
     def now_us(self) -> tuple[float, float]:
-        """The clock, and the CPU time of this thread."""
         if self._synchronize is not None:
             self._synchronize()
         return time.monotonic() * 1e6, time.thread_time() * 1e6

@@ -67,7 +67,6 @@ def num_steps(
 
 
 def cost_title(args: argparse.Namespace) -> str:
-    """What documents cost by, in a few words."""
     if args.cost is not None:
         return f"cost of {Path(args.cost).name}"
     if args.model is not None:

@@ -117,7 +117,6 @@ def add_long_documents(group: argparse._ArgumentGroup) -> None:
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """The flags that :func:`workload` reads, besides the source's."""
     group = parser.add_argument_group("batch and cost")
     about = f"(default: --model's global_batch_size, or {NUM_MICRO_BATCHES})"
     about = f"micro-batches of a step over all data-parallel ranks {about}"

@@ -31,7 +31,6 @@ machine:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The flags of model, machine and memory."""
     group = parser.add_argument_group("model and machine")
     add_model_flag(group, required=True)
     flag(group, "--hardware NAME|FILE", "the machine", "h100-sxm")

@@ -87,7 +87,6 @@ def _type_options(hint: Any) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all settings, grouped as the tree is."""
     prog = "megatron_wlb.pretrain_gpt"
     parser = Parser(
         prog=f"python -m {prog}",

@@ -297,7 +297,6 @@ class _Tally:
         )
 
     def _step(self, simulator: Simulator, plan: StepPlan) -> tuple[StepTimeline, list[Prediction]]:
-        """A step with the shardings that are chosen for its micro-batches."""
         chosen: list[Prediction] = []
 
         def scale(lengths: Sequence[int]) -> float:

@@ -229,7 +229,6 @@ def add_legend(figure: Figure, *handles: Artist) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Saves as SVG where the name ends so, otherwise as PNG."""
     for axes in figure.axes:
         axes.set_axisbelow(True)  # the grid
         axes.spines[["top", "right"]].set_visible(False)

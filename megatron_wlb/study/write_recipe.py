@@ -50,7 +50,6 @@ def model_flags(shape: ModelShape) -> Flags:
 
 
 def _given(flags: Mapping[str, Value | None]) -> Flags:
-    """Leaves out what is None or False."""
     return {flag: x for flag, x in flags.items() if x is not None and x is not False}
 
 
