@@ -19,7 +19,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises :class:`ConfigError` where it cannot be written.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    # Its name is short, so that any name that a file may have can be written.
+    draft = path.with_name(f".{path.stem[:40]}.{os.getpid()}.partial{path.suffix[:16]}")
     try:
         yield draft
         draft.replace(path)

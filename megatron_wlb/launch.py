@@ -20,7 +20,13 @@ from pathlib import Path
 from megatron_wlb.errors import CompatibilityError, ConfigError, refuse_all
 from megatron_wlb.runtime.megatron_lm import arguments, guards
 from megatron_wlb.runtime.rank_main import rank_main
-from megatron_wlb.settings.command_line import Parser, add_flags, unknown_flags, with_settings_file
+from megatron_wlb.settings.command_line import (
+    Parser,
+    add_flags,
+    taken_out,
+    unknown_flags,
+    with_settings_file,
+)  # fmt: skip
 from megatron_wlb.settings.config import WlbConfig, flag_of
 
 EXAMPLES = """examples:
@@ -56,7 +62,8 @@ def launch(script: str, flags: Sequence[str]) -> None:
         raise ConfigError(f"{script} is no file; give the path of Megatron-LM's pretrain_gpt.py")
     flags = with_settings_file(flags)
     wlb, others = _parser().parse_known_args([script, *flags])
-    _reject_unknown(others)
+    known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]
+    refuse_all(unknown_flags((word for word in others if word.startswith("--wlb-")), known))
     plans = arguments.asks_for_plans(flags)
     if plans:
         guards.check_words(flags)
@@ -83,31 +90,19 @@ def launch(script: str, flags: Sequence[str]) -> None:
             f"megatron.training cannot be imported ({error}); {script} must lie in a checkout of "
             "Megatron-LM"
         ) from error
-    run_script(script, flags if plans or _asks_for_help(flags) else _without_device(flags))
+    if not plans and not _asks_for_help(flags):  # Megatron's own parser does not know it
+        _, flags = taken_out("--wlb-device", flags)
+    run_script(script, flags)
 
 
 def _asks_for_help(flags: Sequence[str]) -> bool:
     return any(flag in ("-h", "--help") for flag in flags)
 
 
-def _reject_unknown(words: Sequence[str]) -> None:
-    """Raises for flags that begin as ours do and are none, naming the nearest ones."""
-    known = [flag_of(field.name) for field in dataclasses.fields(WlbConfig)]
-    refuse_all(unknown_flags((word for word in words if word.startswith("--wlb-")), known))
-
-
 def run_script(script: str, flags: Sequence[str]) -> None:
-    """Runs ``python script flags…``."""
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
-
-
-def _without_device(flags: Sequence[str]) -> list[str]:
-    """Takes out ``--wlb-device``, which Megatron's own parser does not know."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--wlb-device")
-    return parser.parse_known_args(flags)[1]
 
 
 def _parser() -> argparse.ArgumentParser:

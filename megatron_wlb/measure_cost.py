@@ -53,7 +53,6 @@ def run(config: Config, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
     parser = Parser(
         prog="python -m megatron_wlb.measure_cost", description=__doc__, allow_abbrev=False
     )

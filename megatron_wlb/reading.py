@@ -102,13 +102,7 @@ def parse_mapping(
     return content
 
 
-def read_mapping(
-    path: str | os.PathLike[str],
-    what: str = "",
-    remedy: str = "",
-    *,
-    loader: type[Loader] = Loader,
-) -> dict[str, Any]:
+def read_mapping(path: str | os.PathLike[str], what: str = "", remedy: str = "") -> dict[str, Any]:
     """Reads a mapping from a file: JSON or YAML by its ending, else by its first character.
 
     Raises :class:`ConfigError` that begins with ``what`` and the path and ends with ``remedy``.
@@ -119,7 +113,7 @@ def read_mapping(
         is_json = path.suffix == ".json"
         if path.suffix not in (".json", ".yaml", ".yml"):
             is_json = text.lstrip().startswith("{")
-        return parse_mapping(text, is_json=is_json, loader=loader)
+        return parse_mapping(text, is_json=is_json)
     except ConfigError as error:
         remedy = f"; {remedy}" if remedy else ""
         raise ConfigError(f"{what} {path}: {error}{remedy}".lstrip()) from None
@@ -274,7 +268,6 @@ def text_of_flag(text: str) -> str:
 
 
 def path_of_flag(text: str) -> Path:
-    """Reads a path as :func:`text_of_flag` does."""
     return Path(text_of_flag(text))
 
 
@@ -296,7 +289,6 @@ class Several(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Splits the words, and makes values of them."""
         corpora = [word for word in values[1:] if os.path.isfile(f"{word}.idx")]
         if corpora and hasattr(namespace, "prefixes"):
             values = [word for word in values if word not in corpora]

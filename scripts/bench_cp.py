@@ -367,7 +367,7 @@ def main() -> int:
     if options.json:
         print(json.dumps(figures, indent=1))
     if options.plot:
-        output.save_file("--plot", options.plot, lambda path: plot_shardings(figures, path))
+        plot_shardings(figures, options.plot)
     return 0
 
 

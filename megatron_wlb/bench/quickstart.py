@@ -20,8 +20,9 @@ from rich.console import Console
 
 from megatron_wlb.bench import report
 from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
-from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
-from megatron_wlb.errors import ConfigError, WLBError, run_program
+from megatron_wlb.data.corpus import Corpus, build_corpus
+from megatron_wlb.data.length_statistics import LengthStatistics
+from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.settings.command_line import Parser
 
@@ -39,33 +40,25 @@ EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib
 
 
 def corpus(folder: Path, console: Console) -> Path:
-    """Builds the corpus, or finds the one of an earlier start; returns its prefix."""
-    prefix = folder / f"stdlib-{sysconfig.get_python_version()}"
-    if CorpusInfo.load(prefix) is not None:
-        try:
-            Corpus.open(prefix)
-            console.print(f"corpus: found in {prefix}.bin", soft_wrap=True)
-            return prefix
-        except WLBError as error:
-            console.print(f"corpus: built again ({error})", soft_wrap=True)
+    """Builds the corpus, or keeps the one of an earlier start; returns its prefix."""
     console.print("corpus: reading the interpreter's standard library")
     info = build_corpus(
         [sysconfig.get_path("stdlib")],
-        prefix,
+        folder / f"stdlib-{sysconfig.get_python_version()}",
         python_definitions=True,
         exclude=EXCLUDED,
         force=True,
+        reuse=True,
     )
     console.print(
         f"corpus: {info.num_documents:,} documents (functions and classes), "
-        f"{info.num_tokens:,} tokens (bytes), in {prefix}.bin",
+        f"{info.num_tokens:,} tokens (bytes), in {info.prefix}.bin",
         soft_wrap=True,
     )
-    return prefix
+    return Path(info.prefix)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the quickstart; returns the exit code."""
     parser = Parser(prog="scripts/quickstart", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder")
     parser.add_argument(
@@ -128,7 +121,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         pictures += report.draw(recording, skip, out, layout)
     from megatron_wlb.study.plot import plot_lengths
 
-    plot_lengths(Corpus.open(prefix).lengths, options.seq_length, pictures[0])
+    statistics = LengthStatistics.of(Corpus.open(prefix).lengths, options.seq_length)
+    plot_lengths(statistics, options.seq_length, pictures[0])
     write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     console.print(f"figures:  {out / 'summary.json'}", soft_wrap=True)
     for picture in pictures:

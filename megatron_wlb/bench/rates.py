@@ -6,13 +6,14 @@ other work.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
+
+from megatron_wlb.bench.attention_rates import Clock
 
 NUM_REPEATS = 8
 
@@ -47,17 +48,23 @@ def measure_rates(device: str | None = None) -> Rates:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
+    clock = Clock(torch.device(device))
+
+    def best_s(run: Callable[[], object]) -> float:
+        run()
+        return min(clock(run) for _ in range(NUM_REPEATS)) / 1e6
+
     square = random(size, size)
-    square_s = _best_s(lambda: square @ square)
+    square_s = best_s(lambda: square @ square)
     tokens, weight = random(num_tokens, hidden), random(hidden, ffn)
-    linear_s = _best_s(lambda: tokens @ weight)
+    linear_s = best_s(lambda: tokens @ weight)
     head_dim = 128 if cuda else 64
     query, key, value = random(3, 1, num_heads, length, head_dim)
-    attention_s = _best_s(lambda: scaled_dot_product_attention(query, key, value, is_causal=True))
+    attention_s = best_s(lambda: scaled_dot_product_attention(query, key, value, is_causal=True))
     numbers = random(2**28 if cuda else 2**25)
     result = torch.empty_like(numbers)
-    copy_s = _best_s(lambda: result.copy_(numbers))
-    elementwise_s = _best_s(lambda: silu(numbers, inplace=True))
+    copy_s = best_s(lambda: result.copy_(numbers))
+    elementwise_s = best_s(lambda: silu(numbers, inplace=True))
     moved = 2 * numbers.numel() * numbers.element_size()
     return Rates(
         torch.cuda.get_device_name() if cuda else "cpu",
@@ -80,20 +87,3 @@ def machine_name(device: str) -> str:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     processors = f"{len(names)} × {names[0]}" if names else "CPU"
     return f"{processors}, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
-
-
-def _best_s(run: Callable[[], object]) -> float:
-    times = []
-    run()
-    for _ in range(NUM_REPEATS):
-        _wait()
-        start = time.perf_counter()
-        run()
-        _wait()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -158,7 +158,6 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a recording; returns the exit code."""
     parser = Parser(
         prog="python -m megatron_wlb.bench.record", description=__doc__, allow_abbrev=False
     )

@@ -18,15 +18,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import schedule_graph
@@ -172,7 +165,6 @@ class Recording:
 
     @property
     def rounds(self) -> list[int]:
-        """The numbers of those that were timed."""
         return sorted({step.round for step in self.timed})
 
     @property
@@ -183,7 +175,6 @@ class Recording:
 
     @property
     def judged(self) -> list[RecordedStep]:
-        """The other timed steps."""
         wanted = self.rounds[len(self.rounds) // CALIBRATION_SHARE :]
         return [step for step in self.timed if step.round in wanted]
 
@@ -197,7 +188,6 @@ class Recording:
 
     @cached_property
     def graph(self) -> Graph:
-        """The schedule that the steps ran."""
         return schedule_graph(self.config, len(self.steps[0].lengths[0]))
 
     @property
@@ -228,7 +218,6 @@ class Recording:
         return result
 
     def timeline(self, step: RecordedStep) -> Timeline:
-        """What each process ran when."""
         each = self.world_size // self.pp_size
         return Timeline(
             tuple(
@@ -247,11 +236,10 @@ class Recording:
 def progress_of(what: str, console: Console) -> Iterator[Callable[[int, int], None]]:
     """A bar of rounds, or a line for each where there is no terminal; takes (done, total)."""
     if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("rounds"), TimeElapsedColumn(), TimeRemainingColumn(),
-        )  # fmt: skip
-        with Progress(*columns, console=console) as bars:
+        rounds = progress.MofNCompleteColumn(), "rounds"
+        times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+        columns = "{task.description}", progress.BarColumn(), *rounds, *times
+        with progress.Progress(*columns, console=console) as bars:
             bar = bars.add_task(what, total=None)
             yield lambda done, total: bars.update(bar, completed=done, total=total)
         return
@@ -280,7 +268,7 @@ def make(
     ]
     log, lines = path.with_suffix(".log"), []
     with (
-        progress_of(what, console) as progress,
+        progress_of(what, console) as tell,
         log.open("w", encoding="utf-8") as file,
         subprocess.Popen(
             command,
@@ -298,7 +286,7 @@ def make(
                 lines.append(line.strip())
                 if line.startswith(PROGRESS):
                     done, total = map(int, line.removeprefix(PROGRESS).split("/"))
-                    progress(done, total)
+                    tell(done, total)
         except KeyboardInterrupt:
             process.terminate()
             raise

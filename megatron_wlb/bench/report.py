@@ -170,7 +170,6 @@ def headline(summary: Mapping[str, Any]) -> str:
 
 
 def table(title: str, summary: Mapping[str, Any]) -> Table:
-    """One layout's figures, side by side."""
     result = Table(title=title, title_justify="left")
     result.add_column("")
     for name in summary["packings"]:

@@ -52,12 +52,10 @@ class StepTimers:
         return self._timers.setdefault(name, _Timer(self, name))
 
     def take(self) -> list[Interval]:
-        """The intervals since the last call."""
         taken, self.intervals = self.intervals, []
         return taken
 
     def now_us(self) -> tuple[float, float]:
-        """The clock, and the CPU time of this thread."""
         if self._synchronize is not None:
             self._synchronize()
         return time.monotonic() * 1e6, time.thread_time() * 1e6

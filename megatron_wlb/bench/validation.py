@@ -23,7 +23,7 @@ from megatron_wlb.bench.recording import RecordedStep, Recording
 from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.profile import StageSample, fit_stage
 from megatron_wlb.cost.step_costs import StageCosts
-from megatron_wlb.planning.from_config import memory_model, padded_vocab_size, parallelism
+from megatron_wlb.planning.from_config import padded_vocab_size, parallelism, run_of
 from megatron_wlb.schedule.graph import Floats
 from megatron_wlb.schedule.order import dataflow
 from megatron_wlb.simulator.sharing import replay_shared
@@ -160,7 +160,7 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
     rows = []
     config = recording.config
     padded = padded_vocab_size(config, recording.vocab_size)
-    model = memory_model(config, padded, recording.dp_size)
+    model = run_of(config, padded, recording.dp_size).memory
     for packing in recording.packings:
         steps = [step for step in recording.judged if step.packing == packing]
         simulated = np.array([simulate(recording, calibration, step) for step in steps])
@@ -239,7 +239,6 @@ class Pair:
 
 
 def pairs(rows: Sequence[Row]) -> list[Pair]:
-    """Every two packings of a layout."""
     ranked = sorted(rows, key=lambda row: -row.simulated_work_per_s)
     return [
         Pair(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import remark
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.packing.base import MOST_STEPS
-from megatron_wlb.reading import decimal, whole_number
+from megatron_wlb.reading import whole_number
 from megatron_wlb.study.advice import MAX_DELAY_STEPS
 
 MOST_DOCUMENTS = 20_000
@@ -19,15 +20,8 @@ MOST_REPEATS = 50
 
 
 def add_max_delay(group: argparse._ArgumentGroup) -> None:
-    """Adds ``--max-delay``, which bounds what is recommended."""
-    group.add_argument(
-        "--max-delay",
-        type=decimal,
-        default=MAX_DELAY_STEPS,
-        metavar="STEPS",
-        help="most that a token may be delayed in the mean by what is recommended (default: "
-        f"{MAX_DELAY_STEPS:g}, as in the paper)",
-    )
+    about = "most that a token may be delayed in the mean by what is recommended, as in the paper"
+    flag(group, "--max-delay STEPS", about, MAX_DELAY_STEPS)
 
 
 def num_steps(
@@ -36,8 +30,7 @@ def num_steps(
     *,
     step_tokens: int,
     num_cases: int,
-    default: int,
-    warm_up: int,
+    default: tuple[int, int],
     times: int = 1,
 ) -> tuple[int, int]:
     """Steps that fill queues and steps that count, of each of ``num_cases``.
@@ -46,7 +39,7 @@ def num_steps(
     only be packed again and again. Notes say so, and what becomes of the documents of ``times`` so
     many steps. Raises :class:`CorpusError` where not one step is left.
     """
-    steps = default
+    warm_up, steps = default
     if args.steps is not None:
         steps = whole_number("--steps", args.steps, 1, MOST_STEPS)
     elif documents.stored is not None:
@@ -54,7 +47,7 @@ def num_steps(
         tokens = max(1, int(documents.stored.sum()))
         documents_a_step = -(-step_tokens * pieces // tokens)
         fitting = (MOST_DOCUMENTS // num_cases + MOST_REPEATS * pieces) // documents_a_step
-        if fitting < warm_up + default:
+        if fitting < warm_up + steps:
             few = (
                 f"a step of {step_tokens:,} tokens takes {documents_a_step:,} documents of "
                 f"{tokens / pieces:.4g} tokens, and there are {documents.num_documents:,.0f}"
@@ -65,8 +58,8 @@ def num_steps(
                     "with --steps"
                 )
             warm_up = min(warm_up, fitting // 2)
+            remark(f"{few}: {fitting - warm_up} steps instead of {steps} (--steps)")
             steps = fitting - warm_up
-            remark(f"{few}: {steps} steps instead of {default} (--steps)")
     tokens = times * (warm_up + steps) * step_tokens
     for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
         remark(text)
@@ -74,7 +67,6 @@ def num_steps(
 
 
 def cost_title(args: argparse.Namespace) -> str:
-    """What documents cost by, in a few words."""
     if args.cost is not None:
         return f"cost of {Path(args.cost).name}"
     if args.model is not None:

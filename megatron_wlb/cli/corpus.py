@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_wlb.cli import corpus_stats
+from megatron_wlb.cli.flags import add_command, flag
 from megatron_wlb.cli.output import facts, progress_bar
 from megatron_wlb.data.corpus import Corpus, CorpusInfo, build_corpus
 from megatron_wlb.data.tokenizer import DEFAULT_VOCAB_SIZE
@@ -35,51 +36,22 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    build = actions.add_parser(
-        "build",
-        help="write PREFIX.bin, PREFIX.idx and PREFIX.json",
-        description="Write the documents of files and folders as PREFIX.bin and PREFIX.idx.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    summary = "write the documents of files and folders as PREFIX.bin, PREFIX.idx and PREFIX.json"
+    build = add_command(actions, "build", summary, epilog=_EPILOG)
     build.add_argument("paths", nargs="+", type=text_of_flag, metavar="PATH", help="file or folder")
-    build.add_argument(
-        "--out", required=True, type=text_of_flag, metavar="PREFIX", help="corpus to write"
-    )
-    build.add_argument(
-        "--tokenizer",
-        default="bytes",
-        type=text_of_flag,
-        metavar="bytes|bpe|FILE",
-        help="default: bytes",
-    )
-    build.add_argument("--vocab-size", type=int, metavar="N", help="token ids (bpe only)")
-    build.add_argument(
-        "--json-key", default="text", metavar="KEY", help="where JSONL has the text (default: text)"
-    )
-    build.add_argument(
-        "--python-definitions",
-        action="store_true",
-        help="in .py files, each top-level function or class is a document",
-    )
-    build.add_argument(
-        "--exclude", nargs="+", action="extend", default=[], metavar="NAME", help="folders to skip"
-    )
-    build.add_argument("--force", action="store_true", help="replace PREFIX where it exists")
-    build.add_argument(
-        "--reuse",
-        action="store_true",
-        help="keep PREFIX where it was built from the same content and settings",
-    )
+    flag(build, "--out PREFIX", "corpus to write", required=True)
+    flag(build, "--tokenizer bytes|bpe|FILE", "what makes tokens", "bytes")
+    flag(build, "--vocab-size N", "token ids (bpe only)")
+    flag(build, "--json-key KEY", "where JSONL has the text", "text")
+    about = "in .py files, each top-level function or class is a document"
+    flag(build, "--python-definitions", about)
+    flag(build, "--exclude NAME", "folders to skip", [], nargs="+", action="extend")
+    flag(build, "--force", "replace PREFIX where it exists")
+    flag(build, "--reuse", "keep PREFIX where it was built from the same content and settings")
     build.add_argument("--json", action="store_true", help="print the result as one JSON object")
     build.set_defaults(run=_build)
-    corpus_stats.configure(
-        actions.add_parser(
-            "stats",
-            help="lengths of documents, and which hold the tokens and the work",
-            description="Say how long documents are, and which hold the tokens and the work.",
-        )
-    )
+    summary = "say how long documents are, and which hold the tokens and the work"
+    corpus_stats.configure(add_command(actions, "stats", summary))
 
 
 def _build(args: argparse.Namespace) -> int:

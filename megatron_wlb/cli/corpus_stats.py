@@ -7,10 +7,11 @@ import json
 
 from rich.table import Table
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import SOURCES, add_source, fill_defaults, source
-from megatron_wlb.cli.output import check_picture, console, facts, save_file, say
+from megatron_wlb.cli.output import check_picture, console, facts, say, table_of
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
-from megatron_wlb.reading import path_of_flag, whole_number
+from megatron_wlb.reading import whole_number
 
 BAR = 24
 """Characters of the longest bar."""
@@ -29,16 +30,9 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_source(parser)
-    parser.add_argument(
-        "--windows",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="of --distribution: so many windows' worth is drawn (default: 4096)",
-    )
-    parser.add_argument("--plot", type=path_of_flag, metavar="FILE", help="picture, PNG")
+    flag(parser, "--windows N", "of --distribution: so many windows' worth is drawn", 4096)
+    flag(parser, "--plot FILE", "picture, PNG")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
@@ -54,11 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot:
         from megatron_wlb.study.plot import plot_lengths
 
-        save_file(
-            "--plot",
-            args.plot,
-            lambda path: plot_lengths(statistics.lengths, args.window, path, statistics.counts),
-        )
+        plot_lengths(statistics, args.window, args.plot)
     if args.json:
         print(json.dumps({"source": documents.title} | statistics.as_dict(args.window), indent=1))
         return 0
@@ -85,9 +75,8 @@ def _summary(statistics: LengthStatistics, title: str) -> Table:
 
 
 def _long(statistics: LengthStatistics, window: int) -> Table:
-    table = Table(title="long documents and what they hold", title_justify="left")
-    for header in ("at least", "tokens", "documents", "share", "of tokens", "of attention"):
-        table.add_column(header, justify="right")
+    headers = "at least", "tokens", "documents", "share", "of tokens", "of attention"
+    table = table_of("long documents and what they hold", headers)
     for fraction, part in statistics.at_least(window):
         table.add_row(
             f"{fraction:g} window",
@@ -101,26 +90,25 @@ def _long(statistics: LengthStatistics, window: int) -> Table:
 
 
 def _histogram(statistics: LengthStatistics, window: int) -> Table:
+    headers = (
+        "tokens, from", "to below", "documents", "", "of tokens", "tokens up to here",
+        "of attention",
+    )  # fmt: skip
     title = f"lengths; attention of pieces of at most {window:,} tokens"
-    table = Table(title=title, title_justify="left")
-    for header in ("tokens, from", "to below", "documents"):
-        table.add_column(header, justify="right")
-    table.add_column("")
-    for header in ("of tokens", "tokens up to here", "of attention"):
-        table.add_column(header, justify="right")
+    table = table_of(title, headers, [""])
     bins = statistics.histogram()
-    most = max(bin.part.documents for bin in bins)
+    most = max(part.documents for _, _, part in bins)
     cumulative = 0.0
-    for bin in bins:
-        cumulative += bin.part.tokens_share
+    for start, stop, part in bins:
+        cumulative += part.tokens_share
         table.add_row(
-            f"{bin.start:,}",
-            f"{bin.stop:,}",
-            f"{bin.part.documents:,}",
-            "█" * round(BAR * bin.part.documents / most),
-            f"{bin.part.tokens_share:.1%}",
+            f"{start:,}",
+            f"{stop:,}",
+            f"{part.documents:,}",
+            "█" * round(BAR * part.documents / most),
+            f"{part.tokens_share:.1%}",
             f"{cumulative:.1%}",
-            f"{bin.part.attention_share:.1%}",
+            f"{part.attention_share:.1%}",
         )
     return table
 

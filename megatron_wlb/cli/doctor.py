@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.reading import text_of_flag
 from megatron_wlb.runtime.doctor import Finding, examine
 
 _EPILOG = """\
@@ -36,12 +36,7 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "--megatron",
-        type=text_of_flag,
-        metavar="PATH",
-        help="the tree to examine (default: the installed one)",
-    )
+    flag(parser, "--megatron PATH", "the tree to examine (default: the installed one)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=_run)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from megatron_wlb.cli.model import DEFAULT_VOCAB_SIZE, MODELS, Model, add_model_flag, read_model
+from megatron_wlb.cli.flags import flag
+from megatron_wlb.cli.model import MODELS, Model, add_model_flag, read_model
 from megatron_wlb.cost import Cost, ModelShape, Parallelism, Recompute, analytic_cost, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
@@ -17,15 +18,9 @@ from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.from_config import known_cost, padded_vocab_size
 from megatron_wlb.planning.run import Workload, read_cost
-from megatron_wlb.reading import (
-    Several,
-    decimal,
-    path_of_flag,
-    real_number,
-    text_of_flag,
-    whole_number,
-)
+from megatron_wlb.reading import real_number, text_of_flag, whole_number
 from megatron_wlb.settings.config import Config, from_flat
+from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE
 
 NUM_MICRO_BATCHES = 4
 
@@ -44,7 +39,6 @@ cost of a document, one of:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """The flags that :func:`source` reads."""
     group = parser.add_argument_group("documents")
     group.add_argument(
         "prefixes",
@@ -54,17 +48,10 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         help="corpus, .bin/.idx left off",
     )
-    group.add_argument("--distribution", metavar="NAME", help="synthetic lengths: reference, …")
-    group.add_argument(
-        "--lengths", type=path_of_flag, metavar="FILE", help="a length a line, or .npy"
-    )
-    group.add_argument(
-        "--window",
-        type=int,
-        metavar="TOKENS",
-        help=f"training's --seq-length (default: {REFERENCE_WINDOW})",
-    )
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="of the sample; default: 1")
+    flag(group, "--distribution NAME", "synthetic lengths: reference, …")
+    flag(group, "--lengths FILE", "a length a line, or .npy")
+    flag(group, "--window TOKENS", f"training's --seq-length (default: {REFERENCE_WINDOW})")
+    flag(group, "--seed N", "of the sample", 1)
 
 
 def fill_window(args: argparse.Namespace) -> Model:
@@ -120,77 +107,45 @@ def source(args: argparse.Namespace) -> LengthSource:
 
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:
-    """Adds ``--max-age`` and ``--long-documents``, as in training."""
-    group.add_argument(
-        "--max-age", type=int, default=12, metavar="N", help="as --wlb-max-age (default: 12)"
-    )
+    flag(group, "--max-age N", "as --wlb-max-age", 12)
     add_long_documents(group)
 
 
 def add_long_documents(group: argparse._ArgumentGroup) -> None:
-    """Adds ``--long-documents``, as in training."""
-    group.add_argument(
-        "--long-documents",
-        choices=get_args(LongDocuments),
-        default="split",
-        help="documents over the window, as --wlb-long-documents; slice is for slim, others split "
-        "them then (default: split)",
+    about = (
+        "documents over the window, as --wlb-long-documents; slice is for slim, others split them "
+        "then"
     )
+    policies = get_args(LongDocuments)
+    flag(group, "--long-documents", about, policies[0], choices=policies)
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """The flags that :func:`workload` reads, besides the source's."""
     group = parser.add_argument_group("batch and cost")
-    group.add_argument(
-        "--num-micro-batches",
-        action=Several,
-        of=int,
-        metavar="N",
-        help="micro-batches of a step over all data-parallel ranks (default: --model's "
-        f"global_batch_size, or {NUM_MICRO_BATCHES})",
-    )
-    group.add_argument(
-        "--max-windows",
-        type=decimal,
-        default=2.0,
-        metavar="X",
-        help="S_max in windows: longest micro-batch that memory allows (default: 2)",
-    )
+    about = f"(default: --model's global_batch_size, or {NUM_MICRO_BATCHES})"
+    about = f"micro-batches of a step over all data-parallel ranks {about}"
+    flag(group, "--num-micro-batches N", about, of=int)
+    flag(group, "--max-windows X", "S_max in windows: longest micro-batch that memory allows", 2.0)
     add_packing_rules(group)
-    group.add_argument("--max-step-tokens", type=int, metavar="N", help="as --wlb-max-step-tokens")
-    group.add_argument(
-        "--length-multiple",
-        type=int,
-        default=1,
-        metavar="N",
-        help="micro-batches are padded to a multiple: TP with sequence parallelism (default: 1)",
-    )
-    group.add_argument(
-        "--dp-size",
-        type=int,
-        metavar="N",
-        help="data-parallel ranks that share a step (default: 1, with --pp-size)",
-    )
-    group.add_argument(
-        "--pp-size",
-        type=int,
-        metavar="N",
-        help="pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
+    flag(group, "--max-step-tokens N", "as --wlb-max-step-tokens")
+    about = "micro-batches are padded to a multiple: TP with sequence parallelism"
+    flag(group, "--length-multiple N", about, 1)
+    flag(group, "--dp-size N", "data-parallel ranks that share a step (default: 1, with --pp-size)")
+    flag(
+        group,
+        "--pp-size N",
+        "pipeline stages (default: --model's): steps take what Megatron's 1F1B does in a "
         "simulation; without any, as long as their slowest micro-batch",
     )
-    group.add_argument("--vpp-size", type=int, metavar="N", help="model chunks a stage (VPP)")
+    flag(group, "--vpp-size N", "model chunks a stage (VPP)")
     add_model_flag(group)
-    group.add_argument(
-        "--hardware", type=text_of_flag, metavar="NAME|FILE", help="of --model (default: h100-sxm)"
-    )
+    flag(group, "--hardware NAME|FILE", "of --model (default: h100-sxm)")
     add_cost_file(group)
 
 
 def add_cost_file(group: argparse._ArgumentGroup, tables: str = "") -> None:
     """``--cost``, for :func:`cost_of_file`; ``tables`` are others that may end."""
-    group.add_argument(
-        "--cost", type=path_of_flag, metavar="FILE", help="measured tables, coefficients"
-    )
+    flag(group, "--cost FILE", "measured tables, coefficients")
     group.add_argument(
         "--cost-extrapolate",
         "--wlb-cost-extrapolate",  # as errors about tables call it
@@ -200,12 +155,10 @@ def add_cost_file(group: argparse._ArgumentGroup, tables: str = "") -> None:
 
 
 def max_tokens(args: argparse.Namespace) -> int:
-    """S_max in tokens."""
     return int(real_number("--max-windows", args.max_windows, 1, MOST_TOKENS) * args.window)
 
 
 def limits(args: argparse.Namespace) -> dict[str, int | None]:
-    """Settings that the flags give to every packing."""
     return {"max_age": args.max_age, "max_step_tokens": args.max_step_tokens}
 
 
@@ -237,8 +190,18 @@ def cost(args: argparse.Namespace) -> Cost:
         return REFERENCE_COST if args.cost is None else cost_of_file(args)
     model = read_model(args.model)
     if model.sizes is not None:
-        return _cost_of_sizes(args, model.sizes)
-    config = _overridden(args, model.config)
+        shape = padded_vocabulary(model.sizes, 1)
+        if args.cost is not None:
+            return cost_of_file(args, shape)
+        hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
+        return analytic_cost(shape, hardware, Parallelism(), Recompute())
+    said = {
+        "wlb_hardware": args.hardware,
+        "wlb_cost": args.cost and str(args.cost),
+        "wlb_cost_extrapolate": args.cost_extrapolate or None,
+    }
+    given = {name: value for name, value in said.items() if value is not None}
+    config = from_flat(model.config.flat() | given)
     vocab_size = config.data.vocab_size
     if vocab_size is None:
         known = [Corpus.open(prefix).vocab_size for prefix in args.prefixes]
@@ -250,25 +213,6 @@ def cost(args: argparse.Namespace) -> Cost:
             "out, or give --cost FILE"
         )
     return found
-
-
-def _cost_of_sizes(args: argparse.Namespace, sizes: ModelShape) -> Cost:
-    """The cost of a model that is sizes alone: analytic and undivided, or ``--cost``'s."""
-    shape = padded_vocabulary(sizes, 1)
-    if args.cost is None:
-        hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
-        return analytic_cost(shape, hardware, Parallelism(), Recompute())
-    return cost_of_file(args, shape)
-
-
-def _overridden(args: argparse.Namespace, config: Config) -> Config:
-    """The settings with what the command line says of machine and cost."""
-    said = {
-        "wlb_hardware": args.hardware,
-        "wlb_cost": args.cost and str(args.cost),
-        "wlb_cost_extrapolate": args.cost_extrapolate or None,
-    }
-    return from_flat(config.flat() | {name: x for name, x in said.items() if x is not None})
 
 
 def cost_of_file(

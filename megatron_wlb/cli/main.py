@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_wlb import __version__
+from megatron_wlb.cli.flags import add_command
 from megatron_wlb.errors import run_program
 from megatron_wlb.settings.command_line import Parser
 
@@ -65,12 +66,7 @@ def _run(argv: list[str]) -> int:
     commands = parser.add_subparsers(metavar="COMMAND")
     extra: list[str] | None = None
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        command = add_command(commands, name, summary)
         if name in argv[:1]:
             loaded = importlib.import_module(f"megatron_wlb.cli.{name}")
             loaded.configure(command)

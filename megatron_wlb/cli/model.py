@@ -8,18 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import ModelShape
 from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.reading import text_of_flag
 from megatron_wlb.settings.command_line import yaml_arguments
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.recipe import Recipe, read_recipe
-from megatron_wlb.study.forecast import settings_of
-
-DEFAULT_VOCAB_SIZE = 32000
-"""The vocabulary of settings that name none, where no corpus does either."""
+from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE, settings_of
 
 MODELS = """\
 model:
@@ -44,12 +41,10 @@ class Model:
 
     @property
     def window(self) -> int | None:
-        """Tokens of a window, where the file says it."""
         return self.config.data.seq_length if "--seq-length" in self.written else None
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Micro-batches of a step, where the file says it."""
         given = "--global-batch-size" in self.written
         return self.config.training.global_batch_size if given else None
 
@@ -62,14 +57,8 @@ class Model:
 
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:
-    """``--model``, for :func:`read_model`."""
-    group.add_argument(
-        "--model",
-        required=required,
-        type=text_of_flag,
-        metavar="NAME|FILE",
-        help="7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe",
-    )
+    about = "7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe"
+    flag(group, "--model NAME|FILE", about, required=required)
 
 
 def read_model(name_or_path: str) -> Model:

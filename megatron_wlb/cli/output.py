@@ -1,18 +1,17 @@
-"""How commands show things: tables, progress on stderr, whole files or none."""
+"""How commands show things: tables, progress on stderr; where they can write files."""
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 
-from rich import progress as rich_progress
+from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,9 +30,19 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if terminal else WIDTH, highlight=False)
 
 
-def say(out: Console, text: str, style: str = "") -> None:
+def say(out: Console, text: str) -> None:
     """A sentence, as it stands: one line, unless a terminal has to break it between words."""
-    out.print(Text(text, style=style), soft_wrap=not out.is_terminal)
+    out.print(Text(text), soft_wrap=not out.is_terminal)
+
+
+def table_of(
+    title: str, headers: Sequence[str], words: Sequence[str] = (), caption: str | None = None
+) -> Table:
+    """Makes a table without rows; all columns but ``words`` are numbers, which end on the right."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for header in headers:
+        table.add_column(header, justify="left" if header in words else "right")
+    return table
 
 
 def facts(title: str, rows: Mapping[str, object]) -> Table:
@@ -59,16 +68,12 @@ def progress_bar(task: str, *, of_bytes: bool = False) -> Iterator[Callable[...,
     """
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
-        with _progress_lines(task, " bytes" if of_bytes else "") as progress:
-            yield progress
+        with _progress_lines(task, " bytes" if of_bytes else "") as tell:
+            yield tell
         return
-    columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.DownloadColumn() if of_bytes else rich_progress.MofNCompleteColumn(),
-        rich_progress.TimeRemainingColumn(),
-    )
-    with rich_progress.Progress(*columns, console=stderr, transient=True) as bars:
+    done = progress.DownloadColumn() if of_bytes else progress.MofNCompleteColumn()
+    columns = "{task.description}", progress.BarColumn(), done, progress.TimeRemainingColumn()
+    with progress.Progress(*columns, console=stderr, transient=True) as bars:
         bar = bars.add_task(task, total=None)
         yield lambda done, total, what=task: bars.update(
             bar, description=what, completed=done, total=total
@@ -78,9 +83,9 @@ def progress_bar(task: str, *, of_bytes: bool = False) -> Iterator[Callable[...,
 @contextmanager
 def counting_bar(task: str, total: int) -> Iterator[Callable[[], None]]:
     """A :func:`progress_bar` to whose count each call adds one."""
-    with progress_bar(task) as progress:
+    with progress_bar(task) as tell:
         done = count(1)
-        yield lambda: progress(next(done), total)
+        yield lambda: tell(next(done), total)
 
 
 @contextmanager
@@ -88,7 +93,7 @@ def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
     """A line on stderr after :data:`QUIET_S`, and each time that as long again has gone by."""
     state, ended, start_s = [0, 0], Event(), time.monotonic()
 
-    def progress(done: int, total: int, what: str = "") -> None:
+    def note(done: int, total: int, what: str = "") -> None:
         state[:] = done, total
 
     def tell() -> None:
@@ -102,14 +107,14 @@ def _progress_lines(task: str, unit: str) -> Iterator[Callable[..., None]]:
     teller = Thread(target=tell, daemon=True)
     teller.start()
     try:
-        yield progress
+        yield note
     finally:
         ended.set()
         teller.join()
 
 
 def check_file(flag: str, path: Path | None) -> None:
-    """Raises :class:`ConfigError` where :func:`save_file` could not write; makes the folder."""
+    """Raises :class:`ConfigError` where no file can be written; makes the folder."""
     if path is None:
         return
     if path.is_dir():
@@ -129,31 +134,3 @@ def check_picture(flag: str, path: Path | None) -> None:
     if path is not None and path.suffix.lower() not in ("", ".png", ".svg"):
         raise ConfigError(f"{flag} {path} is no picture; call it .png or .svg")
     check_file(flag, path)
-
-
-def save_file(flag: str, path: Path, write: Callable[[Path], object]) -> None:
-    """``write`` writes to a temporary name, of the same ending, that then becomes ``path``.
-
-    Raises :class:`ConfigError` where that fails.
-    """
-    handle, name = tempfile.mkstemp(
-        dir=path.absolute().parent, prefix=".draft.", suffix=path.suffix[:16]
-    )
-    os.close(handle)
-    draft = Path(name)
-    try:
-        write(draft)
-        draft.chmod(0o666 & ~_umask())  # as a file that was opened for writing has it
-        os.replace(draft, path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {flag} {path}: {error.strerror or error}; make room"
-        ) from None
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -10,24 +10,13 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
-from megatron_wlb.cli.inputs import (
-    COSTS,
-    SOURCES,
-    add_source,
-    add_workload,
-    fill_defaults,
-    limits,
-    max_tokens,
-    numbers_of_micro_batches,
-    source,
-    workload,
-)
-from megatron_wlb.cli.output import check_picture, console, counting_bar, save_file, say
+from megatron_wlb.cli.flags import flag
+from megatron_wlb.cli.output import check_picture, console, counting_bar, say
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.reading import Several, decimal, path_of_flag
 from megatron_wlb.study.advice import check_max_delay, gain, recommended
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
 from megatron_wlb.study.paper import TABLE_2
@@ -43,8 +32,8 @@ MIN_WIDTH = 130
 """Columns of a terminal that has room for them."""
 
 _EPILOG = f"""\
-{SOURCES}
-{COSTS}
+{inputs.SOURCES}
+{inputs.COSTS}
 packings (--packing a,b,…):
   {", ".join(PACKINGS)}; with a number: fixed-greedy:4 and
   fixed-solver:4 repack 4 global batches together, wlb:3 has 3 queues, hold:4 looks 4 steps
@@ -71,40 +60,19 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    add_source(parser)
-    add_workload(parser)
+    inputs.add_source(parser)
+    inputs.add_workload(parser)
     group = parser.add_argument_group("what is compared")
-    group.add_argument(
-        "--packing", action=Several, metavar="a,b,…", help="default: all but fixed-solver"
-    )
-    group.add_argument(
-        "--queue-thresholds",
-        action=Several,
-        of=int,
-        default=[],
-        metavar="L",
-        help="of wlb, in tokens",
-    )
-    group.add_argument("--hold-tau", type=decimal, default=1.0, metavar="X", help="of hold")
-    group.add_argument("--delay-price", type=decimal, metavar="X", help="of hold")
+    flag(group, "--packing a,b,…", "default: all but fixed-solver")
+    flag(group, "--queue-thresholds L", "of wlb, in tokens", [], of=int)
+    flag(group, "--hold-tau X", "of hold", 1.0)
+    flag(group, "--delay-price X", "of hold")
     add_max_delay(group)
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"that count, after {WARM_UP_STEPS} (default: {STEPS}; the solver's {SOLVER_STEPS})",
-    )
-    group.add_argument(
-        "--solver-limit",
-        type=decimal,
-        default=1.0,
-        metavar="S",
-        help="of fixed-solver: about so many seconds a search (default: 1)",
-    )
+    about = f"that count, after {WARM_UP_STEPS} (default: {STEPS}; the solver's {SOLVER_STEPS})"
+    flag(group, "--steps N", about)
+    flag(group, "--solver-limit S", "of fixed-solver: about so many seconds a search", 1.0)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--plot", type=path_of_flag, metavar="FILE", help="picture of the table, PNG"
-    )
+    flag(output, "--plot FILE", "picture of the table, PNG")
     output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
     parser.set_defaults(run=_run)
 
@@ -112,23 +80,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
-    fill_defaults(args)
-    documents = source(args)
-    base = workload(args, documents, 1)
+    inputs.fill_defaults(args)
+    documents = inputs.source(args)
+    base = inputs.workload(args, documents, 1)
     cases = [
         (dataclasses.replace(base, num_micro_batches=number), setting)
-        for number in numbers_of_micro_batches(args)
+        for number in inputs.numbers_of_micro_batches(args)
         for setting in _settings(args)
     ]
     for case, setting in cases:
         case.check([setting])
+    most = max(case.step_tokens for case, _ in cases)
     warm_up, steps = num_steps(
-        args,
-        documents,
-        step_tokens=max(case.step_tokens for case, _ in cases),
-        num_cases=len(cases),
-        default=STEPS,
-        warm_up=WARM_UP_STEPS,
+        args, documents, step_tokens=most, num_cases=len(cases), default=(WARM_UP_STEPS, STEPS)
     )
     evaluations = _evaluate(args, cases, warm_up, steps)
     # The solver packs other steps, so nothing is over `original` there.
@@ -143,9 +107,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_packings
 
-        save_file(
-            "--plot", args.plot, lambda path: plot_packings(evaluations, f"{title}\n{cost}", path)
-        )
+        plot_packings(evaluations, f"{title}\n{cost}", args.plot)
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
         return 0
@@ -169,8 +131,8 @@ def _settings(args: argparse.Namespace) -> list[PackingSettings]:
     }
     settings = []
     for name in dict.fromkeys(names):
-        given = limits(args) | own.get(name.partition(":")[0], {})
-        settings.append(PackingSettings.parse(name, args.window, max_tokens(args), **given))
+        given = inputs.limits(args) | own.get(name.partition(":")[0], {})
+        settings.append(PackingSettings.parse(name, args.window, inputs.max_tokens(args), **given))
     return settings
 
 

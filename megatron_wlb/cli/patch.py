@@ -8,6 +8,7 @@ import json
 from rich.console import Console
 from rich.markup import escape
 
+from megatron_wlb.cli.flags import add_command
 from megatron_wlb.reading import text_of_flag
 from megatron_wlb.runtime.compat.patch_files import PatchSeries
 from megatron_wlb.runtime.compat.source import MegatronSource
@@ -39,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     for name, summary in _HELP.items():
-        action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        action = add_command(actions, name, summary)
         action.add_argument(
             "path", nargs="?", type=text_of_flag, metavar="PATH", help="default: the installed one"
         )

@@ -10,29 +10,25 @@ from typing import Any, cast
 
 from rich.table import Table
 
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, num_steps
-from megatron_wlb.cli.inputs import (
-    SOURCES,
-    add_long_documents,
-    add_source,
-    fill_window,
-    numbers_of_micro_batches,
-    source,
-)
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import MODELS, read_model
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, save_file, say
+from megatron_wlb.cli.output import check_file, console, progress_bar, remark, say, table_of
 from megatron_wlb.cli.scenario import MACHINES, RECOMPUTE, add_model, machine_title
-from megatron_wlb.cost import Recompute, load_hardware
+from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import write_text
 from megatron_wlb.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import MEMORY_SHARE, Run, title
-from megatron_wlb.reading import MOST_DEVICES, Several, decimal, path_of_flag, whole_number
+from megatron_wlb.reading import MOST_DEVICES, whole_number
+from megatron_wlb.settings.config import flag_of
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
 from megatron_wlb.study.compare import WARM_UP_STEPS
-from megatron_wlb.study.search import Choice, Rejected, Search, Space, search
+from megatron_wlb.study.search import Rejected, Search, Space, by_reason, search
 
 STEP_TOKENS = 1 << 22
 """Tokens of a step if N is not given."""
@@ -43,7 +39,7 @@ NUM_TUNED = 36
 SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size")
 
 _EPILOG = f"""\
-{SOURCES}
+{inputs.SOURCES}
 {MODELS}\
 {MACHINES}
 how it searches:
@@ -74,58 +70,28 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    add_source(parser)
+    inputs.add_source(parser)
     add_model(parser)
     group = parser.add_argument_group("what is searched")
-    group.add_argument("--num-devices", type=int, required=True, metavar="N", help="GPUs")
-    group.add_argument(
-        "--num-micro-batches",
-        action=Several,
-        of=int,
-        metavar="N",
-        help="of a step over all replicas: --global-batch-size; several are compared "
-        f"(default: what has {STEP_TOKENS:,} tokens)",
-    )
+    flag(group, "--num-devices N", "GPUs", required=True)
+    about = "of a step over all replicas: --global-batch-size; several are compared"
+    about = f"{about} (default: what has {STEP_TOKENS:,} tokens)"
+    flag(group, "--num-micro-batches N", about, of=int)
     for name in SIZES:
-        flag = name.replace("_", "-")
-        group.add_argument(f"--{flag}", type=int, metavar="N", help="only this one")
-    group.add_argument(
-        "--max-tp", type=int, metavar="N", help="most tensor-parallel ranks (default: a node)"
-    )
-    group.add_argument(
-        "--recompute", choices=RECOMPUTE, help="only this (default: as little as fits)"
-    )
-    group.add_argument(
-        "--packing",
-        action=Several,
-        default=["original", "wlb", "hold", "hold+shape"],
-        metavar="a,b,…",
-        help="as for wlb simulate (default: original,wlb,hold,hold+shape)",
-    )
-    group.add_argument(
-        "--sharding", choices=MODES, default="adaptive", help="where CP > 1 (default: adaptive)"
-    )
-    add_long_documents(group)
-    group.add_argument(
-        "--refine", type=int, default=8, metavar="N", help="layouts to simulate (default: 8)"
-    )
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: {STEPS})",
-    )
+        flag(group, f"{flag_of(name)} N", "only this one")
+    flag(group, "--max-tp N", "most tensor-parallel ranks (default: a node)")
+    flag(group, "--recompute", "only this (default: as little as fits)", choices=RECOMPUTE)
+    flag(group, "--packing a,b,…", "as for wlb simulate", ["original", "wlb", "hold", "hold+shape"])
+    flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
+    inputs.add_long_documents(group)
+    flag(group, "--refine N", "layouts to simulate", 8)
+    about = f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"
+    flag(group, "--steps N", about)
     add_max_delay(group)
-    group.add_argument(
-        "--headroom",
-        type=decimal,
-        default=HEADROOM,
-        metavar="SHARE",
-        help=f"of the memory limit that is left free (default: {HEADROOM:g})",
-    )
+    flag(group, "--headroom SHARE", "of the memory limit that is left free", HEADROOM)
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=path_of_flag, metavar="FILE.yaml", help="recipe of the best")
-    output.add_argument("--rows", type=int, default=12, metavar="N", help="of the table: 12")
+    flag(output, "--out FILE.yaml", "recipe of the best")
+    flag(output, "--rows N", "of the table", 12)
     output.add_argument("--json", action="store_true", help="print everything, also the rejected")
     parser.set_defaults(run=_run)
 
@@ -135,23 +101,19 @@ def _run(args: argparse.Namespace) -> int:
     check_max_delay(args.max_delay)
     if not 0 <= args.headroom < 1:
         raise ConfigError(f"--headroom is {args.headroom:g}; give a share from 0 to below 1")
-    for flag, value in (("--refine", args.refine), ("--rows", args.rows)):
-        whole_number(flag, value, 1, MOST_STEPS)
+    for name, value in (("--refine", args.refine), ("--rows", args.rows)):
+        whole_number(name, value, 1, MOST_STEPS)
     if args.cost is not None:
         raise ConfigError(
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
         )
-    fill_window(args)
-    documents, space = source(args), _space(args)
+    inputs.fill_window(args)
+    documents, space = inputs.source(args), _space(args)
     documents.check(window=space.window, long_documents=args.long_documents)
+    most, cases = max(space.num_micro_batches) * space.window, args.refine + NUM_TUNED
     warm_up, steps = num_steps(
-        args,
-        documents,
-        step_tokens=max(space.num_micro_batches) * space.window,
-        num_cases=args.refine + NUM_TUNED,
-        default=STEPS,
-        warm_up=WARM_UP_STEPS,
+        args, documents, step_tokens=most, num_cases=cases, default=(WARM_UP_STEPS, STEPS)
     )
     with progress_bar("searching") as progress:
         passes = {"memory": 0, "coarse": 1, "refined": 2, "tuned": 3}
@@ -172,13 +134,20 @@ def _run(args: argparse.Namespace) -> int:
     best = found.best
     if not best.fits:
         remark(f"nothing refined fits memory; nearest: {best.outcome.out_of_memory}")
-    sections = _sections(space, best, args.hardware)
+    scenario, outcome = best.candidate.scenario, best.outcome
+    balance = recipe.balance_flags(scenario, outcome.flags, outcome.sharding, args.hardware)
+    sections = {
+        "Model": recipe.model_flags(space.shape),
+        "Layout": recipe.layout_flags(scenario),
+        "Batch": recipe.batch_flags(scenario),
+        "Workload balance": balance,
+    }
     flags = {flag: value for section in sections.values() for flag, value in section.items()}
     machine = space.num_devices, space.hardware.devices_per_node
     command = recipe.command(flags, *machine)
     if args.out:
         text = recipe.recipe(sections, *machine, _remarks(args, found))
-        save_file("--out", args.out, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(args.out, text)
     if args.json:
         print(json.dumps(_json(found, flags, command), indent=1))
         return 0
@@ -196,9 +165,9 @@ def _run(args: argparse.Namespace) -> int:
 def _space(args: argparse.Namespace) -> Space:
     if args.num_micro_batches is None:
         args.num_micro_batches = [max(1, STEP_TOKENS // args.window)]
-    numbers = numbers_of_micro_batches(args)
+    numbers = inputs.numbers_of_micro_batches(args)
     given = {
-        name: whole_number(f"--{name.replace('_', '-')}", getattr(args, name), 1, MOST_DEVICES)
+        name: whole_number(flag_of(name), getattr(args, name), 1, MOST_DEVICES)
         for name in ("num_devices", "max_tp", *SIZES)
         if getattr(args, name) is not None
     }
@@ -229,18 +198,6 @@ def _space(args: argparse.Namespace) -> Space:
         args.cost_extrapolate,
         fixed,
     )
-
-
-def _sections(space: Space, best: Choice, hardware: str) -> dict[str, recipe.Flags]:
-    scenario, outcome = best.candidate.scenario, best.outcome
-    return {
-        "Model": recipe.model_flags(space.shape),
-        "Layout": recipe.layout_flags(scenario),
-        "Batch": recipe.batch_flags(scenario),
-        "Workload balance": recipe.balance_flags(
-            scenario, outcome.flags, outcome.sharding, hardware
-        ),
-    }
 
 
 def _remarks(args: argparse.Namespace, found: Search) -> str:
@@ -286,32 +243,21 @@ def _layout(of: Run | Rejected) -> dict[str, Any]:
     sizes = {name: getattr(of.parallelism, name) for name in SIZES}
     return sizes | {
         "num_micro_batches": of.num_micro_batches,
-        "recompute": _recompute(of.recompute),
+        "recompute": of.recompute.granularity or "none",
     }
 
 
-def _recompute(recompute: Recompute) -> str:
-    return recompute.granularity or "none"
-
-
 def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
-    table = Table(
-        title=(
-            f"{machine_title(args, space.num_devices)}, window {space.window:,}: "
-            f"{len(found.ranked)} simulated of {len(found.candidates)} that can run"
-        ),
-        title_justify="left",
-        caption=(
-            f"simulated: {found.best.outcome.num_steps} steps of each, seed {args.seed}; mean "
-            f"delay up to {found.max_delay:g} steps (--max-delay), memory up to "
-            f"{found.best.candidate.scenario.limit_gib:.1f} GiB ({args.headroom:.0%} left free)"
-        ),
-        caption_justify="left",
-    )
-    for header in ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "work/s",
-                   "step ms", "tokens/s", "bubble", "peak GiB", "delay"):  # fmt: skip
-        words = header in ("", "layout", "packing")
-        table.add_column(header, justify="left" if words else "right")
+    table = table_of(
+        f"{machine_title(args, space.num_devices)}, window {space.window:,}: "
+        f"{len(found.ranked)} simulated of {len(found.candidates)} that can run",
+        ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "work/s", "step ms",
+         "tokens/s", "bubble", "peak GiB", "delay"),
+        ("", "layout", "packing"),
+        f"simulated: {found.best.outcome.num_steps} steps of each, seed {args.seed}; mean "
+        f"delay up to {found.max_delay:g} steps (--max-delay), memory up to "
+        f"{found.best.candidate.scenario.limit_gib:.1f} GiB ({args.headroom:.0%} left free)",
+    )  # fmt: skip
     base = (found.original or found.best).outcome
     layouts = found.layouts[: args.rows]
     for number, choice in enumerate([*layouts, *found.packings], start=1):
@@ -323,7 +269,7 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
             str(number) if number <= len(layouts) else "",
             title(scenario.parallelism),
             str(scenario.num_micro_batches),
-            _recompute(scenario.recompute),
+            scenario.recompute.granularity or "none",
             outcome.title,
             f"{outcome.setting.max_tokens / space.window:.2f}",
             f"{choice.candidate.mfu:.1%}",
@@ -340,11 +286,9 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
 
 def _rejected(found: Search) -> Table:
     """How many layouts each reason rules out, and the reason of one of them."""
-    table = Table(title="What cannot run", title_justify="left")
-    table.add_column("because of")
-    table.add_column("layouts", justify="right")
-    table.add_column("such as")
-    for why, count in found.num_rejected.items():
+    headers = "because of", "layouts", "such as"
+    table = table_of("What cannot run", headers, ("because of", "such as"))
+    for why, count in by_reason(found.rejected).items():
         # The last is the most divided one, so the nearest to fitting.
         one = [r for r in found.rejected if r.why == why][-1]
         such = f"{title(one.parallelism)}: {one.reason}"

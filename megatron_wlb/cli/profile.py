@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -13,10 +14,12 @@ import yaml
 from rich.table import Table
 
 from megatron_wlb.cli import output
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost.attention import BACKWARD_FLOPS, MAX_LENGTH, AttentionProfile, forward_flops
 from megatron_wlb.cost.hardware import FIGURES, hardware_names, load_hardware, read_hardware
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import Several, path_of_flag, text_of_flag, whole_number
+from megatron_wlb.files import write_text
+from megatron_wlb.reading import whole_number
 from megatron_wlb.settings.config import WlbConfig
 
 if TYPE_CHECKING:
@@ -52,45 +55,37 @@ then:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "--out", type=path_of_flag, required=True, metavar="FILE", help="YAML to write"
+    flag(parser, "--out FILE", "YAML to write", required=True)
+    flag(parser, "--device", "where to measure", "auto", choices=("auto", "cuda", "cpu"))
+    flag(
+        parser,
+        "--heads H/GxD",
+        "query heads / key/value heads x head dimension (default: 32/32x128 64/8x128 on a GPU, "
+        "4/4x64 on a CPU)",
+        of=str,
     )
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: auto"
+    about = "default: bfloat16 on a GPU, float32 on a CPU"
+    flag(parser, "--dtype", about, choices=("bfloat16", "float32"))
+    kernels = get_args(get_type_hints(WlbConfig)["wlb_attention_kernel"])
+    about = "attention kernel, as --wlb-attention-kernel"
+    flag(parser, "--kernel", about, "auto", choices=kernels)
+    flag(
+        parser,
+        "--longest N",
+        "longest document in tokens; give the window, --seq-length (default: 131072 on a GPU, 4096 "
+        "on a CPU)",
     )
-    parser.add_argument(
-        "--heads", action=Several, metavar="H/GxD",
-        help="query heads / key/value heads x head dimension (default: 32/32x128 64/8x128 on a "
-        "GPU, 4/4x64 on a CPU)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"),
-        help="default: bfloat16 on a GPU, float32 on a CPU",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kernel", default="auto",
-        choices=get_args(get_type_hints(WlbConfig)["wlb_attention_kernel"]),
-        help="attention kernel, as --wlb-attention-kernel (default: auto)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--longest", type=int, metavar="N",
-        help="longest document in tokens; give the window, --seq-length (default: 131072 on a "
-        "GPU, 4096 on a CPU)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeats", type=int, metavar="N", help=f"runs of each point (default: {REPEATS})"
+    flag(parser, "--repeats N", f"runs of each point (default: {REPEATS})")
+    flag(
+        parser,
+        "--base NAME|FILE",
+        f"for what is not measured: {', '.join(hardware_names())} or a file; attention tables of a "
+        "file are kept (default: by the device's name)",
     )
-    parser.add_argument(
-        "--base", type=text_of_flag, metavar="NAME|FILE",
-        help=f"for what is not measured: {', '.join(hardware_names())} or a file; attention tables "
-        "of a file are kept (default: by the device's name)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--small", action="store_true", help="shorter and fewer runs, to try it out"
-    )
+    flag(parser, "--small", "shorter and fewer runs, to try it out")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    parser.add_argument("--no-plot", action="store_true", help="leave out the pictures beside FILE")
-    parser.add_argument("--force", action="store_true", help="replace FILE where it exists")
+    flag(parser, "--no-plot", "leave out the pictures beside FILE")
+    flag(parser, "--force", "replace FILE where it exists")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=_profile)
 
@@ -119,33 +114,29 @@ def _profile(args: argparse.Namespace) -> int:
     base_path, content = read_hardware(base)
     load_hardware(base)  # its errors now, not after measuring
     machine = machine_name(device)
-    for flag, value, least in (("--longest", args.longest, 2), ("--repeats", args.repeats, 1)):
+    for name, value, least in (("--longest", args.longest, 2), ("--repeats", args.repeats, 1)):
         if value is not None:
-            whole_number(flag, value, least, MAX_LENGTH)
+            whole_number(name, value, least, MAX_LENGTH)
     longest = args.longest or (SMALL_LONGEST[device] if args.small else defaults["longest"])
     profiles = []
     dtype = getattr(torch, args.dtype or defaults["dtype"])
+    repeats = args.repeats or (SMALL_REPEATS if args.small else REPEATS)
+    measure = partial(
+        measure_attention, longest=longest, repeats=repeats, machine=machine, seed=args.seed
+    )
     for heads, groups, dim in shapes:
         demand = Demand(torch.device(device), dtype, heads, groups, dim)
         with output.progress_bar(f"attention {heads}/{groups}x{dim}") as progress:
-            profiles.append(
-                measure_attention(
-                    demand,
-                    args.kernel,
-                    longest=longest,
-                    repeats=args.repeats or (SMALL_REPEATS if args.small else REPEATS),
-                    machine=machine,
-                    seed=args.seed,
-                    progress=progress,
-                )
-            )
-    content = hardware_content(
-        content, base_path.name, measure_rates(device), profiles, machine, device
-    )
-    text = yaml.safe_dump(
-        content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
-    )
-    output.save_file("--out", out, lambda path: path.write_text(text))
+            profiles.append(measure(demand, args.kernel, progress=progress))
+    rates = measure_rates(device)
+    content = hardware_content(content, base_path.name, rates, profiles, machine, device)
+    style: dict[str, Any] = {
+        "sort_keys": False,
+        "allow_unicode": True,
+        "default_flow_style": None,
+        "width": 100,
+    }
+    write_text(out, yaml.safe_dump(content, **style))
     plots = [] if args.no_plot else _plot(out, profiles)
     if args.json:
         print(json.dumps({"file": str(out), "plots": plots, **content}))
@@ -247,7 +238,7 @@ def _plot(out: Path, profiles: Sequence[AttentionProfile]) -> list[str]:
     for profile in profiles:
         heads = f"{profile.num_heads}-{profile.num_groups}x{profile.head_dim}"
         path = out.with_name(f"{out.stem}-{heads}.png")
-        output.save_file("--out", path, lambda draft, p=profile: plot_attention(p, draft))  # type: ignore[misc]
+        plot_attention(profile, path)
         paths.append(str(path))
     return paths
 

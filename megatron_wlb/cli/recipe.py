@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_wlb.cli.flags import add_command, flag
 from megatron_wlb.cli.output import facts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_DEVICES, text_of_flag, whole_number
@@ -47,51 +48,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     for name, summary in _HELP.items():
-        action = actions.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            usage=f"wlb recipe {name} [options] FILE [-- flags that are appended to its own]",
-            epilog=_EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage = f"wlb recipe {name} [options] FILE [-- flags that are appended to its own]"
+        action = add_command(actions, name, summary, usage=usage, epilog=_EPILOG)
+        action.add_argument("file", type=text_of_flag, metavar="FILE", help="the recipe")
+        flag(action, "--megatron PATH", "Megatron-LM checkout (default: $MEGATRON_LM_PATH)")
+        flag(action, "--script NAME", "in the checkout", _SCRIPT)
+        flag(action, "--nnodes N", "default: NUM_NODES of the recipe")
+        flag(action, "--nproc-per-node N", "default: GPUS_PER_NODE of the recipe, or 8")
+        flag(action, "--rdzv-endpoint HOST:PORT", "of several nodes: the first")
+        flag(action, "--rdzv-id ID", "of several nodes: the job", "wlb")
+        flag(action, "--log-dir PATH", "each rank's output is written there too")
+        flag(action, "--run-number N", "take MODEL_ARGS_N where it is there", 1)
+        action.add_argument(
+            "--json", action="store_true", help="print the result as one JSON object"
         )
-        _add_arguments(action)
         if name == "run":
-            action.add_argument(
+            flag(
+                action,
                 "--dry-run",
-                action="store_true",
-                help="start nothing: predict layout, S_max, memory and step time, and refuse what "
+                "start nothing: predict layout, S_max, memory and step time, and refuse what "
                 "cannot fit; with a checkout, Megatron's own parser and checks are asked too",
             )
         action.set_defaults(run=_run if name == "run" else _show)
-
-
-def _add_arguments(action: argparse.ArgumentParser) -> None:
-    action.add_argument("file", type=text_of_flag, metavar="FILE", help="the recipe")
-    action.add_argument(
-        "--megatron",
-        type=text_of_flag,
-        metavar="PATH",
-        help="Megatron-LM checkout (default: $MEGATRON_LM_PATH)",
-    )
-    action.add_argument(
-        "--script",
-        default=_SCRIPT,
-        type=text_of_flag,
-        metavar="NAME",
-        help=f"in the checkout (default: {_SCRIPT})",
-    )
-    action.add_argument("--nnodes", type=int, metavar="N", help="default: NUM_NODES of the recipe")
-    action.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="default: GPUS_PER_NODE of the recipe, or 8"
-    )
-    action.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of several nodes: the first")
-    action.add_argument("--rdzv-id", default="wlb", metavar="ID", help="of several nodes: the job")
-    action.add_argument("--log-dir", metavar="PATH", help="each rank's output is written there too")
-    action.add_argument(
-        "--run-number", type=int, default=1, metavar="N", help="take MODEL_ARGS_N where it is there"
-    )
-    action.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -183,9 +161,9 @@ def _checkout(args: argparse.Namespace) -> Path | None:
 
 def _machine(args: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
     """Nodes, and devices of each: as the flags say, else as the recipe does."""
-    for flag, value in (("--nnodes", args.nnodes), ("--nproc-per-node", args.nproc_per_node)):
+    for name, value in (("--nnodes", args.nnodes), ("--nproc-per-node", args.nproc_per_node)):
         if value is not None:
-            whole_number(flag, value, 1, MOST_DEVICES)
+            whole_number(name, value, 1, MOST_DEVICES)
     return args.nnodes or recipe.num_nodes, args.nproc_per_node or recipe.devices_per_node
 
 

@@ -6,6 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import add_cost_file, cost_of_file, fill_window, max_tokens
 from megatron_wlb.cli.model import Model, add_model_flag, read_model
 from megatron_wlb.cost import Parallelism, Recompute, load_hardware
@@ -13,7 +14,7 @@ from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import recompute
 from megatron_wlb.planning.run import MEMORY_SHARE, Run
-from megatron_wlb.reading import MOST_DEVICES, decimal, text_of_flag, whole_number
+from megatron_wlb.reading import MOST_DEVICES, whole_number
 
 RECOMPUTE = {
     "none": Recompute(),
@@ -30,52 +31,29 @@ machine:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The flags of model, machine and memory."""
     group = parser.add_argument_group("model and machine")
     add_model_flag(group, required=True)
-    group.add_argument(
-        "--hardware",
-        type=text_of_flag,
-        default="h100-sxm",
-        metavar="NAME|FILE",
-        help="default: h100-sxm",
-    )
-    group.add_argument(
-        "--memory-gib",
-        type=decimal,
-        metavar="GIB",
-        help=f"what tensors may take on a device (default: {MEMORY_SHARE:.0%}% of its memory)",
-    )
+    flag(group, "--hardware NAME|FILE", "the machine", "h100-sxm")
+    about = f"what tensors may take on a device (default: {MEMORY_SHARE:.0%}% of its memory)"
+    flag(group, "--memory-gib GIB", about)
     add_cost_file(group, ", also of the hardware's attention")
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """The flags of one layout."""
     group = parser.add_argument_group("layout and batch")
-    for flag, text in (
+    for size, text in (
         ("tp", "tensor-parallel ranks, with sequence parallelism"),
         ("cp", "context-parallel ranks"),
         ("pp", "pipeline stages"),
         ("vpp", "model chunks a pipeline rank (interleaved schedule)"),
         ("dp", "data-parallel replicas"),
     ):
-        group.add_argument(
-            f"--{flag}-size", type=int, metavar="N", help=f"{text} (default: --model's, or 1)"
-        )
-    group.add_argument(
-        "--num-micro-batches",
-        type=int,
-        metavar="N",
-        help="of a step over all replicas: --global-batch-size (default: --model's, or PP × DP)",
-    )
-    group.add_argument(
-        "--recompute", choices=RECOMPUTE, help="activations (default: --model's, or none)"
-    )
-    group.add_argument(
-        "--no-overlap-grad-reduce",
-        action="store_true",
-        help="reduce gradients after the last backward instead of beside it",
-    )
+        flag(group, f"--{size}-size N", f"{text} (default: --model's, or 1)")
+    about = "of a step over all replicas: --global-batch-size (default: --model's, or PP × DP)"
+    flag(group, "--num-micro-batches N", about)
+    flag(group, "--recompute", "activations (default: --model's, or none)", choices=RECOMPUTE)
+    about = "reduce gradients after the last backward instead of beside it"
+    flag(group, "--no-overlap-grad-reduce", about)
 
 
 def fill_layout(args: argparse.Namespace) -> None:
@@ -114,7 +92,7 @@ def _dp_size(args: argparse.Namespace, model: Model) -> int:
     return num_devices // inner
 
 
-def scenario(args: argparse.Namespace) -> Run:
+def run_of(args: argparse.Namespace) -> Run:
     """What the flags describe. Raises :class:`ConfigError` for what cannot be."""
     model, hardware = read_model(args.model), load_hardware(args.hardware)
     shape, config = model.shape, model.config
@@ -138,7 +116,6 @@ def scenario(args: argparse.Namespace) -> Run:
 
 
 def machine_title(args: argparse.Namespace, num_devices: int) -> str:
-    """Model and machine in a few words."""
     return f"{Path(args.model).stem} on {num_devices} × {Path(args.hardware).stem}"
 
 

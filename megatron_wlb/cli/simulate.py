@@ -11,25 +11,27 @@ from typing import cast
 
 from rich.table import Table
 
+from megatron_wlb.cli import scenario
 from megatron_wlb.cli.choice import num_steps
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
 from megatron_wlb.cli.model import MODELS
-from megatron_wlb.cli.output import check_file, console, counting_bar, remark, save_file, say
-from megatron_wlb.cli.scenario import (
-    MACHINES,
-    add_layout,
-    add_model,
-    fill_layout,
-    machine_title,
-    most_tokens,
-    scenario,
+from megatron_wlb.cli.output import (
+    check_file,
+    check_picture,
+    console,
+    counting_bar,
+    remark,
+    say,
+    table_of,
 )
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import write_text
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planning.run import Run, title
-from megatron_wlb.reading import Several, decimal, path_of_flag, unknown, whole_number
+from megatron_wlb.reading import unknown, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 
@@ -41,7 +43,7 @@ SAMPLE_TOKENS = 1 << 25
 _EPILOG = f"""\
 {SOURCES}
 {MODELS}\
-{MACHINES}
+{scenario.MACHINES}
 columns:
   speed-up   work (model FLOPs) a second over original with per-sequence sharding; in brackets
              the lowest and highest seed
@@ -66,65 +68,36 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add_source(parser)
-    add_model(parser)
-    add_layout(parser)
+    scenario.add_model(parser)
+    scenario.add_layout(parser)
     group = parser.add_argument_group("what is compared")
-    group.add_argument(
-        "--packing",
-        action=Several,
-        metavar="a,b,…",
-        help="as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
+    flag(
+        group,
+        "--packing a,b,…",
+        "as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
         f"{DEFAULT_PACKINGS}; with stages hold+shape too)",
     )
-    group.add_argument(
-        "--sharding",
-        action=Several,
-        metavar="a,b,…",
-        help=f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)",
-    )
-    group.add_argument(
-        "--max-windows",
-        type=decimal,
-        metavar="X",
-        help="S_max in windows (default: 2, or what fits memory)",
-    )
+    about = f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)"
+    flag(group, "--sharding a,b,…", about)
+    flag(group, "--max-windows X", "S_max in windows (default: 2, or what fits memory)")
     add_packing_rules(group)
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"of each seed, after {WARM_UP_STEPS} that fill queues (default: {STEPS})",
-    )
-    group.add_argument(
-        "--num-seeds", type=int, default=3, metavar="N", help="--seed and those after (default: 3)"
-    )
+    about = f"of each seed, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"
+    flag(group, "--steps N", about)
+    flag(group, "--num-seeds N", "--seed and those after", 3)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--report",
-        type=path_of_flag,
-        metavar="FILE.html",
-        help="one page to look at, without a network",
-    )
-    output.add_argument(
-        "--trace",
-        type=path_of_flag,
-        metavar="FILE.json",
-        help="a step of each packing, for Perfetto",
-    )
-    output.add_argument(
-        "--plot", type=path_of_flag, metavar="FILE", help="a step of each packing, PNG or SVG"
-    )
+    flag(output, "--report FILE.html", "one page to look at, without a network")
+    flag(output, "--trace FILE.json", "a step of each packing, for Perfetto")
+    flag(output, "--plot FILE", "a step of each packing, PNG or SVG")
     output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    for flag in ("report", "trace", "plot"):
-        check_file(f"--{flag}", getattr(args, flag))
-    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--plot {args.plot} is neither .png nor .svg; name it so")
-    fill_layout(args)
-    documents, base = source(args), scenario(args)
+    check_file("--report", args.report)
+    check_file("--trace", args.trace)
+    check_picture("--plot", args.plot)
+    scenario.fill_layout(args)
+    documents, base = source(args), scenario.run_of(args)
     documents.check(window=base.window, long_documents=args.long_documents)
     whole_number("--num-seeds", args.num_seeds, 1, 1000)
     if base.hardware.attention and base.measured_attention is None:
@@ -132,18 +105,14 @@ def _run(args: argparse.Namespace) -> int:
             f"--hardware {args.hardware} has no attention table of bfloat16 heads of "
             f"{base.shape.kv_channels}: whole tiles at its attention_share are assumed"
         )
-    max_tokens, said = most_tokens(args, base)
+    max_tokens, said = scenario.most_tokens(args, base)
     if said:
         remark(said)
     packings, shardings = _packings(args, max_tokens), _shardings(args)
     num_cases = len(packings) * args.num_seeds
+    most, default = base.num_micro_batches * base.window, (WARM_UP_STEPS, STEPS)
     warm_up, steps = num_steps(
-        args,
-        documents,
-        step_tokens=base.num_micro_batches * base.window,
-        num_cases=num_cases,
-        default=STEPS,
-        warm_up=WARM_UP_STEPS,
+        args, documents, step_tokens=most, num_cases=num_cases, default=default
     )
     with counting_bar("simulating", num_cases * (warm_up + steps)) as on_step:
         outcomes = compare(
@@ -208,24 +177,20 @@ def _write(
     from megatron_wlb.study.page import Page, examples, name
     from megatron_wlb.study.plot import plot_timelines
 
-    heading = machine_title(args, base.num_devices)
+    heading = scenario.machine_title(args, base.num_devices)
     drawn = {name(outcome): outcome.example.timeline for outcome in examples(outcomes)}
     written = []
     if args.trace:
-        text = json.dumps(trace(drawn))
-        save_file("--trace", args.trace, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(args.trace, json.dumps(trace(drawn)))
         written.append(f"trace: {args.trace} (open it in https://ui.perfetto.dev)")
     if args.plot:
         lines = {key: max(line.replicas, key=lambda r: r.step_us) for key, line in drawn.items()}
-        save_file(
-            "--plot", args.plot, lambda path: plot_timelines(lines, path, heading, measured=False)
-        )
+        plot_timelines(lines, args.plot, heading, measured=False)
         written.append(f"picture: {args.plot}")
     if args.report:
         page = Page(
             base,
             outcomes,
-            outcomes[0],
             documents.sampled(SAMPLE_TOKENS, window=base.window, seed=args.seed).lengths(
                 max(1, SAMPLE_TOKENS // base.window), window=base.window, seed=args.seed
             ),
@@ -241,33 +206,25 @@ def _write(
             ),
             shlex.join(["wlb", *sys.argv[1:]]),
         )
-        html = page.html()
-        save_file("--report", args.report, lambda path: path.write_text(html, encoding="utf-8"))
+        write_text(args.report, page.html())
         written.append(f"report: {args.report}")
     return written
 
 
 def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> Table:
     original = outcomes[0]
-    table = Table(
-        title=(
-            f"{machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
-            f"window {base.window:,}, N {base.num_micro_batches}, "
-            f"S_max {original.setting.max_tokens / base.window:.3g} windows"
-        ),
-        title_justify="left",
-        caption=(
-            f"simulated: {original.num_steps} steps of each, {args.num_seeds} seeds; memory limit "
-            f"{base.limit_gib:.1f} GiB"
-        ),
-        caption_justify="left",
-    )
     with_sharding = base.parallelism.cp_size > 1
-    for header in ("packing", "sharding") if with_sharding else ("packing",):
-        table.add_column(header)
-    for header in ("speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP",
-                   "DP", "delay"):  # fmt: skip
-        table.add_column(header, justify="right")
+    words = ("packing", "sharding") if with_sharding else ("packing",)
+    table = table_of(
+        f"{scenario.machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
+        f"window {base.window:,}, N {base.num_micro_batches}, "
+        f"S_max {original.setting.max_tokens / base.window:.3g} windows",
+        (*words, "speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP", "DP",
+         "delay"),
+        words,
+        f"simulated: {original.num_steps} steps of each, {args.num_seeds} seeds; memory limit "
+        f"{base.limit_gib:.1f} GiB",
+    )  # fmt: skip
     for number, outcome in enumerate(outcomes):
         if number and outcome.setting != outcomes[number - 1].setting and with_sharding:
             table.add_section()

@@ -11,23 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
-from megatron_wlb.cli.inputs import (
-    COSTS,
-    SOURCES,
-    add_source,
-    add_workload,
-    fill_defaults,
-    limits,
-    max_tokens,
-    numbers_of_micro_batches,
-    source,
-    workload,
-)
-from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, save_file, say
+from megatron_wlb.cli.flags import flag
+from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say, table_of
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import Several, path_of_flag
 from megatron_wlb.study.advice import check_max_delay, gain
 from megatron_wlb.study.evaluate import Evaluation
 from megatron_wlb.study.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
@@ -38,8 +27,8 @@ NUM_SETTINGS = 120
 """About so many are tried."""
 
 _EPILOG = f"""\
-{SOURCES}
-{COSTS}
+{inputs.SOURCES}
+{inputs.COSTS}
 how it chooses:
   The documents are parted at random. One half is packed with about a hundred settings (number and
   thresholds of wlb's queues; tau and delay price of hold; S_max up to --max-windows), and of those
@@ -56,25 +45,16 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    add_source(parser)
-    add_workload(parser)
+    inputs.add_source(parser)
+    inputs.add_workload(parser)
     group = parser.add_argument_group("search")
-    group.add_argument(
-        "--packing", action=Several, default=list(TUNABLE), metavar="a,b", help="default: wlb,hold"
-    )
+    flag(group, "--packing a,b", "what is tuned", list(TUNABLE))
     add_max_delay(group)
-    group.add_argument(
-        "--look-ahead", type=int, default=0, metavar="K", help="let hold look so many steps ahead"
-    )
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"of each setting that count, after {WARM_UP_STEPS} (default: 50 to 250, fewer where "
-        "they are large)",
-    )
+    flag(group, "--look-ahead K", "let hold look so many steps ahead", 0)
+    about = f"of each setting that count, after {WARM_UP_STEPS}"
+    flag(group, "--steps N", f"{about} (default: 50 to 250, fewer where they are large)")
     output = parser.add_argument_group("output")
-    output.add_argument("--plot", type=path_of_flag, metavar="FILE", help="trade-off curve, PNG")
+    flag(output, "--plot FILE", "trade-off curve, PNG")
     output.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
@@ -82,19 +62,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
-    fill_defaults(args)
-    documents = source(args)
-    number, *others = numbers_of_micro_batches(args)
+    inputs.fill_defaults(args)
+    documents = inputs.source(args)
+    number, *others = inputs.numbers_of_micro_batches(args)
     if others:
         raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
-    base = workload(args, documents, number)
+    base = inputs.workload(args, documents, number)
     warm_up, steps = num_steps(
         args,
         documents,
         step_tokens=base.step_tokens,
         num_cases=NUM_SETTINGS,
-        default=max(50, min(250, 1600 // number)),
-        warm_up=WARM_UP_STEPS,
+        default=(WARM_UP_STEPS, max(50, min(250, 1600 // number))),
         times=2,
     )
     if documents.num_documents < MIN_TO_SPLIT:
@@ -109,12 +88,12 @@ def _run(args: argparse.Namespace) -> int:
         tuning = tune(
             *halves,
             packings=args.packing,
-            max_tokens=max_tokens(args),
+            max_tokens=inputs.max_tokens(args),
             max_delay=args.max_delay,
             steps=steps,
             warm_up=warm_up,
             look_ahead=args.look_ahead,
-            limits=limits(args),
+            limits=inputs.limits(args),
             progress=progress,
         )
     s_max = f"S_max up to {args.max_windows:g} windows"
@@ -123,9 +102,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_trade_off
 
-        save_file(
-            "--plot", args.plot, lambda path: plot_trade_off(tuning, f"{title}\n{cost}", path)
-        )
+        plot_trade_off(tuning, f"{title}\n{cost}", args.plot)
     if args.json:
         print(json.dumps(as_dict(tuning), indent=1))
         return 0
@@ -184,10 +161,9 @@ def _judged(tuning: Tuning, title: str) -> Table:
 
 
 def _empty_table(title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("setting", no_wrap=True)
-    for header in ("S_max", "work/s", "imbalance tw", "p95", "delay", "p99", "max"):
-        table.add_column(header, justify="right")
+    headers = "setting", "S_max", "work/s", "imbalance tw", "p95", "delay", "p99", "max"
+    table = table_of(title, headers, ["setting"])
+    table.columns[0].no_wrap = True
     return table
 
 

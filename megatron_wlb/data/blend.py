@@ -33,10 +33,10 @@ class Blend:
         Raises ConfigError for a weight that is negative or not finite, or weights that are all 0.
         """
         try:
-            weights = tuple(map(float, words[::2]))
+            weights = () if len(words) % 2 else tuple(map(float, words[::2]))
         except ValueError:
-            return cls(tuple(words))
-        if not words or len(words) % 2:
+            weights = ()
+        if not weights:
             return cls(tuple(words))
         for word, weight in zip(words[::2], weights, strict=True):
             if not (math.isfinite(weight) and weight >= 0):

@@ -67,7 +67,6 @@ class Corpora:
         return cls(corpora, _vocab_size(corpora, vocab_size), ranges, weights)
 
     def num_documents(self, split: str) -> int:
-        """Stored documents of a split."""
         return sum(stop - start for start, stop in self.ranges[split])
 
 

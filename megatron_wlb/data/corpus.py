@@ -113,7 +113,7 @@ def build_corpus(
     exclude: Collection[str] = (),
     force: bool = False,
     reuse: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> CorpusInfo:
     """Writes the documents of ``paths`` as ``PREFIX.bin``, ``.idx`` and ``.json``: all or none.
 
@@ -125,7 +125,9 @@ def build_corpus(
     replaces whatever is there. Raises CorpusError for sources that are missing, unreadable or hold
     no text, and for a ``prefix`` that exists or cannot be written.
     """
-    prefix = _file_prefix(prefix)
+    prefix = str(prefix)
+    if prefix.endswith(("/", os.sep)) or not Path(prefix).name:
+        raise CorpusError(f"prefix {prefix!r} is a folder; add a name for the files in it")
     suffixes = [".bin", ".json", ".idx"]
     if tokenizer == "bpe":
         suffixes.insert(0, ".tokenizer.json")
@@ -186,7 +188,7 @@ def _make_encoder(
     settings: dict[str, str | int],
     sources: Sources,
     draft: str,
-    progress: Progress | None,
+    progress: Progress,
 ) -> Encoder:
     if tokenizer == "bytes":
         return bytes_encoder()
@@ -200,7 +202,7 @@ def _make_encoder(
 
 
 def _write(
-    sources: Sources, encoder: Encoder, draft: str, progress: Progress | None
+    sources: Sources, encoder: Encoder, draft: str, progress: Progress
 ) -> tuple[SourceCounts, int, int]:
     """Write the draft's ``.bin`` and ``.idx``; what was met, documents and tokens."""
     counts, num_documents, num_tokens = SourceCounts(), 0, 0
@@ -303,12 +305,6 @@ def parse_split(split: str, num_documents: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(bounds))
 
 
-def _file_prefix(prefix: str | Path) -> str:
-    if str(prefix).endswith(("/", os.sep)) or not Path(prefix).name:
-        raise CorpusError(f"prefix {str(prefix)!r} is a folder; add a name for the files in it")
-    return str(prefix)
-
-
 def _suggestion(prefix: str) -> str:
     """What the user may have meant, from the files that are there."""
     stem = prefix.removesuffix(".bin").removesuffix(".idx")
@@ -385,7 +381,6 @@ def _wrong_pointer(
 
 
 def _megatron_indexed_dataset() -> Any:
-    """Megatron's module of the format."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It warns of GPU libraries, which no corpus needs.
         from megatron.core.datasets import indexed_dataset

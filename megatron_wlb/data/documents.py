@@ -132,7 +132,6 @@ class DocumentStream:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all epochs have been given."""
         return self.num_epochs is not None and self.epoch >= self.num_epochs
 
     def next_step(self) -> list[Document]:
@@ -273,6 +272,7 @@ class DocumentStream:
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """Everything that decides which documents come when."""
+        size = self.step_tokens
         corpora = []
         for first, (start, stop) in zip(self._first_number, self._ranges, strict=True):
             part = self._lengths[first : first + stop - start].astype("<i8")
@@ -281,7 +281,7 @@ class DocumentStream:
         return {
             "corpora": corpora,
             "window": self.window,
-            "step_tokens": _json_able(self.step_tokens),
+            "step_tokens": int(size) if size == int(size) else str(size),
             "seed": self.seed,
             "long_documents": self.long_documents,
             "shuffle": self.shuffle,
@@ -296,10 +296,6 @@ class DocumentStream:
             f"tokens, above the window of {self.window} ({self.num_long} documents are); enlarge "
             "the window, or let long documents be 'split' or 'truncate'd"
         )
-
-
-def _json_able(number: int | Fraction) -> int | str:
-    return int(number) if number == int(number) else str(number)
 
 
 def _readable(setting: Any) -> Any:

@@ -6,7 +6,7 @@ yet to be tokenized, or on none at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +24,6 @@ MAX_LENGTH = 2**31 - 1
 """Tokens of a document: Megatron's index counts them in an int32."""
 MIN_TO_SPLIT = 64
 """The fewest documents to split: halves of fewer would not resemble the whole."""
-_CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +85,6 @@ class LengthSource:
 
     @classmethod
     def of_distribution(cls, name: str) -> LengthSource:
-        """Draws from one of :data:`megatron_wlb.data.lengths.DISTRIBUTIONS`."""
         distribution(name)
         return cls(f"distribution {name}", distribution=name)
 
@@ -221,28 +219,20 @@ def _read_array(path: Path) -> Lengths:
 
 
 def _read_lines(path: Path) -> Lengths:
-    parts: list[Lengths] = []
-    number = 0
+    def numbers(stream: Iterable[bytes]) -> Iterator[int]:
+        for number, line in enumerate(stream, start=1):
+            if text := line.strip():
+                try:
+                    value = int(text)
+                    if value.bit_length() > 63:
+                        raise ValueError
+                    yield value
+                except ValueError:
+                    shown = text[:40].decode("utf-8", "backslashreplace")
+                    _refuse(path, f"has {shown!r} in line {number}")
+
     with path.open("rb") as stream:
-        while lines := stream.readlines(_CHUNK_BYTES):
-            try:
-                parts.append(np.array([int(line) for line in lines if line.strip()], np.int64))
-            except (ValueError, OverflowError):
-                _refuse_line(path, lines, number)
-            number += len(lines)
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def _refuse_line(path: Path, lines: Iterable[bytes], num_before: int) -> NoReturn:
-    """Refuses the first of ``lines``, which follow ``num_before`` others, that is no length."""
-    for number, line in enumerate(lines, start=num_before + 1):
-        try:
-            if line.strip():
-                np.array([int(line)], np.int64)
-        except (ValueError, OverflowError):
-            text = line.strip()[:40].decode("utf-8", "backslashreplace")
-            _refuse(path, f"has {text!r} in line {number}")
-    raise AssertionError("no line is wrong")
+        return np.fromiter(numbers(stream), np.int64)
 
 
 def _refuse(path: Path, reason: str) -> NoReturn:

@@ -36,15 +36,6 @@ class Part:
     """Share of the causal attention of all documents: :func:`attention_work`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """Documents of ``start`` to below ``stop`` tokens."""
-
-    start: int
-    stop: int
-    part: Part
-
-
 @dataclass(frozen=True, eq=False)
 class LengthStatistics:
     """Statistics of the documents that are not empty."""
@@ -92,7 +83,6 @@ class LengthStatistics:
         return float(below + (above - below) * (place - np.floor(place)))
 
     def part(self, start: float = 0, stop: float = np.inf) -> Part:
-        """The documents of ``start`` to below ``stop`` tokens."""
         chosen = (self.lengths >= start) & (self.lengths < stop)
         lengths, counts = self.lengths[chosen], self.counts[chosen]
         documents, tokens = int(counts.sum()), int((lengths * counts).sum())
@@ -108,11 +98,11 @@ class LengthStatistics:
     def _work(self) -> npt.NDArray[np.float64]:
         return attention_work(self.lengths, self.window) * self.counts
 
-    def histogram(self) -> list[Bin]:
-        """Bins by powers of two, from the shortest document's to the longest's."""
+    def histogram(self) -> list[tuple[int, int, Part]]:
+        """Documents of ``start`` to below ``stop`` tokens, by powers of two."""
         first, last = int(self.lengths[0]).bit_length() - 1, self.longest.bit_length() - 1
         edges = [2**exponent for exponent in range(first, last + 2)]
-        return [Bin(start, stop, self.part(start, stop)) for start, stop in pairwise(edges)]
+        return [(start, stop, self.part(start, stop)) for start, stop in pairwise(edges)]
 
     def as_dict(self, window: int) -> dict[str, Any]:
         """All of the above, JSON-able, and the documents at or above fractions of the window."""
@@ -130,13 +120,12 @@ class LengthStatistics:
                 for fraction, part in self.at_least(window)
             ],
             "histogram": [
-                {"start": bin.start, "stop": bin.stop, **asdict(bin.part)}
-                for bin in self.histogram()
+                {"start": start, "stop": stop, **asdict(part)}
+                for start, stop, part in self.histogram()
             ],
         }
 
     def at_least(self, window: int) -> Iterable[tuple[float, Part]]:
-        """Documents at or above each of :data:`WINDOW_FRACTIONS`."""
         return [(fraction, self.part(fraction * window)) for fraction in WINDOW_FRACTIONS]
 
 

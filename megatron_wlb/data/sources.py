@@ -66,9 +66,7 @@ class Sources:
             except OSError as error:
                 _unreadable(path, error)
 
-    def batches(
-        self, counts: SourceCounts, task: str, progress: Progress | None
-    ) -> Iterator[list[bytes]]:
+    def batches(self, counts: SourceCounts, task: str, progress: Progress) -> Iterator[list[bytes]]:
         """:meth:`documents`, about a MiB at a time, telling ``progress`` between them."""
         total = sum(path.stat().st_size for path in self.files if path.exists())
         batch: list[bytes] = []
@@ -79,12 +77,10 @@ class Sources:
             if size >= _BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
-                if progress:
-                    progress(task, counts.bytes_read, total)
+                progress(task, counts.bytes_read, total)
         if batch:
             yield batch
-        if progress:
-            progress(task, counts.bytes_read, total)
+        progress(task, counts.bytes_read, total)
 
     def fingerprint(self, settings: Mapping[str, str | int]) -> str:
         """SHA-256 over the content of the files, how they are read, and the tokenizer's settings.

@@ -14,7 +14,6 @@ from functools import partial
 
 from megatron_wlb.cost import (
     Cost,
-    MemoryModel,
     ModelShape,
     Parallelism,
     Recompute,
@@ -63,7 +62,6 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
 
 
 def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
-    """How the run divides the model."""
     p = config.parallel
     return Parallelism(
         tp_size=p.tensor_model_parallel_size,
@@ -77,13 +75,11 @@ def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
 
 
 def schedule_graph(config: Config, num_micro_batches: int) -> Graph:
-    """Makes the graph of the schedule of a data-parallel rank's micro-batches."""
     p = parallelism(config)
     return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
 
 def recompute(config: Config) -> Recompute:
-    """What the run recomputes."""
     t = config.training
     return Recompute(t.recompute_granularity, t.recompute_method, t.recompute_num_layers)
 
@@ -116,11 +112,6 @@ def run_of(
         keep_gathered=wlb.wlb_cp_keep_gathered,
         kernels="torch",
     )
-
-
-def memory_model(config: Config, padded_vocab_size: int, dp_size: int) -> MemoryModel:
-    """Models the memory of the run on each pipeline rank."""
-    return run_of(config, padded_vocab_size, dp_size).memory
 
 
 def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:

@@ -51,7 +51,6 @@ def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
-    """The flags of a parser and of its commands."""
     flags = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -87,12 +86,12 @@ def _type_options(hint: Any) -> dict[str, Any]:
     return {"type": convert, "metavar": metavar}
 
 
-def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """The parser of all settings, grouped as the tree is."""
+def build_parser() -> argparse.ArgumentParser:
+    prog = "megatron_wlb.pretrain_gpt"
     parser = Parser(
-        prog=prog,
-        usage=f"torchrun --nproc-per-node N -m {prog.split()[-1]} --data-path PREFIX [flags]",
-        description=description,
+        prog=f"python -m {prog}",
+        usage=f"torchrun --nproc-per-node N -m {prog} --data-path PREFIX [flags]",
+        description="Trains a GPT on Megatron-core with workload-balanced micro-batches.",
         epilog="Flags without wlb- mean what they mean in Megatron-LM.",
         allow_abbrev=False,
     )
@@ -139,19 +138,14 @@ def _reject_unknown(flags: Sequence[str]) -> None:
     )
 
 
-def parse(
-    argv: Sequence[str],
-    *,
-    prog: str = "python -m megatron_wlb.pretrain_gpt",
-    description: str = "Trains a GPT on Megatron-core with workload-balanced micro-batches.",
-) -> Config:
+def parse(argv: Sequence[str]) -> Config:
     """Reads settings from a command line (and from the YAML file that it names).
 
     Raises:
         ConfigError: an unknown flag (the nearest one is named), a Megatron flag that is not
             honoured, a bad value, or an unknown key in the file.
     """
-    parser = build_parser(prog, description)
+    parser = build_parser()
     _reject_unknown(argv)
     values = vars(parser.parse_args(argv))
     if "wlb_config" in values:
@@ -174,20 +168,10 @@ def parse_known(
     Raises:
         ConfigError: a bad value, or a flag that neither Megatron nor this project has.
     """
-    parser = build_parser("megatron_wlb.launch", "")
+    parser = build_parser()
     values, others = parser.parse_known_args(argv)
     refuse_all(unknown_flags(others, _flags_of(parser) | megatron_flags()))
     return from_flat({**(defaults or {}), **vars(values)}), others
-
-
-def _switches() -> set[str]:
-    """The flags that are given as on or off."""
-    return {
-        flag_of(name)
-        for group in groups_of_settings().values()
-        for name, hint in typing.get_type_hints(group).items()
-        if typing.get_args(hint) == ("on", "off")
-    }
 
 
 def yaml_arguments(path: str) -> list[str]:
@@ -195,12 +179,18 @@ def yaml_arguments(path: str) -> list[str]:
 
     Raises :class:`ConfigError` for one that cannot be read, or is no mapping.
     """
+    switches = {  # given as on or off
+        flag_of(name)
+        for group in groups_of_settings().values()
+        for name, hint in typing.get_type_hints(group).items()
+        if typing.get_args(hint) == ("on", "off")
+    }
     arguments: list[str] = []
     for key, value in parse_mapping(read_text(path)).items():
         flag = flag_of(key.lstrip("-"))
         if flag in ("--help", "--wlb-config"):
             raise ConfigError(f"{flag} belongs on the command line; leave it out of the file")
-        if isinstance(value, bool) and flag in _switches():  # YAML reads on as true
+        if isinstance(value, bool) and flag in switches:  # YAML reads on as true
             arguments += [flag, "on" if value else "off"]
         elif value is True:
             arguments.append(flag)
@@ -214,12 +204,16 @@ def with_settings_file(flags: Sequence[str]) -> list[str]:
     """A command line of Megatron's script with the settings of ``--wlb-config`` before the others,
     which therefore win. Raises :class:`ConfigError` as :func:`yaml_arguments` does.
     """
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--wlb-config")
-    known, rest = parser.parse_known_args(flags)
-    if known.wlb_config is None:
-        return list(flags)
+    path, rest = taken_out("--wlb-config", flags)
     try:
-        return [*yaml_arguments(known.wlb_config), *rest]
+        return rest if path is None else [*yaml_arguments(path), *rest]
     except ConfigError as error:
-        raise ConfigError(f"--wlb-config {known.wlb_config}: {error}") from None
+        raise ConfigError(f"--wlb-config {path}: {error}") from None
+
+
+def taken_out(flag: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of a flag on a command line, the last one if there are several, and the rest."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value")
+    known, rest = parser.parse_known_args(words)
+    return known.value, rest

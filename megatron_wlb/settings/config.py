@@ -320,7 +320,6 @@ class Config:
 
 
 def groups_of_settings() -> dict[str, type]:
-    """The dataclass of each group of the tree."""
     return typing.get_type_hints(Config)
 
 

@@ -159,7 +159,6 @@ def _substituted(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _arguments(path: Path, flag: str, value: Any) -> list[str]:
-    """The arguments that one entry stands for."""
     if not flag.startswith("--"):
         raise ConfigError(
             f"recipe {path}: {flag} is not a flag; a recipe of another framework (NeMo) does not "

@@ -6,17 +6,19 @@ micro-batches. All times, bytes and rates are *simulated*.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeAlias
+from statistics import fmean
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.packing import Meter, PackingSettings
+from megatron_wlb.packing import Meter, PackingMetrics, PackingSettings
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.run import Run
 from megatron_wlb.sharding.select import Mode, Prediction
@@ -96,7 +98,6 @@ class Outcome:
 
     @property
     def option(self) -> Option[Outcome]:
-        """The outcome as one of those that are chosen from."""
         return Option(
             self,
             self.mfu,
@@ -115,7 +116,6 @@ class Outcome:
         return self.mfu / original.mfu
 
     def speedup_by_seed(self, original: Outcome) -> tuple[float, float]:
-        """Lowest and highest speed-up over the seeds."""
         pairs = zip(self.mfu_by_seed, original.mfu_by_seed, strict=True)
         ratios = [ours / theirs for ours, theirs in pairs]
         return min(ratios), max(ratios)
@@ -177,7 +177,7 @@ def compare(
         ]
         for workload in workloads:
             for tally in tallies:
-                tally.next_seed()
+                tally.steps.append([])
             meter = Meter()
             planner = workload.planner(setting, warm_up + steps, costs=scenario.costs)
             for number, plan in enumerate(planner.plans(warm_up + steps)):
@@ -188,9 +188,7 @@ def compare(
                         tally.add(plan)
                 on_step()
             for tally in tallies:
-                metrics = meter.metrics(planner.packer.waiting)
-                tally.imbalances.append(metrics.imbalance_mean)
-                tally.delays.append(metrics.delay_mean_steps)
+                tally.metrics.append(meter.metrics(planner.packer.waiting))
         outcomes += [tally.outcome() for tally in tallies]
     return outcomes
 
@@ -226,113 +224,104 @@ class _Memory:
                     self.out_of_memory = f"step {plan.step}: {error}"
 
 
+class _Step(NamedTuple):
+    """What of a simulated step is added up."""
+
+    tokens: float
+    us: float
+    flops: float
+    bubble_us: float
+    """``pipeline_us`` × the share in which ranks wait."""
+    pipeline_us: float
+    pp_imbalance: float
+    dp_imbalance: float
+
+
+@dataclass
 class _Tally:
     """Simulates steps of one setting and sharding, and adds them up."""
 
-    def __init__(
-        self,
-        scenario: Run,
-        setting: PackingSettings,
-        sharding: Mode | Kind,
-        choose: Chooser,
-        memory: _Memory,
-        flags: tuple[str, ...],
-    ) -> None:
-        self.scenario, self.setting, self.sharding = scenario, setting, sharding
-        self.memory, self.flags = memory, flags
-        self.imbalances: list[float] = []
-        self.delays: list[float] = []
-        self._simulator = Simulator(scenario.costs, scenario.parallelism)
-        self._choose = choose
-        self._tokens: list[float] = []  # by seed, as the next
-        self._time_us: list[float] = []
-        self._flops: list[float] = []
-        self._step_us: list[float] = []  # of all seeds, as the next
-        self._step_flops: list[float] = []
-        self._num_steps = 0
-        self._bubble_us = self._pipeline_us = 0.0
-        self._pp = self._dp = self._slowest_us = self._mean_us = 0.0
-        self._chosen: dict[str, int] = {}
-        self._steps: list[tuple[StepPlan, float]] = []
-        self._micro_batch_us: list[tuple[float, ...]] = []
+    scenario: Run
+    setting: PackingSettings
+    sharding: Mode | Kind
+    choose: Chooser
+    memory: _Memory
+    flags: tuple[str, ...]
+    metrics: list[PackingMetrics] = field(default_factory=list)
+    """By seed, as are the steps."""
+    steps: list[list[_Step]] = field(default_factory=list)
 
-    def next_seed(self) -> None:
-        self._tokens.append(0.0)
-        self._time_us.append(0.0)
-        self._flops.append(0.0)
+    def __post_init__(self) -> None:
+        self._simulator = Simulator(self.scenario.costs, self.scenario.parallelism)
+        self._slowest_us = self._mean_us = 0.0
+        self._chosen: Counter[str] = Counter()
+        self._plans: list[StepPlan] = []  # of the first seed, as the next
+        self._micro_batch_us: list[tuple[float, ...]] = []
 
     def add(self, plan: StepPlan) -> None:
         line, chosen = self._step(self._simulator, plan)
-        self._tokens[-1] += plan.num_tokens
-        self._time_us[-1] += line.step_us
-        self._num_steps += 1
-        self._step_us.append(line.step_us)
-        self._step_flops.append(self.scenario.flops(d.length for d in plan.documents))
-        self._flops[-1] += self._step_flops[-1]
-        self._bubble_us += line.bubble_share * line.pipeline_us
-        self._pipeline_us += line.pipeline_us
-        self._pp += line.pp_imbalance
-        self._dp += line.dp_imbalance
+        flops = self.scenario.flops(d.length for d in plan.documents)
+        self.steps[-1].append(
+            _Step(
+                *(plan.num_tokens, line.step_us, flops),
+                *(line.bubble_share * line.pipeline_us, line.pipeline_us),
+                *(line.pp_imbalance, line.dp_imbalance),
+            )
+        )
         for prediction in chosen:
             self._slowest_us += max(prediction.forward_us)
             self._mean_us += sum(prediction.forward_us) / len(prediction.forward_us)
-            kind = prediction.sharding.kind
-            self._chosen[kind] = self._chosen.get(kind, 0) + 1
-        if len(self._tokens) == 1:
-            self._steps.append((plan, line.step_us))
+            self._chosen[prediction.sharding.kind] += 1
+        if len(self.steps) == 1:
+            self._plans.append(plan)
             if len(self._micro_batch_us) < EXAMPLE_STEPS:
                 self._micro_batch_us.append(
                     tuple(us for rank in line.micro_batch_us for us in rank)
                 )
 
     def outcome(self) -> Outcome:
-        time_us, n = sum(self._time_us), self._num_steps
-        hardware = self.scenario.hardware
-        peak_flops_per_us = self.scenario.num_devices * hardware.peak_tflops * 1e6
-        total = sum(self._chosen.values())
+        steps = [step for own in self.steps for step in own]
+        total, n = _Step(*map(sum, zip(*steps, strict=True))), len(steps)
+        peak = self.scenario.num_devices * self.scenario.hardware.peak_tflops * 1e6  # FLOPs a µs
         return Outcome(
             self.setting,
             self.sharding,
             n,
-            time_us / n,
-            sum(self._tokens) / time_us * 1e6,
-            sum(self._flops) / (peak_flops_per_us * time_us),
+            total.us / n,
+            total.tokens / total.us * 1e6,
+            total.flops / (peak * total.us),
             tuple(
-                flops / (peak_flops_per_us * us)
-                for flops, us in zip(self._flops, self._time_us, strict=True)
+                sum(s.flops for s in own) / (peak * sum(s.us for s in own)) for own in self.steps
             ),
-            tuple(rate / peak_flops_per_us for rate in by_part(self._step_flops, self._step_us)),
-            self._bubble_us / self._pipeline_us,
+            tuple(rate / peak for rate in by_part([s.flops for s in steps], [s.us for s in steps])),
+            total.bubble_us / total.pipeline_us,
             self.memory.peak_bytes,
             self.memory.out_of_memory,
             self.memory.longest_tokens,
-            sum(self.imbalances) / len(self.imbalances),
-            self._pp / n,
+            fmean(metrics.imbalance_mean for metrics in self.metrics),
+            total.pp_imbalance / n,
             self._slowest_us / self._mean_us if self._mean_us else 1.0,
-            self._dp / n,
-            sum(self.delays) / len(self.delays),
-            sum(self._tokens) / n,
-            {kind: count / total for kind, count in sorted(self._chosen.items())},
+            total.dp_imbalance / n,
+            fmean(metrics.delay_mean_steps for metrics in self.metrics),
+            total.tokens / n,
+            {kind: count / self._chosen.total() for kind, count in sorted(self._chosen.items())},
             self._example(),
             self.flags,
         )
 
     def _step(self, simulator: Simulator, plan: StepPlan) -> tuple[StepTimeline, list[Prediction]]:
-        """A step with the shardings that are chosen for its micro-batches."""
         chosen: list[Prediction] = []
 
         def scale(lengths: Sequence[int]) -> float:
-            chosen.append(self._choose(lengths))
+            chosen.append(self.choose(lengths))
             return self.scenario.attention_scale(lengths, chosen[-1])
 
         scales = [[scale(m.lengths) for m in rank] for rank in plan.micro_batches]
         return simulator.step(plan, scales), chosen
 
     def _example(self) -> Example:
-        """The step whose time is nearest to the mean."""
-        mean_us = sum(us for _, us in self._steps) / len(self._steps)
-        plan, _ = min(self._steps, key=lambda step: abs(step[1] - mean_us))
-        base = self.scenario
+        times_us = [step.us for step in self.steps[0]]
+        nearest = min(range(len(times_us)), key=lambda n: abs(times_us[n] - fmean(times_us)))
+        plan, base = self._plans[nearest], self.scenario
         simulator = Simulator(base.costs, base.parallelism, memory=base.memory)
-        line, _ = self._step(simulator, plan)
-        return Example(plan, line, tuple(self._micro_batch_us))
+        return Example(plan, self._step(simulator, plan)[0], tuple(self._micro_batch_us))

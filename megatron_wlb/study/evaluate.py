@@ -44,7 +44,6 @@ class Evaluation:
 
     @property
     def option(self) -> Option[Evaluation]:
-        """The evaluation as one of those that are chosen from."""
         cuts = self.setting.name in CUTS_AT_WINDOWS
         longest = self.window if cuts else self.setting.max_tokens
         return Option(
@@ -58,7 +57,6 @@ class Evaluation:
 
     @property
     def delay(self) -> float:
-        """Mean, in steps."""
         return self.metrics.delay_mean_steps
 
     def row(self, original: Evaluation | None = None) -> dict[str, Any]:
@@ -144,56 +142,45 @@ def evaluate(
         on_step()
     timed.seconds = 0.0
     meter, clock = Meter(), _Clock(workload)
+    works_us, devices_us = list[float](), list[float]()
     for plan in planner.plans(steps):
         meter.add(plan)
-        clock.add(plan)
+        times_us = [m.predicted_us for rank in plan.micro_batches for m in rank]
+        # What units more than N take besides their documents is no work.
+        more = len(times_us) - workload.num_micro_batches
+        works_us.append(sum(times_us) - more * workload.cost.total_us([]))
+        devices_us.append(clock.devices_us(plan))
         on_step()
-    metrics = meter.metrics(planner.packer.waiting)
+    metrics, device_us = meter.metrics(planner.packer.waiting), sum(devices_us)
     return Evaluation(
         setting,
         workload.num_micro_batches,
         workload.window,
         metrics,
         timed.seconds / steps * 1e3,
-        clock.efficiency,
-        metrics.num_tokens / clock.device_us if clock.device_us else 0.0,
-        by_part(clock.works_us, clock.devices_us),
+        sum(works_us) / device_us if device_us else 1.0,
+        metrics.num_tokens / device_us if device_us else 0.0,
+        by_part(works_us, devices_us),
         workload.flags(setting),
     )
 
 
 class _Clock:
-    """Adds up work, and the time of all that shares it."""
+    """Tells the time of all that shares a step's work."""
 
     def __init__(self, workload: Workload) -> None:
         self._cost, self._layout = workload.cost, workload.layout
-        self._num_micro_batches = workload.num_micro_batches
-        self.works_us: list[float] = []  # of each step, as below
-        self.devices_us: list[float] = []
         if self._layout is not None:
             self._graph = workload.graph
             self._stages = StageCosts.even(self._cost, self._graph.num_stages)
 
-    @property
-    def device_us(self) -> float:
-        return sum(self.devices_us)
-
-    @property
-    def efficiency(self) -> float:
-        return sum(self.works_us) / self.device_us if self.device_us else 1.0
-
-    def add(self, plan: StepPlan) -> None:
-        times_us = [m.predicted_us for rank in plan.micro_batches for m in rank]
-        # What units more than N take besides their documents is no work.
-        more = len(times_us) - self._num_micro_batches
-        self.works_us.append(sum(times_us) - more * self._cost.total_us([]))
-        if self._layout is None:
-            self.devices_us.append(len(times_us) * max(times_us))
+    def devices_us(self, plan: StepPlan) -> float:
+        p, ranks = self._layout, plan.micro_batches
+        if p is None:
+            times_us = [micro_batch.predicted_us for micro_batch in plan]
+            return len(times_us) * max(times_us)
+        if p.pp_size == 1:
+            slowest = max(sum(m.predicted_us for m in rank) for rank in ranks)
         else:
-            p = self._layout
-            if p.pp_size == 1:
-                ranks = plan.micro_batches
-                slowest = max(sum(m.predicted_us for m in rank) for rank in ranks)
-            else:
-                slowest = slowest_us(plan, self._stages, self._graph)
-            self.devices_us.append(p.dp_size * p.pp_size * slowest)
+            slowest = slowest_us(plan, self._stages, self._graph)
+        return p.dp_size * p.pp_size * slowest

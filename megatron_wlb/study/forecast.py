@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.blend import Blend
@@ -24,12 +24,15 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
 from megatron_wlb.planning.run import Documents, Run
-from megatron_wlb.settings.command_line import parse_known
+from megatron_wlb.settings.command_line import parse_known, taken_out
 from megatron_wlb.settings.config import Config
 from megatron_wlb.simulator.step import Simulator
 
 WARM_UP_STEPS, NUM_STEPS, SPARE_STEPS = 10, 40, 10
 """Steps in which delay queues fill, over which times are averaged, and that are never reached."""
+DISTRIBUTION = "reference"
+DEFAULT_VOCAB_SIZE = 32000
+"""The vocabulary of settings that name none, where no corpus does either."""
 
 _NOT_MODELLED = {
     "--yaml-cfg", "--num-experts", "--multi-latent-attention", "--mtp-num-layers",
@@ -87,12 +90,13 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
     given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
     if found := sorted(given & _NOT_MODELLED):
         raise ConfigError(f"{found[0]} is not modelled: nothing can be predicted; leave it out")
-    if _PER_VIRTUAL_STAGE in given:
-        layers = int(_value_of(_PER_VIRTUAL_STAGE, others))
+    said, _ = taken_out(_PER_VIRTUAL_STAGE, others)
+    if said is not None:
+        layers = int(said) if said.isdecimal() else 0
         stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
         if layers < 1 or stage % layers:
             raise ConfigError(
-                f"{_PER_VIRTUAL_STAGE} is {layers}, which does not divide the {stage} layers of a "
+                f"{_PER_VIRTUAL_STAGE} is {said}, which does not divide the {stage} layers of a "
                 "pipeline rank; use a divisor"
             )
         vpp = stage // layers if stage > layers else None
@@ -101,13 +105,11 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
     return config
 
 
-def forecast(
-    config: Config, num_devices: int, *, distribution: str = "reference", vocab_size: int = 32000
-) -> Forecast:
+def forecast(config: Config, num_devices: int) -> Forecast:
     """What ``config`` will do on so many devices of its ``--wlb-hardware``.
 
-    Documents are those of ``--data-path`` where its files exist, else drawn from ``distribution``.
-    ``vocab_size`` is used where neither ``--vocab-size`` nor the corpora say it.
+    Documents are those of ``--data-path`` where its files exist, else drawn from
+    :data:`DISTRIBUTION`.
 
     Raises:
         ConfigError: settings that the run itself would refuse, or memory that does not suffice for
@@ -117,12 +119,9 @@ def forecast(
     window = config.data.seq_length
     guards.check(config, num_devices)
     num_micro_batches = guards.check_micro_batches(config, num_devices)
-    documents = _documents(config, distribution, vocab_size)
-    run = planning.run_of(
-        config,
-        planning.padded_vocab_size(config, documents.vocab_size),
-        guards.data_parallel_size(config, num_devices),
-    )
+    documents, source, vocab_size = _documents(config)
+    padded = planning.padded_vocab_size(config, vocab_size)
+    run = planning.run_of(config, padded, guards.data_parallel_size(config, num_devices))
     run = dataclasses.replace(run, kernels="fused")  # as on a GPU
     layout, memory, limit_gib = run.parallelism, run.memory, run.limit_gib
     fits = run.max_tokens()
@@ -140,10 +139,9 @@ def forecast(
             f"fit: lower {name}, recompute activations, or use more TP, CP or PP"
         )
     planned = PackingSettings.of_config(config.wlb, max_tokens)
-    ours, original = (
-        _simulate(config, run, packing, documents)
-        for packing in (planned, PackingSettings("original", max_tokens))
-    )
+    original = PackingSettings("original", max_tokens)
+    step_ms, tokens_per_s, flops_per_s = _simulate(config, run, planned, source)
+    *_, original_flops_per_s = _simulate(config, run, original, source)
     return Forecast(
         parameters=sum(memory.num_parameters(r) for r in stages) * layout.tp_size,
         num_devices=num_devices,
@@ -159,32 +157,23 @@ def forecast(
         limit_gib=limit_gib,
         state_gib=max(memory.state_bytes(r).total for r in stages) / GIB,
         peak_gib=peak_gib,
-        step_ms=ours.step_ms,
-        tokens_per_s=ours.tokens_per_s,
-        speedup=ours.flops_per_s / original.flops_per_s,
-        documents=documents.title,
+        step_ms=step_ms,
+        tokens_per_s=tokens_per_s,
+        speedup=flops_per_s / original_flops_per_s,
+        documents=documents,
         packing=planned.name,
     )
 
 
-class _Rates(NamedTuple):
-    """Rates of consecutive simulated steps."""
-
-    step_ms: float
-    tokens_per_s: float
-    flops_per_s: float
-
-
-def _simulate(config: Config, run: Run, packing: PackingSettings, documents: _Documents) -> _Rates:
-    """Simulates steps of a packing."""
+def _simulate(
+    config: Config, run: Run, packing: PackingSettings, source: Documents
+) -> tuple[float, float, float]:
+    """Time of a simulated step in ms, tokens and FLOPs a second."""
     if run.parallelism.cp_size > 1:
         run.check_reach()
     simulator = Simulator(run.costs, run.parallelism)
-    planner = run.workload(
-        documents.source,
-        seed=config.training.seed,
-        long_documents=config.wlb.wlb_long_documents,
-    ).planner(
+    seed, long_documents = config.training.seed, config.wlb.wlb_long_documents
+    planner = run.workload(source, seed=seed, long_documents=long_documents).planner(
         packing,
         WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS,
         costs=planning.shaping_costs(config, run) if packing.shaped else None,
@@ -196,47 +185,25 @@ def _simulate(config: Config, run: Run, packing: PackingSettings, documents: _Do
     total_us = sum(simulator.step(plan).step_us for plan in plans)
     num_flops = run.flops(d.length for plan in plans for d in plan.documents)
     num_tokens = sum(plan.num_tokens for plan in plans)
-    return _Rates(
-        total_us / len(plans) / 1e3, num_tokens / total_us * 1e6, num_flops / total_us * 1e6
-    )
+    return total_us / len(plans) / 1e3, num_tokens / total_us * 1e6, num_flops / total_us * 1e6
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """What is trained on."""
-
-    title: str
-    source: Documents
-    """Drawn documents keep their order, in which they fill windows; others are as in a run."""
-    vocab_size: int
-
-
-def _documents(config: Config, distribution: str, vocab_size: int) -> _Documents:
-    """Opens those of ``--data-path`` where all its files exist; else draws some."""
+def _documents(config: Config) -> tuple[str, Documents, int]:
+    """Opens those of ``--data-path`` where all its files exist, else draws some, whose order fills
+    windows: what they are, and their vocabulary.
+    """
     data = config.data
     blend = Blend.parse(data.data_path)
     files = [Path(prefix + suffix) for prefix in blend.prefixes for suffix in (".bin", ".idx")]
     if files and all(path.is_file() for path in files):
         noted = [info.vocab_size for p in blend.prefixes if (info := CorpusInfo.load(p))]
-        known = data.vocab_size or max(noted, default=vocab_size)
+        known = data.vocab_size or max(noted, default=DEFAULT_VOCAB_SIZE)
         corpora = Corpora.of_blend(blend, data.split, known)
         split = planning.Split(corpora, "train", config.wlb.wlb_epochs)
-        return _Documents(f"of {', '.join(blend.prefixes)}", split, corpora.vocab_size)
+        return f"of {', '.join(blend.prefixes)}", split, corpora.vocab_size
     absent = "; --data-path has no corpus here" if files else ""
-    return _Documents(
-        f"drawn from {distribution!r}{absent}",
-        LengthSource.of_distribution(distribution),
-        data.vocab_size or vocab_size,
+    return (
+        f"drawn from {DISTRIBUTION!r}{absent}",
+        LengthSource.of_distribution(DISTRIBUTION),
+        data.vocab_size or DEFAULT_VOCAB_SIZE,
     )
-
-
-def _value_of(flag: str, arguments: Sequence[str]) -> str:
-    """What follows a flag, after a space or ``=``; the last one counts."""
-    value = ""
-    for position, argument in enumerate(arguments):
-        name, equals, inline = argument.partition("=")
-        if name == flag:
-            value = inline if equals else "".join(arguments[position + 1 : position + 2])
-    if not value.isdecimal():
-        raise ConfigError(f"{flag} is {value!r}; give a number")
-    return value

@@ -9,6 +9,7 @@ import html
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from megatron_wlb import __version__
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.planning.run import Run
 from megatron_wlb.simulator.step_timeline import StepTimeline
@@ -27,10 +29,7 @@ MOST_BARS = 160
 
 COLUMNS = (
     ("packing, sharding", "what was compared"),
-    (
-        "speed-up",
-        "work (model FLOPs) a second over original; in brackets the lowest and highest seed",
-    ),
+    ("speed-up", "work (FLOPs) a second over original; in brackets the lowest and highest seed"),
     ("tokens/s", "of all devices, padding not counted"),
     ("step ms", "mean time of a step"),
     ("MFU", "model FLOPs over what the devices' peak would be"),
@@ -50,7 +49,7 @@ class Page:
 
     scenario: Run
     outcomes: Sequence[Outcome]
-    original: Outcome
+    """The first is `original`, which all are compared with."""
     lengths: Lengths
     """Lengths of a sample of the documents."""
     title: str
@@ -59,7 +58,6 @@ class Page:
     command: str
 
     def html(self) -> str:
-        """The whole file."""
         template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
         # Nothing in a JSON string may end the script element or open a comment.
         data = json.dumps(self.data(), separators=(",", ":")).replace("<", "\\u003c")
@@ -84,9 +82,8 @@ class Page:
                 {
                     "title": name(outcome),
                     "values": [
-                        ["PP", round(outcome.pp_imbalance, 4), "blue"],
-                        ["CP", round(outcome.cp_imbalance, 4), "orange"],
-                        ["DP", round(outcome.dp_imbalance, 4), "green"],
+                        [level.upper(), round(getattr(outcome, f"{level}_imbalance"), 4), colour]
+                        for level, colour in (("pp", "blue"), ("cp", "orange"), ("dp", "green"))
                     ],
                 }
                 for outcome in self.outcomes
@@ -106,7 +103,7 @@ class Page:
         }
 
     def _cards(self, best: Outcome) -> list[list[str]]:
-        original = self.original
+        original = self.outcomes[0]
         return [
             [f"{best.speedup(original):.2f}×", f"the work a second of original: {name(best)}"],
             [f"{best.mfu:.1%}", f"MFU, from {original.mfu:.1%}"],
@@ -115,16 +112,14 @@ class Page:
         ]
 
     def _row(self, outcome: Outcome, is_best: bool) -> dict[str, Any]:
-        lowest, highest = outcome.speedup_by_seed(self.original)
+        lowest, highest = outcome.speedup_by_seed(self.outcomes[0])
         spread = f" ({lowest:.2f}-{highest:.2f})" if len(outcome.mfu_by_seed) > 1 else ""
         return {
             "cells": [
                 name(outcome),
-                f"{outcome.speedup(self.original):.2f}×{spread}",
+                f"{outcome.speedup(self.outcomes[0]):.2f}×{spread}",
                 f"{outcome.tokens_per_s:,.0f}",
-                f"{outcome.step_us / 1e3:,.0f}"
-                if outcome.step_us > 1e5
-                else f"{outcome.step_us / 1e3:,.2f}",
+                f"{outcome.step_us / 1e3:,.{0 if outcome.step_us > 1e5 else 2}f}",
                 f"{outcome.mfu:.1%}",
                 f"{outcome.bubble_share:.1%}",
                 f"{outcome.peak_bytes / GIB:.1f}",
@@ -167,7 +162,6 @@ class Page:
 
 
 def name(outcome: Outcome) -> str:
-    """Packing and sharding in a few words."""
     return f"{outcome.title}, {outcome.sharding}"
 
 
@@ -192,32 +186,29 @@ def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def _histogram(lengths: Lengths, window: int) -> dict[str, Any]:
     """Makes bins of the documents that have tokens: others are not packed."""
-    lengths = np.sort(lengths[lengths > 0])
-    low = int(np.log2(lengths[0]))
-    high = max(low + 1, int(np.ceil(np.log2(max(int(lengths[-1]), window)))))
+    statistics = LengthStatistics.of(lengths)
+    low = int(np.log2(statistics.lengths[0]))
+    high = max(low + 1, int(np.ceil(np.log2(max(statistics.longest, window)))))
     edges = 2.0 ** np.arange(max(low, high - NUM_BINS), high + 1)
-    values = lengths.astype(np.float64)
-    series = []
-    for title, weights, colour in (
-        ("documents", np.ones_like(values), "blue"),
-        ("tokens", values, "orange"),
-        ("attention work", values**2, "red"),
-    ):
-        # A bar is of those above its left edge and up to its right one; the first has all shorter.
-        bar = np.searchsorted(edges[1:-1], values, side="left")
-        sums = np.bincount(bar, weights=weights, minlength=len(edges) - 1)
-        shares = (sums / weights.sum()).round(5).tolist()
-        series.append({"name": title, "shares": shares, "colour": colour})
-    long = values >= window / 2
+    # A bar is of those above its left edge and up to its right one; the first has all shorter.
+    bars = [statistics.part(*ends) for ends in pairwise([0, *(edges[1:-1] + 1), np.inf])]
+    long = statistics.part(window / 2)
     return {
         "edges": edges.tolist(),
-        "series": series,
+        "series": [
+            {"name": name, "shares": [round(getattr(b, share), 5) for b in bars], "colour": colour}
+            for name, share, colour in (
+                ("documents", "documents_share", "blue"),
+                ("tokens", "tokens_share", "orange"),
+                ("attention work", "attention_share", "red"),
+            )
+        ],
         "window": window,
         "text": (
-            f"{len(lengths):,} documents with {int(lengths.sum()):,} tokens, a sample of what was "
-            f"packed. Those of half a window and more are {long.mean():.2%} of the documents, "
-            f"{values[long].sum() / values.sum():.0%} of the tokens and "
-            f"{(values[long] ** 2).sum() / (values**2).sum():.0%} of the attention work."
+            f"{statistics.documents:,} documents with {statistics.tokens:,} tokens, a sample of "
+            "what was packed. Those of half a window and more are "
+            f"{long.documents_share:.2%} of the documents, {long.tokens_share:.0%} of the tokens "
+            f"and {long.attention_share:.0%} of the attention work."
         ),
     }
 

@@ -159,7 +159,6 @@ def _evaluate(
     effort: Effort,
     on_step: Progress,
 ) -> list[Evaluation]:
-    """Packs the documents of each seed."""
     setting = PackingSettings.parse(packing, base.window, limit, solver_limit=effort.solver_limit)
     steps, warm_up = effort.steps, effort.warm_up
     if setting.name == "fixed-solver":  # holds nothing back, so nothing has to fill

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -27,7 +26,7 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from megatron_wlb.data.length_statistics import attention_work
+from megatron_wlb.data.length_statistics import LengthStatistics, attention_work
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import replacing
 from megatron_wlb.simulator.engine import Interval, Timeline
@@ -46,69 +45,53 @@ FORMATS: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}}
 """Metadata that is written into a picture, by the ending of the file's name."""
 
 
-def plot_lengths(
-    lengths: Sequence[int] | npt.NDArray[Any],
-    window: int,
-    path: Path,
-    counts: Sequence[int] | npt.NDArray[Any] | None = None,
-) -> None:
+def plot_lengths(statistics: LengthStatistics, window: int, path: Path) -> None:
     """Document lengths, and which share of the tokens and of the attention work they hold.
 
     The attention work of a document of ``d`` tokens is ``d²``, of one over the window that of its
-    pieces. Lengths and ``window`` are in tokens; ``counts`` says how many documents have each
-    length, one if not given. Raises :class:`ConfigError` if there are no documents, or empty ones.
+    pieces. ``window`` is in tokens, and the one that the statistics are of.
     """
-    unordered = np.asarray(lengths, dtype=np.float64)
-    order = np.argsort(unordered)
-    ordered = unordered[order]
-    documents = np.ones_like(ordered) if counts is None else np.asarray(counts, np.float64)[order]
-    if not ordered.size or min(ordered[0], window) < 1:
-        raise ConfigError(
-            f"cannot plot {ordered.size} documents of at least {ordered[:1].sum():.0f} tokens in a "
-            f"window of {window}; give one or more documents, lengths and window 1 or more"
-        )
-    figure = _figure("Document lengths", height=6.8)
+    ordered, documents = statistics.lengths.astype(np.float64), statistics.counts
+    figure = new_figure("Document lengths", height=6.8)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.25])
     edges = np.geomspace(ordered[0] * 0.95, max(ordered[-1], window) * 1.05, 61)
     above.hist(ordered, bins=edges.tolist(), weights=documents, color=BLUE)
     above.set_ylabel("documents")
     above.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    tokens = float((ordered * documents).sum())
-    _title(above, f"{documents.sum():,.0f} documents, {tokens:,.0f} tokens")
-
-    long = ordered >= window / 2
+    set_title(above, f"{statistics.documents:,} documents, {statistics.tokens:,} tokens")
+    long = statistics.part(window / 2)
     shares = []
-    for name, weights, colour in (
-        ("documents", documents, BLUE),
-        ("tokens", documents * ordered, ORANGE),
-        ("attention work", documents * attention_work(ordered, window), VERMILION),
+    work = documents * attention_work(ordered, window)
+    for name, weights, share, colour in (
+        ("documents", documents, long.documents_share, BLUE),
+        ("tokens", documents * ordered, long.tokens_share, ORANGE),
+        ("attention work", work, long.attention_share, VERMILION),
     ):
         cumulative = np.cumsum(weights) / weights.sum()
         below.step(ordered, cumulative, where="post", color=colour, lw=2.2, label=name)
-        shares.append(f"{weights[long].sum() / weights.sum():.1%} of the {name}")
+        shares.append(f"{share:.1%} of the {name}")
     below.set_ylabel("share up to this length")
     below.set_ylim(0, 1.03)
     below.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _title(below, f"Half a window and longer: {', '.join(shares)}")
+    set_title(below, f"Half a window and longer: {', '.join(shares)}")
     for axes in (above, below):
         axes.set_xscale("log", base=2)
         axes.set_xlim(edges[0], edges[-1])
         axes.grid(axis="y", color=GREY, lw=0.8)
-        axes.set_axisbelow(True)
         axes.axvspan(window / 2, edges[-1], color=GREY, lw=0, zorder=0)
         axes.axvline(window, color=INK, lw=1.2, ls="--", zorder=1)
     below.xaxis.set_major_locator(LogLocator(base=2, numticks=24))
-    below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
+    below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown_tokens(value)))
     below.xaxis.set_minor_formatter(NullFormatter())
     below.set_xlabel("document length d (tokens, log scale)")
-    _legend(
+    add_legend(
         figure,
         *below.get_lines()[:3],
         Patch(color=GREY, label="half a window and longer"),
-        Line2D([], [], color=INK, lw=1.2, ls="--", label=f"window, {_tokens(window)} tokens"),
+        Line2D([], [], color=INK, lw=1.2, ls="--", label=f"window, {shown_tokens(window)} tokens"),
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_micro_batches(work: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
@@ -121,7 +104,7 @@ def plot_micro_batches(work: Mapping[str, Sequence[Sequence[float]]], path: Path
     """
     if not work:
         raise ConfigError("there are no packings to plot; give the work of at least one")
-    figure = _figure("Work of each micro-batch (predicted)", height=1.4 + 1.75 * len(work))
+    figure = new_figure("Work of each micro-batch (predicted)", height=1.4 + 1.75 * len(work))
     panels = figure.subplots(len(work), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     highest = 0.0
     for axes, (packing, steps) in zip(panels, work.items(), strict=True):
@@ -148,20 +131,20 @@ def plot_micro_batches(work: Mapping[str, Sequence[Sequence[float]]], path: Path
             highest = max(highest, float(value.max()) / mean)
         drawn = f"; the first {num_drawn} are drawn" if num_drawn < len(values) else ""
         over = f"mean of {len(values)} steps{drawn}" if len(values) > 1 else "one step"
-        _title(axes, f"{packing}: imbalance degree {imbalance:.3f} ({over})")
+        set_title(axes, f"{packing}: imbalance degree {imbalance:.3f} ({over})")
         axes.set_ylabel("predicted work\n(overall mean = 1)")
         axes.grid(axis="y", color=GREY, lw=0.8, zorder=0)
         axes.margins(x=0.01)
     panels[0].set_ylim(0, highest * 1.08)
     panels[-1].set_xlabel("step, counted from the first one drawn")
     panels[-1].xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
-    _legend(
+    add_legend(
         figure,
         Patch(color=BLUE, label="micro-batch"),
         Patch(color=VERMILION, label="heaviest of its step"),
         Line2D([], [], color=INK, lw=1.6, label="mean of the step"),
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_timelines(
@@ -180,18 +163,19 @@ def plot_timelines(
     longest_us = max((timeline.step_us for timeline in timelines.values()), default=0.0)
     if not longest_us:
         raise ConfigError("there are no timelines to plot; give one that takes some time")
-    unit, unit_us = _time_unit(longest_us)
+    units = ("s", 1e6), ("ms", 1e3), ("µs", 1.0)
+    unit, unit_us = next((u for u in units if longest_us >= 2 * u[1]), units[-1])
     ranks = [rank for timeline in timelines.values() for rank in timeline.intervals]
     num_chunks = 1 + max(interval.action.chunk for rank in ranks for interval in rank)
     has_slices = any(interval.slice for rank in ranks for interval in rank)
     rows = [len(timeline.intervals) for timeline in timelines.values()]
     said = "measured" if measured else "simulated"
     height = 1.5 + sum(0.55 + 0.34 * num_rows for num_rows in rows)
-    figure = _figure(f"{title} ({said})", height)
+    figure = new_figure(f"{title} ({said})", height)
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=rows)[:, 0]
     for axes, (packing, timeline) in zip(panels, timelines.items(), strict=True):
         step = timeline.step_us / unit_us
-        _title(axes, f"{packing}: step {step:.4g} {unit}, bubble {timeline.bubble_share:.1%}")
+        set_title(axes, f"{packing}: step {step:.4g} {unit}, bubble {timeline.bubble_share:.1%}")
         for rank, intervals in enumerate(timeline.intervals):
             axes.broken_barh([(0, step)], (rank - 0.42, 0.84), facecolors=GREY, zorder=1)
             axes.broken_barh(
@@ -225,7 +209,7 @@ def plot_timelines(
     panels[-1].set_xlim(0, longest_us / unit_us * 1.01)
     panels[-1].set_xlabel(f"time in the step, {said} ({unit})")
     shades = ", darker: later chunk" if num_chunks > 1 else ""
-    _legend(
+    add_legend(
         figure,
         Patch(color=_shade("F", num_chunks - 1, num_chunks), label=f"forward{shades}"),
         Patch(color=_shade("B", num_chunks - 1, num_chunks), label=f"backward{shades}"),
@@ -233,10 +217,10 @@ def plot_timelines(
         Patch(color=GREY, label="bubble"),
         Line2D([], [], color=INK, lw=1.2, label="end of the step"),
     )
-    _save(figure, path)
+    save(figure, path)
 
 
-def _figure(title: str, height: float) -> Figure:
+def new_figure(title: str, height: float) -> Figure:
     """Makes a figure 1500 pixels wide: shown at 1000, text of 10 points is 14 pixels high."""
     figure = Figure(figsize=(10, height), dpi=150, facecolor="white")
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
@@ -244,13 +228,13 @@ def _figure(title: str, height: float) -> Figure:
     return figure
 
 
-def _legend(figure: Figure, *handles: Artist) -> None:
+def add_legend(figure: Figure, *handles: Artist) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
-def _save(figure: Figure, path: Path) -> None:
-    """Saves as SVG where the name ends so, otherwise as PNG."""
+def save(figure: Figure, path: Path) -> None:
     for axes in figure.axes:
+        axes.set_axisbelow(True)  # the grid
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(PALE_INK)
         axes.tick_params(colors=PALE_INK, labelcolor=INK)
@@ -264,7 +248,7 @@ def _save(figure: Figure, path: Path) -> None:
         figure.savefig(draft, format=kind, dpi="figure", metadata=FORMATS[kind])
 
 
-def _title(axes: Axes, text: str) -> None:
+def set_title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=11.5, color=INK)
 
 
@@ -289,16 +273,9 @@ def _shade(kind: str, chunk: int, num_chunks: int) -> tuple[float, float, float]
     return _mixed(colour, 1.0 - 0.5 * (num_chunks - 1 - chunk) / max(num_chunks - 1, 1))
 
 
-def _tokens(count: float) -> str:
+def shown_tokens(count: float) -> str:
     """64, 2K, 128K, 1.5M: in powers of 1024, as window sizes are named."""
     for size, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
         if count >= size:
             return f"{count / size:.3g}{letter}"
     return f"{count:.3g}"
-
-
-def _time_unit(longest_us: float) -> tuple[str, float]:
-    for unit, unit_us in (("s", 1e6), ("ms", 1e3)):
-        if longest_us >= 2 * unit_us:
-            return unit, unit_us
-    return "µs", 1.0

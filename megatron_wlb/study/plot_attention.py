@@ -10,18 +10,8 @@ import numpy as np
 from matplotlib import colormaps
 
 from megatron_wlb.cost.attention import AttentionProfile
-from megatron_wlb.study.plot import (
-    BLUE,
-    GREY,
-    INK,
-    ORANGE,
-    PALE_INK,
-    Path,
-    _figure,
-    _save,
-    _title,
-    _tokens,
-)
+from megatron_wlb.study import plot
+from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE, PALE_INK, Path
 
 SKY, GREEN = "#56B4E9", "#009E73"  # Okabe and Ito's, as those of the other pictures
 
@@ -40,7 +30,7 @@ def plot_attention(profile: AttentionProfile, path: Path) -> None:
     keys = [n for n in lengths if n >= 64] or list(lengths)
     at = np.unique(np.linspace(0, len(keys) - 1, MAX_LINES).round().astype(int))
     keys = [keys[i] for i in at]
-    figure = _figure("Attention by query and key length (measured)", height=8)
+    figure = plot.new_figure("Attention by query and key length (measured)", height=8)
     axes = figure.subplots(2, 2, sharex=True)
     for row, (name, backward) in enumerate((("Forward", False), ("Backward", True))):
         left, right = axes[row]
@@ -53,19 +43,18 @@ def plot_attention(profile: AttentionProfile, path: Path) -> None:
                 "color": colormaps["viridis_r"](0.08 + 0.92 * number / max(1, len(keys) - 1)),
                 "marker": "o", "ms": 3.5, "lw": 1.8,
             }  # fmt: skip
-            left.plot(queries, times_us, **style, label=_tokens(k))
+            left.plot(queries, times_us, **style, label=plot.shown_tokens(k))
             right.plot(queries, rates, **style)
         left.set_ylabel("µs a chunk")
         left.set_yscale("log")
         right.set_ylabel("TFLOP/s of causal pairs")
         right.set_ylim(bottom=0)
-        _title(left, f"{name}: latency")
-        _title(right, f"{name}: achieved rate")
+        plot.set_title(left, f"{name}: latency")
+        plot.set_title(right, f"{name}: achieved rate")
         for panel in (left, right):
             panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter(lambda value, _: _tokens(value))
+            panel.xaxis.set_major_formatter(lambda value, _: plot.shown_tokens(value))
             panel.grid(axis="y", color=GREY, lw=0.8)
-            panel.set_axisbelow(True)
     for panel in axes[1]:
         panel.set_xlabel("queries of a chunk (tokens)")
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -76,7 +65,7 @@ def plot_attention(profile: AttentionProfile, path: Path) -> None:
         fontsize=8.5,
         color=INK,
     )
-    _save(figure, path)
+    plot.save(figure, path)
 
 
 def plot_shardings(figures: Mapping[str, Any], path: Path) -> None:
@@ -91,7 +80,7 @@ def plot_shardings(figures: Mapping[str, Any], path: Path) -> None:
     colours = dict(zip(names, (SKY, ORANGE, BLUE, GREEN, PALE_INK), strict=True))
     how = "measured" if figures["clock"] else "modelled"
     title = f"Attention of one layer, slowest CP rank, forward and backward ({how})"
-    figure = _figure(title, height=1.4 + 3.2 * len(models))
+    figure = plot.new_figure(title, height=1.4 + 3.2 * len(models))
     panels = figure.subplots(len(models), 1, squeeze=False, sharey=True)[:, 0]
     for axes, model in zip(panels, models, strict=True):
         own = [case for case in cases if case["model"] == model]
@@ -101,12 +90,15 @@ def plot_shardings(figures: Mapping[str, Any], path: Path) -> None:
             axes.bar(at, speedups, 0.15, color=colours[name], label=name, zorder=2)
         axes.axhline(1.0, color=INK, lw=1.2, zorder=3)
         axes.set_xticks(
-            range(len(own)), [f"{_tokens(case['window'])}, CP {case['cp']}" for case in own]
+            range(len(own)),
+            [f"{plot.shown_tokens(case['window'])}, CP {case['cp']}" for case in own],
         )
         axes.tick_params(axis="x", length=0)
         axes.set_ylabel("speedup over per-sequence")
         axes.grid(axis="y", color=GREY, lw=0.8, zorder=0)
-        _title(axes, f"{model}{' (scaled down)' if figures['small'] else ''}, {figures['machine']}")
+        plot.set_title(
+            axes, f"{model}{' (scaled down)' if figures['small'] else ''}, {figures['machine']}"
+        )
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(names))
-    _save(figure, path)
+    plot.save(figure, path)

@@ -8,19 +8,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from megatron_wlb.study import plot
 from megatron_wlb.study.evaluate import Evaluation
-from megatron_wlb.study.plot import (
-    BLUE,
-    GREY,
-    INK,
-    ORANGE,
-    PALE_INK,
-    VERMILION,
-    Path,
-    _figure,
-    _save,
-    _title,
-)
+from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE, PALE_INK, VERMILION, Path
 from megatron_wlb.study.tune import Tuning, frontier
 
 COLOURS = {"wlb": ORANGE, "hold": BLUE}
@@ -32,7 +22,7 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
     The dots and lines are of the steps that settings were chosen on, each relative to `original` on
     them; the large marks are of held-out steps.
     """
-    figure = _figure(title, height=6.2)
+    figure = plot.new_figure(title, height=6.2)
     axes = figure.subplots()
     for packing, colour in COLOURS.items():
         tried = [e for e in tuning.tried if e.setting.name == packing]
@@ -69,7 +59,7 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
         axes.axhline(perfect, color=PALE_INK, lw=1, ls=":", label="perfect balance")
     chosen = tuning.chosen
     speedup = chosen.efficiency / tuning.original.efficiency
-    _title(
+    plot.set_title(
         axes,
         f"recommended: {chosen.setting.title}{' (the default)' if tuning.keeps_default else ''}, "
         f"{speedup:.2f} × the work a second of original at a delay of {chosen.delay:.2f} steps",
@@ -83,14 +73,13 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
     )
     axes.set_ylabel("modelled throughput (original = 1)")
     axes.grid(color=GREY, lw=0.8)
-    axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9)
-    _save(figure, path)
+    plot.save(figure, path)
 
 
 def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
     """Draws the imbalance of each packing, its delay, and how its steps vary in tokens."""
-    figure = _figure(title, height=1.9 + 0.42 * len(evaluations))
+    figure = plot.new_figure(title, height=1.9 + 0.42 * len(evaluations))
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1])
     several = len({e.num_micro_batches for e in evaluations}) > 1
     labels = [
@@ -128,11 +117,10 @@ def plot_packings(evaluations: Sequence[Evaluation], title: str, path: Path) -> 
         axes.tick_params(axis="y", length=0)
     for axes in (left, middle, right):
         axes.grid(axis="x", color=GREY, lw=0.8)
-        axes.set_axisbelow(True)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    _save(figure, path)
+    plot.save(figure, path)
 
 
 def _points(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import product
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from megatron_wlb.cost import Hardware, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.model_file import padded_vocabulary
@@ -32,6 +32,7 @@ from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 
+T = TypeVar("T")
 Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]
 
 MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
@@ -158,11 +159,6 @@ class Search:
                 first.setdefault(choice.outcome.title, choice)
         return [*first.values()][1:]
 
-    @property
-    def num_rejected(self) -> dict[str, int]:
-        """Number of rejected layouts by reason, most first."""
-        return _by_reason(self.rejected)
-
 
 def search(
     space: Space,
@@ -195,23 +191,23 @@ def search(
         ConfigError: nothing can run; the message says why, and what comes nearest.
     """
     check_max_delay(max_delay)
-    possible: list[tuple[Run, int]] = []
-    rejected: list[Rejected] = []
-    layouts = list(_layouts(space))
-    for number, layout in enumerate(layouts):
-        progress("memory", number + 1, len(layouts))
-        for one in _runs(space, layout):
-            if isinstance(one, Rejected):
-                rejected.append(one)
-            else:
-                possible.append(one)
+
+    def told(what: str, items: Sequence[T]) -> Iterator[T]:
+        for number, item in enumerate(items, start=1):
+            yield item
+            progress(what, number, len(items))
+
+    layouts = told("memory", [*_layouts(space)])
+    runs = [one for layout in layouts for one in _runs(space, layout)]
+    rejected = [one for one in runs if isinstance(one, Rejected)]
+    possible = [one for one in runs if not isinstance(one, Rejected)]
     if not possible:
         raise ConfigError(_nothing(space, rejected))
     sample = _sample(source, space.window, seeds[0], long_documents)
-    candidates = []
-    for number, (scenario, max_tokens) in enumerate(possible):
-        candidates.append(Candidate(scenario, max_tokens, _coarse_mfu(space, scenario, sample)))
-        progress("coarse", number + 1, len(possible))
+    candidates = [
+        Candidate(scenario, max_tokens, _coarse_mfu(space, scenario, sample))
+        for scenario, max_tokens in told("coarse", possible)
+    ]
     candidates.sort(key=lambda c: (-c.mfu, _order(c.scenario)))
 
     def simulate(candidate: Candidate, variants: Sequence[PackingSettings]) -> list[Choice]:
@@ -231,16 +227,17 @@ def search(
     plain = [name for name in space.packings if not name.endswith(SHAPED)]
     refining = (plain or space.packings)[-1]
     refined: list[Choice] = []
-    chosen = candidates[:num_refined]
-    for number, candidate in enumerate(chosen):
+    for candidate in told("refined", candidates[:num_refined]):
         refined += simulate(candidate, [_variant(refining, candidate, candidate.windows)])
-        progress("refined", number + 1, len(chosen))
     refined = _ranked(refined, max_delay)
-    best = refined[:num_tuned]
-    for number, choice in enumerate(best):
-        variants, known = _variants(space, choice.candidate), choice.outcome.setting
-        refined += simulate(choice.candidate, [v for v in variants if not _alike(v, known)])
-        progress("tuned", number + 1, len(best))
+    for choice in told("tuned", refined[:num_tuned]):
+        known = choice.outcome.setting  # and what has a few tokens of S_max more or less
+        new = [
+            v for v in _variants(space, choice.candidate)
+            if replace(v, max_tokens=known.max_tokens) != known
+            or abs(v.max_tokens / known.max_tokens - 1) >= 0.05
+        ]  # fmt: skip
+        refined += simulate(choice.candidate, new)
     ranked = _ranked(refined, max_delay)
     return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
 
@@ -265,7 +262,6 @@ def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
 
 
 def _original(choices: Sequence[Choice]) -> Choice | None:
-    """The fastest with `original` packing that fits."""
     plain = [c for c in choices if c.outcome.setting.name == "original" and c.fits]
     return max(plain, key=lambda choice: choice.outcome.mfu, default=None)
 
@@ -288,12 +284,6 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
         for number in [candidate.windows] if cuts else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
-
-
-def _alike(one: PackingSettings, other: PackingSettings) -> bool:
-    """Equal but for a few tokens of S_max."""
-    near = abs(one.max_tokens / other.max_tokens - 1) < 0.05
-    return near and replace(one, max_tokens=other.max_tokens) == other
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:
@@ -361,7 +351,7 @@ def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
     if not rejected:
         given = ", ".join(f"{name} {size}" for name, size in space.fixed.items())
         return f"no layout of {space.num_devices} devices has {given}; leave a size out"
-    said = ", ".join(f"{count} for {why}" for why, count in _by_reason(rejected).items())
+    said = ", ".join(f"{count} for {why}" for why, count in by_reason(rejected).items())
     last = ([one for one in rejected if one.why == "memory"] or rejected)[-1]
     return (
         f"no layout of {space.num_devices} devices can run ({said}); such as "
@@ -369,7 +359,7 @@ def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
     )
 
 
-def _by_reason(rejected: Sequence[Rejected]) -> dict[str, int]:
+def by_reason(rejected: Sequence[Rejected]) -> dict[str, int]:
     """Number of rejected layouts by reason, most first."""
     return dict(Counter(str(one.why) for one in rejected).most_common())
 

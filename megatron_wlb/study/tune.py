@@ -71,7 +71,6 @@ class Tuning:
 
     @property
     def keeps_default(self) -> bool:
-        """Whether nothing better than a default was found."""
         return self.chosen.setting in [default.setting for default in self.defaults]
 
 
@@ -92,7 +91,7 @@ def tune(
     max_tokens: int,
     max_delay: float,
     steps: int,
-    warm_up: int | None = None,
+    warm_up: int = WARM_UP_STEPS,
     look_ahead: int = 0,
     limits: Mapping[str, Any] = MappingProxyType({}),
     progress: Callable[[int, int], object] = lambda done, total: None,
@@ -120,8 +119,7 @@ def tune(
     check_max_delay(max_delay)
     if look_ahead < 0:
         raise ConfigError(f"look_ahead is {look_ahead}; give at least 0")
-    window, warm_up = workload.window, WARM_UP_STEPS if warm_up is None else warm_up
-    hold = PackingSettings("hold", max_tokens, **limits)
+    window, hold = workload.window, PackingSettings("hold", max_tokens, **limits)
     defaults = [
         replace(hold, name=packing, max_tokens=min(max_tokens, 2 * window)) for packing in packings
     ]

@@ -22,7 +22,6 @@ Flags: TypeAlias = Mapping[str, Value]
 
 
 def model_flags(shape: ModelShape) -> Flags:
-    """The model's architecture."""
     grouped = shape.num_query_groups != shape.num_attention_heads
     own_channels = shape.kv_channels * shape.num_attention_heads != shape.hidden_size
     rotary = 0.0 if shape.learned_positions else shape.rotary_percent
@@ -51,7 +50,6 @@ def model_flags(shape: ModelShape) -> Flags:
 
 
 def _given(flags: Mapping[str, Value | None]) -> Flags:
-    """Leaves out what is None or False."""
     return {flag: x for flag, x in flags.items() if x is not None and x is not False}
 
 
@@ -139,11 +137,9 @@ def recipe(
     lines.append("MODEL_ARGS:")
     for heading, flags in sections.items():
         lines.append(f"  # {heading}")
-        lines += [f"  {flag}: {_scalar(value)}" for flag, value in flags.items()]
+        for flag, value in flags.items():
+            text = yaml.safe_dump(value).splitlines()[0]
+            if isinstance(value, list):  # As Megatron's recipes write several values of a flag.
+                text = f"[{' '.join(map(str, value))}]"
+            lines.append(f"  {flag}: {text}")
     return "\n".join(lines) + "\n"
-
-
-def _scalar(value: Value) -> str:
-    if isinstance(value, list):  # As Megatron's recipes write several values of a flag.
-        return f"[{' '.join(map(str, value))}]"
-    return yaml.safe_dump(value).splitlines()[0]

@@ -14,7 +14,7 @@ from helpers.gloo import GlooPool
 from helpers.memory import VOCAB_SIZE, MeasuredMemory, measure_step
 
 from megatron_wlb.cost import MemoryModel, Recompute
-from megatron_wlb.planning.from_config import memory_model, padded_vocab_size
+from megatron_wlb.planning.from_config import padded_vocab_size, run_of
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 
@@ -97,7 +97,7 @@ def run(
     tp_size = p.tensor_model_parallel_size * p.context_parallel_size
     world_size = tp_size * dp_size * p.pipeline_model_parallel_size
     measured = gloo.run(world_size, measure_step, config, lengths, PADDING)
-    model = memory_model(config, padded_vocab_size(config, VOCAB_SIZE), dp_size)
+    model = run_of(config, padded_vocab_size(config, VOCAB_SIZE), dp_size).memory
     return model, measured[:: tp_size * dp_size]
 
 

@@ -20,7 +20,7 @@ from megatron_wlb.bench.validation import (
 )
 from megatron_wlb.cost.profile import fit_stage
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.from_config import memory_model
+from megatron_wlb.planning.from_config import run_of
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.simulator.sharing import replay_shared
@@ -85,7 +85,7 @@ def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0, re
             for repeat, more in enumerate(repeats):
                 step = step_of(packing, number, lengths, vpp_size, num_cores, factor * more)
                 steps.append(dataclasses.replace(step, repeat=repeat))
-    model = memory_model(config, 256, 1)
+    model = run_of(config, 256, 1).memory
     for packing in ("original", "hold"):
         lengths = [[300], [20, 40], [100, 7], [1, 60]]
         padded = [sum(segments) for segments in lengths]

@@ -58,13 +58,13 @@ def test_plot_counts_every_document(capsys, monkeypatch) -> None:
     from megatron_wlb.study import plot
 
     figures = []
-    save = plot._save
+    save = plot.save
 
     def keep(figure, path) -> None:
         save(figure, path)
         figures.append(figure)
 
-    monkeypatch.setattr(plot, "_save", keep)
+    monkeypatch.setattr(plot, "save", keep)
     assert main([*STATS, "corpus", "--window", "512", "--plot", "lengths.png"]) == 0
     assert Path("lengths.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     above, below = figures[0].axes

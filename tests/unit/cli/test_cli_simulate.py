@@ -244,7 +244,7 @@ def test_memory_that_is_too_small_is_said_not_refused(capsys) -> None:
         (["--cp-size", "2", "--sharding", "zigzag"], 2, "unknown sharding zigzag"),
         (["--max-windows", "0.5"], 2, "--max-windows is 0.5"),
         (["--steps", "0"], 2, "--steps is 0"),
-        (["--plot", "p.jpg"], 2, "neither .png nor .svg"),
+        (["--plot", "p.jpg"], 2, "is no picture; call it .png or .svg"),
         (["--report", "."], 2, "is a folder"),
         (["--trace", "small.yaml/t.json"], 2, "cannot write --trace"),
     ],

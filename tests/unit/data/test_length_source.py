@@ -37,8 +37,7 @@ def test_file_of_lines_is_read_with_blank_lines_left_out(tmp_path: Path) -> None
     assert source.title == "lengths.txt" and source.longest(10) == 12000
 
 
-def test_file_of_lines_is_read_in_chunks(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("megatron_wlb.data.length_source._CHUNK_BYTES", 10)
+def test_file_of_lines_is_read_up_to_one_that_is_no_length(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     lengths = list(range(1, 200))
     path.write_text("".join(f"{length}\n" for length in lengths))

@@ -55,10 +55,12 @@ def test_attention_of_long_documents_is_that_of_their_pieces() -> None:
 
 def test_histogram_has_every_document_in_one_bin_of_a_power_of_two(statistics) -> None:
     bins = statistics.histogram()
-    assert [(bin.start, bin.stop) for bin in bins] == [(2**e, 2 ** (e + 1)) for e in range(1, 11)]
-    assert [bin.part.documents for bin in bins] == [2, 1, 0, 0, 1, 1, 0, 1, 1, 1]
-    assert sum(bin.part.attention_share for bin in bins) == pytest.approx(1)
-    assert sum(bin.part.tokens for bin in bins) == statistics.tokens
+    assert [(start, stop) for start, stop, _ in bins] == [
+        (2**e, 2 ** (e + 1)) for e in range(1, 11)
+    ]
+    assert [part.documents for _, _, part in bins] == [2, 1, 0, 0, 1, 1, 0, 1, 1, 1]
+    assert sum(part.attention_share for _, _, part in bins) == pytest.approx(1)
+    assert sum(part.tokens for _, _, part in bins) == statistics.tokens
 
 
 def test_dict_is_json_and_says_what_is_long(statistics: LengthStatistics) -> None:

@@ -20,11 +20,11 @@ from megatron_wlb.planning.from_config import (
     known_cost,
     make_planner,
     max_tokens,
-    memory_model,
     model_shape,
     padded_vocab_size,
     parallelism,
     recompute,
+    run_of,
 )
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
@@ -169,7 +169,7 @@ def test_missing_cost_file_is_named() -> None:
 def test_s_max_is_what_fits_the_memory() -> None:
     config = settings("--wlb-memory-gib", "0.05")
     fitting = max_tokens(config, VOCAB, dp_size=2)
-    model = memory_model(config, VOCAB, dp_size=2)
+    model = run_of(config, VOCAB, dp_size=2).memory
     assert 1024 < fitting < 4096
     limit = 0.05 * 2**30
     assert model.peak_bytes(0, [fitting] * 2) <= limit < model.peak_bytes(0, [fitting + 1] * 2)

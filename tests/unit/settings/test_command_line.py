@@ -200,7 +200,7 @@ def test_every_flag_is_megatrons_or_begins_with_wlb() -> None:
 
 def help_of(name: str) -> str:
     """The help of one flag, on one line."""
-    (action,) = (a for a in build_parser("p", "d")._actions if a.dest == name)
+    (action,) = (a for a in build_parser()._actions if a.dest == name)
     assert action.help is not None
     return action.help.replace("%%", "%")
 

@@ -45,13 +45,13 @@ def tuning() -> Tuning:
 @pytest.fixture
 def drawn(monkeypatch):
     figures = []
-    save = module._save
+    save = module.plot.save
 
     def keep(figure, path):
         save(figure, path)
         figures.append(figure)
 
-    monkeypatch.setattr(module, "_save", keep)
+    monkeypatch.setattr(module.plot, "save", keep)
     return figures
 
 

@@ -37,7 +37,7 @@ def page() -> Page:
     )
     lengths = source.lengths(20, window=WINDOW, seed=1)
     return Page(
-        base, outcomes, outcomes[0], lengths, "7b <on> 4", "CP 2 × PP 2",
+        base, outcomes, lengths, "7b <on> 4", "CP 2 × PP 2",
         (("documents", "a</script><b>bad</b>"),), "wlb simulate --x '<!--'",
     )  # fmt: skip
 

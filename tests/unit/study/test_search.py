@@ -10,7 +10,7 @@ from megatron_wlb.cost import ModelShape, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.study.search import Search, Space, search
+from megatron_wlb.study.search import Search, Space, by_reason, search
 
 WINDOW = 16384
 SHAPE = ModelShape(
@@ -53,7 +53,7 @@ def test_every_layout_can_run_or_has_its_reason(found: Search) -> None:
     reasons = {r.why: r.reason for r in found.rejected}
     assert set(reasons) == {"divisibility", "batch and schedule", "memory"}
     assert all(reason and "\n" not in reason for reason in reasons.values())
-    assert sum(found.num_rejected.values()) == len(found.rejected)
+    assert sum(by_reason(found.rejected).values()) == len(found.rejected)
 
 
 def test_candidates_fit_and_what_memory_rejects_does_not(found: Search) -> None:
@@ -65,7 +65,7 @@ def test_candidates_fit_and_what_memory_rejects_does_not(found: Search) -> None:
         for rank in range(scenario.parallelism.pp_size):
             assert scenario.memory.peak_bytes(rank, lengths) <= 6.0 * GIB
     roomy = find(space(memory_gib=60.0), num_refined=1)
-    assert "memory" not in roomy.num_rejected
+    assert "memory" not in by_reason(roomy.rejected)
     assert all(c.scenario.recompute.granularity is None for c in roomy.candidates)
     assert any(c.scenario.recompute.granularity for c in found.candidates)
 
@@ -138,7 +138,7 @@ def test_tensor_parallelism_stays_in_a_node_unless_allowed() -> None:
     assert max(c.scenario.parallelism.tp_size for c in found.candidates) == 2
     node_of_2 = replace(H100, devices_per_node=2)
     narrow = find(space(hardware=node_of_2), num_refined=1, num_tuned=0, steps=1)
-    assert narrow.num_rejected["topology"] == found.num_rejected["topology"]
+    assert by_reason(narrow.rejected)["topology"] == by_reason(found.rejected)["topology"]
 
 
 @pytest.mark.parametrize(

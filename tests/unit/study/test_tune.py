@@ -24,7 +24,6 @@ LENGTHS = np.random.default_rng(3).lognormal(5, 1.5, 3000).astype(np.int64).clip
 
 def simplify(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few candidates, over few steps."""
-    monkeypatch.setattr(module, "WARM_UP_STEPS", 6)
     monkeypatch.setattr(module, "THRESHOLDS", (1 / 4, 1 / 2, 3 / 4))
     monkeypatch.setattr(module, "QUEUES", (1, 2))
     monkeypatch.setattr(module, "DELAY_PRICES", (0.04, 0.3, 1.2))
@@ -44,8 +43,8 @@ def halves(lengths=LENGTHS, seed=1, **changes) -> list[Workload]:
 
 
 def tuned(works=None, **settings) -> Tuning:
-    values = {"max_tokens": 2 * WINDOW, "max_delay": 0.4, "steps": 25} | settings
-    return tune(*(works or halves()), **values)
+    values = {"max_tokens": 2 * WINDOW, "max_delay": 0.4, "steps": 25, "warm_up": 6}
+    return tune(*(works or halves()), **values | settings)
 
 
 @pytest.fixture(scope="module")
