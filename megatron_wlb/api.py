@@ -64,8 +64,8 @@ def plan_steps(
         documents: the prefix of a corpus, or the documents' lengths in tokens.
         window: training's ``--seq-length`` in tokens; longer documents are split.
         num_micro_batches: N, the micro-batches of a step over all data-parallel ranks.
-        packing: ``original``, ``fixed-greedy``, ``fixed-solver``, ``wlb`` or ``hold``; ``NAME:K``
-            sets the number of global batches, of queues, or of steps to look ahead.
+        packing: ``original``, ``fixed-greedy``, ``fixed-solver``, ``wlb``, ``hold`` or ``slim``;
+            ``NAME:K`` sets the number of global batches, queues, steps to look ahead, or units.
         max_tokens: S_max, the most tokens of a micro-batch; two windows if not given.
         cost: what balance is measured by; :func:`model_cost` makes one for a model.
         layout: its ``dp_size`` ranks share a step; TP and CP decide what lengths are padded to.

@@ -16,6 +16,7 @@ from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, counting_bar, say
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_WINDOW
+from megatron_wlb.packing.settings import run_with
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, gain, recommended
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
@@ -23,7 +24,7 @@ from megatron_wlb.study.paper import TABLE_2
 
 ALL = (
     "original", "fixed-greedy:1", "fixed-greedy:2", "fixed-greedy:4", "fixed-greedy:8", "wlb",
-    "hold",
+    "hold", "slim",
 )  # fmt: skip
 PAPER = (*ALL[:5], "wlb:1", "wlb:2", "wlb:3")
 STEPS, SOLVER_STEPS = 400, 20
@@ -37,7 +38,8 @@ _EPILOG = f"""\
 packings (--packing a,b,…):
   {", ".join(PACKINGS)}; with a number: fixed-greedy:4 and
   fixed-solver:4 repack 4 global batches together, wlb:3 has 3 queues, hold:4 looks 4 steps
-  ahead; hold+shape has shaped steps, with --pp-size. Default: all but the solver, which takes
+  ahead; slim:32 cuts a data-parallel rank's step into 32 units; hold+shape has shaped steps, with
+  --pp-size. Default: all but the solver, which takes
   seconds a step. 'paper' is every row of Table 2 but the solver's.
 
 columns:
@@ -122,7 +124,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> list[PackingSettings]:
-    named = args.packing or ALL
+    named = args.packing or run_with(args.vpp_size or 1, ALL)
     names = [n for name in named for n in (PAPER if name == "paper" else (name,))]
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},

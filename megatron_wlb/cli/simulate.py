@@ -30,6 +30,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing import PackingSettings
+from megatron_wlb.packing.settings import run_with
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import unknown, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
@@ -75,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         group,
         "--packing a,b,…",
         "as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
-        f"{DEFAULT_PACKINGS}; with stages hold+shape too)",
+        f"{DEFAULT_PACKINGS}, and slim without --vpp-size; with stages hold+shape too)",
     )
     about = f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)"
     flag(group, "--sharding a,b,…", about)
@@ -145,6 +146,7 @@ def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings
     named = args.packing
     if named is None:
         named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
+        named += run_with(args.vpp_size, ["slim"])
     names = ["original", *named]
     return [
         PackingSettings.parse(name, args.window, max_tokens, max_age=args.max_age)

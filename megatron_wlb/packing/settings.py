@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -62,6 +62,11 @@ def check_shaping(name: str) -> None:
             f"micro-batches of {name} packing are windows, so they cannot be shaped; use hold or "
             "wlb, or leave shaping off"
         )
+
+
+def run_with(vpp_size: int, names: Iterable[str]) -> list[str]:
+    """Lists those of the packings that so many virtual stages a rank can run: slices need one."""
+    return [name for name in names if vpp_size == 1 or name.partition(":")[0] != "slim"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.hardware import LEAST, MOST
+from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.corpora import Corpora
@@ -29,6 +30,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner, Stream
 from megatron_wlb.planning.run import Run, read_cost
+from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.reading import real_number
 from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.settings.config import Config
@@ -140,12 +142,13 @@ def max_tokens(config: Config, padded_vocab_size: int, dp_size: int) -> int:
     """S_max: ``--wlb-max-tokens``, or what fits ``--wlb-memory-gib``, or two windows.
 
     Memory asks that a step fits even if all micro-batches in flight are S_max long. More than the
-    tokens of a step is of no use. Raises :class:`ConfigError` where not even a window fits, or
+    tokens of a step is of no use. Units of slices are smaller, and memory decides on their number
+    instead. Raises :class:`ConfigError` where not even a window fits, or
     ``--wlb-max-tokens`` does not.
     """
     given, memory_gib = config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib
     window = config.data.seq_length
-    if memory_gib is None:
+    if memory_gib is None or config.wlb.wlb_packing == "slim":
         return 2 * window if given is None else given
     fitting = run_of(config, padded_vocab_size, dp_size).max_tokens()
     if fitting < (given or window):
@@ -246,7 +249,18 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     if packing.name == "slim":
         _check_positions(config, documents.longest(packing))
     costs = shaping_costs(config, run) if packing.shaped or packing.name == "slim" else None
-    return documents.planner(packing, costs=costs, selector=_selector(config, run))
+    planner = documents.planner(packing, costs=costs, selector=_selector(config, run))
+    limit_gib = config.wlb.wlb_memory_gib
+    if limit_gib is not None and isinstance(planner.slicing, Slicer):
+        needed_gib = planner.slicing.peak_bytes / GIB
+        if needed_gib > limit_gib:
+            raise ConfigError(
+                f"--wlb-packing slim: a step of documents of {documents.longest(packing)} tokens "
+                f"needs {needed_gib:.2f} GiB, above --wlb-memory-gib {limit_gib:g}; recompute "
+                "activations, use more TP or PP, or let shorter documents reach it "
+                "(--wlb-long-documents split, --seq-length)"
+            )
+    return planner
 
 
 def _check_positions(config: Config, longest: int) -> None:

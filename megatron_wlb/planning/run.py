@@ -45,7 +45,7 @@ from megatron_wlb.packing import CUTS_AT_WINDOWS, Packer, PackingSettings
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planner import Planner, Stream, each_rank
 from megatron_wlb.planning.shaping import Shaper
-from megatron_wlb.planning.slicing import SLICE_MULTIPLE, SLICES_OF_A_WINDOW, Slicer
+from megatron_wlb.planning.slicing import SLICE_MULTIPLE, SLICES_OF_A_WINDOW, MemoryLimit, Slicer
 from megatron_wlb.reading import real_number, whole_number
 from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.schedule.order import schedule
@@ -92,6 +92,8 @@ class Workload:
     length_multiple: int = 1
     layout: Parallelism | None = None
     """None: a step takes as long as its slowest micro-batch, as where each has its own devices."""
+    memory: MemoryLimit | None = None
+    """What a device may hold, for the number of units that slices are cut into."""
 
     @property
     def step_tokens(self) -> int:
@@ -165,20 +167,8 @@ class Workload:
         ``costs``; by equal stages and sends that take no time if these are not given.
         """
         made, p = self.packer(packing), self.layout
-        shaper = slicer = None
-        if packing.name == "slim":
-            p = p or Parallelism()
-            slicer = Slicer(
-                self.cost,
-                costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
-                p,
-                num_micro_batches=each_rank(self.num_micro_batches, p.dp_size),
-                max_tokens=made.limits.max_tokens,
-                num_units=packing.units,
-                merges=packing.dp_merge == "auto",
-                multiple=packing.slice_multiple
-                or max(1, min(SLICE_MULTIPLE, self.window // SLICES_OF_A_WINDOW)),
-            )
+        shaper = None
+        slicer = self._slicer(packing, costs) if packing.name == "slim" else None
         if packing.shaped and p is not None and p.pp_size > 1:
             shaper = Shaper(
                 costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
@@ -191,11 +181,29 @@ class Workload:
             self.stream(packing, num_steps + made.look_ahead + 1),
             made,
             self.cost,
-            dp_size=self.dp_size,
+            dp_size=self.dp_size if slicer is None else slicer.dp_size,
             length_multiple=self.length_multiple,
             shaping=shaper,
             slicing=slicer,
             selector=selector,
+        )
+
+    def _slicer(self, packing: PackingSettings, costs: StepCosts | None) -> Slicer:
+        """Makes what cuts steps. Where each micro-batch has its own devices, they are replicas."""
+        p = self.layout or Parallelism(dp_size=self.num_micro_batches)
+        each, longest = each_rank(self.num_micro_batches, p.dp_size), self.longest(packing)
+        multiple = max(1, min(SLICE_MULTIPLE, self.window // SLICES_OF_A_WINDOW))
+        return Slicer(
+            self.cost,
+            costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
+            p,
+            num_micro_batches=each,
+            max_tokens=packing.max_tokens,
+            num_units=packing.units,
+            multiple=packing.slice_multiple or multiple,
+            merges=packing.dp_merge == "auto",
+            memory=self.memory,
+            longest=[longest] * max(1, each * self.window // longest),
         )
 
     def check(self, packings: Sequence[PackingSettings]) -> None:
@@ -319,6 +327,7 @@ class Run:
             long_documents,
             self.length_multiple,
             self.parallelism,
+            MemoryLimit(self.memory, self.limit_gib * GIB),
         )
 
     def check_reach(self) -> None:

@@ -24,12 +24,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from megatron_wlb.cost import CostModel, Parallelism
+from megatron_wlb.cost import CostModel, MemoryModel, Parallelism
+from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.plan import Document, Span
 from megatron_wlb.planner import Units, whole
 from megatron_wlb.schedule.graph import slice_graph
+from megatron_wlb.schedule.order import sliced
 
 FACTORS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Units that are tried, in micro-batches of plain training."""
@@ -56,9 +58,32 @@ class Merged(NamedTuple):
     """A document that several data-parallel ranks run together."""
 
     us: float
-    """Of the whole document, on one rank."""
+    """What the whole document takes on one rank."""
     document: Document
     ranks: tuple[int, ...]
+
+
+class MemoryLimit(NamedTuple):
+    """What a device may hold."""
+
+    model: MemoryModel
+    limit_bytes: float
+
+    def peak_bytes(self, units: Units, layout: Parallelism) -> float:
+        """The most that any rank of the pipeline holds in a step of these units."""
+        held = [
+            Unit(
+                sum(span.length for span in spans),
+                Slice(0, spans[0].start, spans[0].stop, spans[0].document.length)
+                if spans and spans[0].is_slice
+                else None,
+            )
+            for spans in units.spans
+        ]
+        order = sliced(layout.pp_size, units.chains)
+        return max(
+            self.model.peak_bytes_of(rank, actions, held) for rank, actions in enumerate(order)
+        )
 
 
 class _Dealt(NamedTuple):
@@ -69,7 +94,7 @@ class _Dealt(NamedTuple):
     together: list[Merged]
     """Heaviest first."""
     mean_us: float
-    """Of a rank."""
+    """Work of a rank, in the mean."""
     heaviest: int
     """The rank with most work."""
 
@@ -89,6 +114,8 @@ class Slicer:
         merges: whether a document that outweighs a replica's mean may run on several together,
             where that is faster in simulation (DP-Merge). What their exchange of keys and values
             takes beyond a replica's own is not simulated.
+        memory: what a device may hold.
+        longest: lengths of a rank's documents in the step that needs most memory.
 
     Raises:
         ConfigError: sizes below 1, or more than one chunk a rank.
@@ -105,6 +132,8 @@ class Slicer:
         num_units: int | None = None,
         multiple: int = SLICE_MULTIPLE,
         merges: bool = True,
+        memory: MemoryLimit | None = None,
+        longest: Sequence[int] = (),
     ) -> None:
         if layout.vpp_size > 1:
             raise ConfigError(
@@ -112,10 +141,31 @@ class Slicer:
                 "chunk only, and leave few bubbles without; leave the virtual pipeline out"
             )
         self._cost, self._costs, self._layout = cost, costs, layout
-        self._num_micro_batches, self._max_tokens = num_micro_batches, max_tokens
+        self._max_tokens = max_tokens
         self._given, self._multiple, self._merges = num_units, multiple, merges
         self.num_units = num_units
-        """Of a data-parallel rank; None before the first step."""
+        """Units of a data-parallel rank; None before the first step."""
+        factors = [factor * num_micro_batches for factor in FACTORS]
+        tried = factors[: 1 + bisect_left(factors, ENOUGH_UNITS * (layout.pp_size - 1))]
+        self._tried = [num_units] if num_units else tried
+        self.peak_bytes = 0.0
+        """The most that a device holds in a step of the longest documents; 0 if not known."""
+        if memory is not None and longest:
+            self._keep_what_fits(memory, longest)
+
+    @property
+    def dp_size(self) -> int:
+        return self._layout.dp_size
+
+    def _keep_what_fits(self, memory: MemoryLimit, longest: Sequence[int]) -> None:
+        """Leaves the numbers of units that fit memory, or the one that is nearest to that."""
+        worst = [Document(0, at, 0, length, True, 0, at, 0) for at, length in enumerate(longest)]
+        timed = self._heaviest_first(worst)
+        alone = _Dealt([timed], [], sum([us for us, _ in timed]), 0)
+        peaks = {n: memory.peak_bytes(self._lay(alone, 0, n), self._layout) for n in self._tried}
+        fitting = [n for n in self._tried if peaks[n] <= memory.limit_bytes]
+        self._tried = fitting or [min(self._tried, key=lambda n: (peaks[n], n))]
+        self.peak_bytes = min(peaks[n] for n in self._tried)
 
     def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
         """The units of each data-parallel rank; a rank without documents has an empty one."""
@@ -185,12 +235,9 @@ class Slicer:
 
     def _choose(self, dealt: _Dealt) -> int:
         """The number of units with which a step is shortest, in simulation, or about so."""
-        enough = ENOUGH_UNITS * (self._layout.pp_size - 1)
-        numbers = [factor * self._num_micro_batches for factor in FACTORS]
-        numbers = numbers[: 1 + bisect_left(numbers, enough)]
-        steps_us = [self._step_us(dealt, number) for number in numbers]
+        steps_us = [self._step_us(dealt, number) for number in self._tried]
         limit_us = (1 + WORTH_MORE_UNITS) * min(steps_us)
-        return next(n for n, us in zip(numbers, steps_us, strict=True) if us <= limit_us)
+        return next(n for n, us in zip(self._tried, steps_us, strict=True) if us <= limit_us)
 
     def _step_us(self, dealt: _Dealt, num_units: int) -> float:
         """Time of forwards and backwards, simulated, of the rank with most work."""

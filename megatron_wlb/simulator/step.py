@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
-from megatron_wlb.cost.slices import Unit, chained
+from megatron_wlb.cost.slices import Slice, Unit, chained
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan import MicroBatchPlan, StepPlan
 from megatron_wlb.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
 from megatron_wlb.schedule.order import Order
 from megatron_wlb.simulator.engine import check_times
@@ -130,6 +130,10 @@ class Simulator:
         before = prefixes if prefixes is not None else [None] * len(lengths)
         stages = self.costs.stages
         times = list(map(stages.times_us, lengths, scale, before))
+        if isinstance(micro_batches, StepPlan) and chains:
+            shares = [_shares(rank) for rank in micro_batches.micro_batches]
+            times = [own * share for own, share in zip(times, shares, strict=True)]
+            padded = [[unit.num_tokens for unit in rank] for rank in units]
         gaps = list(map(self.costs.p2p_us, padded))
         for own in times:
             check_times("stage times", own)
@@ -146,8 +150,7 @@ class Simulator:
         padded = [[m.padded_length for m in rank] for rank in ranks]
         if not plan.chains:
             return _held(self.memory, [self.graph(len(padded[0]))] * len(padded), padded, ())
-        prefixes = [[m.prefixes for m in rank] for rank in ranks]
-        units = self._units(plan, [[m.lengths for m in r] for r in ranks], prefixes, plan.chains)
+        units = self._units(plan, (), None, plan.chains)
         graphs = [slice_graph(self.parallelism.pp_size, own) for own in plan.chains]
         return _held(self.memory, graphs, padded, units)
 
@@ -163,25 +166,17 @@ class Simulator:
             raise ConfigError(
                 f"documents run in slices with VPP {self.parallelism.vpp_size}; slices need 1"
             )
-        if len(chains) != len(lengths):
+        num_ranks = self.parallelism.dp_size
+        if len(chains) != num_ranks:
             raise PlanError(
                 f"there are chains of {len(chains)} data-parallel ranks, but micro-batches for "
-                f"{len(lengths)}; give chains to each"
+                f"{num_ranks}; give chains to each"
             )
+        if isinstance(micro_batches, StepPlan):
+            return tuple(tuple(map(_unit, rank)) for rank in micro_batches.micro_batches)
         if prefixes is None:
             prefixes = [[[0] * len(segments) for segments in rank] for rank in lengths]
-        units = tuple(map(chained, lengths, prefixes, chains))
-        if not isinstance(micro_batches, StepPlan):
-            return units
-        return tuple(
-            tuple(
-                unit._replace(slice=unit.slice._replace(document=m.slice.document.arrival))
-                if unit.slice and m.slice
-                else unit
-                for unit, m in zip(own, rank, strict=True)
-            )
-            for own, rank in zip(units, micro_batches.micro_batches, strict=True)
-        )
+        return tuple(map(chained, lengths, prefixes, chains))
 
     def _finish(
         self, graphs: Sequence[Graph], replays: Sequence[Replay]
@@ -248,13 +243,27 @@ def slowest_us(plan: StepPlan, stages: StageCosts, graph: Graph) -> float:
     result = 0.0
     for number, rank in enumerate(plan.micro_batches):
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
-        times_us = stages.times_us(lengths, prefixes=prefixes if graphs else None)
+        times_us = stages.times_us(lengths, prefixes=prefixes if graphs else None) * _shares(rank)
         own = graphs[number] if graphs else graph
         result = max(result, float(own.step_us(times_us, np.zeros(len(rank)))))
     return result
 
 
 _length, _start = attrgetter("length"), attrgetter("start")
+
+
+def _shares(rank: Sequence[MicroBatchPlan]) -> Floats:
+    """What of each micro-batch is a data-parallel rank's, where several run it together."""
+    return np.array([1 / (len(m.replicas) or 1) for m in rank])
+
+
+def _unit(m: MicroBatchPlan) -> Unit:
+    """The part of a micro-batch that is one data-parallel rank's."""
+    num_tokens = m.padded_length // (len(m.replicas) or 1)
+    if m.slice is None:
+        return Unit(num_tokens)
+    document = m.slice.document
+    return Unit(num_tokens, Slice(document.arrival, m.slice.start, m.slice.stop, document.length))
 
 
 def _held(

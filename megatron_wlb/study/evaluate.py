@@ -177,6 +177,8 @@ class _Clock:
     def devices_us(self, plan: StepPlan) -> float:
         p, ranks = self._layout, plan.micro_batches
         if p is None:
+            if plan.chains:  # their units run one after another on a replica's devices
+                return len(ranks) * max(sum(m.predicted_us for m in rank) for rank in ranks)
             times_us = [micro_batch.predicted_us for micro_batch in plan]
             return len(times_us) * max(times_us)
         if p.pp_size == 1:

@@ -25,7 +25,7 @@ from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingSettings
-from megatron_wlb.packing.settings import SHAPED
+from megatron_wlb.packing.settings import SHAPED, run_with
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
@@ -57,9 +57,10 @@ class Space:
     window: int
     num_micro_batches: tuple[int, ...]
     """N: of a step, over all data-parallel ranks."""
-    packings: tuple[str, ...] = ("original", "wlb", "hold", "hold+shape")
+    packings: tuple[str, ...] = ("original", "slim", "wlb", "hold", "hold+shape")
     """As :meth:`PackingSettings.parse` takes them; the last one that is not shaped refines the
-    layouts. Where there is one stage ``+shape`` is left off: there is nothing to shape."""
+    layouts. Where there is one stage ``+shape`` is left off: there is nothing to shape. Layouts
+    with virtual stages are tried without `slim`, which has none."""
     sharding: Mode = "adaptive"
     """The sharding where CP is above 1."""
     recompute: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
@@ -225,10 +226,11 @@ def search(
         return [Choice(candidate, outcome) for outcome in outcomes]
 
     plain = [name for name in space.packings if not name.endswith(SHAPED)]
-    refining = (plain or space.packings)[-1]
     refined: list[Choice] = []
     for candidate in told("refined", candidates[:num_refined]):
-        refined += simulate(candidate, [_variant(refining, candidate, candidate.windows)])
+        vpp_size = candidate.scenario.parallelism.vpp_size
+        for refining in run_with(vpp_size, plain or space.packings)[-1:]:
+            refined += simulate(candidate, [_variant(refining, candidate, candidate.windows)])
     refined = _ranked(refined, max_delay)
     for choice in told("tuned", refined[:num_tuned]):
         known = choice.outcome.setting  # and what has a few tokens of S_max more or less
@@ -279,9 +281,9 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
     if fits > 1.05 * max(windows, default=0.0) and fits < MAX_WINDOWS[-1]:
         windows.append(fits)
     variants = []
-    for packing in space.packings:
-        cuts = packing.partition(":")[0] in CUTS_AT_WINDOWS
-        for number in [candidate.windows] if cuts else windows:
+    for packing in run_with(candidate.scenario.parallelism.vpp_size, space.packings):
+        name = packing.partition(":")[0]
+        for number in [candidate.windows] if name in (*CUTS_AT_WINDOWS, "slim") else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
 

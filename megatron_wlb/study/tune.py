@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.packing import PackingSettings
+from megatron_wlb.packing.settings import run_with
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, recommended
 from megatron_wlb.study.evaluate import Evaluation, evaluate
@@ -126,6 +127,10 @@ def tune(
     baselines = [
         replace(hold, name="original"),
         *(replace(hold, name="fixed-greedy", fixed_batches=batches) for batches in (1, 4)),
+        *(
+            replace(hold, name=name)
+            for name in run_with(workload.layout.vpp_size if workload.layout else 1, ["slim"])
+        ),
     ]
     workload.check([*defaults, *baselines, hold])
 

@@ -94,7 +94,7 @@ class _Part:
     """One head group between forward and backward."""
 
     calls: list[KernelCall]
-    """Those of the slice's chunks, and then that of all other tokens, if there are any."""
+    """Calls for the slice's chunks, and then one for all other tokens, if there are any."""
     pair: torch.Tensor
     """``[Tk, 2, G/g, D]``: key and value of the last call are its halves."""
 

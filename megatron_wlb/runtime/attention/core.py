@@ -187,7 +187,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         segments: Segments | None,
         run: LayerSlice | None,
     ) -> torch.Tensor:
-        """With all tokens on this rank: attention of the slice, and that of all whole documents."""
+        """Attention of the slice and of all whole documents, with all tokens on this rank."""
         if segments is None:
             assert run is not None
             return slice_attention(query, key, value, run)

@@ -195,7 +195,10 @@ def test_ranges_bound_each_corpus_and_empty_documents_are_counted() -> None:
         ({"step_tokens": 0}, "step_tokens 0 is not above 0"),
         ({"num_epochs": 0}, "num_epochs 0 is below 1"),
         ({"seed": -1}, "seed -1 is not in"),
-        ({"long_documents": "cut"}, "'cut' for long documents is none of split, truncate, error"),
+        (
+            {"long_documents": "cut"},
+            "'cut' for long documents is none of split, slice, truncate, error",
+        ),
         ({"ranges": [(0, 3)]}, "range 0:3 is outside corpus 0, 2 long"),
         ({"ranges": []}, "0 ranges for 1 corpora"),
     ],
