@@ -183,7 +183,8 @@ def json_of(sections: Sequence[Section]) -> list[dict[str, Any]]:
             "title": section.title,
             "rows": [
                 {"name": row.name, "simulated": row.value, "lowest": row.lowest,
-                 "highest": row.highest, "paper": row.paper, "deviation": row.deviation}
+                 "highest": row.highest, "paper": row.paper, "deviation": row.deviation,
+                 "more": dict(zip(section.columns, row.extra, strict=True))}
                 for row in section.rows
             ],
             "claims": [{"claim": claim, "holds": holds} for claim, holds in section.claims],

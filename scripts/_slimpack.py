@@ -81,7 +81,8 @@ def _throughput(effort: Effort, solver: bool) -> Section:
         "batches leave best-fit packing fewer bubbles, so the gain is smaller. Merging of "
         "data-parallel ranks for single documents (DP-Merge) is not simulated: no document "
         "here is longer than the context. Small kernels cost as much a token as large ones in the "
-        "model, so `slim` may be flattered, and context-parallel ranks share attention evenly, which flatters windows.",
+        "model, so `slim` may be flattered, and context-parallel ranks share attention evenly, "
+        "which flatters windows.",
         ("over `original`", "over `hold`", "`slim` in the layout of best-fit", "CP",
          "peak GiB", "bubbles"),
         1.0,

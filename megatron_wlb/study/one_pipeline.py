@@ -115,7 +115,7 @@ class Unlike(NamedTuple):
     num_units: float
     """Units that slim packing chooses, in the mean over seeds."""
     speedup: dict[str, tuple[float, ...]]
-    """Of each of :data:`UNLIKE`, by seed: over slim packing, whose units serve both passes."""
+    """What each of :data:`UNLIKE` gains over slim packing, by seed."""
 
 
 def unlike(num_micro_batches: int, effort: Effort) -> Unlike:

@@ -51,7 +51,7 @@ PP_SIZES = {"7b": 4, "13b": 4, "70b": 8, "150b": 8}
 """Assumed."""
 CONTEXTS = (64 * K, 128 * K, 256 * K)
 DOCUMENTS = 512
-"""Of a global batch, in the mean: §6.1 has 512 to 2048."""
+"""What a global batch has, in the mean; §6.1 has 512 to 2048."""
 PRINTED_MOST = 2.8
 """The most that SlimPack gains over best-fit packing: the only figure that the text prints."""
 BEST_FIT = "best-fit"
