@@ -45,6 +45,8 @@ def test_data_have_the_shares_that_the_paper_states() -> None:
 
 def test_best_fit_leaves_the_least_room() -> None:
     assert slimpack.best_fit([3, 7, 5, 4, 2, 6], 10) == [[7, 3], [6, 4], [5, 2]]
+    # 2 fits in the first window, too, but leaves more room there.
+    assert slimpack.best_fit([2, 42, 60, 55], 100) == [[60], [55, 42, 2]]
 
 
 def test_best_fit_keeps_every_document_and_the_window() -> None:
