@@ -104,11 +104,24 @@ def sliced(pp_size: int, chains: Sequence[int]) -> Order:
     num = sum(chains)
     _check_sizes(pp_size, 1, num)
     backwards: list[int] = []
-    ahead: list[int] = []  # eighths of forwards before each backward, on the last rank
+    needed: list[int] = []
     for length in chains:
         stop = len(backwards) + length
         backwards += reversed(range(len(backwards), stop))
-        ahead += [8 * stop] * length
+        needed += [stop] * length
+    return run_ahead(pp_size, backwards, needed)
+
+
+def run_ahead(
+    pp_size: int, backwards: Sequence[int], needed: Sequence[int], rank_lead: int = 1
+) -> Order:
+    """The order of ``backwards``, each behind its number of forwards on the last rank, 1 at least.
+
+    Forwards run in their order, as many as backwards, and ``rank_lead`` more on each rank than on
+    the next. The lead is worked off as :func:`sliced` has it.
+    """
+    num = len(backwards)
+    ahead = [8 * number for number in needed]  # eighths of forwards
     for at in reversed(range(num - 1)):
         ahead[at] = max(ahead[at], ahead[at + 1] - 9)
     for at in range(1, num):
@@ -120,7 +133,7 @@ def sliced(pp_size: int, chains: Sequence[int]) -> Order:
         actions: list[Action] = []
         done = 0
         for action, enough in zip(backward, ahead, strict=True):
-            until = min(num, -(-enough // 8) + pp_size - 1 - rank)
+            until = min(num, -(-enough // 8) + rank_lead * (pp_size - 1 - rank))
             actions += forward[done:until]
             done = max(done, until)
             actions.append(action)

@@ -11,6 +11,7 @@ from megatron_wlb.schedule.order import (
     interleaved,
     one_f_one_b,
     receive_order,
+    run_ahead,
     schedule,
     sliced,
     validate,
@@ -235,6 +236,20 @@ def test_sliced_order_runs_few_passes_of_a_kind_at_once():
         before_the_first_backward = kinds.index("B")
         assert "FFF" not in kinds[before_the_first_backward:]
         assert "BBB" not in kinds[: kinds.rindex("F")]
+
+
+@pytest.mark.parametrize("rank_lead", [1, 3])
+def test_run_ahead_order_has_the_forwards_that_each_backward_needs(rank_lead):
+    needed = [2, 2, 7, 7, 7, 7, 8, 9]
+    needed += [max(needed)] * 2 + [12, 12]
+    order = run_ahead(3, range(12), needed, rank_lead)
+    validate(order)
+    for rank, actions in enumerate(order):
+        kinds = "".join(action.kind for action in actions)
+        done = [kinds[:at].count("F") for at, kind in enumerate(kinds) if kind == "B"]
+        lead = rank_lead * (2 - rank)
+        assert all(have >= min(12, least + lead) for have, least in zip(done, needed, strict=True))
+        assert done[0] < 12 or rank_lead == 3  # and not all at first
 
 
 def test_validate_refuses_a_chain_whose_backwards_run_first_to_last():

@@ -110,7 +110,7 @@ def test_script_takes_the_machine_that_is_given(key: str) -> None:
         [sys.executable, "-c",
          "import sys; sys.path.insert(0, 'scripts'); import reproduce_paper as script\n"
          "from megatron_wlb.study.paper import Effort\n"
-         f"script._make({key!r}, Effort(1, (1,), hardware='no-such-machine'), False)"],
+         f"script._make('wlb-llm', {key!r}, Effort(1, (1,), hardware='no-such-machine'), False)"],
         capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
     )  # fmt: skip
     assert "unknown hardware no-such-machine" in done.stderr

@@ -1,0 +1,246 @@
+"""The experiments of SlimPack (2025) as simulations, and what it prints of them.
+
+Its models (Table 3) and 80 GB Hopper GPUs are modelled. Its documents are not public;
+distributions that follow what its text says of them (:data:`DATA`) stand for them. Layouts,
+vocabulary and what is recomputed are not printed: each packing gets the fastest of :func:`layouts`
+that its steps fit in.
+Everything here is *simulated*.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+
+from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost.document import imbalance
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.model_file import padded_vocabulary
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.data.lengths import Draw, slimpack
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.run import Run
+from megatron_wlb.schedule.graph import Floats
+from megatron_wlb.simulator.step import Lengths, Simulator
+from megatron_wlb.simulator.step_timeline import StepTimeline
+from megatron_wlb.study.paper import HARDWARE, Effort, K, max_tokens
+
+llama = partial(
+    ModelShape, kv_channels=128, vocab_size=32000, gated=True, rms_norm=True, linear_bias=False,
+    tied_embeddings=False,
+)  # fmt: skip
+MODELS = {
+    "7b": llama(4096, 11008, 32, 32, 32),
+    "13b": llama(5120, 13824, 40, 40, 40),
+    "70b": llama(8192, 28672, 80, 64, 8),
+    "150b": llama(12288, 32768, 96, 96, 8),
+}
+"""Table 3. The vocabulary is LLaMA2's; the paper's is lost in the text that we have."""
+DEVICES = {"7b": 128, "13b": 128, "70b": 256, "150b": 256}
+"""§6.2."""
+TP_SIZE = 8
+"""Assumed: a node."""
+PP_SIZES = {"7b": 4, "13b": 4, "70b": 8, "150b": 8}
+"""Assumed."""
+CONTEXTS = (64 * K, 128 * K, 256 * K)
+DOCUMENTS = 512
+"""What a global batch has, in the mean; §6.1 has 512 to 2048."""
+PRINTED_MOST = 2.8
+"""The most that SlimPack gains over best-fit packing: the only figure that the text prints."""
+BEST_FIT = "best-fit"
+FULL = Recompute("full", "uniform", 1)
+
+
+def _github(random: np.random.Generator, size: int) -> Floats:
+    return random.lognormal(math.log(4096), 1.5, size)
+
+
+def _wikipedia(random: np.random.Generator, size: int) -> Floats:
+    short = random.lognormal(math.log(1024), 0.8, size)
+    return np.where(random.random(size) < 0.8, short, random.lognormal(math.log(16384), 1, size))
+
+
+DATA: dict[str, Draw] = {"Common Crawl": slimpack, "GitHub": _github, "Wikipedia": _wikipedia}
+"""Common Crawl has the shares that §2.1.1 prints. GitHub is longer and less spread, with 1 % above
+128K; Wikipedia has a cluster of short documents and one of long ones (§6.2, §6.3): ours."""
+
+
+@lru_cache
+def lengths_of(data: str) -> LengthSource:
+    """Documents of a data set: one draw, of which seeds choose."""
+    drawn = DATA[data](np.random.default_rng(0), 1 << 17)
+    return LengthSource.of_lengths(data, np.maximum(drawn, 1).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bar of Figure 13."""
+
+    model: str
+    context: int
+    data: str = "Common Crawl"
+    documents: int = DOCUMENTS
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.upper()}-{self.context // K}K"
+
+
+def layouts(case: Case, hardware: str = HARDWARE) -> list[Run]:
+    """What the devices can be divided in: CP 1, 2 or 4, recomputing nothing or whole layers.
+
+    N is what the documents fill in the mean, a multiple of all data-parallel sizes.
+    """
+    stored = lengths_of(case.data).stored
+    assert stored is not None
+    pp_size = PP_SIZES[case.model]
+    shards = DEVICES[case.model] // TP_SIZE // pp_size
+    windows = case.documents * float(stored.mean()) / case.context
+    return [
+        Run(
+            padded_vocabulary(MODELS[case.model], TP_SIZE),
+            load_hardware(hardware),
+            Parallelism(
+                TP_SIZE, cp_size, pp_size, dp_size=shards // cp_size, sequence_parallel=True
+            ),
+            case.context,
+            shards * max(1, round(windows / shards)),
+            recompute,
+        )
+        for recompute in (Recompute(), FULL)
+        for cp_size in (1, 2, 4)
+    ]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a packing did in a case."""
+
+    run: Run
+    mfu_by_seed: tuple[float, ...]
+    bubble_share: float
+    peak_gib: float
+    units: float
+    """Micro-batches of a data-parallel rank, in the mean."""
+    spread: Floats
+    """``[2, 2]``: of forwards and backwards, the slowest over the mean and the coefficient of
+    variation, within a data-parallel rank's step."""
+
+    def speedup(self, other: Result) -> tuple[float, float, float]:
+        """The ratio of work a second, its lowest and its highest over the seeds."""
+        pairs = zip(self.mfu_by_seed, other.mfu_by_seed, strict=True)
+        ratios = [ours / theirs for ours, theirs in pairs]
+        mean = sum(self.mfu_by_seed) / sum(other.mfu_by_seed)
+        return mean, min(ratios), max(ratios)
+
+
+def measure(run: Run, packing: str, case: Case, effort: Effort) -> Result:
+    """Simulates a packing, with context-parallel ranks that share attention evenly."""
+    simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
+    peak_flops_per_us = run.num_devices * run.hardware.peak_tflops * 1e6
+    mfu, bubbles, spreads, units, peak_bytes = [], [], [], [], 0.0
+    for seed in effort.seeds:
+        flops = time_us = 0.0
+        for step, own_flops in _steps(run, packing, case, seed, effort):
+            line = simulator.step(step)
+            flops, time_us = flops + own_flops, time_us + line.step_us
+            bubbles.append(line.bubble_share)
+            spreads.append(spread(line))
+            units.append(sum(len(rank) for rank in line.p2p_us) / line.dp_size)
+            peak_bytes = max(peak_bytes, line.peak_bytes)
+        mfu.append(flops / (peak_flops_per_us * time_us))
+    return Result(
+        run,
+        tuple(mfu),
+        float(np.mean(bubbles)),
+        peak_bytes / GIB,
+        float(np.mean(units)),
+        np.mean(spreads, axis=0),
+    )
+
+
+def fastest(case: Case, packing: str, effort: Effort) -> Result:
+    """A packing in the layout in which it is fastest, of those that its steps fit in.
+
+    Raises :class:`ConfigError` where it fits in none.
+    """
+    trial = Effort(2, effort.seeds[:1], warm_up=0, hardware=effort.hardware)
+    tried = []
+    for run in layouts(case, effort.hardware):
+        result = measure(run, packing, case, trial)
+        if result.peak_gib <= run.limit_gib:
+            tried.append(result)
+    tried.sort(key=lambda result: -result.mfu_by_seed[0])
+    for result in tried:
+        whole = measure(result.run, packing, case, effort)
+        if whole.peak_gib <= whole.run.limit_gib:
+            return whole
+    raise ConfigError(f"{case.name} with {packing} fits in no layout; give other devices")
+
+
+def spread(line: StepTimeline) -> Floats:
+    """See :attr:`Result.spread`."""
+    stages = [times.sum(axis=1) for times in line.times_us]
+    found: Floats = np.mean(
+        [[(imbalance(own.tolist()), own.std() / own.mean()) for own in times] for times in stages],
+        axis=0,
+    )
+    return found
+
+
+def _steps(
+    run: Run, packing: str, case: Case, seed: int, effort: Effort
+) -> Iterator[tuple[StepPlan | Lengths, float]]:
+    """Steps that count, with their FLOPs."""
+    workload = run.workload(lengths_of(case.data), seed=seed)
+    num = effort.warm_up + effort.steps
+    limit = run.window
+    if packing == BEST_FIT:
+        stream = workload.stream(PackingSettings("slim", limit), num)
+        random = np.random.default_rng(seed)
+        for step in range(num):
+            lengths = [document.length for document in stream.next_step()]
+            windows = best_fit(lengths, run.window, run.parallelism.dp_size)
+            order = random.permutation(len(windows))
+            dp_size = run.parallelism.dp_size
+            if step >= effort.warm_up:
+                ranks = [[windows[at] for at in order[rank::dp_size]] for rank in range(dp_size)]
+                yield ranks, run.flops(lengths)
+        return
+    if packing == "hold":
+        limit = max_tokens(run)
+    setting = PackingSettings.parse(packing, run.window, limit)
+    for plan in workload.planner(setting, num, costs=run.costs).plans(num):
+        if plan.step >= effort.warm_up:
+            yield plan, run.flops(document.length for document in plan.documents)
+
+
+def best_fit(lengths: Sequence[int], window: int, multiple: int = 1) -> list[list[int]]:
+    """Packs whole documents in windows: the longest first, each where it leaves the least room.
+
+    Where the windows are no multiple of ``multiple``, those with most documents give some away.
+    """
+    windows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # tokens, window; ascending
+    for length in sorted(lengths, reverse=True):
+        at = bisect_left(rooms, (length, 0))
+        if at < len(rooms):
+            room, index = rooms.pop(at)
+        else:
+            room, index = window, len(windows)
+            windows.append([])
+        windows[index].append(length)
+        insort(rooms, (room - length, index))
+    while len(windows) % multiple:
+        fullest = max(windows, key=len)
+        half = len(fullest) // 2
+        windows.append(fullest[half:])
+        del fullest[half:]
+    return windows

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.study import slimpack
+from megatron_wlb.study.paper import Effort, K
+from megatron_wlb.study.slimpack import BEST_FIT, Case
+
+PROJECT = Path(__file__).parents[3]
+_LAYOUTS = slimpack.layouts
+QUICK = Effort(3, (1,), warm_up=2)
+
+
+def test_models_have_the_sizes_that_they_are_named_by() -> None:
+    billions = {
+        name: (model.linear_parameters + model.hidden_size * model.vocab_size) / 1e9
+        for name, model in slimpack.MODELS.items()
+    }
+    assert billions == {
+        name: pytest.approx(float(name.removesuffix("b")), rel=0.05) for name in billions
+    }
+    for model, devices in slimpack.DEVICES.items():
+        runs = slimpack.layouts(Case(model, 128 * K))
+        assert {run.num_devices for run in runs} == {devices}
+        assert len({run.num_micro_batches for run in runs}) == 1
+
+
+def test_data_have_the_shares_that_the_paper_states() -> None:
+    common, github, wikipedia = (slimpack.lengths_of(data).stored for data in slimpack.DATA)
+    assert common is not None and github is not None and wikipedia is not None
+    assert np.mean(common < 4096) == pytest.approx(0.8, abs=0.01)
+    assert np.mean(common > 128 * K) == pytest.approx(0.01, abs=0.002)
+    assert github.mean() > max(common.mean(), wikipedia.mean())
+    assert np.std(np.log(github)) < np.std(np.log(common))
+
+
+def test_best_fit_leaves_the_least_room() -> None:
+    assert slimpack.best_fit([3, 7, 5, 4, 2, 6], 10) == [[7, 3], [6, 4], [5, 2]]
+    # 2 fits in the first window, too, but leaves more room there.
+    assert slimpack.best_fit([2, 42, 60, 55], 100) == [[60], [55, 42, 2]]
+
+
+def test_best_fit_keeps_every_document_and_the_window() -> None:
+    lengths = np.random.default_rng(1).integers(1, 101, 200).tolist()
+    for multiple in (1, 4, 7):
+        windows = slimpack.best_fit(lengths, 100, multiple)
+        assert not len(windows) % multiple and all(windows)
+        assert max(map(sum, windows)) <= 100
+        assert Counter(length for window in windows for length in window) == Counter(lengths)
+    full = sum(lengths) / 100
+    assert len(slimpack.best_fit(lengths, 100)) < 1.05 * full + 1
+
+
+def test_slices_gain_most_over_best_fit_and_need_less_memory() -> None:
+    case = Case("13b", 128 * K)
+    run = slimpack.layouts(case)[2]
+    best_fit, original, hold, slim = (
+        slimpack.measure(run, packing, case, QUICK)
+        for packing in (BEST_FIT, "original", "hold", "slim")
+    )
+    assert 1.25 < slim.speedup(best_fit)[0] < 1.5
+    assert slim.speedup(original)[0] > slim.speedup(hold)[0] > 1
+    assert slim.bubble_share < 0.08 < 0.2 < best_fit.bubble_share
+    assert slim.peak_gib < 1.1 * best_fit.peak_gib < hold.peak_gib
+    assert slim.units > 2 * best_fit.units
+    # Variation of forwards and backwards: windows are worse backward, slices even in both.
+    assert 0.3 < best_fit.spread[0, 1] < best_fit.spread[1, 1]
+    assert slim.spread[:, 1].max() < 0.05
+    assert (slim.spread[:, 0] < best_fit.spread[:, 0]).all()
+
+
+def test_fastest_layout_fits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("70b", 128 * K)
+    monkeypatch.setattr(slimpack, "layouts", lambda *_: _LAYOUTS(case)[2::3])  # those of CP 4
+    quick = Effort(1, (1,), warm_up=0)
+    windows, slices = (slimpack.fastest(case, packing, quick) for packing in (BEST_FIT, "slim"))
+    assert windows.run.recompute.granularity == "full"
+    assert slices.run.recompute.granularity is None
+    assert max(windows.peak_gib, slices.peak_gib) <= windows.run.limit_gib
+    assert slices.speedup(windows)[0] > 1.6
+
+
+def test_layout_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("150b", 256 * K)
+    monkeypatch.setattr(slimpack, "layouts", lambda *_: _LAYOUTS(case)[:1])
+    with pytest.raises(ConfigError, match="150B-256K with best-fit fits in no layout"):
+        slimpack.fastest(case, BEST_FIT, QUICK)
+
+
+def test_script_makes_a_small_page_of_slimpack(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/reproduce_paper.py", "--paper", "slimpack", "--small", "--only",
+         "backward", "hold", "--out", str(tmp_path), "--json"],
+        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    page = " ".join((tmp_path / "slimpack.md").read_text().split())
+    assert page.startswith("# SlimPack's experiments, simulated")
+    assert "--paper slimpack --small --only backward hold` in" in page
+    found = json.loads(done.stdout)
+    assert found["simulated"]
+    backward, hold = found["sections"]
+    rows = {row["name"]: row["simulated"] for row in backward["rows"]}
+    assert 0.99 < rows["N = 16, own cuts"] < 1.02 < rows["N = 4, no bubbles"]
+    rows = {row["name"]: row["simulated"] for row in hold["rows"]}
+    assert rows["N = 4, hold, V = 4"] < rows["N = 4, slim, V = 1"] < rows["N = 4, no bubbles"]
+    for section in (backward, hold):
+        picture = tmp_path / "images" / f"slimpack-{section['key']}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert "| paper | deviation |" not in page
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--only", "table-2"], "--only makes a page of less; give it a folder of its own"),
+        (["--small"], "--small makes a page of less; give it a folder of its own with --out"),
+        (["--only", "table-2", "--out", "none"],
+         "--only table-2: no section of slimpack; give throughput, spread, backward, hold"),
+    ],
+)  # fmt: skip
+def test_script_refuses_parts_that_are_none(
+    words: list[str], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(PROJECT / "scripts"))
+    monkeypatch.setattr(sys, "argv", ["reproduce_paper.py", "--paper", "slimpack", *words])
+    script = importlib.import_module("reproduce_paper")
+    with pytest.raises(ConfigError, match=error):
+        script.main()
+    assert not (PROJECT / "none").exists()
