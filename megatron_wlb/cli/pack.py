@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> list[PackingSettings]:
-    named = args.packing or run_with(args.vpp_size or 1, ALL)
+    named = args.packing or run_with(args.pp_size, args.vpp_size, ALL)
     names = [n for name in named for n in (PAPER if name == "paper" else (name,))]
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},

@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         group,
         "--packing a,b,…",
         "as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
-        f"{DEFAULT_PACKINGS}, and slim without --vpp-size; with stages hold+shape too)",
+        f"{DEFAULT_PACKINGS}; with stages hold+shape too, and slim if none is virtual)",
     )
     about = f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)"
     flag(group, "--sharding a,b,…", about)
@@ -87,7 +87,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(group, "--num-seeds N", "--seed and those after", 3)
     output = parser.add_argument_group("output")
     flag(output, "--report FILE.html", "one page to look at, without a network")
-    flag(output, "--trace FILE.json", "a step of each packing, for Perfetto")
+    flag(
+        output, "--trace FILE", "a step of each packing: .json for Perfetto, .csv has every action"
+    )
     flag(output, "--plot FILE", "a step of each packing, PNG or SVG")
     output.add_argument("--json", action="store_true", help='print {"rows": […]} instead')
     parser.set_defaults(run=_run)
@@ -146,7 +148,7 @@ def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings
     named = args.packing
     if named is None:
         named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
-        named += run_with(args.vpp_size, ["slim"])
+        named += run_with(args.pp_size, args.vpp_size, ["slim"])
     names = ["original", *named]
     return [
         PackingSettings.parse(name, args.window, max_tokens, max_age=args.max_age)
@@ -175,7 +177,7 @@ def _write(
 ) -> list[str]:
     """The files that are asked for; what to say of them."""
     # Not at the top: matplotlib takes a second.
-    from megatron_wlb.simulator.trace import trace
+    from megatron_wlb.simulator.trace import program, trace
     from megatron_wlb.study.page import Page, examples, name
     from megatron_wlb.study.plot import plot_timelines
 
@@ -183,8 +185,12 @@ def _write(
     drawn = {name(outcome): outcome.example.timeline for outcome in examples(outcomes)}
     written = []
     if args.trace:
-        write_text(args.trace, json.dumps(trace(drawn)))
-        written.append(f"trace: {args.trace} (open it in https://ui.perfetto.dev)")
+        if args.trace.suffix.lower() == ".csv":
+            write_text(args.trace, program(drawn))
+            written.append(f"actions: {args.trace}")
+        else:
+            write_text(args.trace, json.dumps(trace(drawn)))
+            written.append(f"trace: {args.trace} (open it in https://ui.perfetto.dev)")
     if args.plot:
         lines = {key: max(line.replicas, key=lambda r: r.step_us) for key, line in drawn.items()}
         plot_timelines(lines, args.plot, heading, measured=False)

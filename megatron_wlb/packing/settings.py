@@ -64,9 +64,13 @@ def check_shaping(name: str) -> None:
         )
 
 
-def run_with(vpp_size: int, names: Iterable[str]) -> list[str]:
-    """Lists those of the packings that so many virtual stages a rank can run: slices need one."""
-    return [name for name in names if vpp_size == 1 or name.partition(":")[0] != "slim"]
+def run_with(pp_size: int | None, vpp_size: int | None, names: Iterable[str]) -> list[str]:
+    """Lists the packings that are worth a trial in such a pipeline; None is 1.
+
+    Slices are for pipelines, and cannot run with virtual stages.
+    """
+    slices = (pp_size or 1) > 1 and (vpp_size or 1) == 1
+    return [name for name in names if slices or name.partition(":")[0] != "slim"]
 
 
 @dataclass(frozen=True, slots=True)

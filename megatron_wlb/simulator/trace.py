@@ -2,10 +2,13 @@
 
 The form is Chrome's *Trace Event Format* (JSON): a process is a pipeline of one data-parallel rank,
 a thread a pipeline rank. Open https://ui.perfetto.dev or chrome://tracing and drop the file there.
+:func:`program` is the same as a table.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +39,27 @@ def trace(timelines: Mapping[str, StepTimeline | Timeline]) -> dict[str, Any]:
             events += _actions(line, process, name, frozenset())
             process += 1
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def program(timelines: Mapping[str, StepTimeline]) -> str:
+    """Every action of simulated steps by name, as CSV: of each rank in the order in which it runs.
+
+    Columns: the name, the ranks, the action (``F`` or ``B``, chunk and micro-batch), its times, and
+    of a slice its document and tokens.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        "name dp_rank pp_rank action start_us stop_us document start stop length".split()
+    )
+    for name, line in timelines.items():
+        for dp_rank, replica in enumerate(line.replicas):
+            for pp_rank, intervals in enumerate(replica.intervals):
+                for i in intervals:
+                    place = (name, dp_rank, pp_rank, i.action)
+                    times = (f"{i.start_us:.3f}", f"{i.stop_us:.3f}")
+                    writer.writerow([*place, *times, *(i.slice or ("",) * 4)])
+    return text.getvalue()
 
 
 def _step(line: StepTimeline, dp_rank: int, process: int, name: str) -> list[dict[str, Any]]:

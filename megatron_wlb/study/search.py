@@ -59,8 +59,8 @@ class Space:
     """N: of a step, over all data-parallel ranks."""
     packings: tuple[str, ...] = ("original", "slim", "wlb", "hold", "hold+shape")
     """As :meth:`PackingSettings.parse` takes them; the last one that is not shaped refines the
-    layouts. Where there is one stage ``+shape`` is left off: there is nothing to shape. Layouts
-    with virtual stages are tried without `slim`, which has none."""
+    layouts. Where there is one stage ``+shape`` is left off: there is nothing to shape. `slim` is
+    tried where there are stages, but no virtual ones."""
     sharding: Mode = "adaptive"
     """The sharding where CP is above 1."""
     recompute: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
@@ -228,8 +228,8 @@ def search(
     plain = [name for name in space.packings if not name.endswith(SHAPED)]
     refined: list[Choice] = []
     for candidate in told("refined", candidates[:num_refined]):
-        vpp_size = candidate.scenario.parallelism.vpp_size
-        for refining in run_with(vpp_size, plain or space.packings)[-1:]:
+        p = candidate.scenario.parallelism
+        for refining in run_with(p.pp_size, p.vpp_size, plain or space.packings)[-1:]:
             refined += simulate(candidate, [_variant(refining, candidate, candidate.windows)])
     refined = _ranked(refined, max_delay)
     for choice in told("tuned", refined[:num_tuned]):
@@ -281,7 +281,8 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
     if fits > 1.05 * max(windows, default=0.0) and fits < MAX_WINDOWS[-1]:
         windows.append(fits)
     variants = []
-    for packing in run_with(candidate.scenario.parallelism.vpp_size, space.packings):
+    p = candidate.scenario.parallelism
+    for packing in run_with(p.pp_size, p.vpp_size, space.packings):
         name = packing.partition(":")[0]
         for number in [candidate.windows] if name in (*CUTS_AT_WINDOWS, "slim") else windows:
             variants.append(_variant(packing, candidate, number))

@@ -15,6 +15,7 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
+from megatron_wlb.cost import Parallelism
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.packing.settings import run_with
@@ -124,13 +125,11 @@ def tune(
     defaults = [
         replace(hold, name=packing, max_tokens=min(max_tokens, 2 * window)) for packing in packings
     ]
+    p = workload.layout or Parallelism()
     baselines = [
         replace(hold, name="original"),
         *(replace(hold, name="fixed-greedy", fixed_batches=batches) for batches in (1, 4)),
-        *(
-            replace(hold, name=name)
-            for name in run_with(workload.layout.vpp_size if workload.layout else 1, ["slim"])
-        ),
+        *(replace(hold, name=name) for name in run_with(p.pp_size, p.vpp_size, ["slim"])),
     ]
     workload.check([*defaults, *baselines, hold])
 

@@ -68,7 +68,9 @@ def test_default_compares_shaped_steps_where_there_are_stages(capsys) -> None:
     one = rows(capsys, *REFERENCE, *SMALL, "--num-micro-batches", "4")
     assert [row["title"] for row in one] == ["original", "fixed-greedy, 1 batch", "wlb", "hold"]
     two = rows(capsys, *REFERENCE, *SMALL, "--pp-size", "2")
-    assert [row["title"] for row in two] == [*(row["title"] for row in one), "hold, shaped"]
+    assert [row["title"] for row in two] == [*(row["title"] for row in one), "hold, shaped", "slim"]
+    chunks = rows(capsys, *REFERENCE, *SMALL, "--pp-size", "2", "--vpp-size", "2")
+    assert "slim" not in {row["title"] for row in chunks}  # slices have no virtual stages
     assert {row["sharding"] for row in two} == {"per-sequence"}
 
 

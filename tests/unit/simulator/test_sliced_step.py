@@ -11,7 +11,7 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator, slowest_us
-from megatron_wlb.simulator.trace import trace
+from megatron_wlb.simulator.trace import program, trace
 from megatron_wlb.study.plot import plot_timelines
 
 SHAPE = ModelShape(64, 192, 4, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
@@ -186,3 +186,16 @@ def test_what_plans_of_slices_hold_and_take_is_told_without_a_step(line):
     # A token of padding takes time in a step, and none here.
     unpadded = simulator.step([[[5], [7, 3], [3]]], prefixes=[[[0], [5, 0], [0]]], chains=[(2, 1)])
     assert us == unpadded.pipeline_us
+
+
+def test_program_has_every_action_in_its_rank_s_order():
+    lengths, prefixes = [[[3], [4], [2, 1], [1]]], [[[0], [0], [4, 0], [0]]]
+    line = Simulator(costs(), Parallelism(pp_size=2)).step(
+        lengths, prefixes=prefixes, chains=[(1, 2, 1)]
+    )
+    rows = [row.split(",") for row in program({"slim": line}).splitlines()]
+    assert rows[0][:4] == ["name", "dp_rank", "pp_rank", "action"] and len(rows) == 1 + 2 * 8
+    assert [row[3] for row in rows[1:9]] == [str(action) for action in line.graph.order[0]]
+    (second,) = [row for row in rows if row[2:4] == ["1", "F0.2"]]
+    assert second[7:] == ["4", "6", "6"] and float(second[4]) < float(second[5])
+    assert [row[6:] for row in rows if row[3] == "F0.0"] == [[""] * 4] * 2
