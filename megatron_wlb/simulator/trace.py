@@ -12,6 +12,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_wlb.cost.slices import Slice
 from megatron_wlb.simulator.engine import Timeline
 from megatron_wlb.simulator.step_timeline import StepTimeline
 
@@ -49,9 +50,7 @@ def program(timelines: Mapping[str, StepTimeline]) -> str:
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        "name dp_rank pp_rank action start_us stop_us document start stop length".split()
-    )
+    writer.writerow(["name", "dp_rank", "pp_rank", "action", "start_us", "stop_us", *Slice._fields])
     for name, line in timelines.items():
         for dp_rank, replica in enumerate(line.replicas):
             for pp_rank, intervals in enumerate(replica.intervals):
