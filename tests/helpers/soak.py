@@ -29,6 +29,8 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "hold": {},
     "hold, ahead": {"look_ahead": 3},
     "hold, far ahead": {"look_ahead": 7, "delay_price": 0.05},
+    "slim": {},
+    "slim, in few units": {"units": 3, "slice_multiple": 1},
 }
 """Settings by what is before the comma, the packing, and a word for them."""
 
