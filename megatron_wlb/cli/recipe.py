@@ -194,6 +194,7 @@ def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
         f"PP {found.pp_size} × DP {found.dp_size}, VPP {found.vpp_size}",
         "micro-batches a rank": str(found.num_micro_batches),
         "window": f"{found.window:,} tokens",
+        **({} if found.units is None else {"units a rank": f"{found.units}, of one step"}),
         "S_max": f"{found.max_tokens:,} tokens, {windows:.3g} windows (up to {fitting:.3g} fit)",
         "memory, largest stage": f"{found.peak_gib:.1f} GiB of {found.limit_gib:.1f} for tensors, "
         f"{found.state_gib:.1f} of it weights, gradients and optimizer",

@@ -58,6 +58,10 @@ MEMORY_SHARE = 0.9
 CUDA context, libraries and buffers. It is assumed; ``--wlb-memory-gib`` says it better."""
 
 
+SHORT_DOCUMENTS = 64
+"""Short documents in the longest one, for the steps that need most memory."""
+
+
 class Documents(Protocol):
     """Where lengths come from: corpora that are trained on, or what is tried without them."""
 
@@ -93,7 +97,7 @@ class Workload:
     layout: Parallelism | None = None
     """None: a step takes as long as its slowest micro-batch, as where each has its own devices."""
     memory: MemoryLimit | None = None
-    """What a device may hold, for the number of units that slices are cut into."""
+    """What a device may hold, for the number of units that slices are cut into; None: anything."""
 
     @property
     def step_tokens(self) -> int:
@@ -203,7 +207,7 @@ class Workload:
             multiple=packing.slice_multiple or multiple,
             merges=packing.dp_merge == "auto",
             memory=self.memory,
-            longest=[longest] * max(1, each * self.window // longest),
+            worst=_worst_steps(longest, each * self.window),
         )
 
     def check(self, packings: Sequence[PackingSettings]) -> None:
@@ -327,7 +331,7 @@ class Run:
             long_documents,
             self.length_multiple,
             self.parallelism,
-            MemoryLimit(self.memory, self.limit_gib * GIB),
+            None if self.memory_gib is None else MemoryLimit(self.memory, self.memory_gib * GIB),
         )
 
     def check_reach(self) -> None:
@@ -405,6 +409,18 @@ class Run:
             return replace(self.measured_attention, extrapolate=self.extrapolate)
         heads = self.shape.num_attention_heads // self.parallelism.tp_size
         return AnalyticAttention(heads, self.shape.kv_channels, self.hardware.attention_tflops)
+
+
+def _worst_steps(longest: int, num_tokens: int) -> list[list[int]]:
+    """Lengths with which slices need most memory: a few of the longest documents, whose slices are
+    held until the last has run, and short ones behind them, of which a unit has many tokens.
+    """
+    steps = []
+    for tokens in (longest, max(longest, num_tokens // 2)):
+        long = [longest] * (tokens // longest)
+        rest, short = max(0, num_tokens - sum(long)), max(1, longest // SHORT_DOCUMENTS)
+        steps.append(long + [short] * (rest // short))
+    return steps
 
 
 def read_cost(

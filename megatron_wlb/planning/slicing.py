@@ -73,12 +73,12 @@ class MemoryLimit(NamedTuple):
         """The most that any rank of the pipeline holds in a step of these units."""
         held = [
             Unit(
-                sum(span.length for span in spans),
+                sum(span.length for span in spans) // (len(replicas) or 1),
                 Slice(0, spans[0].start, spans[0].stop, spans[0].document.length)
                 if spans and spans[0].is_slice
                 else None,
             )
-            for spans in units.spans
+            for spans, replicas in zip(units.spans, units.replicas, strict=True)
         ]
         order = sliced(layout.pp_size, units.chains)
         return max(
@@ -115,7 +115,7 @@ class Slicer:
             where that is faster in simulation (DP-Merge). What their exchange of keys and values
             takes beyond a replica's own is not simulated.
         memory: what a device may hold.
-        longest: lengths of a rank's documents in the step that needs most memory.
+        worst: lengths of a rank's documents in the steps that need most memory.
 
     Raises:
         ConfigError: sizes below 1, or more than one chunk a rank.
@@ -133,7 +133,7 @@ class Slicer:
         multiple: int = SLICE_MULTIPLE,
         merges: bool = True,
         memory: MemoryLimit | None = None,
-        longest: Sequence[int] = (),
+        worst: Sequence[Sequence[int]] = (),
     ) -> None:
         if layout.vpp_size > 1:
             raise ConfigError(
@@ -149,23 +149,27 @@ class Slicer:
         tried = factors[: 1 + bisect_left(factors, ENOUGH_UNITS * (layout.pp_size - 1))]
         self._tried = [num_units] if num_units else tried
         self.peak_bytes = 0.0
-        """The most that a device holds in a step of the longest documents; 0 if not known."""
-        if memory is not None and longest:
-            self._keep_what_fits(memory, longest)
+        """The most that a device holds in one of the ``worst`` steps; 0 if not known."""
+        if memory is not None:
+            self._keep_what_fits(memory, worst)
 
     @property
     def dp_size(self) -> int:
         return self._layout.dp_size
 
-    def _keep_what_fits(self, memory: MemoryLimit, longest: Sequence[int]) -> None:
+    def _keep_what_fits(self, memory: MemoryLimit, worst: Sequence[Sequence[int]]) -> None:
         """Leaves the numbers of units that fit memory, or the one that is nearest to that."""
-        worst = [Document(0, at, 0, length, True, 0, at, 0) for at, length in enumerate(longest)]
-        timed = self._heaviest_first(worst)
-        alone = _Dealt([timed], [], sum([us for us, _ in timed]), 0)
-        peaks = {n: memory.peak_bytes(self._lay(alone, 0, n), self._layout) for n in self._tried}
-        fitting = [n for n in self._tried if peaks[n] <= memory.limit_bytes]
-        self._tried = fitting or [min(self._tried, key=lambda n: (peaks[n], n))]
-        self.peak_bytes = min(peaks[n] for n in self._tried)
+        peaks = dict.fromkeys(self._tried, 0.0)
+        for lengths in worst:
+            documents = [Document(0, at, 0, n, True, 0, at, 0) for at, n in enumerate(lengths)]
+            timed = self._heaviest_first(documents)
+            alone = _Dealt([timed], [], sum([us for us, _ in timed]), 0)
+            for number in self._tried:
+                units = self._lay(alone, 0, number)
+                peaks[number] = max(peaks[number], memory.peak_bytes(units, self._layout))
+        fitting = [number for number in self._tried if peaks[number] <= memory.limit_bytes]
+        self._tried = fitting or [min(self._tried, key=lambda number: (peaks[number], number))]
+        self.peak_bytes = min(peaks[number] for number in self._tried)
 
     def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
         """The units of each data-parallel rank; a rank without documents has an empty one."""

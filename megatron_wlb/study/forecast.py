@@ -24,6 +24,7 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
 from megatron_wlb.planning.run import Documents, Run
+from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.settings.command_line import parse_known, taken_out
 from megatron_wlb.settings.config import Config
 from megatron_wlb.simulator.step import Simulator
@@ -75,6 +76,8 @@ class Forecast:
     documents: str
     """Where their lengths are from."""
     packing: str
+    units: int | None = None
+    """Micro-batches that `slim` cuts a rank's step into."""
 
 
 def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Config:
@@ -124,20 +127,26 @@ def forecast(config: Config, num_devices: int) -> Forecast:
     run = planning.run_of(config, padded, guards.data_parallel_size(config, num_devices))
     run = dataclasses.replace(run, kernels="fused")  # as on a GPU
     layout, memory, limit_gib = run.parallelism, run.memory, run.limit_gib
-    fits = run.max_tokens()
-    fitting = min(fits, run.num_micro_batches * window)
-    max_tokens = config.wlb.wlb_max_tokens
-    if max_tokens is None:
-        max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * window
     stages = range(layout.pp_size)
-    peak_gib = max(memory.peak_bytes(r, [max_tokens] * num_micro_batches) for r in stages) / GIB
-    if fits < max(max_tokens, window):
-        name = "S_max (--wlb-max-tokens)" if fits >= window else "--seq-length"
-        raise ConfigError(
-            f"micro-batches of {max_tokens} tokens need {peak_gib:.1f} GiB (modelled), above the "
-            f"{limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fits} tokens "
-            f"fit: lower {name}, recompute activations, or use more TP, CP or PP"
-        )
+    max_tokens = config.wlb.wlb_max_tokens
+    units = None
+    if config.wlb.wlb_packing == "slim":
+        fitting = max_tokens = max_tokens or 2 * window
+        units, peak_gib = _units(config, run, source, max_tokens)
+    else:
+        fits = run.max_tokens()
+        fitting = min(fits, run.num_micro_batches * window)
+        if max_tokens is None:
+            max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * window
+        lengths = [max_tokens] * num_micro_batches
+        peak_gib = max(memory.peak_bytes(rank, lengths) for rank in stages) / GIB
+        if fits < max(max_tokens, window):
+            name = "S_max (--wlb-max-tokens)" if fits >= window else "--seq-length"
+            raise ConfigError(
+                f"micro-batches of {max_tokens} tokens need {peak_gib:.1f} GiB (modelled), above "
+                f"the {limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fits} "
+                f"tokens fit: lower {name}, recompute activations, or use more TP, CP or PP"
+            )
     planned = PackingSettings.of_config(config.wlb, max_tokens)
     original = PackingSettings("original", max_tokens)
     step_ms, tokens_per_s, flops_per_s = _simulate(config, run, planned, source)
@@ -162,7 +171,35 @@ def forecast(config: Config, num_devices: int) -> Forecast:
         speedup=flops_per_s / original_flops_per_s,
         documents=documents,
         packing=planned.name,
+        units=units,
     )
+
+
+def _units(config: Config, run: Run, source: Documents, max_tokens: int) -> tuple[int, float]:
+    """Micro-batches that `slim` cuts a rank's first step into, and the most GiB that a step needs:
+    the first, or one of few longest and many short documents.
+
+    Raises :class:`ConfigError` where that is too much.
+    """
+    packing = PackingSettings.of_config(config.wlb, max_tokens)
+    seed, long_documents = config.training.seed, config.wlb.wlb_long_documents
+    limited = dataclasses.replace(run, memory_gib=run.limit_gib)
+    documents = limited.workload(source, seed=seed, long_documents=long_documents)
+    planner = documents.planner(packing, 1, costs=run.costs)
+    assert isinstance(planner.slicing, Slicer)
+    peak_gib = planner.slicing.peak_bytes / GIB
+    if peak_gib > run.limit_gib:
+        raise ConfigError(
+            f"slices of documents of {documents.longest(packing)} tokens need {peak_gib:.1f} GiB "
+            f"(modelled), above the {run.limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for "
+            "tensors; recompute activations, or use more TP or PP"
+        )
+    plan = planner.next_plan()
+    simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
+    if plan is not None:
+        peaks = (held.peak_bytes / GIB for held in simulator.plan_memory(plan))
+        peak_gib = max(peak_gib, *peaks)
+    return planner.slicing.num_units or 1, peak_gib
 
 
 def _simulate(
@@ -176,7 +213,7 @@ def _simulate(
     planner = run.workload(source, seed=seed, long_documents=long_documents).planner(
         packing,
         WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS,
-        costs=planning.shaping_costs(config, run) if packing.shaped else None,
+        costs=planning.shaping_costs(config, run) if packing.shaped else run.costs,
     )
     plans: list[StepPlan] = []
     while len(plans) < WARM_UP_STEPS + NUM_STEPS and (plan := planner.next_plan()) is not None:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost import DocumentCost, Parallelism
+from megatron_wlb.cost import DocumentCost, Parallelism, load_hardware
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CheckpointError, ConfigError
@@ -17,9 +19,10 @@ from megatron_wlb.packing import PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.planner import Planner
-from megatron_wlb.planning.run import Workload
+from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.planning.slicing import STEPS_A_SWEEP, TOLERANCE, Slicer
 from megatron_wlb.schedule.graph import graph_of, slice_graph
+from megatron_wlb.simulator.step import Simulator
 
 COST = DocumentCost(1, 0.01, 2, 0.02)
 
@@ -250,3 +253,43 @@ def test_unit_times_add_up_to_the_documents():
     # A slice costs what it adds, not what a document of its length would.
     alone = sum(REFERENCE_COST.total_us([s.length for s in m.spans]) for m in plan)
     assert alone < 0.9 * predicted
+
+
+def limited(limit_gib, packing="slim"):
+    run = Run(
+        padded_vocabulary(load_model("7b"), 8),
+        load_hardware("h100-sxm"),
+        Parallelism(tp_size=8, pp_size=4, sequence_parallel=True),
+        REFERENCE_WINDOW,
+        4,
+        memory_gib=limit_gib,
+    )
+    workload = run.workload(LengthSource.of_distribution("reference"), seed=1)
+    setting = PackingSettings.parse(packing, REFERENCE_WINDOW, 2 * REFERENCE_WINDOW)
+    return run, workload.planner(setting, 12, costs=run.costs)
+
+
+def peaks_gib(run, planner, steps=8):
+    simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
+    plans = planner.plans(steps)
+    return [simulator.plan_memory(plan)[0].peak_bytes / GIB for plan in plans]
+
+
+def test_worst_steps_need_more_memory_than_real_ones() -> None:
+    run, planner = limited(1000.0)
+    needed = peaks_gib(run, planner, 12)
+    assert max(needed) < planner.slicing.peak_bytes / GIB < 2 * max(needed)
+
+
+def test_number_of_units_follows_the_memory_limit() -> None:
+    """More units need less memory, so a limit leaves the larger numbers."""
+    bytes_of = {number: limited(1000.0, f"slim:{number}")[1].slicing.peak_bytes
+                for number in (4, 16, 64)}  # fmt: skip
+    assert bytes_of[4] > bytes_of[16] > bytes_of[64]
+    _, planner = limited(bytes_of[16] / GIB + 0.01)
+    assert planner.slicing.peak_bytes <= bytes_of[16]
+    planner.next_plan()
+    assert planner.slicing.num_units >= 16
+    # Where none fits, what needs least is taken, and tells how much that is.
+    _, tight = limited(10.0)
+    assert tight.slicing.peak_bytes == bytes_of[64] > 10 * GIB
