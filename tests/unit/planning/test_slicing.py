@@ -292,4 +292,4 @@ def test_number_of_units_follows_the_memory_limit() -> None:
     assert planner.slicing.num_units >= 16
     # Where none fits, what needs least is taken, and tells how much that is.
     _, tight = limited(10.0)
-    assert tight.slicing.peak_bytes == bytes_of[64] > 10 * GIB
+    assert 10 * GIB < tight.slicing.peak_bytes <= bytes_of[64]
