@@ -195,8 +195,8 @@ class StepRunner:
     def _num_shards(self, micro_batch: MicroBatchPlan) -> int:
         """Over how many ranks its tokens are divided, between layers."""
         config = self.model.config
-        tp_size = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        return config.context_parallel_size * (len(micro_batch.replicas) or 1) * tp_size
+        num: int = config.context_parallel_size * (len(micro_batch.replicas) or 1)
+        return num * config.tensor_model_parallel_size if config.sequence_parallel else num
 
     def _check(self, plan: StepPlan) -> None:
         # First, so that a plan that is wrong on one rank raises on all, and no rank waits for it.
