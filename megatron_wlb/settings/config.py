@@ -274,7 +274,8 @@ class WlbConfig:
     wlb_cp_overlap_groups: int | None = setting(
         None,
         "with CP or --wlb-dp-merge: groups of key/value heads; one is gathered while the one "
-        "before is attended to. A divisor of a TP rank's key/value heads; on GPUs 2 where that divides, else 1",
+        "before is attended to. A divisor of a TP rank's key/value heads; on GPUs 2 where that "
+        "divides, else 1",
     )
     wlb_cp_keep_gathered: bool = setting(
         False,
