@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, HEAD_GROUPS, OVERLAP, SELECTIVE, SHARDED, WORKLOAD, Layout
+from helpers.layouts import FULL, HEAD_GROUPS, KEEP, OVERLAP, SELECTIVE, SHARDED, WORKLOAD, Layout
 from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import build_runner, train
 from helpers.shards import differences
@@ -28,7 +28,8 @@ from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import length_multiple
 
 DP2 = Layout("gpt2", 1, dp=2, extra=f"{OVERLAP} {SHARDED}")
-DP4 = Layout("gpt2", 1, dp=4, extra=SELECTIVE)
+MERGES = "--wlb-packing slim"  # whose settings of attention over ranks count without CP, too
+DP4 = Layout("gpt2", 1, dp=4, extra=f"{SELECTIVE} {OVERLAP} {MERGES} {HEAD_GROUPS} {KEEP}")
 CASES = [
     DP2,
     DP4,
@@ -44,7 +45,10 @@ BLOCKS = {
 
 
 def merged_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
-    """The longest documents on several ranks, and then :func:`slice_up` of the others."""
+    """The longest documents on several ranks, and then :func:`slice_up` of the others.
+
+    In step 1 the last rank has all others.
+    """
     from megatron_wlb.planning import guards
 
     p = config.parallel
@@ -55,7 +59,8 @@ def merged_for(config: Config, workload: Workload, world_size: int, step: int) -
     blocks = BLOCKS[dp_size]
     longest = sorted(workload.steps[step], key=lambda d: (-d.length, d.key))[: len(blocks)]
     rest = [d for d in workload.steps[step] if d not in longest]
-    others = slice_up(step, rest, dp_size, multiple)
+    others = slice_up(step, rest, 1 if step == 1 else dp_size, multiple)
+    none = ((),) * (dp_size - len(others.chains))
     first: list[MicroBatchPlan] = []
     for document, (block, num_slices) in zip(longest, blocks, strict=True):
         for span in slices(document, num_slices):
@@ -64,7 +69,7 @@ def merged_for(config: Config, workload: Workload, world_size: int, step: int) -
             first.append(MicroBatchPlan(len(first), (span,), padded, 1.0, replicas=block))
     ranks, chains = [], []
     for rank, (micro_batches, numbers) in enumerate(
-        zip(others.micro_batches, others.chains, strict=True)
+        zip(none + others.micro_batches, none + others.chains, strict=True)
     ):
         merged = [m for m in first if rank in m.replicas]
         later = [dataclasses.replace(m, index=m.index + len(first)) for m in micro_batches]
@@ -93,7 +98,8 @@ def test_merged_plans_are_awkward() -> None:
             assert any(m.slice and m.length == 1 for m in merged)
             assert any(m.padded_length > m.length + 2 * len(m.replicas) for m in merged)
             assert len({own[0] for own in plan.chains}) == (2 if case.dp == 4 else 1)
-            assert all(len(own) > 1 for own in plan.chains)  # others beside them
+            others = [len(own) - 1 for own in plan.chains]
+            assert others[-1] and (all(others) or (step == 1 and not any(others[:-1])))
     plans = [merged_for(DP4.config, WORKLOAD, 4, step) for step in range(len(WORKLOAD.steps))]
     assert any(len({len(own) for own in plan.micro_batches}) > 2 for plan in plans)
 
