@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable
 from itertools import zip_longest
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
 
-Block = tuple[int, ...]
+Block: TypeAlias = tuple[int, ...]
 """Data-parallel ranks that run a micro-batch together: ``MicroBatchPlan.replicas``."""
 
 
@@ -33,27 +34,26 @@ def open_groups(
     device: str,
     timeout: datetime.timedelta | None = None,
 ) -> dict[Block, dist.ProcessGroup]:
-    """Makes this rank's groups with those of its block that are in the same place of the model.
+    """Makes this rank's groups: one with the ranks of its block that hold the same weights, for
+    each of ``sizes``, which are numbers of data-parallel ranks.
 
-    One for each of ``sizes``, which are numbers of data-parallel ranks. All ranks of the world call
-    it together, with the same sizes.
+    All ranks of the world call it together, with the same sizes.
     """
-    dp_rank = groups.dp.rank()
     peers = tuple(dist.get_process_group_ranks(groups.dp_cp))
-    known: list[tuple[Block, int]] = [(peers, dp_rank)] * dist.get_world_size()
-    dist.all_gather_object(known, (peers, dp_rank))
+    known: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(known, (peers, groups.dp.rank()))
     opened = {}
     for size in sizes:
         members: dict[tuple[Block, int], list[int]] = {}
-        for rank, (its_peers, its_dp_rank) in enumerate(known):
-            members.setdefault((its_peers, its_dp_rank // size), []).append(rank)
-        for place, ranks in members.items():  # every rank takes part in making every group
+        for rank, (its_peers, dp_rank) in enumerate(known):
+            members.setdefault((its_peers, dp_rank // size), []).append(rank)
+        for (_, number), ranks in members.items():  # every rank takes part in making every group
             made = dist.new_group(ranks, timeout=timeout)
-            if place == (peers, dp_rank // size):
-                block, group = range(place[1] * size, (place[1] + 1) * size), made
-        # NCCL connects the ranks at their first collective, and blocks their hosts until then.
+            if dist.get_rank() in ranks:
+                opened[tuple(range(number * size, (number + 1) * size))] = made
+    for group in opened.values():
+        # NCCL connects ranks at their first collective, and blocks their hosts until all are there.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-        opened[tuple(block)] = group
     return opened
 
 
