@@ -133,15 +133,17 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"{tp * cp * pp} does not divide that; start a multiple of {tp * cp * pp} "
             "(torchrun --nproc-per-node)"
         )
-    if cp == 1:
+    merges = config.wlb.wlb_packing == "slim" and config.wlb.wlb_dp_merge == "auto"
+    if cp == 1 and not (merges and world_size > tp * pp):
         for name, value in (
             ("overlap-groups", config.wlb.wlb_cp_overlap_groups),
             ("keep-gathered", config.wlb.wlb_cp_keep_gathered),
         ):
             if value:
                 yield (
-                    f"--wlb-cp-{name} counts only with --context-parallel-size of at least 2; "
-                    "leave it out"
+                    f"--wlb-cp-{name} counts only with --context-parallel-size of at least 2, or "
+                    "where data-parallel ranks run documents together (--wlb-packing slim "
+                    "--wlb-dp-merge auto); leave it out"
                 )
     if pp > m.num_layers:
         yield (

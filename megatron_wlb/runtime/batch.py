@@ -2,7 +2,8 @@
 
 Legend: ``T`` the micro-batch's padded tokens; a context-parallel rank has ``T/CP`` of them, in the
 order of its shard. Padding, at the tail only, is an attention segment of its own and counts in no
-loss.
+loss. Of a micro-batch that k data-parallel ranks run together, each of their context-parallel ranks
+has ``T/(k·CP)``.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ def local_params(
     cp_size: int = 1,
     sharding: Sharding,
     cut: Slice | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[IntArray | slice, PlanSeqParams]:
     """Which tokens of a micro-batch are local, and what attention and RoPE need of them.
 
     ``lengths`` are the tokens of each attention segment, ``positions`` ``[T]`` those of each token
-    in its document. ``cut`` is the slice that the first segment is, if it is one.
+    in its document. ``cut`` is the slice that the first segment is, if it is one. ``group`` are the
+    ranks, if they are others than the model's context-parallel ranks.
     """
     if cp_size == 1:
         if cut is not None:
@@ -79,7 +82,7 @@ def local_params(
     segments = None
     if len(whole.lengths_q):
         segments = Segments.of(whole.lengths_q.tolist(), whole.lengths_k.tolist(), device)
-    gather = KeyGather.of(whole, device, slice_rows)
+    gather = KeyGather.of(whole, device, slice_rows, group)
     return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, cut)
 
 
@@ -106,6 +109,9 @@ class BatchBuilder:
         self.cp_size = cp_size
         self.slices = SliceStore()
         """The open documents of the step; who runs it begins and ends that."""
+        self.groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
+        """This rank's peers in micro-batches that several data-parallel ranks run together, by
+        these ranks; who runs a step opens them."""
         self._latest: dict[int, tuple[MicroBatchPlan, IntArray | slice, PlanSeqParams]] = {}
         """What a micro-batch's batches have in common on all chunks, by its index."""
 
@@ -149,14 +155,16 @@ class BatchBuilder:
                 [np.arange(s.start, s.stop) for s in plan.spans]
                 + [np.arange(plan.padded_length - plan.length)]
             )
+            group = self.groups[plan.replicas] if plan.replicas else None
             own = local_params(
                 plan.lengths,
                 positions,
                 self.device,
-                cp_rank=self.cp_rank,
-                cp_size=self.cp_size,
+                cp_rank=group.rank() if group else self.cp_rank,
+                cp_size=group.size() if group else self.cp_size,
                 sharding=plan.sharding,
                 cut=self.slices.slice(plan.slice) if plan.slice else None,
+                group=group,
             )
             known = self._latest[plan.index] = (plan, *own)
         return known[1:]

@@ -225,7 +225,7 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
             for tokens, num in ((num_queries, heads), (num_keys, groups), (num_keys, groups))
         )
         start = _now()
-        output = core.kernel(query, key, value, segments, core.softmax_scale)
+        output = core.options.kernel(query, key, value, segments, core.softmax_scale)
         middle = _now()
         output.backward(torch.ones_like(output))
         num_layers = len(gpt.decoder.layers)

@@ -179,8 +179,7 @@ def attention_options(
     )
     num_head_groups = config.wlb.wlb_cp_overlap_groups
     if num_head_groups is None:
-        overlaps = core.context_parallel_size > 1 and device.type == "cuda"
-        num_head_groups = 2 if overlaps and num_groups % 2 == 0 else 1
+        num_head_groups = 2 if device.type == "cuda" and num_groups % 2 == 0 else 1
     if num_groups % num_head_groups:
         raise ConfigError(
             f"--wlb-cp-overlap-groups is {num_head_groups}, which does not divide the {num_groups} "

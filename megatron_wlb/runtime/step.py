@@ -1,6 +1,7 @@
 """One step of a plan: losses, gradients, nothing else.
 
-Megatron's own schedules run it, or for documents in slices the executor.
+Megatron's own schedules run it, or for documents in slices the executor. Some micro-batches are
+run by several data-parallel ranks together (:mod:`megatron_wlb.runtime.merge`).
 
 The loss is Σ token losses ÷ Σ labelled tokens over all micro-batches and data-parallel ranks,
 never a mean of means: ``calculate_per_token_loss`` makes Megatron sum gradients and divide once.
@@ -13,6 +14,7 @@ import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +26,7 @@ from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.runtime.batch import Batch, BatchBuilder
 from megatron_wlb.runtime.communicator import PlanCommunicator
 from megatron_wlb.runtime.executor import Links, Transfers, run_actions
+from megatron_wlb.runtime.merge import check_merged, open_groups
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.schedule.order import sliced
 from megatron_wlb.settings.config import Config
@@ -77,7 +80,7 @@ class StepRunner:
 
     ``verify_shapes`` also exchanges shapes as stock Megatron does, and compares them;
     ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps;
-    ``timeout`` is that of the communicator that documents in slices need besides.
+    ``timeout`` is that of the communicators that documents in slices need besides.
     """
 
     def __init__(
@@ -137,13 +140,11 @@ class StepRunner:
         Raises :class:`PlanError` as :meth:`run`.
         """
         model = self.model
-        shards = model.config.context_parallel_size
-        if model.config.sequence_parallel:
-            shards *= model.config.tensor_model_parallel_size
-        self._check(plan, shards)
+        self._check(plan)
+        self._open_groups(plan)
         dp_rank, label = model.groups.dp.rank(), f"step {plan.step}"
         micro_batches = plan.micro_batches[dp_rank]
-        lengths = [m.padded_length // shards for m in micro_batches]
+        lengths = [m.padded_length // self._num_shards(m) for m in micro_batches]
         self.batches.forget()
         self.batches.slices.begin(forward_only)
         schedule: Callable[..., list[Any]]
@@ -183,7 +184,21 @@ class StepRunner:
         """Made when all ranks have come to the first plan with slices."""
         return Links.open(self.model.groups.pp, self.timeout)
 
-    def _check(self, plan: StepPlan, shards: int) -> None:
+    def _open_groups(self, plan: StepPlan) -> None:
+        """Opens the groups that this plan is the first to need; all ranks have come to it."""
+        known = {len(block) for block in self.batches.groups}
+        sizes = sorted({len(m.replicas) for m in plan if m.replicas} - known)
+        if sizes:
+            device = self.batches.device
+            self.batches.groups |= open_groups(self.model.groups, sizes, device, self.timeout)
+
+    def _num_shards(self, micro_batch: MicroBatchPlan) -> int:
+        """Over how many ranks its tokens are divided, between layers."""
+        config = self.model.config
+        num: int = config.context_parallel_size * (len(micro_batch.replicas) or 1)
+        return num * config.tensor_model_parallel_size if config.sequence_parallel else num
+
+    def _check(self, plan: StepPlan) -> None:
         # First, so that a plan that is wrong on one rank raises on all, and no rank waits for it.
         # Counted in runs, not by the plan's step, on which ranks may disagree.
         is_due = self.verify_plan_interval and self._num_runs % self.verify_plan_interval == 0
@@ -197,6 +212,7 @@ class StepRunner:
                 f"this run has {dp_size}; plan for {dp_size}"
             )
         for m in plan:
+            shards = self._num_shards(m) * (2 if m.replicas else 1)
             if m.padded_length < 1 or m.padded_length % shards:
                 raise PlanError(
                     f"step {plan.step}: micro-batch {m.index} is {m.padded_length} tokens long; "
@@ -217,7 +233,8 @@ def check_chains(plan: StepPlan) -> None:
     """Holds the slices of documents against ``plan.chains``, which say how they run.
 
     Raises :class:`PlanError` where a document would not run whole and in order: its slices lie in
-    one replica's consecutive micro-batches, a chain, each first in its own.
+    one replica's consecutive micro-batches, a chain, each first in its own. What several replicas
+    run together is one chain of any number of documents, see :func:`check_merged`.
     """
     if plan.chains and len(plan.chains) != len(plan.micro_batches):
         raise PlanError(
@@ -234,8 +251,16 @@ def check_chains(plan: StepPlan) -> None:
             )
         stop = 0
         for length in chains:
-            _check_chain(micro_batches[stop : stop + length], where)
+            chain = micro_batches[stop : stop + length]
+            for _, part in groupby(chain, _runs_together):
+                _check_chain(list(part), where)
             stop += length
+    check_merged(plan)
+
+
+def _runs_together(m: MicroBatchPlan) -> tuple[Any, ...] | None:
+    """What only slices of one document have in common, among those that replicas run together."""
+    return (m.replicas, m.spans[:1] and m.spans[0].document) if m.replicas else None
 
 
 def _check_chain(chain: Sequence[MicroBatchPlan], where: str) -> None:

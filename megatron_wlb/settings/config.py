@@ -273,13 +273,14 @@ class WlbConfig:
     )
     wlb_cp_overlap_groups: int | None = setting(
         None,
-        "with CP: groups of key/value heads; one is gathered while the one before is attended to. "
-        "A divisor of a TP rank's key/value heads; on GPUs 2 where that divides, else 1",
+        "with CP or --wlb-dp-merge: groups of key/value heads; one is gathered while the one "
+        "before is attended to. A divisor of a TP rank's key/value heads; on GPUs 2 where that "
+        "divides, else 1",
     )
     wlb_cp_keep_gathered: bool = setting(
         False,
-        "with CP: keep gathered keys and values for the backward pass instead of gathering twice: "
-        "memory for communication",
+        "with CP or --wlb-dp-merge: keep gathered keys and values for the backward pass instead "
+        "of gathering twice: memory for communication",
     )
     wlb_device: Literal["auto", "cuda", "cpu"] = setting(
         "auto", "cpu runs Megatron under the CPU emulation; auto never does where a GPU is"

@@ -27,7 +27,7 @@ LAYERS = (
 """Each imports from those before it alone. In the root there are these and programs."""
 RUNTIME_LAYERS = (
     "compat", "emulation", "transfer", "attention", "norm", "model", "batch", "communicator",
-    "executor", "step", "saving", "rank_main", "metrics", "optimizer", "measure", "doctor",
+    "executor", "merge", "step", "saving", "rank_main", "metrics", "optimizer", "measure", "doctor",
     "trainer", "megatron_lm",
 )  # fmt: skip
 PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")

@@ -4,6 +4,9 @@ Forward: one all-gather of K and V, one gather by index into the order that the 
 kernel call. Backward: K and V are gathered again, the kernel's backward runs, the gradients of
 all keys are added up by row, and one reduce-scatter brings each rank those of its own.
 
+The ranks are the model's context-parallel ones, or for a micro-batch that several data-parallel
+ranks run together those of all of them.
+
 A slice's keys and values are gathered with the others, once, and go to the document's buffer, which
 is whole on every rank. The gradients there are this rank's part. Those of the slice's own rows are
 reduced with the others when its backward pass runs: the same bytes as without slices.
@@ -56,6 +59,9 @@ class KeyGather:
     """Pairs of (places in ``rows``, their rows), see :attr:`RankLayout.rounds`; None is all."""
     slice_rows: torch.Tensor | None = None
     """``[n]`` int64: the row of each token of the micro-batch's slice, if it has one."""
+    group: torch.distributed.ProcessGroup | None = None
+    """The ranks that have the tokens, where they are others than the model's context-parallel
+    ranks."""
 
     @classmethod
     def of(
@@ -63,14 +69,15 @@ class KeyGather:
         layout: RankLayout,
         device: torch.device | str,
         slice_rows: npt.NDArray[np.int64] | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
     ) -> KeyGather:
         rows = to_device(layout.key_rows, device)
         own = None if slice_rows is None else to_device(slice_rows, device)
         rounds = layout.rounds
         if len(rounds) == 1:
-            return cls(layout.num_tokens, rows, ((None, rows),), own)
+            return cls(layout.num_tokens, rows, ((None, rows),), own, group)
         pairs = [(to_device(places, device), to_device(to, device)) for places, to in rounds]
-        return cls(layout.num_tokens, rows, tuple(pairs), own)
+        return cls(layout.num_tokens, rows, tuple(pairs), own, group)
 
     @property
     def has_others(self) -> bool:

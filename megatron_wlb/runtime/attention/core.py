@@ -7,7 +7,7 @@ rank, ``D`` head dimension. Megatron's layout is ``[T, 1, H, D]``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
     positions: torch.Tensor | None = None
     """``[T/CP]`` int64 on the device: each local token's position in its document."""
     gather: KeyGather | None = None
-    """Where the keys are, if tokens are spread over context-parallel ranks."""
+    """Where the keys are, if tokens are spread over ranks."""
     slice: Slice | None = None
     """The part of a document that the first tokens are, if they are one."""
 
@@ -117,19 +117,16 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         # apply_query_key_layer_scaling changes no result: Megatron divides scores by the layer's
         # number to keep them in fp16's range, and multiplies them again. Here they are fp32.
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.kernel = options.kernel
         self.layer_number = layer_number
-        self.parallel: ContextParallel | None = None
+        # What is computed again in the backward pass is used at once: no need to gather twice.
+        again = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+        self.options = replace(options, keep_gathered=options.keep_gathered or again)
+        self.group: torch.distributed.ProcessGroup | None = None
         if config.context_parallel_size > 1:
             assert pg_collection is not None
-            # What is computed again in the backward pass is used at once: no need to gather twice.
-            again = (
-                config.recompute_granularity == "selective"
-                and "core_attn" in config.recompute_modules
-            )
-            self.parallel = ContextParallel(
-                pg_collection.cp, options.num_head_groups, options.keep_gathered or again
-            )
+            self.group = pg_collection.cp
 
     def forward(
         self,
@@ -154,16 +151,19 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 f"attention got {query.shape[0]} tokens where the plan has {params.num_tokens}; "
                 "the ranks do not run the same plan"
             )
-        if (self.parallel is None) != (params.gather is None):
+        gather, group = params.gather, self.group
+        if gather is not None and gather.group is not None:
+            group = gather.group
+        if (group is None) != (gather is None):
             raise PlanError(
                 f"attention over {self.config.context_parallel_size} context-parallel ranks got a "
-                f"micro-batch that is{'' if params.gather else ' not'} divided over ranks"
+                f"micro-batch that is{'' if gather else ' not'} divided over ranks"
             )
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        run = None
+        run, options = None, self.options
         if params.slice is not None:
-            run = LayerSlice(params.slice, self.layer_number, self.kernel, self.softmax_scale)
-        if self.parallel is None or params.gather is None:
+            run = LayerSlice(params.slice, self.layer_number, options.kernel, self.softmax_scale)
+        if group is None or gather is None:
             out = self._alone(query, key, value, params.segments, run)
         else:
             out = context_attention(
@@ -171,10 +171,10 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 key,
                 value,
                 params.segments,
-                params.gather,
-                self.kernel,
+                gather,
+                options.kernel,
                 self.softmax_scale,
-                self.parallel,
+                ContextParallel(group, options.num_head_groups, options.keep_gathered),
                 run,
             )
         return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, D] -> [T/CP, 1, H·D]
@@ -192,11 +192,12 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
             assert run is not None
             return slice_attention(query, key, value, run)
         if run is None:
-            return self.kernel(query, key, value, segments, self.softmax_scale)
+            return self.options.kernel(query, key, value, segments, self.softmax_scale)
         counts = [run.slice.num_queries, sum(segments.lengths_q)]
         (q, query), (k, key), (v, value) = (torch.split(t, counts) for t in (query, key, value))
         own = slice_attention(q, k, v, run)
-        return torch.cat([own, self.kernel(query, key, value, segments, self.softmax_scale)])
+        whole = self.options.kernel(query, key, value, segments, self.softmax_scale)
+        return torch.cat([own, whole])
 
 
 def check_config(config: TransformerConfig) -> None:

@@ -29,6 +29,10 @@ REFUSED = [
         ["--wlb-cp-keep-gathered", "--context-parallel-size of at least 2", "leave it out"],
     ),
     (
+        "--wlb-cp-overlap-groups 2 --wlb-packing slim --wlb-dp-merge off", 2,
+        ["--wlb-cp-overlap-groups", "or where data-parallel ranks run documents together"],
+    ),
+    (
         "--wlb-hardware none.yaml", 1,
         ["--wlb-hardware", "none.yaml", "No such file", "give a100 or cpu or h100", "wlb profile"],
     ),
@@ -269,6 +273,7 @@ def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
         ("--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2", 2, 8),
         ("--kv-channels 7 --position-embedding-type none", 1, 8),
         ("--context-parallel-size 4 --wlb-cp-overlap-groups 2 --wlb-cp-keep-gathered", 8, 4),
+        ("--wlb-packing slim --wlb-cp-overlap-groups 2 --wlb-cp-keep-gathered", 2, 4),
         ("--use-rope-scaling --rope-scaling-factor 4", 1, 8),
         ("--position-embedding-type yarn --wlb-yarn-rotary-scaling-factor 8", 1, 8),
         ("--seq-length 512 --max-position-embeddings 512 --wlb-max-tokens 512", 1, 8),

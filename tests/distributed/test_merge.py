@@ -1,0 +1,233 @@
+"""Documents that several data-parallel ranks run together compute what one process does.
+
+Loss, every element of every gradient and the weights after some steps, as in ``test_executor.py``,
+whose plans run beside them. And faults that must not pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+from helpers.gloo import GlooPool
+from helpers.layouts import FULL, HEAD_GROUPS, KEEP, OVERLAP, SELECTIVE, SHARDED, WORKLOAD, Layout
+from helpers.oracle import OracleRun, run_oracle
+from helpers.ranks import build_runner, train
+from helpers.shards import differences
+from helpers.workload import Workload, slice_up
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.runtime.step import check_chains
+from megatron_wlb.settings.config import Config
+from megatron_wlb.sharding import length_multiple
+
+DP2 = Layout("gpt2", 1, dp=2, extra=f"{OVERLAP} {SHARDED}")
+MERGES = "--wlb-packing slim"  # whose settings of attention over ranks count without CP, too
+DP4 = Layout("gpt2", 1, dp=4, extra=f"{SELECTIVE} {OVERLAP} {MERGES} {HEAD_GROUPS} {KEEP}")
+CASES = [
+    DP2,
+    DP4,
+    Layout("gpt2", 1, dp=2, pp=2, extra=f"{OVERLAP} {SHARDED} {FULL}"),
+    Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS),
+    Layout("llama", 1, dp=2, tp="2sp"),
+]
+BLOCKS = {
+    2: [((0, 1), 3), ((0, 1), 1), ((0, 1), 2)],
+    4: [((0, 1, 2, 3), 3), ((0, 1), 1), ((2, 3), 2), ((2, 3), 1)],
+}
+"""For each number of data-parallel ranks: which run the longest documents, in how many slices."""
+
+
+def merged_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """The longest documents on several ranks, and then :func:`slice_up` of the others.
+
+    In step 1 the last rank has all others.
+    """
+    from megatron_wlb.planning import guards
+
+    p = config.parallel
+    dp_size = guards.data_parallel_size(config, world_size)
+    multiple = length_multiple(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
+    )
+    blocks = BLOCKS[dp_size]
+    longest = sorted(workload.steps[step], key=lambda d: (-d.length, d.key))[: len(blocks)]
+    rest = [d for d in workload.steps[step] if d not in longest]
+    others = slice_up(step, rest, 1 if step == 1 else dp_size, multiple)
+    none = ((),) * (dp_size - len(others.chains))
+    first: list[MicroBatchPlan] = []
+    for document, (block, num_slices) in zip(longest, blocks, strict=True):
+        for span in slices(document, num_slices):
+            own = 2 * len(block) * multiple
+            padded = -(-span.length // own) * own + own * (len(first) % 2)
+            first.append(MicroBatchPlan(len(first), (span,), padded, 1.0, replicas=block))
+    ranks, chains = [], []
+    for rank, (micro_batches, numbers) in enumerate(
+        zip(none + others.micro_batches, none + others.chains, strict=True)
+    ):
+        merged = [m for m in first if rank in m.replicas]
+        later = [dataclasses.replace(m, index=m.index + len(first)) for m in micro_batches]
+        ranks.append((*merged, *later))
+        chains.append((len(merged), *numbers))
+    return dataclasses.replace(others, micro_batches=tuple(ranks), chains=tuple(chains))
+
+
+def slices(document: Document, num: int) -> list[Span]:
+    """The whole, or slices of which one has a single token."""
+    length = document.length
+    cuts = {1: [], 2: [length - 1], 3: [1, length // 3 * 2]}[num]
+    return [Span(document, *edge) for edge in pairwise([0, *cuts, length])]
+
+
+def test_merged_plans_are_awkward() -> None:
+    """That the cases are what they seem."""
+    for case in CASES:
+        for step, documents in enumerate(WORKLOAD.steps):
+            plan = merged_for(case.config, WORKLOAD, case.world_size, step)
+            check_chains(plan)
+            assert sorted(d.key for d in documents) == sorted(d.key for d in plan.documents)
+            assert plan.num_targets == sum(d.num_targets for d in documents)
+            merged = [m for m in plan if m.replicas]
+            assert any(m.slice is None for m in merged)  # a whole document
+            assert any(m.slice and m.length == 1 for m in merged)
+            assert any(m.padded_length > m.length + 2 * len(m.replicas) for m in merged)
+            assert len({own[0] for own in plan.chains}) == (2 if case.dp == 4 else 1)
+            others = [len(own) - 1 for own in plan.chains]
+            assert others[-1] and (all(others) or (step == 1 and not any(others[:-1])))
+    plans = [merged_for(DP4.config, WORKLOAD, 4, step) for step in range(len(WORKLOAD.steps))]
+    assert any(len({len(own) for own in plan.micro_batches}) > 2 for plan in plans)
+
+
+Oracle = Callable[[Layout], OracleRun]
+
+
+@pytest.fixture(scope="module")
+def oracle(gloo: GlooPool) -> Oracle:
+    runs: dict[str, OracleRun] = {}
+
+    def run(case: Layout) -> OracleRun:
+        if case.model not in runs:
+            (runs[case.model],) = gloo.run(1, run_oracle, case.config, WORKLOAD)
+        return runs[case.model]
+
+    return run
+
+
+def runs_of(gloo, case: Layout, initial, fault=nullcontext):
+    return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, merged_for)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_together_compute_what_one_process_does(
+    gloo: GlooPool, oracle: Oracle, case: Layout
+) -> None:
+    expected = oracle(case)
+    assert differences(expected, runs_of(gloo, case, expected.initial)) == []
+
+
+# What must not pass. Each breaks the run of a layout that is equal to the oracle above.
+
+
+@contextlib.contextmanager
+def take_the_shard_of_another_rank(runner) -> Iterator[None]:
+    from megatron_wlb.runtime import batch
+
+    right = batch.local_params
+
+    def wrong(*args, group, cp_rank, cp_size, **options):
+        cp_rank = (cp_rank + 1) % cp_size if group else cp_rank
+        return right(*args, group=group, cp_rank=cp_rank, cp_size=cp_size, **options)
+
+    with mock.patch.object(batch, "local_params", wrong):
+        yield
+
+
+class Done:
+    """A collective that has nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def gather_nothing(runner) -> Iterator[None]:
+    """Each rank takes its own keys for those of all others."""
+    from megatron_wlb.runtime.attention import context_parallel
+
+    def own_only(out, given, group, async_op):
+        out.copy_(given.repeat(group.size(), *[1] * (given.dim() - 1)))
+        return Done()
+
+    with mock.patch.object(context_parallel, "_all_gather", own_only):
+        yield
+
+
+@contextlib.contextmanager
+def reduce_nothing(runner) -> Iterator[None]:
+    """Each rank's keys get the gradients of its own queries only."""
+    from megatron_wlb.runtime.attention import context_parallel
+
+    def own_only(out, given, group, async_op):
+        out.copy_(given.chunk(group.size())[group.rank()])
+        return Done()
+
+    with mock.patch.object(context_parallel, "_reduce_scatter", own_only):
+        yield
+
+
+@contextlib.contextmanager
+def count_targets_on_each_rank(runner) -> Iterator[None]:
+    """A micro-batch that ranks run together counts on each with all its targets."""
+    right = runner.batches.build
+
+    def wrong(plan, **options):
+        found = right(plan, **options)
+        return dataclasses.replace(found, num_targets=plan.num_targets)
+
+    with mock.patch.object(runner.batches, "build", wrong):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("fault", "same_loss"),
+    [
+        (take_the_shard_of_another_rank, False),
+        (gather_nothing, False),
+        (reduce_nothing, True),
+        (count_targets_on_each_rank, True),
+    ],
+)
+def test_faults_of_ranks_together_differ_from_the_oracle(
+    gloo: GlooPool, oracle: Oracle, fault: Callable[..., object], same_loss: bool
+) -> None:
+    expected = oracle(DP2)
+    found = differences(expected, runs_of(gloo, DP2, expected.initial, fault))
+    assert any("step 0: gradient of" in line for line in found)
+    assert any(line.startswith("step 0: loss") for line in found) is not same_loss
+
+
+def run_without_one(case: Layout) -> None:
+    """The last rank has a plan without the micro-batches that ranks run together."""
+    import torch
+
+    runner = build_runner(case.config, WORKLOAD, verify_plan_interval=0)
+    plan = merged_for(case.config, WORKLOAD, 2, 0)
+    own = tuple(m for m in plan.micro_batches[1] if not m.replicas)
+    lacking = dataclasses.replace(
+        plan,
+        micro_batches=(plan.micro_batches[0], own),
+        chains=(plan.chains[0], plan.chains[1][1:]),
+    )
+    runner.run(lacking)
+    assert torch.distributed.get_rank() < 0  # never comes here
+
+
+def test_a_rank_that_lacks_a_merged_micro_batch_is_refused_not_waited_for(gloo: GlooPool) -> None:
+    with pytest.raises(PlanError, match=r"rank 1: micro-batch 0 runs on .* this one has none"):
+        gloo.run(2, run_without_one, DP2)
