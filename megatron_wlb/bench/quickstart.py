@@ -26,7 +26,7 @@ from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.settings.command_line import Parser
 
-PACKINGS = ("original", "wlb", "hold")
+PACKINGS = ("original", "hold", "slim")
 NUM_PROCESSES = 2
 LAYOUTS = {
     # Name -> (what it is, windows a step, rounds, flags). DP=2 runs one micro-batch a rank. The

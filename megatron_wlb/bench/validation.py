@@ -51,19 +51,18 @@ class Calibration:
 
 def calibrate(recording: Recording) -> Calibration:
     """Raises :class:`ConfigError` for too few micro-batches to fit."""
-    graph, steps = recording.graph, recording.calibrating
-    samples: list[list[StageSample]] = [[] for _ in range(graph.num_stages)]
+    steps = recording.calibrating
+    samples: list[list[StageSample]] = [[] for _ in range(recording.num_stages)]
     between: list[float] = []
     waited: list[float] = []
     besides: list[float] = []
-    tasks = dataflow(graph.order)
     for step in steps:
         for dp_rank, lengths in enumerate(step.lengths):
-            times = recording.times_us(step, dp_rank)
-            for stage in range(graph.num_stages):
-                for number, segments in enumerate(lengths):
-                    forward_us, backward_us = times[:, stage, number].tolist()
-                    samples[stage].append(StageSample(segments, forward_us, backward_us))
+            graph, times = recording.graph(step, dp_rank), recording.times_us(step, dp_rank)
+            tasks = dataflow(graph.order)
+            for stage, own in enumerate(samples):
+                passes_us = times[:, stage].tolist()
+                own += map(StageSample, lengths, *passes_us, step.before(dp_rank))
             stops: list[float] = []
             at = [0] * graph.pp_size
             for task in tasks:
@@ -99,23 +98,32 @@ def calibrate(recording: Recording) -> Calibration:
 
 
 def simulate(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
-    """µs of a whole step, from its lengths alone."""
+    """µs of a whole step, from its lengths, prefixes and chains alone."""
     return calibration.besides_us + _pipeline_us(recording, calibration, step)
 
 
 def _pipeline_us(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
-    times_us = map(calibration.stages.times_us, step.lengths)
-    return calibration.slowdown * _replayed_us(recording, calibration, times_us)
+    times_us = _fitted_us(calibration, step)
+    return calibration.slowdown * _replayed_us(recording, calibration, step, times_us)
+
+
+def _fitted_us(calibration: Calibration, step: RecordedStep) -> list[Floats]:
+    """``[dp_size]`` times ``[2, S, N]``: of all forwards and backwards, by the fitted cost."""
+    return [
+        calibration.stages.times_us(lengths, prefixes=step.before(dp_rank))
+        for dp_rank, lengths in enumerate(step.lengths)
+    ]
 
 
 def _replayed_us(
-    recording: Recording, calibration: Calibration, times_us: Iterable[Floats]
+    recording: Recording, calibration: Calibration, step: RecordedStep, times_us: Sequence[Floats]
 ) -> float:
     """Replays the pipelines of all data-parallel ranks; the slowest one counts."""
-    graph, cores = recording.graph, recording.cores
-    gaps = np.full(graph.num_micro_batches, calibration.p2p_us)
+    cores = recording.cores
     spans_us = []
-    for own_us in times_us:
+    for dp_rank, own_us in enumerate(times_us):
+        graph = recording.graph(step, dp_rank)
+        gaps = np.full(graph.num_micro_batches, calibration.p2p_us)
         between_us = own_us + calibration.between_us
         if cores is None:
             spans_us.append(float(graph.step_us(between_us, gaps)))
@@ -161,19 +169,21 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
     config = recording.config
     padded = padded_vocab_size(config, recording.vocab_size)
     model = run_of(config, padded, recording.dp_size).memory
+    num_micro_batches = config.training.global_batch_size
     for packing in recording.packings:
         steps = [step for step in recording.judged if step.packing == packing]
         simulated = np.array([simulate(recording, calibration, step) for step in steps])
         measured = np.array([step.step_us for step in steps])
         operations, replays, works_us = [], [], []
         for step in steps:
-            fitted = [calibration.stages.times_us(lengths) for lengths in step.lengths]
+            fitted = _fitted_us(calibration, step)
             found = [recording.times_us(step, dp_rank) for dp_rank in range(recording.dp_size)]
             for predicted_us, found_us in zip(fitted, found, strict=True):
                 operations.append(float(np.mean(np.abs(predicted_us / found_us - 1))))
-            replayed = _replayed_us(recording, calibration, found)
+            replayed = _replayed_us(recording, calibration, step, found)
             replays.append(abs(replayed / step.span_us - 1))
-            works_us.append(sum(times_us.sum() for times_us in fitted))
+            whole_us = sum(float(times_us.sum()) for times_us in fitted)
+            works_us.append(whole_us - _more_us(calibration, step, num_micro_batches))
         tokens = sum(step.num_tokens for step in steps)
         work_us = np.array(works_us)
         off = work_us / work_us.sum() - measured / measured.sum()
@@ -203,14 +213,35 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
     return rows
 
 
+def _more_us(calibration: Calibration, step: RecordedStep, num_micro_batches: int) -> float:
+    """What more micro-batches than N take besides documents, and slices more than those: no work.
+
+    So the work of a document is the same in slices as whole.
+    """
+    if not step.chains:
+        return 0.0
+    units = sum(map(len, step.lengths)) - num_micro_batches
+    slices = sum(keys > 0 for rank in step.prefixes for unit in rank for keys in unit)
+    once_us = each_us = 0.0
+    for stage in calibration.stages.stages:
+        empty_us = stage.work([]).total_us
+        once_us += empty_us
+        each_us += stage.work([0]).total_us - empty_us
+    return units * once_us + slices * each_us
+
+
 def _memory(
     recording: Recording, model: MemoryModel, step: RecordedStep
 ) -> Iterable[tuple[float, int]]:
     """Predicted and measured peaks of activations of each process."""
     assert step.activation_bytes is not None
-    for pp_rank, actions in enumerate(recording.graph.order):
-        for dp_rank, lengths in enumerate(step.lengths):
-            uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
+    for dp_rank, lengths in enumerate(step.lengths):
+        units = step.units(dp_rank)
+        for pp_rank, actions in enumerate(recording.graph(step, dp_rank).order):
+            if units:
+                uses = model.program_bytes(pp_rank, actions, units)
+            else:
+                uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
             peak = max(used.peak for used in uses)
             first = recording.process(pp_rank, dp_rank)
             for process in range(first, first + recording.config.parallel.context_parallel_size):

@@ -87,9 +87,11 @@ class StageSample:
     """Measured times of one stage's forward and backward of a micro-batch."""
 
     lengths: Sequence[int]
-    """Lengths of each document (and of padding), in tokens."""
+    """Lengths of each attention segment (and of padding), in tokens."""
     forward_us: float
     backward_us: float
+    prefixes: Sequence[int] = ()
+    """Keys before each segment, of slices that ran before; none if not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ class StageFit:
     """The cost of a stage as fitted to micro-batches that ran there.
 
     Each pass takes ``constant + documents · n + linear · Σd + quadratic · Σd²`` µs: Hydraulis'
-    latency model (App. B.2) with what every document costs besides.
+    latency model (App. B.2) with what every document costs besides. A slice counts as a document,
+    with ``(p + d)² - p²`` for the keys of the ``p`` tokens before it.
     """
 
     forward: tuple[float, float, float, float]
@@ -129,7 +132,9 @@ def fit_stage(samples: Sequence[StageSample]) -> StageFit:
             f"stage fit: {len(samples)} micro-batches are too few for four coefficients; "
             "measure at least 8"
         )
-    columns = np.array([_counts(sample.lengths) for sample in samples], dtype=np.float64)
+    columns = np.array(
+        [_counts(sample.lengths, sample.prefixes) for sample in samples], dtype=np.float64
+    )
     coefficients, errors = [], []
     for name in ("forward_us", "backward_us"):
         times_us = np.array([getattr(sample, name) for sample in samples])
@@ -145,9 +150,12 @@ def fit_stage(samples: Sequence[StageSample]) -> StageFit:
     return StageFit(forward, backward, float(np.mean(errors)))  # type: ignore[arg-type]
 
 
-def _counts(lengths: Sequence[int]) -> tuple[int, int, int, int]:
+def _counts(lengths: Sequence[int], prefixes: Sequence[int] = ()) -> tuple[int, int, int, int]:
     """What a micro-batch's time grows with."""
-    return 1, len(lengths), sum(lengths), sum([length * length for length in lengths])
+    pairs = sum([length * length for length in lengths])
+    if prefixes:
+        pairs += sum([2 * keys * n for keys, n in zip(prefixes, lengths, strict=True)])
+    return 1, len(lengths), sum(lengths), pairs
 
 
 def _fit_columns(columns: Floats, times_us: Floats) -> tuple[Floats, Floats]:
