@@ -87,6 +87,11 @@ class RecordedStep:
         """Predicted time of its documents in N micro-batches: how much there was to do."""
         return sum(map(sum, self.predicted_us)) - self.more_us
 
+    @property
+    def schedule(self) -> str:
+        """Whose loop ran it: ``megatron`` or, for documents in slices, ``slices``."""
+        return "slices" if self.chains else "megatron"
+
     def before(self, dp_rank: int) -> list[list[int]]:
         """``[num_micro_batches][segments]``: keys before each segment."""
         if self.chains:

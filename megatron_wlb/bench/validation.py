@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,16 +32,30 @@ FEWEST_ROUNDS = 6
 """A recording has at least so many: a third of them is to calibrate with."""
 
 
+class Handover(NamedTuple):
+    """What actions of a schedule take besides computing."""
+
+    between_us: float
+    """What a rank takes from one action to the next for which everything is there."""
+    p2p_us: float
+    """More than that from the stop of an action to the start of one that waits for it elsewhere."""
+
+    @classmethod
+    def of(cls, between_us: Sequence[float], waited_us: Sequence[float]) -> Handover:
+        # The lower quarter: the others also wait for a neighbour to receive.
+        between = float(np.percentile(between_us, 25)) if between_us else 0.0
+        waited = float(np.median(waited_us)) if waited_us else 0.0
+        return cls(between, max(waited - between, 0.0))
+
+
 @dataclass(frozen=True)
 class Calibration:
     """What the first third of the steps says."""
 
     stages: StageCosts
     fit_error: float
-    between_us: float
-    """What a rank takes from one action to the next for which everything is there."""
-    p2p_us: float
-    """More than that from the stop of an action to the start of one that waits for it elsewhere."""
+    handovers: Mapping[str, Handover]
+    """By :attr:`RecordedStep.schedule`: the loop for slices has other code between actions."""
     besides_us: float
     """What a step takes before its first and after its last action."""
     slowdown: float
@@ -53,8 +67,8 @@ def calibrate(recording: Recording) -> Calibration:
     """Raises :class:`ConfigError` for too few micro-batches to fit."""
     steps = recording.calibrating
     samples: list[list[StageSample]] = [[] for _ in range(recording.num_stages)]
-    between: list[float] = []
-    waited: list[float] = []
+    between: dict[str, list[float]] = {step.schedule: [] for step in steps}
+    waited: dict[str, list[float]] = {step.schedule: [] for step in steps}
     besides: list[float] = []
     for step in steps:
         for dp_rank, lengths in enumerate(step.lengths):
@@ -75,20 +89,15 @@ def calibrate(recording: Recording) -> Calibration:
                 if task.source >= 0 and tasks[task.source].rank != task.rank:
                     arrives = stops[task.source]
                 if arrives > before:
-                    waited.append(max(start - arrives, 0.0))
+                    waited[step.schedule].append(max(start - arrives, 0.0))
                 elif before > -math.inf:
-                    between.append(max(start - before, 0.0))
+                    between[step.schedule].append(max(start - before, 0.0))
         besides.append(step.step_us - step.span_us)
     fits = [fit_stage(own) for own in samples]
-    # The lower quarter: the others also wait for a neighbour to receive.
-    between_us = float(np.percentile(between, 25)) if between else 0.0
-    waited_us = float(np.median(waited)) if waited else 0.0
-    p2p_us = max(waited_us - between_us, 0.0)
     calibration = Calibration(
         StageCosts(tuple(fits)),
         float(np.mean([fit.mean_error for fit in fits])),
-        between_us,
-        p2p_us,
+        {name: Handover.of(between[name], waited[name]) for name in between},
         float(np.median(besides)),
         slowdown=1.0,
     )
@@ -119,12 +128,12 @@ def _replayed_us(
     recording: Recording, calibration: Calibration, step: RecordedStep, times_us: Sequence[Floats]
 ) -> float:
     """Replays the pipelines of all data-parallel ranks; the slowest one counts."""
-    cores = recording.cores
+    cores, handover = recording.cores, calibration.handovers[step.schedule]
     spans_us = []
     for dp_rank, own_us in enumerate(times_us):
         graph = recording.graph(step, dp_rank)
-        gaps = np.full(graph.num_micro_batches, calibration.p2p_us)
-        between_us = own_us + calibration.between_us
+        gaps = np.full(graph.num_micro_batches, handover.p2p_us)
+        between_us = own_us + handover.between_us
         if cores is None:
             spans_us.append(float(graph.step_us(between_us, gaps)))
         else:
@@ -299,6 +308,7 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
             "clock": "wall" if recording.cores is None else "cpu, cores shared",
             "calibration_steps": len(recording.calibrating),
             **{name: value for name, value in vars(calibration).items() if name != "stages"},
+            "handovers": {name: own._asdict() for name, own in calibration.handovers.items()},
             "repeat_error": recording.repeat_error,
             "pairs": [{**asdict(pair), "packings": list(pair.packings)} for pair in compared],
             "pairs_apart": sum(pair.is_apart for pair in compared),
