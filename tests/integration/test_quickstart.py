@@ -158,7 +158,6 @@ def test_second_start_reuses_the_corpus(out: Path) -> None:
     options = ["--seq-length", "512", "--rounds", "5", "--layouts", "dp2", "--out", "out", "--json"]
     finished = quickstart(out.parent, *options)
     assert finished.code == 0, finished.output
-    assert "found in" in finished.output
     assert corpus.stat().st_mtime_ns == built
     printed = json.loads(finished.output.splitlines()[-1])
     assert list(printed) == ["dp2"]
