@@ -98,6 +98,12 @@ class RecordedStep:
             return self.prefixes[dp_rank]
         return [[0] * len(segments) for segments in self.lengths[dp_rank]]
 
+    def slices(self, dp_rank: int) -> list[bool]:
+        """``[num_micro_batches]``: whether each runs a slice of a document."""
+        if self.chains:
+            return [num > 1 for num in self.chains[dp_rank] for _ in range(num)]
+        return [False] * len(self.lengths[dp_rank])
+
     def units(self, dp_rank: int) -> tuple[Unit, ...]:
         """A rank's micro-batches where documents run in slices; else there are none."""
         if not self.chains:

@@ -53,6 +53,8 @@ class Calibration:
     """What the first third of the steps says."""
 
     stages: StageCosts
+    slice_us: Floats
+    """``[2, S]``: what a slice takes more than its part of a whole document."""
     fit_error: float
     handovers: Mapping[str, Handover]
     """By :attr:`RecordedStep.schedule`: the loop for slices has other code between actions."""
@@ -76,7 +78,9 @@ def calibrate(recording: Recording) -> Calibration:
             tasks = dataflow(graph.order)
             for stage, own in enumerate(samples):
                 passes_us = times[:, stage].tolist()
-                own += map(StageSample, lengths, *passes_us, step.before(dp_rank))
+                own += map(
+                    StageSample, lengths, *passes_us, step.before(dp_rank), step.slices(dp_rank)
+                )
             stops: list[float] = []
             at = [0] * graph.pp_size
             for task in tasks:
@@ -96,6 +100,7 @@ def calibrate(recording: Recording) -> Calibration:
     fits = [fit_stage(own) for own in samples]
     calibration = Calibration(
         StageCosts(tuple(fits)),
+        np.array([fit.slice_us for fit in fits]).T,
         float(np.mean([fit.mean_error for fit in fits])),
         {name: Handover.of(between[name], waited[name]) for name in between},
         float(np.median(besides)),
@@ -120,6 +125,7 @@ def _fitted_us(calibration: Calibration, step: RecordedStep) -> list[Floats]:
     """``[dp_size]`` times ``[2, S, N]``: of all forwards and backwards, by the fitted cost."""
     return [
         calibration.stages.times_us(lengths, prefixes=step.before(dp_rank))
+        + calibration.slice_us[:, :, None] * np.array(step.slices(dp_rank))
         for dp_rank, lengths in enumerate(step.lengths)
     ]
 
@@ -230,13 +236,14 @@ def _more_us(calibration: Calibration, step: RecordedStep, num_micro_batches: in
     if not step.chains:
         return 0.0
     units = sum(map(len, step.lengths)) - num_micro_batches
-    slices = sum(keys > 0 for rank in step.prefixes for unit in rank for keys in unit)
+    more = sum(keys > 0 for rank in step.prefixes for unit in rank for keys in unit)
+    slices = sum(sum(step.slices(dp_rank)) for dp_rank in range(len(step.lengths)))
     once_us = each_us = 0.0
     for stage in calibration.stages.stages:
         empty_us = stage.work([]).total_us
         once_us += empty_us
         each_us += stage.work([0]).total_us - empty_us
-    return units * once_us + slices * each_us
+    return units * once_us + more * each_us + slices * float(calibration.slice_us.sum())
 
 
 def _memory(
@@ -307,7 +314,10 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
             "cp": p.cp_size,
             "clock": "wall" if recording.cores is None else "cpu, cores shared",
             "calibration_steps": len(recording.calibrating),
-            **{name: value for name, value in vars(calibration).items() if name != "stages"},
+            "fit_error": calibration.fit_error,
+            "slice_us": float(calibration.slice_us.sum()),
+            "besides_us": calibration.besides_us,
+            "slowdown": calibration.slowdown,
             "handovers": {name: own._asdict() for name, own in calibration.handovers.items()},
             "repeat_error": recording.repeat_error,
             "pairs": [{**asdict(pair), "packings": list(pair.packings)} for pair in compared],

@@ -32,10 +32,14 @@ SLICES_BETWEEN_US, SLICES_P2P_US = 90.0, 200.0
 COEFFICIENTS = {"F": (200.0, 30.0, 5.0, 0.01), "B": (300.0, 50.0, 9.0, 0.03)}
 
 
-def stage_us(kind, stage, lengths, prefixes):
+SLICE_US = {"F": 700.0, "B": 900.0}
+
+
+def stage_us(kind, stage, lengths, prefixes, is_slice):
     pairs = sum((p + d) ** 2 - p**2 for p, d in zip(prefixes, lengths, strict=True))
-    counts = (1, len(lengths), sum(lengths), pairs)
-    return (1 + 0.2 * stage) * sum(c * n for c, n in zip(COEFFICIENTS[kind], counts, strict=True))
+    counts = (1, len(lengths), sum(lengths), pairs, is_slice)
+    each_us = *COEFFICIENTS[kind], SLICE_US[kind]
+    return (1 + 0.2 * stage) * sum(c * n for c, n in zip(each_us, counts, strict=True))
 
 
 def step_of(packing, number, lengths, vpp_size, num_cores, slower, prefixes=None, chains=()):
@@ -43,13 +47,14 @@ def step_of(packing, number, lengths, vpp_size, num_cores, slower, prefixes=None
     pp_size, num = 2, len(lengths)
     graph = slice_graph(pp_size, chains) if chains else graph_of(pp_size, vpp_size, num)
     before = prefixes or [[0] * len(segments) for segments in lengths]
+    slices = [own > 1 for own in chains for _ in range(own)] or [False] * num
     between_us, p2p_us = (SLICES_BETWEEN_US, SLICES_P2P_US) if chains else (BETWEEN_US, P2P_US)
     times = np.array(
         [
             [
                 [
                     slower * stage_us(kind, stage, *segments)
-                    for segments in zip(lengths, before, strict=True)
+                    for segments in zip(lengths, before, slices, strict=True)
                 ]
                 for stage in range(graph.num_stages)
             ]
@@ -181,6 +186,7 @@ def test_steps_of_slices_are_met_in_time_work_and_memory(tmp_path, num_cores):
     recording = Recording.read(path, FEWEST_ROUNDS)
     calibration = calibrate(recording)
     assert calibration.fit_error < 1e-6
+    assert calibration.slice_us == pytest.approx(np.array([[700, 840], [900, 1080]]))
     if num_cores == 2:
         assert calibration.handovers == {
             "megatron": pytest.approx((BETWEEN_US, P2P_US)),
