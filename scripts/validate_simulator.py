@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument(
         "--packings", nargs="+", default=list(PACKINGS),
         choices=[*PACKINGS, "fixed-greedy", f"hold{SHAPED}", f"wlb{SHAPED}"], metavar="NAME",
-        help=f"default: {' '.join(PACKINGS)}; with {SHAPED}: with --wlb-shape on",
+        help=f"default: {' '.join(PACKINGS)} (slim not with VPP); {SHAPED}: with --wlb-shape on",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=18, help="timed steps of each (default: 18)")
     parser.add_argument(
