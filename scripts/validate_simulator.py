@@ -8,7 +8,7 @@
 Each layout trains every packing on the interpreter's own standard library, one step of each in
 turns, with each pipeline rank pinned to a core; all steps are run several times over, in another
 order each time, and the middle time of each counts. Costs are calibrated on the first third of the
-steps; the others are simulated from their lengths alone and compared: step time, single operations,
+steps; the others are simulated from their plans alone and compared: step time, single operations,
 work and tokens a second, and which of two packings does more work a second; closer ones than two
 standard errors of the measurement are a tie. Further rounds count the bytes of all tensors and hold
 the predicted peak of activations against them. Where a machine has fewer cores than pipeline ranks,
@@ -43,7 +43,7 @@ from megatron_wlb.packing.settings import SHAPED
 from megatron_wlb.planning import guards
 from megatron_wlb.settings.command_line import parse
 
-PACKINGS = ("original", "wlb", "hold")
+PACKINGS = ("original", "wlb", "hold", "slim")
 WANTED_STEP_MAPE, WANTED_MEMORY_MAPE = 0.08, 0.03
 console = output.console(stderr=True)
 
@@ -55,6 +55,11 @@ class Layout:
     what: str
     num_processes: int
     flags: tuple[str, ...]
+    slices: bool = True
+    """Whether documents can run in slices: not with virtual stages."""
+
+    def packings(self, wanted: Sequence[str]) -> list[str]:
+        return [name for name in wanted if self.slices or name != "slim"]
 
 
 def pipeline(pp: int, *more: str) -> tuple[str, ...]:
@@ -64,7 +69,10 @@ def pipeline(pp: int, *more: str) -> tuple[str, ...]:
 LAYOUTS = {
     "pp2": Layout("PP=2", 2, pipeline(2)),
     "pp2-vpp2": Layout(
-        "PP=2, VPP=2", 2, pipeline(2, "--num-virtual-stages-per-pipeline-rank", "2")
+        "PP=2, VPP=2",
+        2,
+        pipeline(2, "--num-virtual-stages-per-pipeline-rank", "2"),
+        slices=False,
     ),
     "pp4": Layout("PP=4", 4, pipeline(4)),
     "cp2-pp2": Layout("CP=2, PP=2", 4, pipeline(2, "--context-parallel-size", "2")),
@@ -91,6 +99,11 @@ def check(layouts: Sequence[str], prefix: str, options: argparse.Namespace) -> l
     for name in layouts:
         config = parse(flags_of(LAYOUTS[name], prefix, options))
         try:
+            if not LAYOUTS[name].packings(options.packings):
+                raise ConfigError(
+                    f"slim packing does not run with {LAYOUTS[name].what}; give others of "
+                    "--packings too"
+                )
             guards.check(config, LAYOUTS[name].num_processes)
             guards.check_micro_batches(config, LAYOUTS[name].num_processes)
             runnable.append(name)
@@ -122,7 +135,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for name in wanted:
                 layout = LAYOUTS[name]
                 arguments = [
-                    *("--packings", ",".join(options.packings), "--rounds", str(options.rounds)),
+                    *("--packings", ",".join(layout.packings(options.packings))),
+                    *("--rounds", str(options.rounds)),
                     *("--repeats", str(options.repeats), "--shuffle"),
                     *("--memory-rounds", str(options.memory_rounds)),
                     *flags_of(layout, prefix, options),
@@ -204,7 +218,7 @@ def main() -> int:
     parser.add_argument(
         "--packings", nargs="+", default=list(PACKINGS),
         choices=[*PACKINGS, "fixed-greedy", f"hold{SHAPED}", f"wlb{SHAPED}"], metavar="NAME",
-        help=f"default: {' '.join(PACKINGS)}; with {SHAPED}: with --wlb-shape on",
+        help=f"default: {' '.join(PACKINGS)} (slim not with VPP); {SHAPED}: with --wlb-shape on",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=18, help="timed steps of each (default: 18)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""See it work: real text, a real Megatron GPT, three packings side by side, in minutes on a CPU.
+"""See it work: real text, a real Megatron GPT, packings side by side, in minutes on a CPU.
 
 Builds a corpus from the interpreter's own standard library, trains on it once as a pipeline
 (PP=2) and once data-parallel (DP=2), with steps of each packing in turns, and shows what came out
@@ -14,7 +14,7 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -26,13 +26,27 @@ from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.settings.command_line import Parser
 
-PACKINGS = ("original", "wlb", "hold")
 NUM_PROCESSES = 2
+
+
+class Layout(NamedTuple):
+    """How the processes train."""
+
+    what: str
+    num_windows: int
+    """Of a step."""
+    rounds: int
+    """Steps of each packing, if not given."""
+    packings: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+
+PP2 = "--pipeline-model-parallel-size", "2"
 LAYOUTS = {
-    # Name -> (what it is, windows a step, rounds, flags). DP=2 runs one micro-batch a rank. The
-    # rounds of the first are so many that its table is there within five minutes on two cores.
-    "pp2": ("pipeline, PP=2, 8 micro-batches", 8, 12, ["--pipeline-model-parallel-size", "2"]),
-    "dp2": ("data-parallel, DP=2, 1 micro-batch a rank", 2, 60, []),
+    # So many rounds that its table is there within five minutes on two cores.
+    "pp2": Layout("pipeline, PP=2, 8 windows a step", 8, 12, ("original", "hold", "slim"), PP2),
+    # Without a pipeline, slices have no bubble to fill.
+    "dp2": Layout("data-parallel, DP=2, 1 micro-batch a rank", 2, 60, ("original", "hold")),
 }
 SKIP_SHARE = 4
 """One in so many rounds is run first and not counted: pools and caches fill."""
@@ -93,10 +107,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     pictures = [out / "lengths.png"]
     for layout in options.layouts:
-        what, batch, default, flags = LAYOUTS[layout]
+        what, batch, default, packings, flags = LAYOUTS[layout]
         rounds, path = options.rounds or default, out / f"{layout}.json"
         console.print(
-            f"training {layout}: {what}; {rounds} steps of each of {', '.join(PACKINGS)} in turns",
+            f"training {layout}: {what}; {rounds} steps of each of {', '.join(packings)} in turns",
             soft_wrap=True,
         )
         make(
@@ -105,7 +119,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             path,
             console,
             [
-                *("--packings", ",".join(PACKINGS), "--rounds", str(rounds)),
+                *("--packings", ",".join(packings), "--rounds", str(rounds)),
                 *("--data-path", str(prefix), "--split", "1"),
                 *("--seq-length", str(options.seq_length), "--global-batch-size", str(batch)),
                 *("--train-iters", str(rounds), "--seed", str(options.seed)),

@@ -32,6 +32,7 @@ from megatron_wlb.files import write_text
 from megatron_wlb.packing.settings import SHAPED
 from megatron_wlb.runtime.rank_main import check_writable, rank_main
 from megatron_wlb.settings.command_line import Parser, parse
+from megatron_wlb.study.evaluate import more_us
 
 if TYPE_CHECKING:
     from megatron_wlb.plan import StepPlan
@@ -122,6 +123,7 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
             stop_s = time.monotonic()
             intervals = of_all_ranks(timers.take())
             if repeat != WARM_UP:
+                rows = plan.micro_batches
                 steps.append(
                     RecordedStep(
                         packing=name,
@@ -134,10 +136,15 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
                         num_tokens=plan.num_tokens,
                         imbalance=plan.imbalance,
                         delay_steps=plan.delay_steps,
-                        lengths=[[list(m.lengths) for m in row] for row in plan.micro_batches],
-                        predicted_us=[[m.predicted_us for m in row] for row in plan.micro_batches],
+                        lengths=[[list(m.lengths) for m in row] for row in rows],
+                        predicted_us=[[m.predicted_us for m in row] for row in rows],
                         intervals=intervals,
                         activation_bytes=used,
+                        prefixes=[[list(m.prefixes) for m in row] for row in rows]
+                        if plan.chains
+                        else [],
+                        chains=[list(own) for own in plan.chains],
+                        more_us=more_us(plan, first.training.global_batch_size, cost),
                     )
                 )
         if rank == 0:
@@ -161,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m megatron_wlb.bench.record", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--packings", default="original,wlb,hold", help="comma-separated")
+    parser.add_argument("--packings", default="original,hold,slim", help="comma-separated")
     parser.add_argument("--rounds", type=int, default=24, help="steps of each packing")
     parser.add_argument("--repeats", type=int, default=1, help="times that these are run")
     parser.add_argument("--shuffle", action="store_true", help="in another order each time")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -21,9 +21,10 @@ import numpy as np
 from rich import progress
 from rich.console import Console
 
+from megatron_wlb.cost.slices import Unit, chained
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.from_config import schedule_graph
-from megatron_wlb.schedule.graph import Floats, Graph
+from megatron_wlb.planning.from_config import parallelism
+from megatron_wlb.schedule.graph import Floats, Graph, Sends, graph_of, slice_graph
 from megatron_wlb.settings.config import Config, from_flat
 from megatron_wlb.simulator.engine import Interval, Timeline
 
@@ -63,6 +64,13 @@ class RecordedStep:
     """Per process, the most that forward and backward added; such a step is no measure of time."""
     repeat: int = 0
     """How many times this plan was run before."""
+    prefixes: list[list[list[int]]] = field(default_factory=list)
+    """``[dp_size][num_micro_batches][segments]``: keys before each, as in
+    :attr:`megatron_wlb.plan.MicroBatchPlan.prefixes`; empty for Megatron's schedule."""
+    chains: list[list[int]] = field(default_factory=list)
+    """``[dp_size][chains]``, as in :attr:`megatron_wlb.plan.StepPlan.chains`."""
+    more_us: float = 0.0
+    """What micro-batches beyond N are predicted to take besides their documents."""
 
     @property
     def step_us(self) -> float:
@@ -76,8 +84,31 @@ class RecordedStep:
 
     @property
     def work_us(self) -> float:
-        """Predicted time of all its micro-batches: how much there was to do."""
-        return sum(map(sum, self.predicted_us))
+        """Predicted time of its documents in N micro-batches: how much there was to do."""
+        return sum(map(sum, self.predicted_us)) - self.more_us
+
+    @property
+    def schedule(self) -> str:
+        """Whose loop ran it: ``megatron`` or, for documents in slices, ``slices``."""
+        return "slices" if self.chains else "megatron"
+
+    def before(self, dp_rank: int) -> list[list[int]]:
+        """``[num_micro_batches][segments]``: keys before each segment."""
+        if self.chains:
+            return self.prefixes[dp_rank]
+        return [[0] * len(segments) for segments in self.lengths[dp_rank]]
+
+    def slices(self, dp_rank: int) -> list[bool]:
+        """``[num_micro_batches]``: whether each runs a slice of a document."""
+        if self.chains:
+            return [num > 1 for num in self.chains[dp_rank] for _ in range(num)]
+        return [False] * len(self.lengths[dp_rank])
+
+    def units(self, dp_rank: int) -> tuple[Unit, ...]:
+        """A rank's micro-batches where documents run in slices; else there are none."""
+        if not self.chains:
+            return ()
+        return chained(self.lengths[dp_rank], self.prefixes[dp_rank], self.chains[dp_rank])
 
     @property
     def span_us(self) -> float:
@@ -186,9 +217,26 @@ class Recording:
     def dp_size(self) -> int:
         return len(self.steps[0].lengths)
 
-    @cached_property
-    def graph(self) -> Graph:
-        return schedule_graph(self.config, len(self.steps[0].lengths[0]))
+    @property
+    def num_stages(self) -> int:
+        p = parallelism(self.config)
+        return p.pp_size * p.vpp_size
+
+    def graph(
+        self,
+        step: RecordedStep,
+        dp_rank: int,
+        *,
+        pp_size: int | None = None,
+        sends: Sends | None = None,
+    ) -> Graph:
+        """What a replica ran, or would have run on ``pp_size`` ranks or with other ``sends``."""
+        p = parallelism(self.config)
+        pp_size = pp_size or p.pp_size
+        if step.chains:
+            return slice_graph(pp_size, tuple(step.chains[dp_rank]))
+        group_size = p.group_size if pp_size == p.pp_size else None
+        return graph_of(pp_size, p.vpp_size, len(step.lengths[dp_rank]), group_size, sends)
 
     @property
     def cores(self) -> list[int] | None:
@@ -206,7 +254,7 @@ class Recording:
 
     def times_us(self, step: RecordedStep, dp_rank: int) -> Floats:
         """Measured ``[2, S, N]``: on the wall, or where cores are shared CPU time."""
-        graph = self.graph
+        graph = self.graph(step, dp_rank)
         result = np.zeros((2, graph.num_stages, graph.num_micro_batches))
         for rank, actions in enumerate(graph.order):
             measured = step.intervals[self.process(rank, dp_rank)]
@@ -219,17 +267,19 @@ class Recording:
 
     def timeline(self, step: RecordedStep) -> Timeline:
         each = self.world_size // self.pp_size
-        return Timeline(
-            tuple(
+        rows = []
+        for process, intervals in enumerate(step.intervals):
+            pp_rank, place = divmod(process, each)
+            dp_rank = place * self.dp_size // each
+            actions = self.graph(step, dp_rank).order[pp_rank]
+            units = step.units(dp_rank)
+            rows.append(
                 tuple(
-                    Interval(start, stop, action)
-                    for action, (_, start, stop, _) in zip(
-                        self.graph.order[process // each], intervals, strict=True
-                    )
+                    Interval(start, stop, a, units[a.micro_batch].slice if units else None)
+                    for a, (_, start, stop, _) in zip(actions, intervals, strict=True)
                 )
-                for process, intervals in enumerate(step.intervals)
             )
-        )
+        return Timeline(tuple(rows))
 
 
 @contextlib.contextmanager

@@ -19,15 +19,16 @@ import numpy as np
 from rich.table import Table
 
 from megatron_wlb.bench.recording import RecordedStep, Recording
+from megatron_wlb.cost.slices import Unit
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.schedule.graph import graph_of
 
 NUM_BLOCKS = 4
 """Consecutive parts of the recording whose speed-ups show the spread."""
 
 REPLAYED_PP = 4
 WORK = (
-    "work: the seconds of computing that documents should take, by a cost measured at the start. "
+    "work: the seconds of computing that documents should take, by a cost measured at the start; "
+    "what more and smaller micro-batches take besides them is none. "
     "Tokens compare worse: original cuts documents, and a piece is less work for each token."
 )
 
@@ -123,22 +124,21 @@ def _replays(recording: Recording, counted: Mapping[str, Sequence[RecordedStep]]
     errors: list[float] = []
     speed, bubble = {}, {}
     parts = REPLAYED_PP // recording.pp_size
-    num = recording.graph.num_micro_batches
-    same, longer = (
-        graph_of(pp_size, recording.graph.vpp_size, num, sends="buffered")
-        for pp_size in (recording.pp_size, REPLAYED_PP)
-    )
-    at_once = np.zeros(num)
     for name, steps in counted.items():
         work = span = busy = 0.0
         for step in steps:
+            work += step.work_us
             for dp_rank in range(recording.dp_size):
+                same, longer = (
+                    recording.graph(step, dp_rank, pp_size=pp_size, sends="buffered")
+                    for pp_size in (recording.pp_size, REPLAYED_PP)
+                )
                 times_us = recording.times_us(step, dp_rank)
+                at_once = np.zeros(same.num_micro_batches)
                 first = recording.process(0, dp_rank)
                 mine = step.intervals[first :: recording.world_size // recording.pp_size]
                 measured_us = max(p[-1][2] for p in mine) - min(p[0][1] for p in mine)
                 errors.append(abs(float(same.step_us(times_us, at_once)) / measured_us - 1))
-                work += sum(step.predicted_us[dp_rank])
                 span += float(longer.step_us(times_us.repeat(parts, axis=1) / parts, at_once))
                 busy += float(times_us.sum())
         speed[name] = work / span
@@ -155,18 +155,22 @@ def _replays(recording: Recording, counted: Mapping[str, Sequence[RecordedStep]]
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """How much faster the packings are than the first one, and how long their processes wait."""
+    """How much faster the packings are than the first one, and how long processes wait.
+
+    The last packing comes first.
+    """
     idle = {name: figures["bubble_share"] for name, figures in summary["packings"].items()}
     (base, first_idle), *others = idle.items()
-    lines = [f"{base}: processes are idle {first_idle:.1%} of the time"]
-    for name, share in others:
+    lines = []
+    for name, share in reversed(others):
         speed = summary["speedup_over_original"][name]
         low, high = speed["work_spread"]["min"], speed["work_spread"]["max"]
         lines.append(
-            f"{name}: idle {share:.1%}; does {speed['work']:.2f}× the work of {base} in a second "
-            f"({low:.2f} … {high:.2f} in {NUM_BLOCKS} parts of {summary['rounds']} rounds)"
+            f"{name}: does {speed['work']:.2f}× the work of {base} in a second "
+            f"({low:.2f} … {high:.2f} in {NUM_BLOCKS} parts of {summary['rounds']} rounds); "
+            f"processes wait {share:.1%} of the time"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{base}: processes wait {first_idle:.1%} of the time"])
 
 
 def table(title: str, summary: Mapping[str, Any]) -> Table:
@@ -208,6 +212,16 @@ def table(title: str, summary: Mapping[str, Any]) -> Table:
     return result
 
 
+def _sliced(step: RecordedStep) -> list[int | None]:
+    """The document that each micro-batch runs a slice of, as :meth:`RecordedStep.units` number
+    them.
+    """
+    units = [
+        step.units(dp_rank) or [Unit(0)] * len(own) for dp_rank, own in enumerate(step.lengths)
+    ]
+    return [unit.slice and unit.slice.document for own in units for unit in own]
+
+
 def draw(recording: Recording, skip_rounds: int, folder: Path, layout: str) -> list[Path]:
     """Pictures of one layout: work of the micro-batches, and one step of each as it ran."""
     from megatron_wlb.study.plot import plot_micro_batches, plot_timelines
@@ -221,6 +235,7 @@ def draw(recording: Recording, skip_rounds: int, folder: Path, layout: str) -> l
             for name, of in steps.items()
         },
         work_path,
+        {name: [_sliced(s) for s in of] for name, of in steps.items() if any(s.chains for s in of)},
     )
     nominal = statistics.mean(s.work_us for of in steps.values() for s in of)
     nearest = {name: min(of, key=lambda s: abs(s.work_us - nominal)) for name, of in steps.items()}

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,16 +32,32 @@ FEWEST_ROUNDS = 6
 """A recording has at least so many: a third of them is to calibrate with."""
 
 
+class Handover(NamedTuple):
+    """What actions of a schedule take besides computing."""
+
+    between_us: float
+    """What a rank takes from one action to the next for which everything is there."""
+    p2p_us: float
+    """More than that from the stop of an action to the start of one that waits for it elsewhere."""
+
+    @classmethod
+    def of(cls, between_us: Sequence[float], waited_us: Sequence[float]) -> Handover:
+        # The lower quarter: the others also wait for a neighbour to receive.
+        between = float(np.percentile(between_us, 25)) if between_us else 0.0
+        waited = float(np.median(waited_us)) if waited_us else 0.0
+        return cls(between, max(waited - between, 0.0))
+
+
 @dataclass(frozen=True)
 class Calibration:
     """What the first third of the steps says."""
 
     stages: StageCosts
+    slice_us: Floats
+    """``[2, S]``: what a slice takes more than its part of a whole document."""
     fit_error: float
-    between_us: float
-    """What a rank takes from one action to the next for which everything is there."""
-    p2p_us: float
-    """More than that from the stop of an action to the start of one that waits for it elsewhere."""
+    handovers: Mapping[str, Handover]
+    """By :attr:`RecordedStep.schedule`: the loop for slices has other code between actions."""
     besides_us: float
     """What a step takes before its first and after its last action."""
     slowdown: float
@@ -51,19 +67,20 @@ class Calibration:
 
 def calibrate(recording: Recording) -> Calibration:
     """Raises :class:`ConfigError` for too few micro-batches to fit."""
-    graph, steps = recording.graph, recording.calibrating
-    samples: list[list[StageSample]] = [[] for _ in range(graph.num_stages)]
-    between: list[float] = []
-    waited: list[float] = []
+    steps = recording.calibrating
+    samples: list[list[StageSample]] = [[] for _ in range(recording.num_stages)]
+    between: dict[str, list[float]] = {step.schedule: [] for step in steps}
+    waited: dict[str, list[float]] = {step.schedule: [] for step in steps}
     besides: list[float] = []
-    tasks = dataflow(graph.order)
     for step in steps:
         for dp_rank, lengths in enumerate(step.lengths):
-            times = recording.times_us(step, dp_rank)
-            for stage in range(graph.num_stages):
-                for number, segments in enumerate(lengths):
-                    forward_us, backward_us = times[:, stage, number].tolist()
-                    samples[stage].append(StageSample(segments, forward_us, backward_us))
+            graph, times = recording.graph(step, dp_rank), recording.times_us(step, dp_rank)
+            tasks = dataflow(graph.order)
+            for stage, own in enumerate(samples):
+                passes_us = times[:, stage].tolist()
+                own += map(
+                    StageSample, lengths, *passes_us, step.before(dp_rank), step.slices(dp_rank)
+                )
             stops: list[float] = []
             at = [0] * graph.pp_size
             for task in tasks:
@@ -76,20 +93,16 @@ def calibrate(recording: Recording) -> Calibration:
                 if task.source >= 0 and tasks[task.source].rank != task.rank:
                     arrives = stops[task.source]
                 if arrives > before:
-                    waited.append(max(start - arrives, 0.0))
+                    waited[step.schedule].append(max(start - arrives, 0.0))
                 elif before > -math.inf:
-                    between.append(max(start - before, 0.0))
+                    between[step.schedule].append(max(start - before, 0.0))
         besides.append(step.step_us - step.span_us)
     fits = [fit_stage(own) for own in samples]
-    # The lower quarter: the others also wait for a neighbour to receive.
-    between_us = float(np.percentile(between, 25)) if between else 0.0
-    waited_us = float(np.median(waited)) if waited else 0.0
-    p2p_us = max(waited_us - between_us, 0.0)
     calibration = Calibration(
         StageCosts(tuple(fits)),
+        np.array([fit.slice_us for fit in fits]).T,
         float(np.mean([fit.mean_error for fit in fits])),
-        between_us,
-        p2p_us,
+        {name: Handover.of(between[name], waited[name]) for name in between},
         float(np.median(besides)),
         slowdown=1.0,
     )
@@ -99,24 +112,34 @@ def calibrate(recording: Recording) -> Calibration:
 
 
 def simulate(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
-    """µs of a whole step, from its lengths alone."""
+    """µs of a whole step, from its lengths, prefixes and chains alone."""
     return calibration.besides_us + _pipeline_us(recording, calibration, step)
 
 
 def _pipeline_us(recording: Recording, calibration: Calibration, step: RecordedStep) -> float:
-    times_us = map(calibration.stages.times_us, step.lengths)
-    return calibration.slowdown * _replayed_us(recording, calibration, times_us)
+    times_us = _fitted_us(calibration, step)
+    return calibration.slowdown * _replayed_us(recording, calibration, step, times_us)
+
+
+def _fitted_us(calibration: Calibration, step: RecordedStep) -> list[Floats]:
+    """``[dp_size]`` times ``[2, S, N]``: of all forwards and backwards, by the fitted cost."""
+    return [
+        calibration.stages.times_us(lengths, prefixes=step.before(dp_rank))
+        + calibration.slice_us[:, :, None] * np.array(step.slices(dp_rank))
+        for dp_rank, lengths in enumerate(step.lengths)
+    ]
 
 
 def _replayed_us(
-    recording: Recording, calibration: Calibration, times_us: Iterable[Floats]
+    recording: Recording, calibration: Calibration, step: RecordedStep, times_us: Sequence[Floats]
 ) -> float:
     """Replays the pipelines of all data-parallel ranks; the slowest one counts."""
-    graph, cores = recording.graph, recording.cores
-    gaps = np.full(graph.num_micro_batches, calibration.p2p_us)
+    cores, handover = recording.cores, calibration.handovers[step.schedule]
     spans_us = []
-    for own_us in times_us:
-        between_us = own_us + calibration.between_us
+    for dp_rank, own_us in enumerate(times_us):
+        graph = recording.graph(step, dp_rank)
+        gaps = np.full(graph.num_micro_batches, handover.p2p_us)
+        between_us = own_us + handover.between_us
         if cores is None:
             spans_us.append(float(graph.step_us(between_us, gaps)))
         else:
@@ -161,19 +184,21 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
     config = recording.config
     padded = padded_vocab_size(config, recording.vocab_size)
     model = run_of(config, padded, recording.dp_size).memory
+    num_micro_batches = config.training.global_batch_size
     for packing in recording.packings:
         steps = [step for step in recording.judged if step.packing == packing]
         simulated = np.array([simulate(recording, calibration, step) for step in steps])
         measured = np.array([step.step_us for step in steps])
         operations, replays, works_us = [], [], []
         for step in steps:
-            fitted = [calibration.stages.times_us(lengths) for lengths in step.lengths]
+            fitted = _fitted_us(calibration, step)
             found = [recording.times_us(step, dp_rank) for dp_rank in range(recording.dp_size)]
             for predicted_us, found_us in zip(fitted, found, strict=True):
                 operations.append(float(np.mean(np.abs(predicted_us / found_us - 1))))
-            replayed = _replayed_us(recording, calibration, found)
+            replayed = _replayed_us(recording, calibration, step, found)
             replays.append(abs(replayed / step.span_us - 1))
-            works_us.append(sum(times_us.sum() for times_us in fitted))
+            whole_us = sum(float(times_us.sum()) for times_us in fitted)
+            works_us.append(whole_us - _more_us(calibration, step, num_micro_batches))
         tokens = sum(step.num_tokens for step in steps)
         work_us = np.array(works_us)
         off = work_us / work_us.sum() - measured / measured.sum()
@@ -203,14 +228,36 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
     return rows
 
 
+def _more_us(calibration: Calibration, step: RecordedStep, num_micro_batches: int) -> float:
+    """What more micro-batches than N take besides documents, and slices more than those: no work.
+
+    So the work of a document is the same in slices as whole.
+    """
+    if not step.chains:
+        return 0.0
+    units = sum(map(len, step.lengths)) - num_micro_batches
+    more = sum(keys > 0 for rank in step.prefixes for unit in rank for keys in unit)
+    slices = sum(sum(step.slices(dp_rank)) for dp_rank in range(len(step.lengths)))
+    once_us = each_us = 0.0
+    for stage in calibration.stages.stages:
+        empty_us = stage.work([]).total_us
+        once_us += empty_us
+        each_us += stage.work([0]).total_us - empty_us
+    return units * once_us + more * each_us + slices * float(calibration.slice_us.sum())
+
+
 def _memory(
     recording: Recording, model: MemoryModel, step: RecordedStep
 ) -> Iterable[tuple[float, int]]:
     """Predicted and measured peaks of activations of each process."""
     assert step.activation_bytes is not None
-    for pp_rank, actions in enumerate(recording.graph.order):
-        for dp_rank, lengths in enumerate(step.lengths):
-            uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
+    for dp_rank, lengths in enumerate(step.lengths):
+        units = step.units(dp_rank)
+        for pp_rank, actions in enumerate(recording.graph(step, dp_rank).order):
+            if units:
+                uses = model.program_bytes(pp_rank, actions, units)
+            else:
+                uses = model.activation_bytes(pp_rank, actions, list(map(sum, lengths)))
             peak = max(used.peak for used in uses)
             first = recording.process(pp_rank, dp_rank)
             for process in range(first, first + recording.config.parallel.context_parallel_size):
@@ -267,7 +314,11 @@ def summarize(recordings: Mapping[str, Recording]) -> dict[str, Any]:
             "cp": p.cp_size,
             "clock": "wall" if recording.cores is None else "cpu, cores shared",
             "calibration_steps": len(recording.calibrating),
-            **{name: value for name, value in vars(calibration).items() if name != "stages"},
+            "fit_error": calibration.fit_error,
+            "slice_us": float(calibration.slice_us.sum()),
+            "besides_us": calibration.besides_us,
+            "slowdown": calibration.slowdown,
+            "handovers": {name: own._asdict() for name, own in calibration.handovers.items()},
             "repeat_error": recording.repeat_error,
             "pairs": [{**asdict(pair), "packings": list(pair.packings)} for pair in compared],
             "pairs_apart": sum(pair.is_apart for pair in compared),

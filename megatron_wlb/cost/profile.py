@@ -87,9 +87,13 @@ class StageSample:
     """Measured times of one stage's forward and backward of a micro-batch."""
 
     lengths: Sequence[int]
-    """Lengths of each document (and of padding), in tokens."""
+    """Lengths of each attention segment (and of padding), in tokens."""
     forward_us: float
     backward_us: float
+    prefixes: Sequence[int] = ()
+    """Keys before each segment, of slices that ran before; none if not given."""
+    is_slice: bool = False
+    """Whether the first segment is a slice of a document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,8 @@ class StageFit:
     """The cost of a stage as fitted to micro-batches that ran there.
 
     Each pass takes ``constant + documents · n + linear · Σd + quadratic · Σd²`` µs: Hydraulis'
-    latency model (App. B.2) with what every document costs besides.
+    latency model (App. B.2) with what every document costs besides. A slice counts as a document,
+    with ``(p + d)² - p²`` for the ``p`` keys before it, and takes ``slice_us`` more.
     """
 
     forward: tuple[float, float, float, float]
@@ -105,6 +110,9 @@ class StageFit:
     backward: tuple[float, float, float, float]
     mean_error: float
     """Mean of ``|predicted ÷ measured - 1|`` over the times it was fitted to."""
+    slice_us: tuple[float, float] = (0.0, 0.0)
+    """Forward and backward of a slice, for its document's buffers of keys and values; not in
+    :meth:`work`, which is of whole documents."""
 
     def work(self, lengths: Iterable[int]) -> Work:
         """The parts of a micro-batch's time."""
@@ -126,10 +134,11 @@ def fit_stage(samples: Sequence[StageSample]) -> StageFit:
     """
     if len(samples) < 8:
         raise ConfigError(
-            f"stage fit: {len(samples)} micro-batches are too few for four coefficients; "
+            f"stage fit: {len(samples)} micro-batches are too few for five coefficients; "
             "measure at least 8"
         )
-    columns = np.array([_counts(sample.lengths) for sample in samples], dtype=np.float64)
+    rows = [(*_counts(s.lengths, s.prefixes), int(s.is_slice)) for s in samples]
+    columns = np.array(rows, dtype=np.float64)
     coefficients, errors = [], []
     for name in ("forward_us", "backward_us"):
         times_us = np.array([getattr(sample, name) for sample in samples])
@@ -141,27 +150,34 @@ def fit_stage(samples: Sequence[StageSample]) -> StageFit:
         fitted, _ = _fit_columns(columns[usual], times_us[usual])
         coefficients.append(fitted)
         errors.append(np.abs(columns @ fitted / times_us - 1))
-    forward, backward = ((*map(float, fitted),) for fitted in coefficients)
-    return StageFit(forward, backward, float(np.mean(errors)))  # type: ignore[arg-type]
+    (*forward, forward_us), (*backward, backward_us) = np.array(coefficients).tolist()
+    slice_us = forward_us, backward_us
+    return StageFit((*forward,), (*backward,), float(np.mean(errors)), slice_us)
 
 
-def _counts(lengths: Sequence[int]) -> tuple[int, int, int, int]:
+def _counts(lengths: Sequence[int], prefixes: Sequence[int] = ()) -> tuple[int, int, int, int]:
     """What a micro-batch's time grows with."""
-    return 1, len(lengths), sum(lengths), sum([length * length for length in lengths])
+    pairs = sum([length * length for length in lengths])
+    if prefixes:
+        pairs += sum([2 * keys * n for keys, n in zip(prefixes, lengths, strict=True)])
+    return 1, len(lengths), sum(lengths), pairs
 
 
 def _fit_columns(columns: Floats, times_us: Floats) -> tuple[Floats, Floats]:
     """Non-negative coefficients of few columns, and the relative error of each time.
 
     The best non-negative fit is the plain least-squares fit on the columns that it uses, and three
-    or four columns have few subsets: the best of those fits that have no negative coefficient.
+    to five columns have few subsets: the best of those fits that have no negative coefficient.
+    A column of zeros gets none.
     """
-    scale = columns.max(axis=0)  # columns of like size
+    used = np.flatnonzero(columns.any(axis=0)).tolist()
+    scale = np.ones(columns.shape[1])
+    scale[used] = columns[:, used].max(axis=0)  # columns of like size
     scaled = columns / scale / times_us[:, None]
     num = columns.shape[1]
     best, best_residual = np.zeros(num), math.inf
-    for size in range(1, num + 1):
-        for subset in combinations(range(num), size):
+    for size in range(1, len(used) + 1):
+        for subset in combinations(used, size):
             active = list(subset)
             solution = np.linalg.lstsq(scaled[:, active], np.ones(len(columns)), rcond=None)[0]
             residual = float(np.square(scaled[:, active] @ solution - 1).sum())

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from megatron_wlb.cost import CostModel
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, PackingSettings
@@ -146,9 +147,8 @@ def evaluate(
     for plan in planner.plans(steps):
         meter.add(plan)
         times_us = [m.predicted_us for rank in plan.micro_batches for m in rank]
-        # What units more than N take besides their documents is no work.
-        more = len(times_us) - workload.num_micro_batches
-        works_us.append(sum(times_us) - more * workload.cost.total_us([]))
+        more = more_us(plan, workload.num_micro_batches, workload.cost)
+        works_us.append(sum(times_us) - more)
         devices_us.append(clock.devices_us(plan))
         on_step()
     metrics, device_us = meter.metrics(planner.packer.waiting), sum(devices_us)
@@ -163,6 +163,11 @@ def evaluate(
         by_part(works_us, devices_us),
         workload.flags(setting),
     )
+
+
+def more_us(plan: StepPlan, num_micro_batches: int, cost: CostModel) -> float:
+    """What a step's micro-batches beyond N take besides their documents, which is no work."""
+    return (sum(1 for _ in plan) - num_micro_batches) * cost.total_us([])
 
 
 class _Clock:

@@ -16,8 +16,7 @@ from megatron_wlb.bench.report import WORK
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import ConfigError
 
-PACKINGS = ["original", "wlb", "hold"]
-LAYOUTS = ["pp2", "dp2"]
+LAYOUTS = {"pp2": ["original", "hold", "slim"], "dp2": ["original", "hold"]}
 ROUNDS, SKIPPED = 8, 2
 
 
@@ -44,8 +43,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_first_table_is_shown_before_the_second_training_starts(out: Path) -> None:
     printed = (out.parent / "printed.txt").read_text()
     assert printed.count(WORK) == 1
-    marks = ["training pp2: round 1 of 8 after", "hold: idle", WORK, "work a second, over original",
-             "idle time", "training dp2: round 1 of 8 after", "summary.json"]  # fmt: skip
+    marks = [
+        *("training pp2: round 1 of 8 after", "slim: does", "hold: does", WORK),
+        *("work a second, over original", "idle time", "training dp2: round 1 of 8 after"),
+        "summary.json",
+    ]
     places = [printed.index(mark) for mark in marks]
     assert places == sorted(places), printed
 
@@ -57,10 +59,10 @@ def summary(out: Path) -> dict[str, Any]:
 
 
 def test_summary_has_the_promised_keys(summary: dict[str, Any]) -> None:
-    assert list(summary) == LAYOUTS
-    for layout in summary.values():
-        assert list(layout["packings"]) == PACKINGS
-        assert list(layout["speedup_over_original"]) == PACKINGS
+    assert list(summary) == list(LAYOUTS)
+    for name, layout in summary.items():
+        assert list(layout["packings"]) == LAYOUTS[name]
+        assert list(layout["speedup_over_original"]) == LAYOUTS[name]
         for figures in layout["packings"].values():
             assert set(figures) >= {
                 "tokens_per_s",
@@ -95,7 +97,8 @@ def test_summary_has_sane_figures(summary: dict[str, Any]) -> None:
             assert 0 < figures["bubble_share"] < 1
             assert figures["imbalance"] >= 1
             assert 0 < figures["loss"] < math.log(256) + 0.5
-        assert layout["packings"]["original"]["delay_steps"] == 0
+        for name in {"original", "slim"} & set(layout["packings"]):
+            assert layout["packings"][name]["delay_steps"] == 0
         assert layout["speedup_over_original"]["original"]["tokens"] == 1
         assert layout["speedup_over_original"]["original"]["work"] == 1
         assert layout["micro_batch_prediction_error"] > 0
@@ -108,25 +111,34 @@ def test_recordings_hold_the_steps_in_turns(out: Path) -> None:
         "dp2": (1, 2, 1),
     }.items():
         recording = Recording.read(out / f"{layout}.json")
+        once_us = json.loads((out / f"{layout}.json").read_text())["cost"]["micro_batch_us"]
         assert (recording.pp_size, recording.dp_size) == (pp_size, dp_size)
-        order = [(step.round, step.packing) for step in recording.steps]
-        assert len(order) == ROUNDS * len(PACKINGS)
-        assert [name for _, name in order[:6]] == [*PACKINGS, *PACKINGS[1:], PACKINGS[0]]
-        assert [number for number, _ in order[:: len(PACKINGS)]] == list(range(ROUNDS))
+        order, packings = [(s.round, s.packing) for s in recording.steps], LAYOUTS[layout]
+        num, num_cut = len(packings), 0
+        assert len(order) == ROUNDS * num
+        assert [name for _, name in order[: 2 * num]] == [*packings, *packings[1:], packings[0]]
+        assert [number for number, _ in order[::num]] == list(range(ROUNDS))
         for step in recording.steps:
-            assert [len(lengths) for lengths in step.lengths] == [num_micro_batches] * dp_size
+            counts = [num_micro_batches] * dp_size
+            if step.packing == "slim":
+                counts = [sum(own) for own in step.chains]
+                num_cut += any(keys for rank in step.prefixes for m in rank for keys in m)
+                assert step.more_us == pytest.approx((sum(counts) - num_micro_batches) * once_us)
+            assert [len(lengths) for lengths in step.lengths] == counts
+            assert bool(step.chains) == (step.packing == "slim")
             num_run = sum(n for row in step.lengths for m in row for n in m)
             assert step.num_tokens <= num_run < 1.1 * step.num_tokens  # with padding
             assert len(step.intervals) == pp_size * dp_size
             assert step.plan_us > 0
             for process in step.intervals:
                 kinds = [kind for kind, *_ in process]
-                assert kinds.count("F") == kinds.count("B") == num_micro_batches
+                assert kinds.count("F") == kinds.count("B") == counts[0]
                 times = [time for _, start, stop, _ in process for time in (start, stop)]
                 assert times == sorted(times)
                 assert step.start_us <= times[0]
                 assert times[-1] <= step.stop_us
                 assert all(cpu_us > 0 for *_, cpu_us in process)
+        assert bool(num_cut) == ("slim" in packings)
 
 
 def test_pictures_are_there(out: Path) -> None:
@@ -146,7 +158,6 @@ def test_second_start_reuses_the_corpus(out: Path) -> None:
     options = ["--seq-length", "512", "--rounds", "5", "--layouts", "dp2", "--out", "out", "--json"]
     finished = quickstart(out.parent, *options)
     assert finished.code == 0, finished.output
-    assert "found in" in finished.output
     assert corpus.stat().st_mtime_ns == built
     printed = json.loads(finished.output.splitlines()[-1])
     assert list(printed) == ["dp2"]

@@ -40,7 +40,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def kept(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("validation")
     done = run(
-        "--layouts", "pp2", "--packings", "original", "hold", "hold+shape",
+        "--layouts", "pp2", "--packings", "original", "hold+shape", "slim",
         "--corpus", str(corpus), "--keep", str(folder), *SHORT, "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def kept(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_validation_compares_simulated_and_measured_steps(kept: Path) -> None:
     figures = json.loads((kept / "figures.json").read_text())
-    assert [row["packing"] for row in figures["rows"]] == ["original", "hold", "hold+shape"]
+    assert [row["packing"] for row in figures["rows"]] == ["original", "hold+shape", "slim"]
     assert figures["step_time_mape"] > 0
     assert 0 < figures["memory_mape"] < 0.1
     for row in figures["rows"]:
@@ -81,6 +81,10 @@ def test_validation_judges_again_what_was_kept(kept: Path) -> None:
         (("--repeats", "0"), "error: --repeats is 0; use at least 1"),
         (("--reuse",), "error: --reuse needs the folder of the recordings; give --keep FOLDER"),
         (("--corpus", "none", *SHORT, "--layouts", "pp4", "--micro-batches", "0"), "error: "),
+        (
+            ("--corpus", "none", *SHORT, "--layouts", "pp2-vpp2", "--packings", "slim"),
+            "error: slim packing does not run with PP=2, VPP=2; give others",
+        ),
     ],
 )
 def test_validation_refuses_before_it_trains(arguments: tuple[str, ...], message: str) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from megatron_wlb.bench.recording import Recording, make, progress_of
+from megatron_wlb.bench.recording import RecordedStep, Recording, make, progress_of
+from megatron_wlb.cost.slices import Slice
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.schedule.order import one_f_one_b, sliced
 
 
 def test_progress_is_lines_at_once_where_there_is_no_terminal() -> None:
@@ -41,3 +46,98 @@ def test_recording_that_fails_names_each_error_and_the_log(tmp_path: Path) -> No
     log = path.with_suffix(".log").read_text()
     assert "error: unknown flag --ward" in log and "Traceback" not in log
     assert not path.exists() or not json.loads(path.read_text() or "0")
+
+
+PP, CHAINS = 2, [[2, 1], [1]]
+"""Replica 0 runs a document of 70 tokens in two slices, then two whole ones; replica 1 one."""
+LENGTHS = [[[40], [30, 6], [5, 7]], [[90]]]
+PREFIXES = [[[0], [40, 0], [0, 0]], [[0]]]
+
+
+def intervals_of(orders: Sequence[Any]) -> list[list[tuple[str, float, float, float]]]:
+    """Each process's actions one after another; the k-th of a process takes ``k + 1`` µs."""
+    rows = []
+    for rank in range(PP):
+        for order in orders:
+            at, row = 0.0, []
+            for number, action in enumerate(order[rank], start=1):
+                row.append((action.kind, at, at + number, 0.5 * number))
+                at += number
+            rows.append(row)
+    return rows
+
+
+def slim_step(**changes: Any) -> RecordedStep:
+    intervals = intervals_of([sliced(PP, own) for own in CHAINS])
+    step = RecordedStep(
+        "slim", 0, 0.0, 50.0, 178, LENGTHS, intervals, [[9.0, 8.0, 7.0], [20.0]],
+        prefixes=PREFIXES, chains=CHAINS, more_us=4.0,
+    )  # fmt: skip
+    return dataclasses.replace(step, **changes)
+
+
+def original_step() -> RecordedStep:
+    lengths = [[[90], [88]], [[80], [10]]]
+    intervals = intervals_of([one_f_one_b(PP, 2)] * 2)
+    return RecordedStep("original", 0, 0.0, 50.0, 268, lengths, intervals, [[9.0, 8.0], [7.0, 1.0]])
+
+
+def read(folder: Path, steps: Sequence[dict[str, Any]]) -> Recording:
+    content = {
+        "config": {"pipeline_model_parallel_size": PP, "seq_length": 128},
+        "vocab_size": 256,
+        "world_size": 2 * PP,
+        "num_cores": 2 * PP,
+        "packings": ["original", "slim"],
+        "steps": steps,
+    }
+    path = folder / "recording.json"
+    path.write_text(json.dumps(content))
+    return Recording.read(path)
+
+
+def test_recording_keeps_what_slices_need(tmp_path: Path) -> None:
+    recording = read(tmp_path, [dataclasses.asdict(slim_step())])
+    (step,) = recording.steps
+    assert (step.prefixes, step.chains) == (PREFIXES, CHAINS)
+    assert [unit.slice for unit in step.units(0)] == [
+        Slice(0, 0, 40, 70), Slice(0, 40, 70, 70), None
+    ]  # fmt: skip
+    # What units more than N take besides documents is no work.
+    assert step.work_us == 9 + 8 + 7 + 20 - 4
+
+
+def test_recording_without_slices_is_read_as_before(tmp_path: Path) -> None:
+    content = dataclasses.asdict(original_step())
+    for name in ("prefixes", "chains", "more_us"):
+        del content[name]
+    (step,) = read(tmp_path, [content]).steps
+    assert (step.prefixes, step.chains, step.units(0)) == ([], [], ())
+    assert step.before(0) == [[0], [0]]
+    assert step.work_us == 25
+
+
+def test_each_step_and_replica_has_the_graph_that_it_ran(tmp_path: Path) -> None:
+    recording = read(tmp_path, [dataclasses.asdict(s) for s in (original_step(), slim_step())])
+    original, slim = recording.steps
+    assert recording.graph(original, 1).order == tuple(map(tuple, one_f_one_b(PP, 2)))
+    for dp_rank, chains in enumerate(CHAINS):
+        assert recording.graph(slim, dp_rank).order == tuple(map(tuple, sliced(PP, chains)))
+        longer = recording.graph(slim, dp_rank, pp_size=4).order
+        assert longer == tuple(map(tuple, sliced(4, chains)))
+    assert recording.graph(original, 0).sends == "blocking"
+    assert recording.graph(original, 0, sends="buffered").sends == "buffered"
+
+
+def test_measured_times_of_slices_come_in_the_order_that_they_ran(tmp_path: Path) -> None:
+    recording = read(tmp_path, [dataclasses.asdict(slim_step())])
+    step = recording.steps[0]
+    # Of each process the k-th action takes k.
+    assert list(map(str, recording.graph(step, 0).order[1])) == [
+        "F0.0", "F0.1", "B0.1", "F0.2", "B0.0", "B0.2"
+    ]  # fmt: skip
+    assert recording.times_us(step, 0)[:, 1].tolist() == [[1, 2, 4], [5, 3, 6]]
+    assert recording.times_us(step, 1)[:, 0].tolist() == [[1], [2]]
+    drawn = recording.timeline(step).intervals
+    assert [i.slice.start if i.slice else None for i in drawn[2]] == [0, 40, 40, None, 0, None]
+    assert [i.slice for i in drawn[1] + drawn[3]] == [None] * 4

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from megatron_wlb.bench.recording import RecordedStep, Recording
 from megatron_wlb.bench.report import draw, headline, summarize, table
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.simulator.engine import Timeline
+from megatron_wlb.schedule.graph import slice_graph
+from megatron_wlb.simulator.engine import Timeline, timeline
 from megatron_wlb.study import plot
 
 # A pipeline of two stages that runs two micro-batches, 1F1B: the first stage runs F0 F1 B0 B1, the
@@ -78,14 +80,20 @@ RECORDS = [
 ]
 
 
-def read(folder: Path, records: Sequence[RecordedStep], pp_size: int, world_size: int) -> Recording:
+def read(
+    folder: Path,
+    records: Sequence[RecordedStep],
+    pp_size: int,
+    world_size: int,
+    packings: Sequence[str] = ("original", "hold"),
+) -> Recording:
     """As `record` writes it and `recording` reads it."""
     content = {
         "config": {"pipeline_model_parallel_size": pp_size, "seq_length": 64},
         "vocab_size": 256,
         "world_size": world_size,
         "num_cores": world_size,
-        "packings": ["original", "hold"],
+        "packings": packings,
         "steps": [dataclasses.asdict(record) for record in records],
     }
     (folder / "recording.json").write_text(json.dumps(content))
@@ -248,9 +256,9 @@ def test_table_shows_the_figures(recording: Recording) -> None:
 
 def test_headline_leads_with_speed_and_idle_time(recording: Recording) -> None:
     assert headline(summarize(recording, skip_rounds=1)).splitlines() == [
-        "original: processes are idle 40.0% of the time",
-        "hold: idle 33.3%; does 1.75× the work of original in a second "
-        "(1.40 … 2.62 in 4 parts of 4 rounds)",
+        "hold: does 1.75× the work of original in a second (1.40 … 2.62 in 4 parts of 4 rounds); "
+        "processes wait 33.3% of the time",
+        "original: processes wait 40.0% of the time",
     ]
 
 
@@ -289,3 +297,60 @@ def test_picture_is_of_steps_of_like_work_and_names_its_rows(
         "original, 0.9 × the mean work": 13.0,
         "hold, 0.9 × the mean work": 12.0,
     }
+
+
+CHAINS = (2, 1)
+SLICE_TIMES = np.array([[[2.0, 3.0, 4.0], [1.0, 2.0, 3.0]], [[5.0, 4.0, 6.0], [3.0, 4.0, 5.0]]])
+
+
+@pytest.fixture
+def with_slices(tmp_path: Path) -> Recording:
+    """Rounds of a step of `original` and one of slices, as a pipeline without gaps runs it."""
+    graph = slice_graph(2, CHAINS)
+    ran = timeline(graph, graph.replay(SLICE_TIMES, np.zeros(3)))
+    intervals = [[(i.action.kind, i.start_us, i.stop_us) for i in rank] for rank in ran.intervals]
+    sliced = record("slim", 0, 60.0, 100, 2.0, 1.1, 0.0, [[10.0, 12.0, 8.0]], intervals)
+    changes = {
+        "lengths": [[[40], [20, 5], [30, 5]]],
+        "prefixes": [[[0], [40, 0], [0, 0]]],
+        "chains": [[*CHAINS]],
+        "more_us": 3.0,
+    }
+    steps = [
+        step
+        for number in range(4)
+        for step in (
+            dataclasses.replace(RECORDS[2], round=number),
+            dataclasses.replace(sliced, round=number, **changes),
+        )
+    ]
+    return read(tmp_path, steps, 2, 2, packings=("original", "slim"))
+
+
+def test_slices_are_replayed_in_their_own_order(with_slices: Recording) -> None:
+    summary = summarize(with_slices, skip_rounds=0)
+    # 30 µs were predicted, of which 3 are for more micro-batches than N: they are no work.
+    assert summary["packings"]["slim"]["work_per_s"] == pytest.approx(27 / 60)
+    assert summary["speedup_over_original"]["slim"]["work"] == pytest.approx(27 / 60)
+    replayed = summary["replay"]
+    assert replayed["error_against_measured_step"] == pytest.approx(1 / 25 / 2)
+    longer_us = float(slice_graph(4, CHAINS).step_us(SLICE_TIMES.repeat(2, 1) / 2, np.zeros(3)))
+    assert replayed["bubble_share"]["slim"] == pytest.approx(1 - 42 / (4 * longer_us))
+    assert replayed["work_speedup_over_original"]["slim"] == pytest.approx(
+        27 / longer_us / (40 / 23)
+    )
+
+
+def test_pictures_know_which_slices_are_of_one_document(
+    with_slices: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(plot, "plot_micro_batches", lambda *given: drawn.update(bars=given[2]))
+    monkeypatch.setattr(plot, "plot_timelines", lambda lines, *_, **__: drawn.update(lines=lines))
+    draw(with_slices, 0, tmp_path, "pp2")
+    assert drawn["bars"] == {"slim": [[0, 0, None]] * 4}
+    original, slim = drawn["lines"].values()
+    assert not any(i.slice for rank in original.intervals for i in rank)
+    for rank in slim.intervals:
+        slices = {i.action.micro_batch: i.slice and i.slice[1:3] for i in rank}
+        assert slices == {0: (0, 40), 1: (40, 60), 2: None}

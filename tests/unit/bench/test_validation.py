@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,36 +20,49 @@ from megatron_wlb.bench.validation import (
     summarize,
 )
 from megatron_wlb.cost.profile import fit_stage
+from megatron_wlb.cost.slices import chained
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import run_of
-from megatron_wlb.schedule.graph import graph_of
+from megatron_wlb.schedule.graph import graph_of, slice_graph
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.simulator.sharing import replay_shared
 
 BETWEEN_US, P2P_US, BESIDES_US = 40.0, 300.0, 5_000.0
+SLICES_BETWEEN_US, SLICES_P2P_US = 90.0, 200.0
 COEFFICIENTS = {"F": (200.0, 30.0, 5.0, 0.01), "B": (300.0, 50.0, 9.0, 0.03)}
 
 
-def stage_us(kind, stage, lengths):
-    counts = (1, len(lengths), sum(lengths), sum(d * d for d in lengths))
-    return (1 + 0.2 * stage) * sum(c * n for c, n in zip(COEFFICIENTS[kind], counts, strict=True))
+SLICE_US = {"F": 700.0, "B": 900.0}
 
 
-def step_of(packing, number, lengths, vpp_size, num_cores, slower):
+def stage_us(kind, stage, lengths, prefixes, is_slice):
+    pairs = sum((p + d) ** 2 - p**2 for p, d in zip(prefixes, lengths, strict=True))
+    counts = (1, len(lengths), sum(lengths), pairs, is_slice)
+    each_us = *COEFFICIENTS[kind], SLICE_US[kind]
+    return (1 + 0.2 * stage) * sum(c * n for c, n in zip(each_us, counts, strict=True))
+
+
+def step_of(packing, number, lengths, vpp_size, num_cores, slower, prefixes=None, chains=()):
     """A step as a machine without noise would run it."""
     pp_size, num = 2, len(lengths)
-    graph = graph_of(pp_size, vpp_size, num)
+    graph = slice_graph(pp_size, chains) if chains else graph_of(pp_size, vpp_size, num)
+    before = prefixes or [[0] * len(segments) for segments in lengths]
+    slices = [own > 1 for own in chains for _ in range(own)] or [False] * num
+    between_us, p2p_us = (SLICES_BETWEEN_US, SLICES_P2P_US) if chains else (BETWEEN_US, P2P_US)
     times = np.array(
         [
             [
-                [slower * stage_us(kind, stage, segments) for segments in lengths]
+                [
+                    slower * stage_us(kind, stage, *segments)
+                    for segments in zip(lengths, before, slices, strict=True)
+                ]
                 for stage in range(graph.num_stages)
             ]
             for kind in "FB"
         ]
     )
     cores = [core_of(rank, pp_size, pp_size, num_cores) for rank in range(pp_size)]
-    run = replay_shared(graph, times + BETWEEN_US, np.full(num, P2P_US), cores)
+    run = replay_shared(graph, times + between_us, np.full(num, p2p_us), cores)
     start = 1e6 * (number + 1)
     intervals = []
     for rank, actions in enumerate(graph.order):
@@ -57,14 +71,15 @@ def step_of(packing, number, lengths, vpp_size, num_cores, slower):
         for action, begin, end in zip(actions, begins, ends, strict=True):
             stage = action.chunk * pp_size + rank
             cpu = times["FB".index(action.kind), stage, action.micro_batch]
-            rows.append((action.kind, start + begin + BETWEEN_US, start + end, cpu))
+            rows.append((action.kind, start + begin + between_us, start + end, cpu))
         intervals.append(rows)
     last = max(rows[-1][2] for rows in intervals)
     first = min(rows[0][1] for rows in intervals)
     tokens = sum(map(sum, lengths))
     return RecordedStep(
         packing, number, start, start + last - first + BESIDES_US, tokens, [lengths], intervals,
-        predicted_us=[[1.0] * num], plan_us=7e6,
+        predicted_us=[[1.0] * num], plan_us=7e6, prefixes=[prefixes] if prefixes else [],
+        chains=[list(chains)] if chains else [],
     )  # fmt: skip
 
 
@@ -92,17 +107,22 @@ def recording_of(tmp_path, *, vpp_size=1, num_cores=2, rounds=12, slower=1.0, re
         used = [round(model.activation_peak_bytes(rank, padded) / 0.98) for rank in (0, 1)]
         step = step_of(packing, rounds, lengths, vpp_size, num_cores, 1.0)
         steps.append(dataclasses.replace(step, activation_bytes=used))
+    path = write_recording(tmp_path, config, num_cores, ["original", "hold"], steps)
+    return Recording.read(path, FEWEST_ROUNDS)
+
+
+def write_recording(tmp_path, config, num_cores, packings, steps):
     content = {
         "config": config.flat(),
         "vocab_size": 256,
         "world_size": 2,
         "num_cores": num_cores,
-        "packings": ["original", "hold"],
+        "packings": packings,
         "steps": [dataclasses.asdict(step) for step in steps],
     }
     path = tmp_path / "recording.json"
     path.write_text(json.dumps(content))
-    return Recording.read(path, FEWEST_ROUNDS)
+    return path
 
 
 @pytest.mark.parametrize(("vpp_size", "num_cores"), [(1, 2), (2, 2), (1, 1)])
@@ -112,8 +132,7 @@ def test_steps_of_a_machine_without_noise_are_met(tmp_path, vpp_size, num_cores)
     calibration = calibrate(recording)
     assert calibration.fit_error < 1e-6
     if num_cores == 2:
-        assert calibration.p2p_us == pytest.approx(P2P_US)
-        assert calibration.between_us == pytest.approx(BETWEEN_US)
+        assert calibration.handovers == {"megatron": pytest.approx((BETWEEN_US, P2P_US))}
         assert calibration.besides_us == pytest.approx(BESIDES_US)
         assert calibration.slowdown == pytest.approx(1, rel=1e-3)
     rows = judge("pp2", recording, calibration)
@@ -130,6 +149,62 @@ def test_steps_of_a_machine_without_noise_are_met(tmp_path, vpp_size, num_cores)
     assert summary["ranking_agrees"]
     assert summary["memory_mape"] == pytest.approx(0.02, abs=1e-4)
     assert summary["step_time_mape"] == pytest.approx(np.mean([row.step_time_mape for row in rows]))
+    assert json.loads(json.dumps(summary)) == summary
+
+
+def sliced_steps(rounds, num_cores):
+    """Steps of slices and of the same documents whole, whose work is the same."""
+    random = np.random.default_rng(5)
+    for number in range(rounds):
+        long, cuts = int(random.integers(500, 900)), [0, 300, 450]
+        others = random.integers(1, 400, (5, 3)).tolist()
+        slices = [b - a for a, b in pairwise([*cuts, long])]
+        lengths = [[n] for n in slices[:2]] + [[slices[2], *others[0]], *others[1:]]
+        prefixes = [[n] + [0] * (len(own) - 1) for n, own in zip(cuts, lengths, strict=False)]
+        prefixes += [[0] * len(own) for own in lengths[3:]]
+        chains = (3, 1, 1, 1, 1)
+        yield step_of("slim", number, lengths, 1, num_cores, 1.0, prefixes, chains)
+        whole = [[long, *others[0]], others[1], others[2] + others[4], others[3]]
+        yield step_of("original", number, whole, 1, num_cores, 1.0)
+
+
+@pytest.mark.parametrize("num_cores", [2, 1])
+def test_steps_of_slices_are_met_in_time_work_and_memory(tmp_path, num_cores):
+    flags = "--pipeline-model-parallel-size 2 --num-layers 4 --seq-length 512"
+    config = parse([*flags.split(), "--global-batch-size", "4"])
+    steps = list(sliced_steps(12, num_cores))
+    counted = next(sliced_steps(1, num_cores))
+    model = run_of(config, 256, 1).memory
+    units = chained(counted.lengths[0], counted.prefixes[0], counted.chains[0])
+    order = slice_graph(2, tuple(counted.chains[0])).order
+    used = [
+        round(max(use.peak for use in model.program_bytes(rank, actions, units)) / 0.96)
+        for rank, actions in enumerate(order)
+    ]
+    counted = dataclasses.replace(counted, round=12, activation_bytes=used)
+    path = write_recording(tmp_path, config, num_cores, ["original", "slim"], [*steps, counted])
+    recording = Recording.read(path, FEWEST_ROUNDS)
+    calibration = calibrate(recording)
+    assert calibration.fit_error < 1e-6
+    assert calibration.slice_us == pytest.approx(np.array([[700, 840], [900, 1080]]))
+    if num_cores == 2:
+        assert calibration.handovers == {
+            "megatron": pytest.approx((BETWEEN_US, P2P_US)),
+            "slices": pytest.approx((SLICES_BETWEEN_US, SLICES_P2P_US)),
+        }
+    original, slim = judge("pp2", recording, calibration)
+    for row in (original, slim):
+        assert row.step_time_mape < (0.001 if num_cores == 2 else 0.03)
+        assert row.operation_mape < 1e-6
+    assert slim.memory_mape == pytest.approx(0.04, abs=1e-3) and original.memory_mape is None
+    # The same documents are the same work, whole or in slices of more micro-batches.
+    seconds = [
+        sum(s.step_us for s in recording.judged if s.packing == row.packing)
+        for row in (original, slim)
+    ]
+    works = [row.measured_work_per_s * s for row, s in zip((original, slim), seconds, strict=True)]
+    assert works[0] == pytest.approx(works[1], rel=1e-6)
+    summary = summarize({"pp2": recording})
     assert json.loads(json.dumps(summary)) == summary
 
 

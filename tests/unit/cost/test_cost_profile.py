@@ -138,6 +138,21 @@ def test_stage_fit_finds_the_coefficients_and_forgets_a_bad_measurement():
     assert fit_stage(samples).mean_error == pytest.approx(0, abs=1e-9)
 
 
+def test_stage_fit_tells_slices_from_whole_documents():
+    samples = stage_samples(20)
+    slices = []
+    for keys, length in [(0, 300), (300, 200), (500, 90), (0, 80), (80, 700)]:
+        pairs = (keys + length) ** 2 - keys**2
+        forward_us = 30 + 4 + 0.5 * length + 0.002 * pairs + 70
+        backward_us = 55 + 1.25 * length + 0.005 * pairs + 90
+        slices.append(StageSample([length], forward_us, backward_us, [keys], is_slice=True))
+    fit = fit_stage([*samples, *slices])
+    assert fit.mean_error == pytest.approx(0, abs=1e-9)
+    assert fit.slice_us == pytest.approx((70, 90))
+    assert fit.forward == pytest.approx((30.0, 4.0, 0.5, 0.002), rel=1e-6)
+    assert fit_stage(samples).slice_us == (0, 0)
+
+
 def test_stage_fit_refuses_what_cannot_be_fitted():
     with pytest.raises(ConfigError, match="7 micro-batches are too few"):
         fit_stage(stage_samples(7))

@@ -23,7 +23,7 @@ from megatron_wlb.planning.run import Workload
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.simulator.engine import timeline
-from megatron_wlb.study.evaluate import evaluate
+from megatron_wlb.study.evaluate import evaluate, more_us
 
 WINDOW = 4096
 COST = DocumentCost(1.0, 0.001, 1.7, 0.0029)
@@ -135,6 +135,19 @@ def test_step_time_without_a_pipeline_is_that_of_the_slowest_rank() -> None:
     )
     alone = evaluate(workload(layout=Parallelism()), setting("original"), 8)
     assert alone.efficiency == pytest.approx(1)
+
+
+def test_work_of_slices_is_that_of_their_documents() -> None:
+    """Neither more units nor documents that several replicas run are more work."""
+    cost = DocumentCost(1.0, 0.01, 1.7, 0.029, micro_batch_us=5e4)
+    work = workload(STORED, num_micro_batches=2, cost=cost, layout=Parallelism(dp_size=2))
+    plans = list(work.planner(PackingSettings("slim", 2 * WINDOW), 12).plans(12))
+    assert any(m.replicas for plan in plans for m in plan)
+    for plan in plans:
+        predicted_us = sum(m.predicted_us for rank in plan.micro_batches for m in rank)
+        documents_us = sum(cost.document_us(d.length) for d in plan.documents)
+        work_us = predicted_us - more_us(plan, 2, cost)
+        assert work_us == pytest.approx(2 * 5e4 + documents_us)
 
 
 def test_row_is_json_with_every_figure() -> None:

@@ -129,6 +129,28 @@ def test_plot_micro_batches_shows_each_one_and_marks_the_heaviest(drawn, tmp_pat
     assert original.get_ylim() == hold.get_ylim()
 
 
+def test_plot_micro_batches_shows_slices_of_one_document_in_one_colour(drawn, tmp_path):
+    slices = {"hold": [[0, 0, None], [None, 1, 0]]}
+    plot_micro_batches(WORK, tmp_path / "plot.png", slices)
+    original, hold = (
+        [to_hex(patch.get_facecolor()) for patch in axes.patches] for axes in drawn[0].axes
+    )
+    first, second = (colour.lower() for colour in plot.SLICES[:2])
+    blue, heaviest = plot.BLUE.lower(), plot.VERMILION.lower()
+    assert hold == [first, first, heaviest, heaviest, second, first]
+    assert original == [blue, heaviest, blue, heaviest, blue, blue]
+    assert len(set(plot.SLICES) & {plot.BLUE, plot.ORANGE, plot.VERMILION}) == 0
+    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert "slices of one document" in labels
+
+
+def test_plot_micro_batches_draws_as_many_steps_of_each_packing(drawn, tmp_path):
+    work = {"original": [[1.0, 2.0]] * 9, "slim": [[1.0, 2.0] * 20] * 9}
+    plot_micro_batches(work, tmp_path / "plot.png")
+    assert [len(axes.patches) for axes in drawn[0].axes] == [3 * 2, 3 * 40]
+    assert all("the first 3 are drawn" in title for title in titles(drawn[0]))
+
+
 def test_plot_micro_batches_draws_what_can_be_told_apart_and_says_so(drawn, tmp_path):
     steps = [[1.0, 2.0] * 16] * 9 + [[1.0, 1.0] * 16]
     plot_micro_batches({"original": steps}, tmp_path / "plot.png")
