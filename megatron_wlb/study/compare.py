@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import islice
 from operator import attrgetter
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +27,8 @@ from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.advice import Option, by_part
 
-Chooser: TypeAlias = Callable[[Sequence[int]], Prediction]
+Rows: TypeAlias = Sequence[Sequence[int]]
+Chooser: TypeAlias = Callable[[Rows], list[Prediction]]
 latency_us = attrgetter("latency_us")
 
 WARM_UP_STEPS = 20
@@ -180,12 +181,15 @@ def compare(
                 tally.steps.append([])
             meter = Meter()
             planner = workload.planner(setting, warm_up + steps, costs=scenario.costs)
-            for number, plan in enumerate(planner.plans(warm_up + steps)):
-                if number >= warm_up:
-                    meter.add(plan)
-                    memory.add(plan)
-                    for tally in tallies:
-                        tally.add(plan)
+            for _ in range(warm_up):
+                planner.skip()
+                on_step()
+            for plan in planner.plans(steps):
+                meter.add(plan)
+                memory.add(plan)
+                flops = scenario.flops([d.length for d in plan.documents])
+                for tally in tallies:
+                    tally.add(plan, flops)
                 on_step()
             for tally in tallies:
                 tally.metrics.append(meter.metrics(planner.packer.waiting))
@@ -195,12 +199,19 @@ def compare(
 
 def _choosers(scenario: Run, shardings: Sequence[Mode | Kind]) -> dict[Mode | Kind, Chooser]:
     """What chooses for each sharding; what adaptive predicts, serves per-sequence as well."""
-    choosers: dict[Mode | Kind, Chooser] = {mode: scenario.chooser(mode) for mode in shardings}
+    choosers: dict[Mode | Kind, Chooser] = {mode: scenario.choose_each(mode) for mode in shardings}
     if {"per-sequence", "adaptive"} <= set(shardings):
-        predict = scenario.selector("adaptive").predictions
-        predictions = lru_cache(maxsize=scenario.num_micro_batches)(predict)
-        choosers["per-sequence"] = lambda lengths: predictions(lengths)[0]
-        choosers["adaptive"] = lambda lengths: min(predictions(lengths), key=latency_us)
+        selector = scenario.selector("adaptive")
+        last: list[tuple[Rows, list[list[Prediction]]]] = [([], [])]
+
+        def predictions(rows: Rows) -> list[list[Prediction]]:
+            """Of the same step both times."""
+            if rows != last[0][0]:
+                last[0] = rows, selector.predictions_each(rows)
+            return last[0][1]
+
+        choosers["per-sequence"] = lambda rows: [own[0] for own in predictions(rows)]
+        choosers["adaptive"] = lambda rows: [min(own, key=latency_us) for own in predictions(rows)]
     return choosers
 
 
@@ -258,9 +269,9 @@ class _Tally:
         self._plans: list[StepPlan] = []  # of the first seed, as the next
         self._micro_batch_us: list[tuple[float, ...]] = []
 
-    def add(self, plan: StepPlan) -> None:
+    def add(self, plan: StepPlan, flops: float) -> None:
+        """Simulates a step of so many model FLOPs."""
         line, chosen = self._step(self._simulator, plan)
-        flops = self.scenario.flops(d.length for d in plan.documents)
         self.steps[-1].append(
             _Step(
                 *(plan.num_tokens, line.step_us, flops),
@@ -310,14 +321,11 @@ class _Tally:
         )
 
     def _step(self, simulator: Simulator, plan: StepPlan) -> tuple[StepTimeline, list[Prediction]]:
-        chosen: list[Prediction] = []
-
-        def scale(lengths: Sequence[int]) -> float:
-            chosen.append(self.choose(lengths))
-            return self.scenario.attention_scale(lengths, chosen[-1])
-
-        scales = [[scale(m.lengths) for m in rank] for rank in plan.micro_batches]
-        return simulator.step(plan, scales), chosen
+        rows = [m.lengths for rank in plan.micro_batches for m in rank]
+        chosen = self.choose(rows)
+        scales = map(self.scenario.attention_scale, rows, chosen)
+        by_rank = [list(islice(scales, len(rank))) for rank in plan.micro_batches]
+        return simulator.step(plan, by_rank), chosen
 
     def _example(self) -> Example:
         times_us = [step.us for step in self.steps[0]]
