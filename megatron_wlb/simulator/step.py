@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -29,6 +30,10 @@ from megatron_wlb.simulator.step_timeline import Activity, StepTimeline
 
 Lengths: TypeAlias = Sequence[Sequence[Sequence[int]]]
 """``[dp_size][num_micro_batches][segments]``: tokens of each document, and of padding."""
+
+
+_TOGETHER = 64
+"""Pipelines whose memory is worked out together."""
 
 
 class Simulator:
@@ -263,8 +268,17 @@ def _held(
     padded: Sequence[Sequence[int]],
     units: Sequence[Sequence[Unit]],
 ) -> tuple[StepMemory, ...]:
-    orders = (graph.order for graph in graphs)
-    return tuple(map(partial(step_memory, model), orders, padded, units or [()] * len(graphs)))
+    result: list[StepMemory] = []
+    own = units or [()] * len(graphs)
+    for at in range(0, len(graphs), _TOGETHER):
+        some = slice(at, at + _TOGETHER)
+        if units:
+            model.learn(chain.from_iterable(units[some]))
+        else:
+            model.learn(map(Unit, chain.from_iterable(padded[some])))
+        orders = (graph.order for graph in graphs[some])
+        result += map(partial(step_memory, model), orders, padded[some], own[some])
+    return tuple(result)
 
 
 def _replays(
