@@ -32,6 +32,9 @@ Lengths: TypeAlias = Sequence[Sequence[Sequence[int]]]
 """``[dp_size][num_micro_batches][segments]``: tokens of each document, and of padding."""
 
 
+_Units: TypeAlias = tuple[tuple[Unit, ...], ...]
+"""``[dp_size][micro-batches]``"""
+
 _TOGETHER = 64
 """Pipelines whose memory is worked out together."""
 
@@ -71,6 +74,7 @@ class Simulator:
         self.costs = costs
         self.parallelism = parallelism
         self.memory = memory
+        self._last: tuple[StepPlan, list[Graph], _Units] | None = None
         self._graph = None if order is None else Graph(order, "blocking")
 
     def graph(self, num_micro_batches: int) -> Graph:
@@ -92,6 +96,7 @@ class Simulator:
         *,
         prefixes: Lengths | None = None,
         chains: Sequence[Sequence[int]] = (),
+        with_memory: bool = True,
     ) -> StepTimeline:
         """One step.
 
@@ -104,6 +109,7 @@ class Simulator:
                 before it, all others have none.
             chains: with lengths, what :attr:`StepPlan.chains` is. Ranks may then have unlike
                 numbers of micro-batches.
+            with_memory: whether to tell what ranks hold, if this has a model of it.
 
         Raises:
             ConfigError: a schedule that Megatron refuses, or chains with virtual stages.
@@ -123,8 +129,7 @@ class Simulator:
                 f" give the same number, at least 1, to each of {self.parallelism.dp_size}"
             )
         if chains:
-            units = self._units(micro_batches, lengths, prefixes, chains)
-            graphs = [slice_graph(self.parallelism.pp_size, tuple(own)) for own in chains]
+            graphs, units = self._sliced(micro_batches, lengths, prefixes, chains)
         elif prefixes is not None and np.any([n for rank in prefixes for m in rank for n in m]):
             raise PlanError("there are slices, but no chains that say which belong together")
         else:
@@ -140,7 +145,9 @@ class Simulator:
             check_times("stage times", own)
         replays = _replays(graphs, times, gaps)
         collectives, step_us = self._finish(graphs, replays)
-        memory = () if self.memory is None else _held(self.memory, graphs, padded, units)
+        memory: tuple[StepMemory, ...] = ()
+        if with_memory and self.memory is not None:
+            memory = _held(self.memory, graphs, padded, units)
         done = tuple(graphs), tuple(times), tuple(gaps), tuple(replays)
         return StepTimeline(*done, collectives, step_us, num_tokens, memory, units)
 
@@ -152,9 +159,25 @@ class Simulator:
         if not plan.chains:
             return _held(self.memory, [self.graph(len(padded[0]))] * len(padded), padded, ())
         prefixes = [[m.prefixes for m in rank] for rank in ranks]
-        units = self._units(plan, [[m.lengths for m in r] for r in ranks], prefixes, plan.chains)
-        graphs = [slice_graph(self.parallelism.pp_size, own) for own in plan.chains]
+        lengths = [[m.lengths for m in rank] for rank in ranks]
+        graphs, units = self._sliced(plan, lengths, prefixes, plan.chains)
         return _held(self.memory, graphs, padded, units)
+
+    def _sliced(
+        self,
+        micro_batches: StepPlan | Lengths,
+        lengths: Lengths,
+        prefixes: Lengths | None,
+        chains: Sequence[Sequence[int]],
+    ) -> tuple[list[Graph], _Units]:
+        """The schedule and the micro-batches of each data-parallel rank; of a plan only once."""
+        if self._last is None or self._last[0] is not micro_batches:
+            units = self._units(micro_batches, lengths, prefixes, chains)
+            graphs = [slice_graph(self.parallelism.pp_size, tuple(own)) for own in chains]
+            if not isinstance(micro_batches, StepPlan):
+                return graphs, units
+            self._last = micro_batches, graphs, units
+        return self._last[1:]
 
     def _units(
         self,
@@ -162,7 +185,7 @@ class Simulator:
         lengths: Lengths,
         prefixes: Lengths | None,
         chains: Sequence[Sequence[int]],
-    ) -> tuple[tuple[Unit, ...], ...]:
+    ) -> _Units:
         """The micro-batches of each data-parallel rank, slices named by their documents."""
         if self.parallelism.vpp_size > 1:
             raise ConfigError(

@@ -220,13 +220,13 @@ class _Memory:
 
     def __init__(self, scenario: Run) -> None:
         self.peak_bytes, self.out_of_memory, self.longest_tokens = 0.0, "", 0
-        self._simulator = Simulator(scenario.costs, scenario.parallelism, memory=scenario.memory)
+        self.simulator = Simulator(scenario.costs, scenario.parallelism, memory=scenario.memory)
         self._limit_bytes = scenario.limit_gib * GIB
 
     def add(self, plan: StepPlan) -> None:
         many = len(plan.micro_batches) > 1
         self.longest_tokens = max(self.longest_tokens, *(m.padded_length for m in plan))
-        for dp_rank, used in enumerate(self._simulator.plan_memory(plan)):
+        for dp_rank, used in enumerate(self.simulator.plan_memory(plan)):
             self.peak_bytes = max(self.peak_bytes, used.peak_bytes)
             if not self.out_of_memory:
                 try:
@@ -263,7 +263,6 @@ class _Tally:
     steps: list[list[_Step]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._simulator = Simulator(self.scenario.costs, self.scenario.parallelism)
         self._slowest_us = self._mean_us = 0.0
         self._chosen: Counter[str] = Counter()
         self._plans: list[StepPlan] = []  # of the first seed, as the next
@@ -271,7 +270,7 @@ class _Tally:
 
     def add(self, plan: StepPlan, flops: float) -> None:
         """Simulates a step of so many model FLOPs."""
-        line, chosen = self._step(self._simulator, plan)
+        line, chosen = self._step(plan, with_memory=False)
         self.steps[-1].append(
             _Step(
                 *(plan.num_tokens, line.step_us, flops),
@@ -320,16 +319,16 @@ class _Tally:
             self.flags,
         )
 
-    def _step(self, simulator: Simulator, plan: StepPlan) -> tuple[StepTimeline, list[Prediction]]:
+    def _step(self, plan: StepPlan, *, with_memory: bool) -> tuple[StepTimeline, list[Prediction]]:
         rows = [m.lengths for rank in plan.micro_batches for m in rank]
         chosen = self.choose(rows)
         scales = map(self.scenario.attention_scale, rows, chosen)
         by_rank = [list(islice(scales, len(rank))) for rank in plan.micro_batches]
-        return simulator.step(plan, by_rank), chosen
+        simulator = self.memory.simulator
+        return simulator.step(plan, by_rank, with_memory=with_memory), chosen
 
     def _example(self) -> Example:
         times_us = [step.us for step in self.steps[0]]
         nearest = min(range(len(times_us)), key=lambda n: abs(times_us[n] - fmean(times_us)))
-        plan, base = self._plans[nearest], self.scenario
-        simulator = Simulator(base.costs, base.parallelism, memory=base.memory)
-        return Example(plan, self._step(simulator, plan)[0], tuple(self._micro_batch_us))
+        plan = self._plans[nearest]
+        return Example(plan, self._step(plan, with_memory=True)[0], tuple(self._micro_batch_us))
