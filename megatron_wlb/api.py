@@ -138,10 +138,10 @@ def simulate_step(
         window=max(micro_batch.padded_length for micro_batch in plan),
         num_micro_batches=sum(map(len, plan.micro_batches)),
     )
-    choose = scenario.chooser(sharding)
+    choose_each = scenario.choose_each(sharding)
     scale = [
-        [scenario.attention_scale(m.lengths, choose(m.lengths)) for m in rank]
-        for rank in plan.micro_batches
+        list(map(scenario.attention_scale, rows, choose_each(rows)))
+        for rows in ([m.lengths for m in rank] for rank in plan.micro_batches)
     ]
     return Simulator(scenario.costs, layout, memory=scenario.memory).step(plan, scale)
 

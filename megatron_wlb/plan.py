@@ -81,8 +81,7 @@ class Document(NamedTuple):
         return cls(corpus, index, offset, length, bool(ends), epoch, arrival, step)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Tokens ``[start, stop)`` of a document: what a micro-batch runs.
 
     WLB-LLM runs documents whole (``0, length``). A *slice* is a part of one: it attends to the

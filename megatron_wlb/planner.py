@@ -16,14 +16,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.packing import Packer, check_shaping
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.sharding.select import Selector
+from megatron_wlb.sharding.select import Prediction, Selector
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,10 @@ class Slicing(Protocol):
 
     def cut(self, documents: Sequence[Document], step: int) -> Sequence[Units]:
         """Returns what each data-parallel rank runs."""
+        ...
+
+    def settle(self, documents: Sequence[Document], step: int) -> object:
+        """Does what :meth:`cut` does for later steps, and cuts nothing."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -157,33 +161,39 @@ class Planner:
         It has tokens, unless nothing waits and the stream gives no document without being
         exhausted, which a stream of at least a window a step does not.
         """
-        was_exhausted = self.stream.exhausted
-        documents = self._read()
-        if not was_exhausted or (self._steps_read > self.step and self.packer.waiting):
-            packed = self.packer.pack(documents, self.step)
-        elif self.packer.waiting:
-            packed = self.packer.flush(self.step)
-        else:
+        packed = self._packed()
+        if packed is None:
             return None
         chains: tuple[tuple[int, ...], ...] = ()
         if self.slicing is not None:
-            units = self.slicing.cut([d for docs in packed for d in docs], self.step)
+            units = self.slicing.cut(list(chain.from_iterable(packed)), self.step)
             ranks = self._units(units)
             chains = tuple(tuple(replica.chains) for replica in units)
         else:
             ranks = self._ranks([[whole(d) for d in docs] for docs in packed])
-        waiting = [d for d in self.packer.waiting if d.step <= self.step]  # not those read ahead
+        num_waiting, waiting_tokens = self._waiting()
         plan = StepPlan(
             step=self.step,
             packing=self.packer.name,
             micro_batches=tuple(map(tuple, ranks)),
-            num_waiting=len(waiting),
-            waiting_tokens=sum(document.length for document in waiting),
+            num_waiting=num_waiting,
+            waiting_tokens=waiting_tokens,
             chains=chains,
         )
-        self._warn_of_backlog(plan)
         self.step += 1
         return plan
+
+    def skip(self) -> None:
+        """Goes past a step, which the stream must have, and leaves out what no later one needs.
+
+        Later plans are as they are after :meth:`next_plan`.
+        """
+        packed = self._packed()
+        assert packed is not None
+        if self.slicing is not None:
+            self.slicing.settle(list(chain.from_iterable(packed)), self.step)
+        self._waiting()
+        self.step += 1
 
     def plans(self, num: int) -> Iterator[StepPlan]:
         """Plans ``num`` steps, which the stream must have."""
@@ -222,6 +232,14 @@ class Planner:
         self.stream.load_state_dict(stream)
         self.step, self._steps_read = step, steps_read
 
+    def _packed(self) -> list[list[Document]] | None:
+        """The step's documents as the packer places them; None where there is no step."""
+        was_exhausted = self.stream.exhausted
+        documents = self._read()
+        if not was_exhausted or (self._steps_read > self.step and self.packer.waiting):
+            return self.packer.pack(documents, self.step)
+        return self.packer.flush(self.step) if self.packer.waiting else None
+
     def _read(self) -> list[Document]:
         """Reads the stream up to the step that the packer looks ahead to."""
         documents: list[Document] = []
@@ -235,7 +253,9 @@ class Planner:
 
     def _ranks(self, packed: Sequence[Sequence[Span]]) -> list[list[MicroBatchPlan]]:
         """Deals micro-batches out to data-parallel ranks, in running order."""
-        micro_batches = [self._micro_batch(index, spans) for index, spans in enumerate(packed)]
+        micro_batches = self._sharded(
+            [self._micro_batch(index, spans) for index, spans in enumerate(packed)]
+        )
         if self.packer.in_stream_order:
             return [micro_batches[rank :: self.dp_size] for rank in range(self.dp_size)]
         ranks = [run_order(rank) for rank in assign(micro_batches, self.dp_size)]
@@ -247,53 +267,60 @@ class Planner:
         return self._numbered([[[whole(d) for d in docs] for docs in rank] for rank in shaped])
 
     def _numbered(self, ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[MicroBatchPlan]]:
-        indices = count()
-        return [[self._micro_batch(next(indices), spans) for spans in rank] for rank in ranks]
+        every = self._sharded(
+            [self._micro_batch(n, spans) for n, spans in enumerate(chain.from_iterable(ranks))]
+        )
+        left = iter(every)
+        return [list(islice(left, len(rank))) for rank in ranks]
 
     def _units(self, units: Sequence[Units]) -> list[list[MicroBatchPlan]]:
         """Micro-batches of each rank; those that several run together are one and the same."""
-        shared: dict[Span, MicroBatchPlan] = {}
-        indices = count()
+        shared: dict[Span, int] = {}
+        every: list[MicroBatchPlan] = []
         ranks = []
         for own in units:
-            micro_batches = []
+            indices = []
             for spans, replicas in zip(own.spans, own.replicas, strict=True):
-                micro_batch = shared.get(spans[0]) if replicas else None
-                if micro_batch is None:
-                    micro_batch = self._micro_batch(next(indices), spans, replicas)
-                    if replicas:
-                        shared[spans[0]] = micro_batch
-                micro_batches.append(micro_batch)
-            ranks.append(micro_batches)
-        return ranks
+                index = shared.setdefault(spans[0], len(every)) if replicas else len(every)
+                if index == len(every):
+                    every.append(self._micro_batch(index, spans, replicas))
+                indices.append(index)
+            ranks.append(indices)
+        every = self._sharded(every)
+        return [[every[index] for index in indices] for indices in ranks]
 
     def _micro_batch(
         self, index: int, spans: Sequence[Span], replicas: tuple[int, ...] = ()
     ) -> MicroBatchPlan:
-        num_tokens = sum(span.length for span in spans)
+        num_tokens = sum([stop - start for _, start, stop in spans])
         multiple = self.length_multiple * (2 * len(replicas) or 1)
         multiples = max(1, -(-num_tokens // multiple))
         predicted_us = self.cost.total_us([span.stop for span in spans])
         if spans and spans[0].start:
             predicted_us -= self.cost.document_us(spans[0].start)
-        micro_batch = MicroBatchPlan(
+        return MicroBatchPlan(
             index=index,
             spans=tuple(spans),
             padded_length=multiples * multiple,
             predicted_us=predicted_us / (len(replicas) or 1),
             replicas=replicas,
         )
-        # Over several ranks both halves of a slice's tokens are of like work.
-        return self._sharded(micro_batch) if self.selector and not replicas else micro_batch
 
-    def _sharded(self, micro_batch: MicroBatchPlan) -> MicroBatchPlan:
+    def _sharded(self, micro_batches: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
+        """Chooses the sharding of each, if there are context-parallel ranks."""
+        if self.selector is None:
+            return micro_batches
+        # Over several replicas both halves of a slice's tokens are of like work.
+        own = [m for m in micro_batches if not m.replicas]
+        chosen = iter(self.selector.choose_each([m.lengths for m in own]))
+        return [m if m.replicas else self._with(m, next(chosen)) for m in micro_batches]
+
+    def _with(self, micro_batch: MicroBatchPlan, chosen: Prediction) -> MicroBatchPlan:
         """Adds the sharding, and the time that all wait for the rank with the slowest attention.
 
         The cost has each rank do 1/CP of the attention; the slowest one does more. Of a slice's
         attention to the slices before it, each rank has about the same.
         """
-        assert self.selector
-        chosen = self.selector.choose(micro_batch.lengths)
         work = self.cost.work([span.length for span in micro_batch.spans])
         waiting_us = work.forward_attention_us * (chosen.forward_imbalance - 1)
         waiting_us += work.backward_attention_us * (chosen.backward_imbalance - 1)
@@ -303,23 +330,27 @@ class Planner:
             predicted_us=micro_batch.predicted_us + waiting_us,
         )
 
-    def _warn_of_backlog(self, plan: StepPlan) -> None:
-        """Warns once, and again each time that the backlog has doubled."""
+    def _waiting(self) -> tuple[int, int]:
+        """The documents that wait after the step, and their tokens.
+
+        Warns of many once, and again each time that they have doubled.
+        """
+        waiting = [d for d in self.packer.waiting if d.step <= self.step]  # not those read ahead
+        num_tokens = sum([document.length for document in waiting])
         # In stream order nothing is held back: what waits is the rest of a document under way.
-        if self.packer.in_stream_order:
-            return
-        if plan.waiting_tokens > self._warn_above_tokens:
+        if num_tokens > self._warn_above_tokens and not self.packer.in_stream_order:
             logger.warning(
                 "%s, step %d: %d documents with %d tokens wait, %.1f steps' worth; if this goes on "
                 "growing, raise max_tokens (S_max)%s or lower max_age",
-                plan.packing,
-                plan.step,
-                plan.num_waiting,
-                plan.waiting_tokens,
-                plan.waiting_tokens / self.packer.limits.step_tokens,
+                self.packer.name,
+                self.step,
+                len(waiting),
+                num_tokens,
+                num_tokens / self.packer.limits.step_tokens,
                 ", max_step_tokens" if self.packer.limits.max_step_tokens else "",
             )
-            self._warn_above_tokens = 2 * plan.waiting_tokens
+            self._warn_above_tokens = 2 * num_tokens
+        return len(waiting), num_tokens
 
 
 def whole(document: Document) -> Span:

@@ -176,6 +176,8 @@ def _write(
     args: argparse.Namespace, base: Run, documents: LengthSource, outcomes: Sequence[Outcome]
 ) -> list[str]:
     """The files that are asked for; what to say of them."""
+    if not (args.trace or args.plot or args.report):
+        return []
     # Not at the top: matplotlib takes a second.
     from megatron_wlb.simulator.trace import program, trace
     from megatron_wlb.study.page import Page, examples, name

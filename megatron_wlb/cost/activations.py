@@ -24,9 +24,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_wlb.cost.exchange import exchange_bytes
 from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precisions, Runs, slices
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
+from megatron_wlb.schedule.graph import Floats
 
 Kernels: TypeAlias = Literal["torch", "fused"]
 
@@ -68,29 +72,37 @@ class Tape:
         """Bytes that a micro-batch in flight keeps, a token."""
         return sum(operation.saved for operation in self.operations)
 
-    def forward_peak_bytes(self, num_tokens: int) -> float:
-        """The most that a micro-batch adds while it runs forward, what it keeps included."""
-        kept = peak = 0.0
+    def forward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
+        """The most that a micro-batch adds while it runs forward, what it keeps included.
+
+        Of many, all at once.
+        """
+        num_tokens = np.asarray(num_tokens, dtype=np.float64)
+        kept = peak = np.zeros_like(num_tokens)
         for operation in self.operations:
             working = operation.forward
             if operation.inner:  # forward without keeping anything: its largest operation
                 working = max(o.forward + o.saved for o in operation.inner)
-            peak = max(peak, kept + (operation.saved + working) * num_tokens)
-            kept += operation.saved * num_tokens
+            peak = np.maximum(peak, kept + (operation.saved + working) * num_tokens)
+            kept = kept + operation.saved * num_tokens
         return peak
 
-    def backward_peak_bytes(self, num_tokens: int) -> float:
-        """The most of a micro-batch while it runs backward, what it has kept included."""
+    def backward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
+        """The most of a micro-batch while it runs backward, what it has kept included.
+
+        Of many, all at once.
+        """
+        num_tokens = np.asarray(num_tokens, dtype=np.float64)
         peak = kept = self.saved_per_token * num_tokens
         for operation in reversed(self.operations):
             working = operation.backward * num_tokens + operation.weight_bytes
             if operation.inner:
                 inner = Tape(operation.inner)
-                working += max(
+                working = working + np.maximum(
                     inner.forward_peak_bytes(num_tokens), inner.backward_peak_bytes(num_tokens)
                 )
-            peak = max(peak, kept + working)
-            kept -= operation.saved * num_tokens
+            peak = np.maximum(peak, kept + working)
+            kept = kept - operation.saved * num_tokens
         return peak
 
 

@@ -23,6 +23,9 @@ from megatron_wlb.cost.activations import Operation, Tape
 from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.graph import Floats
 
+_TOGETHER = 256
+"""Slices whose moments are worked out together, in some MB."""
+
 
 class Slice(NamedTuple):
     """Tokens ``[start, stop)`` of a document of ``length`` tokens."""
@@ -74,13 +77,15 @@ def chained(
     return tuple(units)
 
 
-def buffers(kind: str, cut: Slice) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Tokens of a document's buffers before and after a slice's action: (keys, gradients) each."""
-    if kind == "F":
-        return (cut.length if cut.start else 0, 0), (cut.length, 0)
-    gradients = cut.length if cut.stop < cut.length else 0
-    left = cut.length if cut.start else 0
-    return (cut.length, gradients), (left, left)
+def _buffers(backward: bool, start: Floats, stop: Floats, length: Floats) -> tuple[Floats, ...]:
+    """Tokens of the documents' buffers around slices' actions: keys and gradients, before, after.
+
+    ``[slices]`` each.
+    """
+    left = np.where(start > 0, length, 0.0)
+    if not backward:
+        return left, 0 * length, length, 0 * length
+    return length, np.where(stop < length, length, 0.0), left, left
 
 
 @dataclass(frozen=True)
@@ -89,30 +94,35 @@ class SliceTape:
 
     tape: Tape
 
-    def action_bytes(self, kind: str, unit: Unit) -> tuple[float, float, float]:
-        """What an action lets go of, the most alive while it runs, and what it keeps.
+    def action_bytes(self, kind: str, units: Sequence[Unit]) -> Floats:
+        """What actions let go of, the most alive while they run, and what they keep.
 
-        The buffers of the slice's document are in all three.
+        ``[3, units]``, which all run slices. The buffers of a slice's document are in all three.
         """
-        cut, num_tokens = unit.slice, unit.num_tokens
-        assert cut is not None
-        # Not beside padding either, which is attended to as a document.
-        alone, backward = cut.stop - cut.start == num_tokens, kind == "B"
-        before, after = buffers(kind, cut)
+        table = [(u.num_tokens, *u.slice[1:]) for u in units if u.slice is not None]
+        num_tokens, start, stop, length = np.array(table, dtype=np.float64).T
+        backward = kind == "B"
+        held = _buffers(backward, start, stop, length)
         # In backward, the kernel of the layer that runs gives gradients of the keys before the
         # slice, too, besides those of its own that the tape has.
-        own = cut.length + cut.start if backward else cut.length
+        own = length + start if backward else length
         coefficients = np.array(
-            [num_tokens, 1, before[0], own, after[0], before[1], cut.length * backward, after[1]]
+            [num_tokens, num_tokens**0, held[0], own, held[2], held[1], length * backward, held[3]]
         )
-        rows = self._rows[backward, alone]
-        peak = float((rows * coefficients[:, None]).sum(axis=0).max())
-        saved = self._saved[alone] * num_tokens
+        # Not beside padding either, which is attended to as a document.
+        alone = stop - start == num_tokens
+        peak = np.empty(len(units))
+        for kind_of in (False, True):
+            rows, at = self._rows[backward, kind_of], np.flatnonzero(alone == kind_of)
+            for some in np.split(at, range(_TOGETHER, len(at), _TOGETHER)):
+                parts = rows[:, :, None] * coefficients[:, None, some]
+                peak[some] = parts.sum(axis=0).max(axis=0, initial=0.0)
+        saved = np.where(alone, self._saved[True], self._saved[False]) * num_tokens
         keys, gradients = self._buffers
-        held_before, held_after = (k * keys + g * gradients for k, g in (before, after))
+        before, after = held[0] * keys + held[1] * gradients, held[2] * keys + held[3] * gradients
         if backward:
-            return held_before + saved, peak, held_after
-        return held_before, peak, held_after + saved
+            return np.array([before + saved, peak, after])
+        return np.array([before, peak, after + saved])
 
     @cached_property
     def _saved(self) -> tuple[float, float]:

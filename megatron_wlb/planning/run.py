@@ -359,11 +359,18 @@ class Run:
 
         Raises :class:`WLBError` for an unknown sharding.
         """
+        choose_each = self.choose_each(sharding)
+        return lambda lengths: choose_each([lengths])[0]
+
+    def choose_each(
+        self, sharding: Mode | Kind
+    ) -> Callable[[Sequence[Sequence[int]]], list[Prediction]]:
+        """Does what :meth:`chooser` does, for many micro-batches at once."""
         if sharding in MODES:
-            return self.selector(sharding).choose
+            return self.selector(sharding).choose_each
         cp_size, latency = self.parallelism.cp_size, self._latency
         one = Sharding(cast(Kind, sharding))
-        return lambda lengths: predict(lengths, cp_size, one, latency)
+        return lambda rows: [predict(lengths, cp_size, one, latency) for lengths in rows]
 
     def selector(self, mode: Mode) -> Selector:
         """Makes what chooses the sharding of each micro-batch."""

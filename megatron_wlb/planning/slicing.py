@@ -18,8 +18,10 @@ Everything is computed in a fixed order, so that all ranks come to the same unit
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
+from math import ceil, sqrt
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +31,7 @@ from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.plan import Document, Span
-from megatron_wlb.planner import Units, whole
+from megatron_wlb.planner import Units
 from megatron_wlb.schedule.graph import slice_graph
 from megatron_wlb.schedule.order import sliced
 
@@ -52,6 +54,8 @@ SLICES_OF_A_WINDOW = 64
 
 Timed: TypeAlias = tuple[float, Document]
 """A document behind what it takes, in µs."""
+
+_US, _IN_STREAM = itemgetter(0), attrgetter("arrival", "offset")
 
 
 class Merged(NamedTuple):
@@ -173,16 +177,21 @@ class Slicer:
 
     def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
         """The units of each data-parallel rank; a rank without documents has an empty one."""
+        num_units = self.settle(documents, step)
         heaviest = self._heaviest_first(documents)
         dealt = self._deal(heaviest, merges=False)
-        if self.num_units is None or (self._given is None and step % STEPS_A_SWEEP == 0):
-            self.num_units = self._choose(dealt)
-        num_units = self.num_units
         if self._merges and heaviest and heaviest[0][0] > (1 + TOLERANCE) * dealt.mean_us:
             merged = self._deal(heaviest, merges=True)
             if self._step_us(merged, num_units) < self._step_us(dealt, num_units):
                 dealt = merged
         return [self._lay(dealt, rank, num_units) for rank in range(len(dealt.alone))]
+
+    def settle(self, documents: Sequence[Document], step: int) -> int:
+        """The number of units, which is chosen in some steps and stays for those after."""
+        if self.num_units is None or (self._given is None and step % STEPS_A_SWEEP == 0):
+            dealt = self._deal(self._heaviest_first(documents), merges=False)
+            self.num_units = self._choose(dealt)
+        return self.num_units
 
     def state_dict(self) -> dict[str, Any]:
         """What later steps depend on, JSON-able."""
@@ -198,12 +207,10 @@ class Slicer:
         self.num_units = self._given or num_units
 
     def _heaviest_first(self, documents: Sequence[Document]) -> list[Timed]:
-        times_us = map(self._cost.document_us, [document.length for document in documents])
-        heaviest = sorted(
-            (-us, document.arrival, document.offset, document)
-            for us, document in zip(times_us, documents, strict=True)
-        )
-        return [(-minus_us, document) for minus_us, _, _, document in heaviest]
+        in_order = sorted(documents, key=_IN_STREAM)
+        times_us = map(self._cost.document_us, [document.length for document in in_order])
+        # A stable sort: equal ones stay in the order of the stream.
+        return sorted(zip(times_us, in_order, strict=True), key=_US, reverse=True)
 
     def _deal(self, heaviest: Sequence[Timed], *, merges: bool) -> _Dealt:
         """Gives each document to the rank with the least work.
@@ -289,15 +296,15 @@ class Slicer:
         spans += ([] for _ in range(len(spans), num_units))
         heapify(missing)
         for us, document in replica[num_cut:]:
-            full = []
-            while missing and missing[0][2] < document.length:
+            full, length = [], document.length
+            while missing and missing[0][2] < length:
                 full.append(heappop(missing))
             if not missing:
                 missing.append((-unit_us, len(spans), self._max_tokens))
                 spans.append([])
             minus_us, number, room = missing[0]
-            spans[number].append(whole(document))
-            heapreplace(missing, (minus_us + us, number, room - document.length))
+            spans[number].append(Span(document, 0, length))
+            heapreplace(missing, (minus_us + us, number, room - length))
             for entry in full:
                 heappush(missing, entry)
         spans = [unit for unit in spans if unit] or [[]]
@@ -311,26 +318,53 @@ class Slicer:
         """Slices of ``unit_us``, and what each takes; the last is the rest."""
         slices: list[tuple[Span, float]] = []
         start, before_us = 0, 0.0
+        length_of = self._curve(document.length, document_us)
         while start < document.length:
             stop = document.length
             if document_us - before_us > (1 + TOLERANCE) * unit_us:
-                stop = self._cut(document, start, before_us + unit_us)
+                until_us = before_us + unit_us
+                stop = self._cut(document, start, until_us, length_of(until_us))
             stop = min(stop, start + self._max_tokens)
             after_us = self._cost.document_us(stop)
             slices.append((Span(document, start, stop), after_us - before_us))
             start, before_us = stop, after_us
         return slices
 
-    def _cut(self, document: Document, start: int, until_us: float) -> int:
-        """The end of the slice from ``start`` on: where the document has taken ``until_us``."""
-        multiple = self._multiple
+    def _curve(self, length: int, whole_us: float) -> Callable[[float], float]:
+        """From a time to about the length that takes it.
+
+        It goes by ``linear · d + quadratic · d²`` through a document of ``length`` and its half.
+        """
+        half = length // 2 or 1
+        half_us = self._cost.document_us(half)
+        quadratic_us = (whole_us / length - half_us / half) / max(1, length - half)
+        linear_us = half_us / half - quadratic_us * half
+
+        def length_of(us: float) -> float:
+            slope_us = linear_us + sqrt(max(0.0, linear_us * linear_us + 4 * quadratic_us * us))
+            return min(2 * us / slope_us, length) if slope_us > 0 else length
+
+        return length_of
+
+    def _cut(self, document: Document, start: int, until_us: float, guess: float) -> int:
+        """The end of the slice from ``start`` on: where the document has taken ``until_us``.
+
+        It is looked for from the ``guess`` on, wider and wider.
+        """
+        multiple, document_us = self._multiple, self._cost.document_us
         first, last = start // multiple + 1, document.length // multiple
-        number = bisect_left(
-            range(first, last + 1), until_us, key=lambda n: self._cost.document_us(n * multiple)
-        )
-        stop = (first + number) * multiple
-        if number and until_us - self._cost.document_us(stop - multiple) < (
-            self._cost.document_us(stop) - until_us
-        ):
+        # The first multiple that takes so long is none below low, and at most high.
+        low = high = min(max(first, ceil(guess / multiple)), last + 1)
+        reach = 1
+        while low > first and document_us((low - 1) * multiple) >= until_us:
+            low, high, reach = max(first, low - 1 - reach), low - 1, 2 * reach
+        reach = 1
+        while high <= last and document_us(high * multiple) < until_us:
+            low, high, reach = high + 1, min(last + 1, high + reach), 2 * reach
+        if low < high:
+            numbers = range(low, high)
+            low += bisect_left(numbers, until_us, key=lambda n: document_us(n * multiple))
+        stop = low * multiple
+        if low > first and until_us - document_us(stop - multiple) < document_us(stop) - until_us:
             stop -= multiple  # the nearer one
         return document.length if document.length - stop < multiple // 2 else stop

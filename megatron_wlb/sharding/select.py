@@ -7,8 +7,9 @@ Both go by :mod:`megatron_wlb.cost.attention`'s predictions of one layer's atten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -27,6 +28,7 @@ from megatron_wlb.sharding.shard import (
 Mode: TypeAlias = Literal["per-sequence", "per-document", "adaptive", "hybrid"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
+_LATENCY_US = attrgetter("latency_us")
 PER_SEQUENCE, PER_DOCUMENT = Sharding("per-sequence"), Sharding("per-document")
 
 MIN_THRESHOLDS, MAX_CHUNKS = 12, 16_384
@@ -34,8 +36,8 @@ MIN_THRESHOLDS, MAX_CHUNKS = 12, 16_384
 where there are too many, as many as that allows but at least 12, evenly spread."""
 
 BLOCK = 8192
-"""Chunks predicted together. Memory for more at once goes back to the system each time, and to get
-it again takes longer than to compute."""
+"""Chunks, and documents of several micro-batches, predicted together. Memory for more at once goes
+back to the system each time, and to get it again takes longer than to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +92,36 @@ def predict(
 
 
 def predict_each(
-    lengths: Sequence[int], cp_size: int, shardings: Sequence[Sharding], latency: AttentionLatency
-) -> list[Prediction]:
-    """Does what :func:`predict` does for each, in about the time of one.
+    rows: Sequence[Sequence[int]],
+    cp_size: int,
+    shardings: Sequence[Sharding],
+    latency: AttentionLatency,
+) -> list[list[Prediction]]:
+    """Does what :func:`predict` does for each micro-batch and sharding, in about the time of one.
 
-    The shardings differ in which documents are long, and are in ascending order of that threshold.
+    ``rows`` are the lengths of micro-batches. The shardings differ in which documents are long, and
+    are in ascending order of that threshold.
     """
-    document_tokens = checked_lengths(lengths, cp_size)
+    tokens = [checked_lengths(lengths, cp_size) for lengths in rows]
+    sizes = np.array([len(own) for own in tokens])
     thresholds = [sharding.long_tokens for sharding in shardings]
+    shape = len(rows), len(shardings), cp_size
     long_us, short_us = (
         [
-            np.bincount(chunks.holder, us, len(shardings) * cp_size).reshape(-1, cp_size)
+            np.bincount(chunks.holder, us, len(rows) * len(shardings) * cp_size).reshape(shape)
             for us in _shares_us(latency, chunks.stop - chunks.start, chunks.stop)
         ]
-        for chunks in chunks_by_threshold(document_tokens, cp_size, thresholds)
+        for chunks in chunks_by_threshold(np.concatenate(tokens), sizes, cp_size, thresholds)
     )
     forward, backward = (
         # What is long for one threshold is so for those before it.
-        (long[::-1].cumsum(axis=0)[::-1] + short + call_us).tolist()
+        (long[:, ::-1].cumsum(axis=1)[:, ::-1] + short + call_us).tolist()
         for long, short, call_us in zip(long_us, short_us, latency.call_us, strict=True)
     )
-    return list(map(Prediction, shardings, map(tuple, forward), map(tuple, backward)))
+    return [
+        list(map(Prediction, shardings, map(tuple, own), map(tuple, other)))
+        for own, other in zip(forward, backward, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -131,12 +142,36 @@ class Selector:
 
     def choose(self, lengths: Sequence[int]) -> Prediction:
         """The sharding for segments of such lengths (``MicroBatchPlan.lengths``)."""
-        return min(self.predictions(lengths), key=lambda prediction: prediction.latency_us)
+        return self.choose_each([lengths])[0]
+
+    def choose_each(self, rows: Sequence[Sequence[int]]) -> list[Prediction]:
+        """The sharding of each micro-batch, of many in much less time than one by one."""
+        return [min(own, key=_LATENCY_US) for own in self.predictions_each(rows)]
 
     def predictions(self, lengths: Sequence[int]) -> list[Prediction]:
         """The prediction of every candidate."""
-        found = predict_each(lengths, self.cp_size, self._candidates(lengths), self.latency)
-        return found[-1:] + found[:-1]  # per-sequence comes first
+        return self.predictions_each([lengths])[0]
+
+    def predictions_each(self, rows: Sequence[Sequence[int]]) -> list[list[Prediction]]:
+        """The predictions of every candidate for each micro-batch."""
+        result: list[list[Prediction]] = []
+        for block in self._blocks(rows):
+            candidates = self._candidates(block[0])
+            for found in predict_each(block, self.cp_size, candidates, self.latency):
+                result.append(found[-1:] + found[:-1])  # per-sequence comes first
+        return result
+
+    def _blocks(self, rows: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
+        """Micro-batches that have the same candidates, about as many as are fast together."""
+        limit = 0 if self.mode == "hybrid" else BLOCK
+        first = num_documents = 0
+        for at, lengths in enumerate(rows):
+            num_documents += len(lengths)
+            if num_documents > limit:
+                yield rows[first : at + 1]
+                first, num_documents = at + 1, 0
+        if rows[first:]:
+            yield rows[first:]
 
     def _candidates(self, lengths: Sequence[int]) -> list[Sharding]:
         """Candidates by ascending threshold."""

@@ -87,7 +87,8 @@ def shard_arrays(lengths: Sequence[int], cp_size: int, sharding: Sharding) -> tu
     if sharding.kind == "per-document-remainder":
         chunks = _with_round_robin(document_tokens, cp_size)
     else:
-        groups = chunks_by_threshold(document_tokens, cp_size, [sharding.long_tokens])
+        sizes = np.array([len(document_tokens)])
+        groups = chunks_by_threshold(document_tokens, sizes, cp_size, [sharding.long_tokens])
         chunks = _in_order(_together(*groups), document_tokens)
     limits = np.searchsorted(chunks.holder, np.arange(1, cp_size))
     return tuple(np.split(np.stack([chunks.segment, chunks.start, chunks.stop], axis=1), limits))
@@ -122,34 +123,45 @@ class Chunks(NamedTuple):
 
 
 def chunks_by_threshold(
-    document_tokens: IntArray, cp_size: int, thresholds: Sequence[int]
+    document_tokens: IntArray, sizes: IntArray, cp_size: int, thresholds: Sequence[int]
 ) -> tuple[Chunks, Chunks]:
     """Chunks of long and of short documents, for the hybrids with these ascending thresholds.
 
-    What holds them is ``i · CP + rank`` for the i-th threshold, from 0. A long document has the
-    same chunks whatever the threshold, so they are there once, for the last one that finds it long.
-    They are not in local order. Per document is a threshold of 0, per sequence one out of reach.
+    ``document_tokens`` are those of micro-batches one after another, ``sizes`` the documents of
+    each. What holds the chunks is ``(m · thresholds + i) · CP + rank`` for the m-th micro-batch and
+    the i-th threshold, from 0. A long document has the same chunks whatever the threshold, so they
+    are there once, for the last one that finds it long. They are not in local order. Per document
+    is a threshold of 0, per sequence one out of reach.
     """
-    num_slots = 2 * cp_size
-    numbers, slots = np.arange(len(thresholds)), np.arange(num_slots)
+    num_slots, num_cases = 2 * cp_size, len(thresholds)
+    slots = np.arange(num_slots)
     rank = np.minimum(slots, slots[::-1])
     last = np.searchsorted(thresholds, document_tokens, side="right") - 1  # -1: long for none
+    stops = np.cumsum(document_tokens)
+    ends = np.concatenate([[0], stops])[np.cumsum(sizes)]
+    totals = np.diff(ends, prepend=0)
+    stops -= np.repeat(ends - totals, sizes)  # in its micro-batch
+    case = np.repeat(np.arange(len(sizes)) * num_cases, sizes)
 
     which = np.flatnonzero(last >= 0)
-    stop = _per_document(document_tokens, which, num_slots)
-    # [thresholds, n]: of the documents long for one, the tokens in a slot or before it.
-    place = last[which] * num_slots + slots[:, None]
-    filled = np.bincount(place.reshape(-1), stop.reshape(-1), len(numbers) * num_slots)
-    filled = filled.reshape(-1, num_slots)[::-1].cumsum(axis=0)[::-1]
+    stop = _per_document(document_tokens, stops, which, num_slots)
+    held = case + last
+    # [micro-batches, thresholds, n]: of documents long for one, the tokens in a slot or before it.
+    place = held[which] * num_slots + slots[:, None]
+    filled = np.bincount(place.reshape(-1), stop.reshape(-1), len(sizes) * num_cases * num_slots)
+    filled = filled.reshape(-1, num_cases, num_slots)[:, ::-1].cumsum(axis=1)[:, ::-1]
     long = _two_a_rank(which, stop)
-    long = long._replace(holder=last[long.segment] * cp_size + long.holder)
+    long = long._replace(holder=held[long.segment] * cp_size + long.holder)
 
-    # One threshold's short documents after another's, each in the free part of its slots.
-    slot_stops = _dealt(document_tokens.sum(keepdims=True), num_slots).T - filled.astype(np.int64)
+    # One case's short documents after another's, each in the free part of its slots.
+    slot_stops = _dealt(totals, num_slots).T[:, None] - filled.astype(np.int64)
+    slot_stops = slot_stops.reshape(-1, num_slots)
     slot_stops[1:] += slot_stops[:-1, -1:].cumsum(axis=0)
-    _, which = np.nonzero(last < numbers[:, None])
+    number, which = np.nonzero(last < np.arange(num_cases)[:, None])
+    if len(sizes) > 1:
+        which = which[np.argsort(case[which] + number, kind="stable")]
     short = _per_sequence(document_tokens, which, slot_stops.reshape(-1))
-    holders = (numbers[:, None] * cp_size + rank).reshape(-1)
+    holders = (np.arange(len(slot_stops))[:, None] * cp_size + rank).reshape(-1)
     return long, _joined(short._replace(holder=holders[short.holder]))
 
 
@@ -161,13 +173,15 @@ def _dealt(tokens: IntArray, num_slots: int) -> IntArray:
     return dealt
 
 
-def _per_document(document_tokens: IntArray, which: IntArray, num_slots: int) -> IntArray:
+def _per_document(
+    document_tokens: IntArray, stops: IntArray, which: IntArray, num_slots: int
+) -> IntArray:
     """``[n, D]``: where each document's piece in a slot ends, which is where the next one starts.
 
     Pieces have ⌊d/n⌋ or ⌈d/n⌉ tokens: as if all tokens of the micro-batch were dealt to the slots
     in turn. So all documents fill the slots equally, and some of them no slot by more than that.
+    ``stops`` are where the documents end in their micro-batch.
     """
-    stops = np.cumsum(document_tokens)
     before = stops - document_tokens
     return _dealt(stops[which], num_slots) - _dealt(before[which], num_slots)
 
@@ -210,7 +224,7 @@ def _with_round_robin(document_tokens: IntArray, cp_size: int) -> Chunks:
     every = np.arange(len(document_tokens))
     remainder = document_tokens % (2 * cp_size)
     even = document_tokens - remainder
-    pieces = _two_a_rank(every, _per_document(even, every, 2 * cp_size))
+    pieces = _two_a_rank(every, _per_document(even, np.cumsum(even), every, 2 * cp_size))
     segment = np.repeat(every, remainder)
     number = np.arange(remainder.sum())
     start = (even - np.cumsum(remainder) + remainder)[segment] + number

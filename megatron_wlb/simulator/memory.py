@@ -49,6 +49,8 @@ class RankMemory:
 
     def first_above(self, limit_bytes: float) -> str | None:
         """Names where memory runs out: ``weights and optimizer``, an action, ``update``."""
+        if self.peak_bytes <= limit_bytes:
+            return None
         if self.state.total > limit_bytes:
             return "weights and optimizer"
         for action, used in zip(self.actions, self.activations, strict=True):

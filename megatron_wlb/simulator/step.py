@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -29,6 +30,13 @@ from megatron_wlb.simulator.step_timeline import Activity, StepTimeline
 
 Lengths: TypeAlias = Sequence[Sequence[Sequence[int]]]
 """``[dp_size][num_micro_batches][segments]``: tokens of each document, and of padding."""
+
+
+_Units: TypeAlias = tuple[tuple[Unit, ...], ...]
+"""``[dp_size][micro-batches]``"""
+
+_TOGETHER = 64
+"""Pipelines whose memory is worked out together."""
 
 
 class Simulator:
@@ -66,6 +74,7 @@ class Simulator:
         self.costs = costs
         self.parallelism = parallelism
         self.memory = memory
+        self._last: tuple[StepPlan, list[Graph], _Units] | None = None
         self._graph = None if order is None else Graph(order, "blocking")
 
     def graph(self, num_micro_batches: int) -> Graph:
@@ -87,6 +96,7 @@ class Simulator:
         *,
         prefixes: Lengths | None = None,
         chains: Sequence[Sequence[int]] = (),
+        with_memory: bool = True,
     ) -> StepTimeline:
         """One step.
 
@@ -99,6 +109,7 @@ class Simulator:
                 before it, all others have none.
             chains: with lengths, what :attr:`StepPlan.chains` is. Ranks may then have unlike
                 numbers of micro-batches.
+            with_memory: whether to tell what ranks hold, if this has a model of it.
 
         Raises:
             ConfigError: a schedule that Megatron refuses, or chains with virtual stages.
@@ -118,8 +129,7 @@ class Simulator:
                 f" give the same number, at least 1, to each of {self.parallelism.dp_size}"
             )
         if chains:
-            units = self._units(micro_batches, lengths, prefixes, chains)
-            graphs = [slice_graph(self.parallelism.pp_size, tuple(own)) for own in chains]
+            graphs, units = self._sliced(micro_batches, lengths, prefixes, chains)
         elif prefixes is not None and np.any([n for rank in prefixes for m in rank for n in m]):
             raise PlanError("there are slices, but no chains that say which belong together")
         else:
@@ -139,7 +149,9 @@ class Simulator:
             check_times("stage times", own)
         replays = _replays(graphs, times, gaps)
         collectives, step_us = self._finish(graphs, replays)
-        memory = () if self.memory is None else _held(self.memory, graphs, padded, units)
+        memory: tuple[StepMemory, ...] = ()
+        if with_memory and self.memory is not None:
+            memory = _held(self.memory, graphs, padded, units)
         done = tuple(graphs), tuple(times), tuple(gaps), tuple(replays)
         return StepTimeline(*done, collectives, step_us, num_tokens, memory, units)
 
@@ -150,9 +162,24 @@ class Simulator:
         padded = [[m.padded_length for m in rank] for rank in ranks]
         if not plan.chains:
             return _held(self.memory, [self.graph(len(padded[0]))] * len(padded), padded, ())
-        units = self._units(plan, (), None, plan.chains)
-        graphs = [slice_graph(self.parallelism.pp_size, own) for own in plan.chains]
+        graphs, units = self._sliced(plan, (), None, plan.chains)
         return _held(self.memory, graphs, padded, units)
+
+    def _sliced(
+        self,
+        micro_batches: StepPlan | Lengths,
+        lengths: Lengths,
+        prefixes: Lengths | None,
+        chains: Sequence[Sequence[int]],
+    ) -> tuple[list[Graph], _Units]:
+        """The schedule and the micro-batches of each data-parallel rank; of a plan only once."""
+        if self._last is None or self._last[0] is not micro_batches:
+            units = self._units(micro_batches, lengths, prefixes, chains)
+            graphs = [slice_graph(self.parallelism.pp_size, tuple(own)) for own in chains]
+            if not isinstance(micro_batches, StepPlan):
+                return graphs, units
+            self._last = micro_batches, graphs, units
+        return self._last[1:]
 
     def _units(
         self,
@@ -160,7 +187,7 @@ class Simulator:
         lengths: Lengths,
         prefixes: Lengths | None,
         chains: Sequence[Sequence[int]],
-    ) -> tuple[tuple[Unit, ...], ...]:
+    ) -> _Units:
         """The micro-batches of each data-parallel rank, slices named by their documents."""
         if self.parallelism.vpp_size > 1:
             raise ConfigError(
@@ -272,8 +299,17 @@ def _held(
     padded: Sequence[Sequence[int]],
     units: Sequence[Sequence[Unit]],
 ) -> tuple[StepMemory, ...]:
-    orders = (graph.order for graph in graphs)
-    return tuple(map(partial(step_memory, model), orders, padded, units or [()] * len(graphs)))
+    result: list[StepMemory] = []
+    own = units or [()] * len(graphs)
+    for at in range(0, len(graphs), _TOGETHER):
+        some = slice(at, at + _TOGETHER)
+        if units:
+            model.learn(chain.from_iterable(units[some]))
+        else:
+            model.learn(map(Unit, chain.from_iterable(padded[some])))
+        orders = (graph.order for graph in graphs[some])
+        result += map(partial(step_memory, model), orders, padded[some], own[some])
+    return tuple(result)
 
 
 def _replays(

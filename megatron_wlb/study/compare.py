@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import islice
 from operator import attrgetter
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +27,8 @@ from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.advice import Option, by_part
 
-Chooser: TypeAlias = Callable[[Sequence[int]], Prediction]
+Rows: TypeAlias = Sequence[Sequence[int]]
+Chooser: TypeAlias = Callable[[Rows], list[Prediction]]
 latency_us = attrgetter("latency_us")
 
 WARM_UP_STEPS = 20
@@ -180,12 +181,15 @@ def compare(
                 tally.steps.append([])
             meter = Meter()
             planner = workload.planner(setting, warm_up + steps, costs=scenario.costs)
-            for number, plan in enumerate(planner.plans(warm_up + steps)):
-                if number >= warm_up:
-                    meter.add(plan)
-                    memory.add(plan)
-                    for tally in tallies:
-                        tally.add(plan)
+            for _ in range(warm_up):
+                planner.skip()
+                on_step()
+            for plan in planner.plans(steps):
+                meter.add(plan)
+                memory.add(plan)
+                flops = scenario.flops([d.length for d in plan.documents])
+                for tally in tallies:
+                    tally.add(plan, flops)
                 on_step()
             for tally in tallies:
                 tally.metrics.append(meter.metrics(planner.packer.waiting))
@@ -195,12 +199,19 @@ def compare(
 
 def _choosers(scenario: Run, shardings: Sequence[Mode | Kind]) -> dict[Mode | Kind, Chooser]:
     """What chooses for each sharding; what adaptive predicts, serves per-sequence as well."""
-    choosers: dict[Mode | Kind, Chooser] = {mode: scenario.chooser(mode) for mode in shardings}
+    choosers: dict[Mode | Kind, Chooser] = {mode: scenario.choose_each(mode) for mode in shardings}
     if {"per-sequence", "adaptive"} <= set(shardings):
-        predict = scenario.selector("adaptive").predictions
-        predictions = lru_cache(maxsize=scenario.num_micro_batches)(predict)
-        choosers["per-sequence"] = lambda lengths: predictions(lengths)[0]
-        choosers["adaptive"] = lambda lengths: min(predictions(lengths), key=latency_us)
+        selector = scenario.selector("adaptive")
+        last: list[tuple[Rows, list[list[Prediction]]]] = [([], [])]
+
+        def predictions(rows: Rows) -> list[list[Prediction]]:
+            """Of the same step both times."""
+            if rows != last[0][0]:
+                last[0] = rows, selector.predictions_each(rows)
+            return last[0][1]
+
+        choosers["per-sequence"] = lambda rows: [own[0] for own in predictions(rows)]
+        choosers["adaptive"] = lambda rows: [min(own, key=latency_us) for own in predictions(rows)]
     return choosers
 
 
@@ -209,13 +220,13 @@ class _Memory:
 
     def __init__(self, scenario: Run) -> None:
         self.peak_bytes, self.out_of_memory, self.longest_tokens = 0.0, "", 0
-        self._simulator = Simulator(scenario.costs, scenario.parallelism, memory=scenario.memory)
+        self.simulator = Simulator(scenario.costs, scenario.parallelism, memory=scenario.memory)
         self._limit_bytes = scenario.limit_gib * GIB
 
     def add(self, plan: StepPlan) -> None:
         many = len(plan.micro_batches) > 1
         self.longest_tokens = max(self.longest_tokens, *(m.padded_length for m in plan))
-        for dp_rank, used in enumerate(self._simulator.plan_memory(plan)):
+        for dp_rank, used in enumerate(self.simulator.plan_memory(plan)):
             self.peak_bytes = max(self.peak_bytes, used.peak_bytes)
             if not self.out_of_memory:
                 try:
@@ -252,15 +263,14 @@ class _Tally:
     steps: list[list[_Step]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._simulator = Simulator(self.scenario.costs, self.scenario.parallelism)
         self._slowest_us = self._mean_us = 0.0
         self._chosen: Counter[str] = Counter()
         self._plans: list[StepPlan] = []  # of the first seed, as the next
         self._micro_batch_us: list[tuple[float, ...]] = []
 
-    def add(self, plan: StepPlan) -> None:
-        line, chosen = self._step(self._simulator, plan)
-        flops = self.scenario.flops(d.length for d in plan.documents)
+    def add(self, plan: StepPlan, flops: float) -> None:
+        """Simulates a step of so many model FLOPs."""
+        line, chosen = self._step(plan, with_memory=False)
         self.steps[-1].append(
             _Step(
                 *(plan.num_tokens, line.step_us, flops),
@@ -309,19 +319,16 @@ class _Tally:
             self.flags,
         )
 
-    def _step(self, simulator: Simulator, plan: StepPlan) -> tuple[StepTimeline, list[Prediction]]:
-        chosen: list[Prediction] = []
-
-        def scale(lengths: Sequence[int]) -> float:
-            chosen.append(self.choose(lengths))
-            return self.scenario.attention_scale(lengths, chosen[-1])
-
-        scales = [[scale(m.lengths) for m in rank] for rank in plan.micro_batches]
-        return simulator.step(plan, scales), chosen
+    def _step(self, plan: StepPlan, *, with_memory: bool) -> tuple[StepTimeline, list[Prediction]]:
+        rows = [m.lengths for rank in plan.micro_batches for m in rank]
+        chosen = self.choose(rows)
+        scales = map(self.scenario.attention_scale, rows, chosen)
+        by_rank = [list(islice(scales, len(rank))) for rank in plan.micro_batches]
+        simulator = self.memory.simulator
+        return simulator.step(plan, by_rank, with_memory=with_memory), chosen
 
     def _example(self) -> Example:
         times_us = [step.us for step in self.steps[0]]
         nearest = min(range(len(times_us)), key=lambda n: abs(times_us[n] - fmean(times_us)))
-        plan, base = self._plans[nearest], self.scenario
-        simulator = Simulator(base.costs, base.parallelism, memory=base.memory)
-        return Example(plan, self._step(simulator, plan)[0], tuple(self._micro_batch_us))
+        plan = self._plans[nearest]
+        return Example(plan, self._step(plan, with_memory=True)[0], tuple(self._micro_batch_us))

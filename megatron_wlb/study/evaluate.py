@@ -139,7 +139,8 @@ def evaluate(
     else:
         timed = _Timed(planner.slicing, "cut")
         planner.slicing = cast(Slicing, timed)
-    for _ in planner.plans(warm_up):
+    for _ in range(warm_up):
+        planner.skip()
         on_step()
     timed.seconds = 0.0
     meter, clock = Meter(), _Clock(workload)

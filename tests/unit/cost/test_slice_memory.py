@@ -13,7 +13,7 @@ import pytest
 from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.slices import Slice, Unit, chained
 from megatron_wlb.errors import PlanError
-from megatron_wlb.schedule.order import sliced
+from megatron_wlb.schedule.order import Action, sliced
 
 SHAPE = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
 KEYS, GRADIENTS = 2 * 2 * 32, 2 * 4 * 32
@@ -171,6 +171,24 @@ def test_walk_over_a_long_program_is_fast() -> None:
     for rank in range(4):
         memory.peak_bytes_of(rank, order[rank], units)
     assert time.process_time() - start < 0.1  # measured: 12 ms
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute("full", "uniform", 1)])
+def test_what_is_learnt_of_many_units_is_what_each_takes(recompute: Recompute) -> None:
+    """To the bit."""
+    lengths = [[100 + 7 * at, 20] if at % 5 == 4 else [100 + 7 * at] for at in range(600)]
+    prefixes, before = list[list[int]](), 0
+    for own in lengths:
+        prefixes.append([before, *[0] * (len(own) - 1)])
+        before += own[0]
+    units = [*chained(lengths, prefixes, (600,)), *(Unit(n) for n in range(1, 300))]
+    memory = model(recompute, pp_size=2)
+    memory.learn(units)
+    for rank in range(2):
+        for action in (Action("F", 0, 0), Action("B", 0, 0)):
+            for unit in units[::37]:
+                learnt = memory._uses(rank, [action], [unit], [0.0])
+                assert learnt == model(recompute, pp_size=2)._uses(rank, [action], [unit], [0.0])
 
 
 @pytest.mark.parametrize(

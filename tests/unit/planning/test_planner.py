@@ -45,6 +45,22 @@ def all_plans(planner):
 
 
 @pytest.mark.parametrize(("name", "ahead"), ALL)
+def test_plans_after_skipped_steps_are_what_they_would_be(name, ahead):
+    steps = UNEVEN * 3
+    one, other = planner(name, steps, **ahead), planner(name, steps, **ahead)
+    expected = [one.next_plan() for _ in range(9)]
+    for _ in range(4):
+        other.skip()
+    assert other.next_plan() == expected[4]
+    other.skip()
+    state = json.loads(json.dumps(other.state_dict()))
+    assert [other.next_plan() for _ in range(3)] == expected[6:]
+    again = planner(name, steps, **ahead)
+    again.load_state_dict(state)
+    assert again.next_plan() == expected[6]
+
+
+@pytest.mark.parametrize(("name", "ahead"), ALL)
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(run=runs(), num_per_rank=st.integers(1, 3), length_multiple=st.sampled_from([1, 2, 8]))
 def test_planner_runs_each_token_once_on_ranks_of_equal_count(

@@ -219,6 +219,67 @@ def test_the_number_of_units_is_chosen_now_and_then_and_resumes():
     assert digests == [plan.digest for plan in plans[5:]]
 
 
+def test_skipped_steps_leave_the_number_of_units_as_it_would_be():
+    one, other = (planner("slim", steps=STEPS_A_SWEEP + 10) for _ in range(2))
+    expected = [plan.digest for plan in one.plans(STEPS_A_SWEEP + 4)]
+    for at in (0, STEPS_A_SWEEP):
+        other.skip()
+        assert other.slicing.state_dict() != {"num_units": None}
+        digests = [plan.digest for plan in other.plans(3)]
+        assert digests == expected[at + 1 : at + 4]
+        while other.step < STEPS_A_SWEEP:
+            other.skip()
+
+
+class Steps:
+    """A cost of stairs, as measured tables may have."""
+
+    def __init__(self, width: int, bend: float) -> None:
+        self.width, self.bend, self.asked = width, bend, 0
+
+    def document_us(self, length: int) -> float:
+        self.asked += 1
+        return float(length // self.width) ** self.bend + length / 1e6
+
+    def total_us(self, lengths):
+        return sum(map(self.document_us, lengths))
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    st.integers(1, 40_000), st.integers(1, 700), st.floats(0.5, 3), st.floats(0, 1.1),
+    st.sampled_from([1, 16, 128]), st.floats(0, 1), st.integers(0, 50_000),
+)  # fmt: skip
+def test_a_cut_is_the_same_from_any_guess(length, width, bend, share, multiple, begin, guess):
+    cost = Steps(width, bend)
+    cuts = slicer(multiple=multiple)
+    cuts._cost = cost
+    document, start = documents([length])[0], int(begin * (length - 1))
+    until_us = share * cost.document_us(length)
+    numbers = range(start // multiple + 1, length // multiple + 1)
+    low = [n for n in numbers if cost.document_us(n * multiple) < until_us]
+    stop = (numbers.start + len(low)) * multiple
+    if low and until_us - cost.document_us(stop - multiple) < cost.document_us(stop) - until_us:
+        stop -= multiple
+    expected = length if length - stop < multiple // 2 else stop
+    assert cuts._cut(document, start, until_us, guess) == expected
+
+
+def test_cuts_ask_the_cost_a_few_times_each():
+    class Counted(Steps):
+        def document_us(self, length):
+            self.asked += 1
+            return COST.document_us(length)
+
+    cost = Counted(1, 1)
+    cuts = slicer(multiple=16)
+    cuts._cost = cost
+    whole_us = COST.document_us(1 << 20)
+    slices = cuts._slices(documents([1 << 20])[0], whole_us, whole_us / 64)
+    assert len(slices) == 64
+    assert cost.asked < 6 * len(slices)  # 20 by bisection
+
+
 @pytest.mark.parametrize("number", ["8", 0, -4, 2.5])
 def test_a_number_of_units_that_is_none_is_no_state(number):
     with pytest.raises(CheckpointError, match="num_units"):

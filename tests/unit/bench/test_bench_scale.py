@@ -1,0 +1,35 @@
+"""The script of `docs/scale.md` runs, and its figures are what they are called."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_scale.py"
+
+
+def run(*arguments):
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_bench_scale_compares_packings_at_each_size():
+    done = run("--small", "--packing", "original,slim", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    cases = [(row["num_devices"], row["packing"]) for row in rows]
+    assert cases == [(64, "original"), (64, "slim"), (128, "original"), (128, "slim")]
+    for original, slim in (rows[:2], rows[2:]):
+        assert original["speed"] == 1 < slim["speed"]
+    assert rows[0]["dp_imbalance"] == 1  # one replica
+    assert rows[2]["dp_imbalance"] > rows[3]["dp_imbalance"] >= 1
+    for row in rows:
+        assert min(row["plan_ms"], row["digest_ms"], row["plan_mib"]) > 0
+    assert rows[2]["plan_mib"] > 1.2 * rows[0]["plan_mib"]
+    assert "simulated" in done.stderr and "measured" in done.stderr
+
+
+def test_bench_scale_refuses_sizes_that_are_none():
+    done = run("--dp-sizes", "0")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --dp-sizes is 0") and done.stderr.count("\n") == 1
