@@ -315,7 +315,8 @@ class Slicer:
     def _slices(
         self, document: Document, document_us: float, unit_us: float
     ) -> list[tuple[Span, float]]:
-        """Slices of ``unit_us``, and what each takes; the last is the rest."""
+        """Slices of like work, at most ``unit_us`` or hardly more, and what each takes."""
+        unit_us = document_us / max(1, ceil(document_us / unit_us - TOLERANCE))
         slices: list[tuple[Span, float]] = []
         start, before_us = 0, 0.0
         length_of = self._curve(document.length, document_us)

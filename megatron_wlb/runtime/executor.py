@@ -32,6 +32,10 @@ TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).pa
 """Whether megatron-core is 0.16, whose backward pass takes a parameter that it does not use."""
 
 
+MOST_SENDS = 4
+"""Messages that a rank holds until they are sent, where it must wait for that."""
+
+
 @dataclass(frozen=True)
 class Links:
     """The communicators between the ranks of a pipeline."""
@@ -90,6 +94,11 @@ class Transfers:
         if peer is None:
             return
         self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
+        if tensor.device.type == "cpu":
+            # Gloo's sends are complete only once they are waited for. The peer comes to the first
+            # of them without any message that is still to be sent.
+            while len(self._sends) > MOST_SENDS:
+                self._sends.pop(0)[0].wait()
         if self.verify:
             self._send(torch.tensor([tensor.shape[0]], device=tensor.device), peer, action)
         # An alias: the tensor itself may be emptied before it is sent.
