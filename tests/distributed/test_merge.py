@@ -212,22 +212,33 @@ def test_faults_of_ranks_together_differ_from_the_oracle(
     assert any(line.startswith("step 0: loss") for line in found) is not same_loss
 
 
-def run_without_one(case: Layout) -> None:
-    """The last rank has a plan without the micro-batches that ranks run together."""
-    import torch
-
-    runner = build_runner(case.config, WORKLOAD, verify_plan_interval=0)
-    plan = merged_for(case.config, WORKLOAD, 2, 0)
+def lacking_on_the_last_rank(plan: StepPlan) -> StepPlan:
     own = tuple(m for m in plan.micro_batches[1] if not m.replicas)
-    lacking = dataclasses.replace(
-        plan,
-        micro_batches=(plan.micro_batches[0], own),
-        chains=(plan.chains[0], plan.chains[1][1:]),
-    )
-    runner.run(lacking)
-    assert torch.distributed.get_rank() < 0  # never comes here
+    chains = (plan.chains[0], plan.chains[1][1:])
+    return dataclasses.replace(plan, micro_batches=(plan.micro_batches[0], own), chains=chains)
 
 
-def test_a_rank_that_lacks_a_merged_micro_batch_is_refused_not_waited_for(gloo: GlooPool) -> None:
-    with pytest.raises(PlanError, match=r"rank 1: micro-batch 0 runs on .* this one has none"):
-        gloo.run(2, run_without_one, DP2)
+def padded_for_one_rank(plan: StepPlan) -> StepPlan:
+    first = dataclasses.replace(plan.micro_batches[0][0], padded_length=6)
+    ranks = tuple((first, *own[1:]) for own in plan.micro_batches)
+    return dataclasses.replace(plan, micro_batches=ranks)
+
+
+def run_broken(case: Layout, broken: Callable[[StepPlan], StepPlan]) -> None:
+    """Runs a plan that ranks agree on, and that would keep the first waiting for the last."""
+    runner = build_runner(case.config, WORKLOAD)
+    runner.run(broken(merged_for(case.config, WORKLOAD, case.world_size, 0)))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lacking_on_the_last_rank, "data-parallel rank 1: micro-batch 0 .* this one has none"),
+        (padded_for_one_rank, "micro-batch 0 is 6 tokens long; pad it to a positive multiple of 4"),
+    ],
+)
+def test_plans_that_members_cannot_run_are_refused_before_anybody_waits(
+    gloo: GlooPool, broken: Callable[[StepPlan], StepPlan], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        gloo.run(2, run_broken, DP2, broken)
