@@ -159,9 +159,10 @@ class Planner:
         """Plans the next step; None when the stream is exhausted and no document waits.
 
         It has tokens, unless nothing waits and the stream gives no document without being
-        exhausted, which a stream of at least a window a step does not.
+        exhausted, which a stream of at least a window a step does not. With ``slicing``, such
+        steps are left out.
         """
-        packed = self._packed()
+        packed = self._next_documents()
         if packed is None:
             return None
         chains: tuple[tuple[int, ...], ...] = ()
@@ -188,7 +189,7 @@ class Planner:
 
         Later plans are as they are after :meth:`next_plan`.
         """
-        packed = self._packed()
+        packed = self._next_documents()
         assert packed is not None
         if self.slicing is not None:
             self.slicing.settle(list(chain.from_iterable(packed)), self.step)
@@ -231,6 +232,17 @@ class Planner:
             self.slicing.load_state_dict(state.get("slicing", {}))
         self.stream.load_state_dict(stream)
         self.step, self._steps_read = step, steps_read
+
+    def _next_documents(self) -> list[list[Document]] | None:
+        """As :meth:`_packed`; leaves out steps in which no document arrives.
+
+        Sliced documents may be longer than a step, so that the next one begins some steps later.
+        """
+        packed = self._packed()
+        while self.slicing is not None and packed is not None and not any(packed):
+            self.step += 1
+            packed = self._packed()
+        return packed
 
     def _packed(self) -> list[list[Document]] | None:
         """The step's documents as the packer places them; None where there is no step."""
