@@ -18,6 +18,7 @@ over the steps, and the bytes that a plan takes. The first two are of the steps 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -183,9 +184,13 @@ def main() -> int:
     parser.add_argument(
         "--warm-up", type=int, default=10, help="steps before, in which queues fill; default: 10"
     )
+    about = "without Python's collector of cycles, as Megatron's flag has it"
+    parser.add_argument("--manual-gc", action="store_true", help=about)
     parser.add_argument("--small", action="store_true", help="1 and 2 replicas, one step, seed 1")
     parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
     options = parser.parse_args()
+    if options.manual_gc:
+        gc.disable()
     if options.small:
         options.dp_sizes, options.seeds, options.steps, options.warm_up = [1, 2], [1], 1, 2
     whole_number("--steps", options.steps, 1, 1000)
