@@ -130,13 +130,14 @@ class MicroBatchPlan:
     @cached_property
     def length(self) -> int:
         """Number of tokens without padding."""
-        return sum(span.length for span in self.spans)
+        return sum([stop - start for _, start, stop in self.spans])
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Length of each attention segment; the padding at the tail is one of its own."""
-        padding = self.padded_length - self.length
-        return tuple(s.length for s in self.spans) + ((padding,) if padding else ())
+        lengths = [stop - start for _, start, stop in self.spans]
+        padding = self.padded_length - sum(lengths)
+        return (*lengths, padding) if padding else tuple(lengths)
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:

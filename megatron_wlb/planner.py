@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
@@ -171,7 +170,7 @@ class Planner:
             ranks = self._units(units)
             chains = tuple(tuple(replica.chains) for replica in units)
         else:
-            ranks = self._ranks([[whole(d) for d in docs] for docs in packed])
+            ranks = self._ranks([[Span(d, 0, d.length) for d in docs] for docs in packed])
         num_waiting, waiting_tokens = self._waiting()
         plan = StepPlan(
             step=self.step,
@@ -333,13 +332,15 @@ class Planner:
         The cost has each rank do 1/CP of the attention; the slowest one does more. Of a slice's
         attention to the slices before it, each rank has about the same.
         """
-        work = self.cost.work([span.length for span in micro_batch.spans])
+        work = self.cost.work([stop - start for _, start, stop in micro_batch.spans])
         waiting_us = work.forward_attention_us * (chosen.forward_imbalance - 1)
         waiting_us += work.backward_attention_us * (chosen.backward_imbalance - 1)
-        return replace(
-            micro_batch,
-            sharding=chosen.sharding,
+        return MicroBatchPlan(  # not by replace, which takes longer than to choose
+            index=micro_batch.index,
+            spans=micro_batch.spans,
+            padded_length=micro_batch.padded_length,
             predicted_us=micro_batch.predicted_us + waiting_us,
+            sharding=chosen.sharding,
         )
 
     def _waiting(self) -> tuple[int, int]:

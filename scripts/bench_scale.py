@@ -2,7 +2,7 @@
 """Tells whether planning stays cheap, and replicas stay balanced, on thousands of GPUs.
 
     scripts/bench_scale.py                           # 64 to 65,536 GPUs
-    scripts/bench_scale.py --dp-sizes 1 16 --packing original,slim --seeds 1
+    scripts/bench_scale.py --dp-sizes 1 16 --packing original,slim --seeds 1 2 3
     scripts/bench_scale.py --small                   # a moment: to see what it prints
 
 LLaMA2-7B on H100 with TP 8, CP 2 and PP 4: a replica is 64 GPUs. Each has 8 windows of 131,072
@@ -18,6 +18,7 @@ over the steps, and the bytes that a plan takes. The first two are of the steps 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -25,7 +26,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from _common import add_distribution, add_seeds, parser_of
+from _common import add_distribution, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output
@@ -176,14 +177,20 @@ def main() -> int:
         help="as for wlb pack; the first is compared with (default: %(default)s)",
     )
     add_distribution(parser)
-    add_seeds(parser)
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[1], help="of the random lengths; default: 1"
+    )
     parser.add_argument("--steps", type=int, default=3, help="of each seed; default: %(default)s")
     parser.add_argument(
         "--warm-up", type=int, default=10, help="steps before, in which queues fill; default: 10"
     )
+    about = "without Python's collector of cycles, as Megatron's flag has it"
+    parser.add_argument("--manual-gc", action="store_true", help=about)
     parser.add_argument("--small", action="store_true", help="1 and 2 replicas, one step, seed 1")
     parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
     options = parser.parse_args()
+    if options.manual_gc:
+        gc.disable()
     if options.small:
         options.dp_sizes, options.seeds, options.steps, options.warm_up = [1, 2], [1], 1, 2
     whole_number("--steps", options.steps, 1, 1000)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Literal, TypeAlias, get_args
 
@@ -102,8 +103,12 @@ def predict_each(
     ``rows`` are the lengths of micro-batches. The shardings differ in which documents are long, and
     are in ascending order of that threshold.
     """
-    tokens = [checked_lengths(lengths, cp_size) for lengths in rows]
-    sizes = np.array([len(own) for own in tokens])
+    sizes = np.array([len(lengths) for lengths in rows])
+    tokens = np.fromiter(chain.from_iterable(rows), np.int64, int(sizes.sum()))
+    totals = np.array([sum(lengths) for lengths in rows])
+    if np.min(tokens, initial=1) < 1 or (cp_size > 1 and np.any(totals % (2 * cp_size))):
+        for lengths in rows:
+            checked_lengths(lengths, cp_size)  # raises for the one that is wrong
     thresholds = [sharding.long_tokens for sharding in shardings]
     shape = len(rows), len(shardings), cp_size
     long_us, short_us = (
@@ -111,7 +116,7 @@ def predict_each(
             np.bincount(chunks.holder, us, len(rows) * len(shardings) * cp_size).reshape(shape)
             for us in _shares_us(latency, chunks.stop - chunks.start, chunks.stop)
         ]
-        for chunks in chunks_by_threshold(np.concatenate(tokens), sizes, cp_size, thresholds)
+        for chunks in chunks_by_threshold(tokens, sizes, cp_size, thresholds)
     )
     forward, backward = (
         # What is long for one threshold is so for those before it.
