@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import takewhile
 from math import ceil, sqrt
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -282,20 +284,23 @@ class Slicer:
         missing: list[tuple[float, int, int]] = []  # minus µs, unit, tokens that find room
         num_units = max(1, num_units - len(spans)) if replica else 0
         unit_us = sum([us for us, _ in replica]) / max(1, num_units)
-        num_cut, num_units = 0, num_units + len(spans)
-        for us, document in replica:
-            if us <= (1 + TOLERANCE) * unit_us and document.length <= self._max_tokens:
-                break
-            slices = self._slices(document, us, unit_us)
+        num_units += len(spans)
+        cut = list(takewhile(partial(self._is_cut, unit_us), replica))
+        counts = [ceil(us / unit_us - TOLERANCE) for us, _ in cut]
+        # The last slice of a document leaves room for whole ones. Where there are too few of
+        # these, all slices of a document are of like work instead.
+        filled_us = sum([us for us, _ in replica[len(cut) :]])
+        even = filled_us < unit_us * sum(counts) - sum([us for us, _ in cut])
+        for (us, document), count in zip(cut, counts, strict=True):
+            slices = self._slices(document, us, us / max(1, count) if even else unit_us)
             for span, done_us in slices:
                 missing.append((done_us - unit_us, len(spans), self._max_tokens - span.length))
                 spans.append([span])
             chains.append(len(slices))
-            num_cut += 1
         missing += ((-unit_us, n, self._max_tokens) for n in range(len(spans), num_units))
         spans += ([] for _ in range(len(spans), num_units))
         heapify(missing)
-        for us, document in replica[num_cut:]:
+        for us, document in replica[len(cut) :]:
             full, length = [], document.length
             while missing and missing[0][2] < length:
                 full.append(heappop(missing))
@@ -312,11 +317,14 @@ class Slicer:
         replicas += [()] * (len(spans) - len(replicas))
         return Units(spans, replicas, chains)
 
+    def _is_cut(self, unit_us: float, timed: Timed) -> bool:
+        us, document = timed
+        return us > (1 + TOLERANCE) * unit_us or document.length > self._max_tokens
+
     def _slices(
         self, document: Document, document_us: float, unit_us: float
     ) -> list[tuple[Span, float]]:
-        """Slices of like work, at most ``unit_us`` or hardly more, and what each takes."""
-        unit_us = document_us / max(1, ceil(document_us / unit_us - TOLERANCE))
+        """Slices of ``unit_us``, and what each takes; the last is the rest."""
         slices: list[tuple[Span, float]] = []
         start, before_us = 0, 0.0
         length_of = self._curve(document.length, document_us)
