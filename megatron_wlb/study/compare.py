@@ -166,7 +166,7 @@ def compare(
     workloads = [
         scenario.workload(source, seed=seed, long_documents=long_documents) for seed in seeds
     ]
-    scenario.check_reach()
+    scenario.check_reach(max(map(workloads[0].longest_segment, settings), default=None))
     workloads[0].check(settings)
     outcomes = []
     choosers = _choosers(scenario, shardings)

@@ -209,11 +209,12 @@ def _simulate(
     config: Config, run: Run, packing: PackingSettings, source: Documents
 ) -> tuple[float, float, float]:
     """Time of a simulated step in ms, tokens and FLOPs a second."""
-    if run.parallelism.cp_size > 1:
-        run.check_reach()
     simulator = Simulator(run.costs, run.parallelism)
     seed, long_documents = config.training.seed, config.wlb.wlb_long_documents
-    planner = run.workload(source, seed=seed, long_documents=long_documents).planner(
+    workload = run.workload(source, seed=seed, long_documents=long_documents)
+    if run.parallelism.cp_size > 1:
+        run.check_reach(workload.longest_segment(packing))
+    planner = workload.planner(
         packing,
         WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS,
         costs=planning.shaping_costs(config, run) if packing.shaped else run.costs,
