@@ -341,7 +341,8 @@ class Run:
 
     def check_reach(self, num_tokens: int | None = None) -> None:
         """Raises :class:`ConfigError` where measured attention ends before so many tokens, or
-        before the window."""
+        before the window.
+        """
         longest = np.array([num_tokens or self.window])
         self._latency.chunk_us(longest, longest)
 
