@@ -428,12 +428,14 @@ class Run:
 def _worst_steps(longest: int, num_tokens: int) -> list[list[int]]:
     """Lengths with which slices need most memory: a few of the longest documents, whose slices are
     held until the last has run, and short ones behind them, of which a unit has many tokens.
+
+    A step has the documents that begin in it: the last of them may be as long as any.
     """
     steps = []
-    for tokens in (longest, max(longest, num_tokens // 2)):
-        long = [longest] * (tokens // longest)
-        rest, short = max(0, num_tokens - sum(long)), max(1, longest // SHORT_DOCUMENTS)
-        steps.append(long + [short] * (rest // short))
+    short = max(1, longest // SHORT_DOCUMENTS)
+    for num_long, beyond in ((1, longest), (max(1, num_tokens // 2 // longest), 0)):
+        rest = max(0, num_tokens + beyond - num_long * longest)
+        steps.append([longest] * num_long + [short] * (rest // short))
     return steps
 
 

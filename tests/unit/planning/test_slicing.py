@@ -26,6 +26,7 @@ from megatron_wlb.schedule.graph import graph_of, slice_graph
 from megatron_wlb.simulator.step import Simulator
 
 COST = DocumentCost(1, 0.01, 2, 0.02)
+REFERENCE = LengthSource.of_distribution("reference")
 
 
 def documents(lengths):
@@ -321,18 +322,17 @@ def test_unit_times_add_up_to_the_documents():
     assert alone < 0.9 * predicted
 
 
-def limited(limit_gib, packing="slim"):
+def limited(limit_gib, packing="slim", num_micro_batches=4, source=REFERENCE):
     run = Run(
         padded_vocabulary(load_model("7b"), 8),
         load_hardware("h100-sxm"),
         Parallelism(tp_size=8, pp_size=4, sequence_parallel=True),
         REFERENCE_WINDOW,
-        4,
+        num_micro_batches,
         memory_gib=limit_gib,
     )
-    workload = run.workload(LengthSource.of_distribution("reference"), seed=1)
     setting = PackingSettings.parse(packing, REFERENCE_WINDOW, 2 * REFERENCE_WINDOW)
-    return run, workload.planner(setting, 12, costs=run.costs)
+    return run, run.workload(source, seed=1).planner(setting, 30, costs=run.costs)
 
 
 def peaks_gib(run, planner, steps=8):
@@ -345,6 +345,19 @@ def test_worst_steps_need_more_memory_than_real_ones() -> None:
     run, planner = limited(1000.0)
     needed = peaks_gib(run, planner, 12)
     assert max(needed) < planner.slicing.peak_bytes / GIB < 2 * max(needed)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_worst_steps_have_a_document_that_ends_beyond_them(num_micro_batches: int) -> None:
+    """A corpus does not fill windows: a step of one window may have nearly two."""
+    stream = REFERENCE.stream(
+        200, window=REFERENCE_WINDOW, longest=REFERENCE_WINDOW, windows_a_step=1, seed=1,
+        long_documents="split",
+    )  # fmt: skip
+    drawn = np.array([d.length for _ in range(200) for d in stream.next_step()])
+    corpus = LengthSource.of_lengths("corpus", drawn)
+    run, planner = limited(1000.0, "slim:16", num_micro_batches, corpus)
+    assert max(peaks_gib(run, planner, 30)) < planner.slicing.peak_bytes / GIB
 
 
 def test_number_of_units_follows_the_memory_limit() -> None:
