@@ -4,9 +4,9 @@ After SlimPack §4, in two phases. Documents go to data-parallel ranks whole, th
 each to the rank with the least work; one that is more than a rank's share runs on several ranks
 together, which share its tokens as context-parallel ranks do (DP-Merge). Then each rank's work is
 laid out in units of like work, which are its micro-batches: a document that is heavier than a unit
-is cut into *slices*, each as heavy as a unit; whole documents fill up the last slices and the units
-behind them. A slice attends to the slices before it, so it gets shorter the later it lies in its
-document.
+is cut into *slices* of like work, a unit each or less; whole documents fill up the last
+slices and the units behind them. A slice attends to the slices before it, so it gets shorter the
+later it lies in its document.
 
 SlimPack solves a mixed-integer programme for backward units of their own; here both passes run the
 same units, balanced by the sum of both. Units of two documents' slices are never made: backward
