@@ -10,15 +10,15 @@ from megatron_wlb.study.forecast import Forecast, forecast, settings_of
 
 ARGUMENTS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu --bf16 "
-    "--untie-embeddings-and-output-weights --position-embedding-type rope --seq-length 131072 "
-    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --sequence-parallel "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --seq-length 32768 "
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --sequence-parallel "
     "--use-distributed-optimizer --global-batch-size 4 --micro-batch-size 1 --lr 1e-4 "
     "--wlb-packing slim --wlb-hardware h100-sxm"
 )
 
 
 def forecast_with(*flags: str) -> Forecast:
-    return forecast(settings_of([*ARGUMENTS.split(), *flags]), 32)
+    return forecast(settings_of([*ARGUMENTS.split(), *flags]), 16)
 
 
 def test_forecast_counts_the_units_that_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
