@@ -92,6 +92,7 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
                 f"the corpus ends after {number} rounds, {own.rounds + own.memory_rounds} were "
                 "asked for; use fewer rounds or a longer corpus"
             )
+        check_recordable(plan)
         plans[name, number] = plan, (time.monotonic() - start_s) * 1e6
     random = np.random.default_rng(first.training.seed)
     order = random.permutation if own.shuffle else np.arange
@@ -162,6 +163,18 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
         }
         write_text(own.recording, json.dumps(content))
     distributed.shutdown()
+
+
+def check_recordable(plan: StepPlan) -> None:
+    """Raises :class:`ConfigError` for micro-batches of several data-parallel ranks.
+
+    A recording has each rank's for itself, with all their tokens and in chains of one document.
+    """
+    if any(micro_batch.replicas for micro_batch in plan):
+        raise ConfigError(
+            f"{plan.packing}, step {plan.step}: data-parallel ranks run a document together, which "
+            "a recording cannot tell; give --wlb-dp-merge off"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -249,7 +249,8 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     if packing.name == "slim":
         _check_positions(config, documents.longest(packing))
     costs = shaping_costs(config, run) if packing.shaped or packing.name == "slim" else None
-    planner = documents.planner(packing, costs=costs, selector=_selector(config, run))
+    selector = _selector(config, run, documents.longest_segment(packing))
+    planner = documents.planner(packing, costs=costs, selector=selector)
     limit_gib = config.wlb.wlb_memory_gib
     if limit_gib is not None and isinstance(planner.slicing, Slicer):
         needed_gib = planner.slicing.peak_bytes / GIB
@@ -285,8 +286,8 @@ def shaping_costs(config: Config, run: Run) -> StepCosts:
     return dataclasses.replace(costs, p2p_latency_us=0.0, p2p_us_per_token=0.0)
 
 
-def _selector(config: Config, run: Run) -> Selector | None:
-    """Makes what chooses CP shardings of documents up to the window; None without CP.
+def _selector(config: Config, run: Run, longest: int) -> Selector | None:
+    """Makes what chooses CP shardings of up to so many tokens of a document; None without CP.
 
     The log says by what. Raises :class:`ConfigError` for measured tables that end before.
     """
@@ -305,5 +306,5 @@ def _selector(config: Config, run: Run) -> Selector | None:
         logger.info(
             "CP shardings are chosen by measured %s attention (%s)", profile.kernel, profile.machine
         )
-    run.check_reach()  # now, not in the step that has the first such document
+    run.check_reach(longest)  # now, not in the step that has the first such document
     return run.selector(config.wlb.wlb_cp_sharding)

@@ -146,6 +146,11 @@ class Workload:
             whole = packing.name == "slim" and self.long_documents == "slice"
         return max(self.window, self.source.longest(self.window)) if whole else self.window
 
+    def longest_segment(self, packing: PackingSettings) -> int:
+        """Tells of how many tokens of a document a micro-batch has keys of its own."""
+        slices = packing.name == "slim"
+        return min(self.longest(packing), packing.max_tokens) if slices else self.window
+
     def stream(self, packing: PackingSettings, num_steps: int) -> Stream:
         """Gives the documents of at least so many steps, new from the start."""
         return self.source.stream(
@@ -334,9 +339,11 @@ class Run:
             None if self.memory_gib is None else MemoryLimit(self.memory, self.memory_gib * GIB),
         )
 
-    def check_reach(self) -> None:
-        """Raises :class:`ConfigError` where measured attention ends before the window."""
-        longest = np.array([self.window])
+    def check_reach(self, num_tokens: int | None = None) -> None:
+        """Raises :class:`ConfigError` where measured attention ends before so many tokens, or
+        before the window.
+        """
+        longest = np.array([num_tokens or self.window])
         self._latency.chunk_us(longest, longest)
 
     def max_tokens(self) -> int:
@@ -421,12 +428,14 @@ class Run:
 def _worst_steps(longest: int, num_tokens: int) -> list[list[int]]:
     """Lengths with which slices need most memory: a few of the longest documents, whose slices are
     held until the last has run, and short ones behind them, of which a unit has many tokens.
+
+    A step has the documents that begin in it: the last of them may be as long as any.
     """
     steps = []
-    for tokens in (longest, max(longest, num_tokens // 2)):
-        long = [longest] * (tokens // longest)
-        rest, short = max(0, num_tokens - sum(long)), max(1, longest // SHORT_DOCUMENTS)
-        steps.append(long + [short] * (rest // short))
+    short = max(1, longest // SHORT_DOCUMENTS)
+    for num_long, beyond in ((1, longest), (max(1, num_tokens // 2 // longest), 0)):
+        rest = max(0, num_tokens + beyond - num_long * longest)
+        steps.append([longest] * num_long + [short] * (rest // short))
     return steps
 
 

@@ -4,9 +4,9 @@ After SlimPack §4, in two phases. Documents go to data-parallel ranks whole, th
 each to the rank with the least work; one that is more than a rank's share runs on several ranks
 together, which share its tokens as context-parallel ranks do (DP-Merge). Then each rank's work is
 laid out in units of like work, which are its micro-batches: a document that is heavier than a unit
-is cut into *slices*, each as heavy as a unit; whole documents fill up the last slices and the units
-behind them. A slice attends to the slices before it, so it gets shorter the later it lies in its
-document.
+is cut into *slices* of like work, a unit each or less; whole documents fill up the last
+slices and the units behind them. A slice attends to the slices before it, so it gets shorter the
+later it lies in its document.
 
 SlimPack solves a mixed-integer programme for backward units of their own; here both passes run the
 same units, balanced by the sum of both. Units of two documents' slices are never made: backward
@@ -76,15 +76,15 @@ class MemoryLimit(NamedTuple):
     limit_bytes: float
 
     def peak_bytes(self, units: Units, layout: Parallelism) -> float:
-        """The most that any rank of the pipeline holds in a step of these units."""
+        """The most that any rank of the pipeline holds in a step of these units, all its own."""
         held = [
             Unit(
-                sum(span.length for span in spans) // (len(replicas) or 1),
+                sum(span.length for span in spans),
                 Slice(0, spans[0].start, spans[0].stop, spans[0].document.length)
                 if spans and spans[0].is_slice
                 else None,
             )
-            for spans, replicas in zip(units.spans, units.replicas, strict=True)
+            for spans in units.spans
         ]
         order = sliced(layout.pp_size, units.chains)
         return max(
@@ -154,8 +154,8 @@ class Slicer:
         factors = [factor * num_micro_batches for factor in FACTORS]
         tried = factors[: 1 + bisect_left(factors, ENOUGH_UNITS * (layout.pp_size - 1))]
         self._tried = [num_units] if num_units else tried
-        self.peak_bytes = 0.0
-        """The most that a device holds in one of the ``worst`` steps; 0 if not known."""
+        self._next_sweep = 0  # the first step in which the number is chosen again
+        self._peaks_bytes = dict.fromkeys(self._tried, 0.0)
         if memory is not None:
             self._keep_what_fits(memory, worst)
 
@@ -163,9 +163,18 @@ class Slicer:
     def dp_size(self) -> int:
         return self._layout.dp_size
 
+    @property
+    def peak_bytes(self) -> float:
+        """The most that a device holds in one of the ``worst`` steps; 0 if not known.
+
+        Before the first step it is that of the number of units that needs least.
+        """
+        tried = [self.num_units] if self.num_units else self._tried
+        return min(self._peaks_bytes[number] for number in tried)
+
     def _keep_what_fits(self, memory: MemoryLimit, worst: Sequence[Sequence[int]]) -> None:
         """Leaves the numbers of units that fit memory, or the one that is nearest to that."""
-        peaks = dict.fromkeys(self._tried, 0.0)
+        peaks = self._peaks_bytes
         for lengths in worst:
             documents = [Document(0, at, 0, n, True, 0, at, 0) for at, n in enumerate(lengths)]
             timed = self._heaviest_first(documents)
@@ -175,7 +184,6 @@ class Slicer:
                 peaks[number] = max(peaks[number], memory.peak_bytes(units, self._layout))
         fitting = [number for number in self._tried if peaks[number] <= memory.limit_bytes]
         self._tried = fitting or [min(self._tried, key=lambda number: (peaks[number], number))]
-        self.peak_bytes = min(peaks[number] for number in self._tried)
 
     def cut(self, documents: Sequence[Document], step: int) -> list[Units]:
         """The units of each data-parallel rank; a rank without documents has an empty one."""
@@ -190,23 +198,33 @@ class Slicer:
 
     def settle(self, documents: Sequence[Document], step: int) -> int:
         """The number of units, which is chosen in some steps and stays for those after."""
-        if self.num_units is None or (self._given is None and step % STEPS_A_SWEEP == 0):
+        if self.num_units is None or (self._given is None and step >= self._next_sweep):
             dealt = self._deal(self._heaviest_first(documents), merges=False)
             self.num_units = self._choose(dealt)
+            # Steps in which no document arrives are left out, and a multiple may be one of them.
+            self._next_sweep = (step // STEPS_A_SWEEP + 1) * STEPS_A_SWEEP
         return self.num_units
 
     def state_dict(self) -> dict[str, Any]:
         """What later steps depend on, JSON-able."""
-        return {"num_units": self.num_units}
+        return {"num_units": self.num_units, "next_sweep": self._next_sweep}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken. Raises :class:`CheckpointError` for none."""
-        num_units = state.get("num_units")
-        if num_units is not None and not (isinstance(num_units, int) and num_units > 0):
-            raise CheckpointError(
-                f"not the state of a slicer (num_units {num_units!r}); use an intact checkpoint"
-            )
-        self.num_units = self._given or num_units
+        """Continues where ``state`` was taken.
+
+        A number of units that is none of this run's, as it does not fit its memory, is chosen
+        again in the next step. Raises :class:`CheckpointError` for no state.
+        """
+        num_units, next_sweep = state.get("num_units"), state.get("next_sweep", 0)
+        known = 1 if num_units is None else num_units
+        for name, value, least in (("num_units", known, 1), ("next_sweep", next_sweep, 0)):
+            if not (isinstance(value, int) and value >= least):
+                raise CheckpointError(
+                    f"not the state of a slicer ({name} {value!r}); use an intact checkpoint"
+                )
+        self.num_units, self._next_sweep = self._given, 0
+        if self._given is None and num_units in self._tried:
+            self.num_units, self._next_sweep = num_units, next_sweep
 
     def _heaviest_first(self, documents: Sequence[Document]) -> list[Timed]:
         in_order = sorted(documents, key=_IN_STREAM)

@@ -88,7 +88,8 @@ class Outcome:
     delay_steps: float
     step_tokens: float
     sharding_shares: dict[str, float]
-    """Share of the micro-batches that each kind of sharding was chosen for."""
+    """Share of the micro-batches, but those of several replicas, that each kind of sharding was
+    chosen for."""
     example: Example
     flags: tuple[str, ...]
     """What the training command needs to pack like this."""
@@ -166,7 +167,7 @@ def compare(
     workloads = [
         scenario.workload(source, seed=seed, long_documents=long_documents) for seed in seeds
     ]
-    scenario.check_reach()
+    scenario.check_reach(max(map(workloads[0].longest_segment, settings), default=None))
     workloads[0].check(settings)
     outcomes = []
     choosers = _choosers(scenario, shardings)
@@ -320,12 +321,15 @@ class _Tally:
         )
 
     def _step(self, plan: StepPlan, *, with_memory: bool) -> tuple[StepTimeline, list[Prediction]]:
-        rows = [m.lengths for rank in plan.micro_batches for m in rank]
+        every = [m for rank in plan.micro_batches for m in rank]
+        rows = [m.lengths for m in every]
         chosen = self.choose(rows)
         scales = map(self.scenario.attention_scale, rows, chosen)
         by_rank = [list(islice(scales, len(rank))) for rank in plan.micro_batches]
         simulator = self.memory.simulator
-        return simulator.step(plan, by_rank, with_memory=with_memory), chosen
+        # What several replicas run together is divided evenly: nothing was chosen for it.
+        own = [one for m, one in zip(every, chosen, strict=True) if not m.replicas]
+        return simulator.step(plan, by_rank, with_memory=with_memory), own
 
     def _example(self) -> Example:
         times_us = [step.us for step in self.steps[0]]

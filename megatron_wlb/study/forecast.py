@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import Corpora
@@ -183,18 +184,20 @@ def _units(config: Config, run: Run, source: Documents, max_tokens: int) -> tupl
     """
     packing = PackingSettings.of_config(config.wlb, max_tokens)
     seed, long_documents = config.training.seed, config.wlb.wlb_long_documents
-    limited = dataclasses.replace(run, memory_gib=run.limit_gib)
-    documents = limited.workload(source, seed=seed, long_documents=long_documents)
+    # Training chooses by memory only where --wlb-memory-gib says how much there is.
+    known = dataclasses.replace(run, memory_gib=config.wlb.wlb_memory_gib or MOST)
+    documents = known.workload(source, seed=seed, long_documents=long_documents)
     planner = documents.planner(packing, 1, costs=run.costs)
     assert isinstance(planner.slicing, Slicer)
+    plan = planner.next_plan()
     peak_gib = planner.slicing.peak_bytes / GIB
     if peak_gib > run.limit_gib:
+        more = "" if config.wlb.wlb_memory_gib else ", or give --wlb-memory-gib to choose slices by"
         raise ConfigError(
             f"slices of documents of {documents.longest(packing)} tokens need {peak_gib:.1f} GiB "
             f"(modelled), above the {run.limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for "
-            "tensors; recompute activations, or use more TP or PP"
+            f"tensors; recompute activations, or use more TP or PP{more}"
         )
-    plan = planner.next_plan()
     simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
     if plan is not None:
         peaks = (held.peak_bytes / GIB for held in simulator.plan_memory(plan))
@@ -206,11 +209,12 @@ def _simulate(
     config: Config, run: Run, packing: PackingSettings, source: Documents
 ) -> tuple[float, float, float]:
     """Time of a simulated step in ms, tokens and FLOPs a second."""
-    if run.parallelism.cp_size > 1:
-        run.check_reach()
     simulator = Simulator(run.costs, run.parallelism)
     seed, long_documents = config.training.seed, config.wlb.wlb_long_documents
-    planner = run.workload(source, seed=seed, long_documents=long_documents).planner(
+    workload = run.workload(source, seed=seed, long_documents=long_documents)
+    if run.parallelism.cp_size > 1:
+        run.check_reach(workload.longest_segment(packing))
+    planner = workload.planner(
         packing,
         WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS,
         costs=planning.shaping_costs(config, run) if packing.shaped else run.costs,

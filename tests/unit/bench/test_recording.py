@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megatron_wlb.bench.record import check_recordable
 from megatron_wlb.bench.recording import RecordedStep, Recording, make, progress_of
 from megatron_wlb.cost.slices import Slice
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.schedule.order import one_f_one_b, sliced
 
 
@@ -105,6 +107,16 @@ def test_recording_keeps_what_slices_need(tmp_path: Path) -> None:
     ]  # fmt: skip
     # What units more than N take besides documents is no work.
     assert step.work_us == 9 + 8 + 7 + 20 - 4
+
+
+def test_recording_refuses_what_ranks_run_together() -> None:
+    d = Document(0, 0, 0, 8, True, 0, 0, 0)
+    alone, together = (
+        MicroBatchPlan(0, (Span(d, 0, 8),), 8, 1.0, replicas=r) for r in ((), (0, 1))
+    )
+    check_recordable(StepPlan(3, "slim", ((alone,),), 0, 0, ((1,),)))
+    with pytest.raises(ConfigError, match=r"slim, step 3: .* give --wlb-dp-merge off"):
+        check_recordable(StepPlan(3, "slim", ((together,), (together,)), 0, 0, ((1,), (1,))))
 
 
 def test_recording_without_slices_is_read_as_before(tmp_path: Path) -> None:

@@ -132,6 +132,18 @@ def test_measured_attention_of_the_hardware_is_used_and_has_to_reach_the_window(
     replace(beyond, extrapolate=True).check_reach()
 
 
+def test_attention_has_to_reach_the_longest_slice() -> None:
+    """Slices of documents over the window are up to S_max long, and only those."""
+    source = LengthSource.of_lengths("lengths", np.array([50_000, 100]))
+    for long_documents, packing, longest in (
+        ("slice", "slim", 8192), ("split", "slim", 4096), ("slice", "hold", 4096)
+    ):  # fmt: skip
+        base = scenario()
+        workload = base.workload(source, seed=1, long_documents=long_documents)
+        setting = PackingSettings(packing, 2 * base.window)
+        assert workload.longest_segment(setting) == longest
+
+
 def test_unknown_sharding_is_an_error() -> None:
     with pytest.raises(WLBError, match="unknown sharding per-token"):
         scenario().chooser("per-token")  # type: ignore[arg-type]

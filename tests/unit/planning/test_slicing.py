@@ -26,6 +26,7 @@ from megatron_wlb.schedule.graph import graph_of, slice_graph
 from megatron_wlb.simulator.step import Simulator
 
 COST = DocumentCost(1, 0.01, 2, 0.02)
+REFERENCE = LengthSource.of_distribution("reference")
 
 
 def documents(lengths):
@@ -213,7 +214,9 @@ def test_the_number_of_units_is_chosen_now_and_then_and_resumes():
     for _ in stopped.plans(5):
         pass
     state = json.loads(json.dumps(stopped.state_dict()))
-    assert state["slicing"] == {"num_units": len(plans[4].micro_batches[0])}
+    assert state["slicing"] == {
+        "num_units": len(plans[4].micro_batches[0]), "next_sweep": STEPS_A_SWEEP
+    }  # fmt: skip
     resumed = planner("slim", steps=STEPS_A_SWEEP + 10)
     resumed.load_state_dict(state)
     digests = [plan.digest for plan in resumed.plans(STEPS_A_SWEEP - 1)]
@@ -225,7 +228,7 @@ def test_skipped_steps_leave_the_number_of_units_as_it_would_be():
     expected = [plan.digest for plan in one.plans(STEPS_A_SWEEP + 4)]
     for at in (0, STEPS_A_SWEEP):
         other.skip()
-        assert other.slicing.state_dict() != {"num_units": None}
+        assert other.slicing.num_units is not None
         digests = [plan.digest for plan in other.plans(3)]
         assert digests == expected[at + 1 : at + 4]
         while other.step < STEPS_A_SWEEP:
@@ -283,6 +286,8 @@ def test_cuts_ask_the_cost_a_few_times_each():
 
 @pytest.mark.parametrize("number", ["8", 0, -4, 2.5])
 def test_a_number_of_units_that_is_none_is_no_state(number):
+    with pytest.raises(CheckpointError, match="next_sweep"):
+        slicer().load_state_dict({"num_units": 8, "next_sweep": "64"})
     with pytest.raises(CheckpointError, match="num_units"):
         slicer().load_state_dict({"num_units": number})
 
@@ -317,18 +322,17 @@ def test_unit_times_add_up_to_the_documents():
     assert alone < 0.9 * predicted
 
 
-def limited(limit_gib, packing="slim"):
+def limited(limit_gib, packing="slim", num_micro_batches=4, source=REFERENCE):
     run = Run(
         padded_vocabulary(load_model("7b"), 8),
         load_hardware("h100-sxm"),
         Parallelism(tp_size=8, pp_size=4, sequence_parallel=True),
         REFERENCE_WINDOW,
-        4,
+        num_micro_batches,
         memory_gib=limit_gib,
     )
-    workload = run.workload(LengthSource.of_distribution("reference"), seed=1)
     setting = PackingSettings.parse(packing, REFERENCE_WINDOW, 2 * REFERENCE_WINDOW)
-    return run, workload.planner(setting, 12, costs=run.costs)
+    return run, run.workload(source, seed=1).planner(setting, 30, costs=run.costs)
 
 
 def peaks_gib(run, planner, steps=8):
@@ -343,6 +347,19 @@ def test_worst_steps_need_more_memory_than_real_ones() -> None:
     assert max(needed) < planner.slicing.peak_bytes / GIB < 2 * max(needed)
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_worst_steps_have_a_document_that_ends_beyond_them(num_micro_batches: int) -> None:
+    """A corpus does not fill windows: a step of one window may have nearly two."""
+    stream = REFERENCE.stream(
+        200, window=REFERENCE_WINDOW, longest=REFERENCE_WINDOW, windows_a_step=1, seed=1,
+        long_documents="split",
+    )  # fmt: skip
+    drawn = np.array([d.length for _ in range(200) for d in stream.next_step()])
+    corpus = LengthSource.of_lengths("corpus", drawn)
+    run, planner = limited(1000.0, "slim:16", num_micro_batches, corpus)
+    assert max(peaks_gib(run, planner, 30)) < planner.slicing.peak_bytes / GIB
+
+
 def test_number_of_units_follows_the_memory_limit() -> None:
     """More units need less memory, so a limit leaves the larger numbers."""
     bytes_of = {number: limited(1000.0, f"slim:{number}")[1].slicing.peak_bytes
@@ -355,6 +372,38 @@ def test_number_of_units_follows_the_memory_limit() -> None:
     # Where none fits, what needs least is taken, and tells how much that is.
     _, tight = limited(10.0)
     assert 10 * GIB < tight.slicing.peak_bytes <= bytes_of[64]
+
+
+def test_a_resumed_run_keeps_to_a_lower_memory_limit() -> None:
+    """What did not fit is not run again, only because the checkpoint has it."""
+    _, before = limited(1000.0)
+    before.next_plan()
+    fastest, needed_bytes = before.slicing.num_units, before.slicing.peak_bytes
+    _, resumed = limited(needed_bytes / GIB - 0.1)
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    resumed.next_plan()
+    assert resumed.slicing.num_units != fastest
+    assert resumed.slicing.peak_bytes < needed_bytes
+
+
+def test_the_peak_is_that_of_the_number_of_units_that_runs() -> None:
+    _, planner = limited(1000.0)
+    least = planner.slicing.peak_bytes
+    planner.next_plan()
+    _, same = limited(1000.0, f"slim:{planner.slicing.num_units}")
+    assert least <= planner.slicing.peak_bytes == same.slicing.peak_bytes
+
+
+def test_the_number_of_units_is_chosen_though_steps_are_left_out() -> None:
+    """Of the steps that are multiples of 64, some have no document."""
+    source = LengthSource.of_lengths("lengths", np.array([1999, 4001, 4000]))
+    workload = Workload(source, 500, 4, COST, 3, "slice", layout=Parallelism(pp_size=2))
+    made = workload.planner(PackingSettings("slim", 1000), 300)
+    chosen_in, choose = [], made.slicing._choose
+    made.slicing._choose = lambda dealt: (chosen_in.append(made.step), choose(dealt))[1]
+    steps = [plan.step for plan in made.plans(120)]
+    assert not {*range(0, 200, STEPS_A_SWEEP)} <= {*steps}
+    assert [step // STEPS_A_SWEEP for step in chosen_in[:4]] == [0, 1, 2, 3]
 
 
 def test_steps_in_which_no_document_arrives_are_left_out() -> None:

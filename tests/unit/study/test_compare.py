@@ -170,3 +170,14 @@ def test_what_cannot_be_packed_is_found_before_any_step() -> None:
 
 def _lengths() -> Lengths:
     return np.random.default_rng(3).lognormal(8, 1.2, 3000).astype(np.int64).clip(1, WINDOW)
+
+
+def test_documents_of_several_replicas_choose_no_sharding() -> None:
+    """Each of their micro-batches is one that all replicas have; there is nothing to choose."""
+    outliers = LengthSource.of_lengths("outliers", np.array([8 * WINDOW] * 5))
+    (found,) = compare(
+        scenario(), outliers, [PackingSettings("slim", 2 * WINDOW, units=8)], ["adaptive"],
+        steps=3, seeds=[1], warm_up=0, long_documents="slice",
+    )  # fmt: skip
+    assert all(m.replicas for m in found.example.plan)
+    assert (found.sharding_shares, found.cp_imbalance) == ({}, 1.0)

@@ -1,0 +1,34 @@
+"""What a forecast says of slices is what training does."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning import run
+from megatron_wlb.study.forecast import Forecast, forecast, settings_of
+
+ARGUMENTS = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu --bf16 "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --seq-length 32768 "
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --sequence-parallel "
+    "--use-distributed-optimizer --global-batch-size 4 --micro-batch-size 1 --lr 1e-4 "
+    "--wlb-packing slim --wlb-hardware h100-sxm"
+)
+
+
+def forecast_with(*flags: str) -> Forecast:
+    return forecast(settings_of([*ARGUMENTS.split(), *flags]), 16)
+
+
+def test_forecast_counts_the_units_that_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training has no limit unless one is given, so the fastest number must fit the device."""
+    monkeypatch.setattr(run, "MEMORY_SHARE", 2.0)
+    free = forecast_with()
+    limit_gib = free.peak_gib - 0.1
+    monkeypatch.setattr(run, "MEMORY_SHARE", 2.0 * limit_gib / free.limit_gib)
+    with pytest.raises(ConfigError, match="or give --wlb-memory-gib to choose slices by"):
+        forecast_with()
+    limited = forecast_with("--wlb-memory-gib", f"{limit_gib}")
+    assert limited.units != free.units
+    assert limited.peak_gib <= limit_gib
