@@ -308,7 +308,8 @@ class Slicer:
         # The last slice of a document leaves room for whole ones. Where there are too few of
         # these, all slices of a document are of like work instead.
         filled_us = sum([us for us, _ in replica[len(cut) :]])
-        even = filled_us < unit_us * sum(counts) - sum([us for us, _ in cut])
+        lacking_us = unit_us * sum(counts) - sum([us for us, _ in cut])
+        even = 2 * filled_us < lacking_us
         for (us, document), count in zip(cut, counts, strict=True):
             slices = self._slices(document, us, us / max(1, count) if even else unit_us)
             for span, done_us in slices:

@@ -182,19 +182,23 @@ def run_actions(
     num_microbatches: int,
     forward_only: bool,
     pg_collection: Any,
+    reduce_late: bool = False,
     first_val_step: bool | None = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
     """Runs a rank's actions, as one of Megatron's schedule functions would.
 
     The parameters by name are theirs, and so is the result: what the losses report, on the last
-    stage. Gradients are left in the model, reduced. ``forward_only`` leaves the backwards out.
+    stage. Gradients are left in the model, reduced. ``forward_only`` leaves the backwards out. With
+    ``reduce_late`` reduction begins after the last backward, and not during it: for ranks whose
+    last backward has collectives that others run before theirs.
     """
     (chunk,), (batches,) = model, data_iterator
     config, stage = transfers.config, transfers.links.rank
     is_first, is_last = stage == 0, stage == len(transfers.links.ranks) - 1
     if forward_only:
         actions = [action for action in actions if action.kind == "F"]
+    begins_itself = config.grad_sync_func is None or is_first
     reports: list[Any] = []
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
     running: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
@@ -233,7 +237,7 @@ def run_actions(
                             output, config.deallocate_pipeline_outputs
                         )
                 continue
-            if following is None and (config.grad_sync_func is None or is_first):
+            if following is None and not reduce_late and begins_itself:
                 # Not before: reduction starts as soon as a parameter has a gradient. With a
                 # grad_sync_func the stages behind the first reduce below, in the pipeline's tail.
                 no_sync.close()
@@ -243,8 +247,10 @@ def run_actions(
             if gradient is not None:
                 transfers.send(action, gradient)
     if not forward_only:
-        if config.grad_sync_func is not None and not is_first:
+        if not begins_itself:
             config.grad_sync_func(chunk.parameters())
+        elif reduce_late and config.no_sync_func is not None:
+            chunk.start_grad_sync()  # type: ignore[operator]
         if config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
                 [chunk],

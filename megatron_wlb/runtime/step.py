@@ -153,7 +153,8 @@ class StepRunner:
             actions = sliced(pp.size(), plan.chains[dp_rank])[pp.rank()]
             verify = self.communicator.verify
             transfers = Transfers(self._links, lengths, model.config, verify, label)
-            schedule = partial(run_actions, actions, transfers)
+            late = all(m.replicas for m in micro_batches)
+            schedule = partial(run_actions, actions, transfers, reduce_late=late)
         else:
             self.communicator.begin(lengths, forward_only=forward_only, label=label)
             schedule = partial(

@@ -376,14 +376,21 @@ def test_number_of_units_follows_the_memory_limit() -> None:
 
 def test_a_resumed_run_keeps_to_a_lower_memory_limit() -> None:
     """What did not fit is not run again, only because the checkpoint has it."""
+    needed_bytes = {number: limited(1000.0, f"slim:{number}")[1].slicing.peak_bytes
+                    for number in (8, 64)}  # fmt: skip
     _, before = limited(1000.0)
     before.next_plan()
-    fastest, needed_bytes = before.slicing.num_units, before.slicing.peak_bytes
-    _, resumed = limited(needed_bytes / GIB - 0.1)
-    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    state = json.loads(json.dumps(before.state_dict()))
+    state["slicing"]["num_units"] = 8
+    _, free = limited(1000.0)
+    free.load_state_dict(state)
+    free.next_plan()
+    assert free.slicing.num_units == 8
+    _, resumed = limited(needed_bytes[64] / GIB + 0.1)
+    resumed.load_state_dict(state)
     resumed.next_plan()
-    assert resumed.slicing.num_units != fastest
-    assert resumed.slicing.peak_bytes < needed_bytes
+    assert resumed.slicing.num_units > 8
+    assert resumed.slicing.peak_bytes < needed_bytes[8]
 
 
 def test_the_peak_is_that_of_the_number_of_units_that_runs() -> None:
