@@ -59,6 +59,8 @@ class Operation:
     """Such buffers' bytes, a token of the document; context-parallel ranks do not divide it."""
     gradients: float = 0.0
     """Bytes of their gradients' buffers, a token of the document."""
+    joined: float = 0.0
+    """Kept besides where a slice and whole documents share a micro-batch: two outputs in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +334,7 @@ class ActivationModel:
             # Keys of their own, and the product of which queries are no view.
             apart = rotated or part.qk_norm
             product = e * (q + 2 * k) if not part.qk_norm and (rotated or copied) else 0.0
+            attention = replace(attention, joined=e * q)
             operations[0] = replace(operations[0], cached=product)
             operations[-1] = replace(
                 operations[-1], cached=operations[-1].cached + (e * k if apart else 0.0)
@@ -418,6 +421,7 @@ def _scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, 
             backward=o.backward * factor,
             inner=_scaled(o.inner, factor),
             cached=o.cached * factor,
+            joined=o.joined * factor,
         )
         for o in operations
     )

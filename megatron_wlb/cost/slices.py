@@ -7,7 +7,8 @@ many fp32 numbers for their gradients. Context-parallel ranks each hold all of b
 
 A slice's attention works on views of the buffer. Where a micro-batch is a slice and nothing else,
 autograd keeps neither its keys and values nor, with queries of their own, the product that they are
-views of. Beside whole documents, whose values are views of the same product, all of it is kept.
+views of. Beside whole documents, whose values are views of the same product, all of it is kept, and
+both outputs of attention besides the one that they are joined in.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class SliceTape:
     @cached_property
     def _saved(self) -> tuple[float, float]:
         """Bytes a token that a micro-batch keeps, with others and alone."""
-        saved = self.tape.saved_per_token
-        return saved, saved - sum(o.cached for o in self.tape.operations)
+        saved, operations = self.tape.saved_per_token, self.tape.operations
+        return saved + sum(o.joined for o in operations), saved - sum(o.cached for o in operations)
 
     @cached_property
     def _buffers(self) -> tuple[float, float]:
@@ -145,15 +146,18 @@ class SliceTape:
         }
 
 
-def _moments(tape: Tape, backward: bool, alone: bool) -> Floats:
+def _moments(tape: Tape, backward: bool, alone: bool | None) -> Floats:
     """What is alive in each moment of a pass, ``[8, moments]``, by what it grows with.
 
     Tokens; once; then the buffers of layers that have not run, that run now and that have run: of
-    keys, and of their gradients.
+    keys, and of their gradients. Of layers that are run again, ``alone`` None counts all that whole
+    documents keep.
     """
 
     def saved(operation: Operation) -> float:
-        return operation.saved - operation.cached if alone else operation.saved
+        if alone is None:
+            return operation.saved
+        return operation.saved + (-operation.cached if alone else operation.joined)
 
     operations = tape.operations
     left = np.array([sum(o.keys for o in operations), sum(o.gradients for o in operations)])
@@ -174,7 +178,7 @@ def _moments(tape: Tape, backward: bool, alone: bool) -> Floats:
             note(tokens, once)
             inner = Tape(operation.inner)
             for again in (False, True) if operation.inner else ():
-                for more, weight, *_ in _moments(inner, again, False).T.tolist():
+                for more, weight, *_ in _moments(inner, again, None).T.tolist():
                     note(tokens + more, once + weight)
             kept -= saved(operation)
         else:

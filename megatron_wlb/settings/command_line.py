@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, NoReturn
@@ -68,9 +68,21 @@ def unknown_flags(words: Iterable[str], known: Iterable[str]) -> Iterator[str]:
             yield f"unknown flag {name}{hint}"
 
 
-def _type_options(hint: Any) -> dict[str, Any]:
-    """Argparse options for an annotated type."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+def _or_auto(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return None if text == "auto" else convert(text)
+
+    read.__name__ = convert.__name__  # which argparse's message has
+    return read
+
+
+def _type_options(hint: Any, *, auto: bool = False) -> dict[str, Any]:
+    """Argparse options for an annotated type.
+
+    With ``auto``, a number that may be left out may be that word as well: None.
+    """
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    if optional:
         (hint,) = (a for a in typing.get_args(hint) if a is not types.NoneType)
     if hint is bool:
         return {"action": "store_true"}
@@ -81,8 +93,11 @@ def _type_options(hint: Any) -> dict[str, Any]:
         if of is int:
             return {"action": Several, "of": int, "metavar": "X"}
         return {"nargs": "+", "type": text_of_flag, "metavar": "X"}
+    kinds: dict[type, tuple[Callable[[str], Any], str]]
     kinds = {int: (int, "N"), float: (decimal, "X"), str: (text_of_flag, "TEXT")}
     convert, metavar = kinds[hint]
+    if auto and optional and hint is not str:
+        convert, metavar = _or_auto(convert), f"auto|{metavar}"
     return {"type": convert, "metavar": metavar}
 
 
@@ -117,7 +132,7 @@ def add_flags(
             dest=f.name,
             default=f.default if defaults else argparse.SUPPRESS,
             help=f.metadata["help"].replace("%", "%%") + shown,
-            **_type_options(hints[f.name]),
+            **_type_options(hints[f.name], auto=f.name.startswith("wlb_")),
         )
 
 

@@ -231,3 +231,12 @@ def test_switch_in_the_file_may_be_what_yaml_calls_a_boolean(tmp_path, text, sha
     path.write_text(f"wlb_shape: {text}\n")
     assert parse(["--wlb-config", str(path)]).wlb.wlb_shape == shape
     assert parse(["--wlb-config", str(path), "--wlb-shape", "off"]).wlb.wlb_shape == "off"
+
+
+def test_numbers_of_ours_that_may_be_left_out_take_auto() -> None:
+    flags = ["--wlb-units", "auto", "--wlb-max-tokens", "auto", "--wlb-delay-price", "auto"]
+    assert parse(flags).wlb == parse([]).wlb
+    assert parse(["--wlb-units", "24"]).wlb.wlb_units == 24
+    for wrong in (["--wlb-units", "many"], ["--wlb-hold-tau", "auto"], ["--exit-interval", "auto"]):
+        with pytest.raises(ConfigError, match=wrong[0]):
+            parse(wrong)
