@@ -252,7 +252,9 @@ def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
     gained = "" if original is None else f"; it does {gain(best, original)}"
     was = "" if original is None else f" instead of {original.imbalance:.3f}"
     memory = ""
-    if chosen.setting.name not in CUTS_AT_WINDOWS:
+    if chosen.setting.name == "slim":
+        memory = "; long documents run in slices, which need less memory ('wlb simulate' tells)"
+    elif chosen.setting.name not in CUTS_AT_WINDOWS:
         memory = f"; it needs memory for micro-batches of {chosen.setting.max_tokens:,} tokens"
     return (
         f"At N={number} and within {limit} train with {' '.join(chosen.flags)}: imbalance "

@@ -302,3 +302,11 @@ def test_help_teaches_by_examples(capsys) -> None:
     out = capsys.readouterr().out
     assert "examples:\n  wlb pack --distribution reference" in out
     assert "fixed-greedy:4" in out and "--num-micro-batches" in out
+
+
+def test_pipeline_is_advised_to_cut_slices(capsys) -> None:
+    arguments = ["pack", "--distribution", "reference", "--pp-size", "4", "--steps", "6"]
+    assert main([*arguments, "--packing", "original,hold,slim"]) == 0
+    advice = capsys.readouterr().out.splitlines()[-1]
+    assert "train with --wlb-packing slim" in advice and "run in slices" in advice
+    assert "memory for micro-batches" not in advice and "delays a token by 0.000" in advice
