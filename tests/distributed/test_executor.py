@@ -18,14 +18,16 @@ from helpers.gloo import GlooPool
 from helpers.layouts import (
     FULL,
     HEAD_GROUPS,
+    KEEP,
     OVERLAP,
     SELECTIVE,
     SHARDED,
     VERIFY_SHAPES,
     WORKLOAD,
     Layout,
+    Oracle,
 )
-from helpers.oracle import OracleRun, State, run_oracle
+from helpers.oracle import OracleRun, State
 from helpers.ranks import build_runner, scatter_for, sliced_for, train
 from helpers.shards import RankRun, differences
 
@@ -48,22 +50,10 @@ CASES = [
     # Context parallelism.
     Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS),
     Layout("gpt2", 1, pp=2, cp=2, sharding="hybrid", extra=FULL),
+    Layout("gpt2", 1, cp=2, sharding="per-sequence", extra=f"{KEEP} {FULL}"),
+    Layout("yarn", 1, cp=4, sharding="hybrid"),
+    Layout("mixed", 1, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE),
 ]
-
-Oracle = Callable[[Layout], OracleRun]
-
-
-@pytest.fixture(scope="module")
-def oracle(gloo: GlooPool) -> Oracle:
-    """The oracle's run for a case; one for all layouts of a model."""
-    runs: dict[str, OracleRun] = {}
-
-    def run(case: Layout) -> OracleRun:
-        if case.model not in runs:
-            (runs[case.model],) = gloo.run(1, run_oracle, case.config, WORKLOAD)
-        return runs[case.model]
-
-    return run
 
 
 def runs_of(gloo, case: Layout, initial: State, fault=nullcontext, plan_for=sliced_for):

@@ -15,8 +15,17 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, HEAD_GROUPS, KEEP, OVERLAP, SELECTIVE, SHARDED, WORKLOAD, Layout
-from helpers.oracle import OracleRun, run_oracle
+from helpers.layouts import (
+    FULL,
+    HEAD_GROUPS,
+    KEEP,
+    OVERLAP,
+    SELECTIVE,
+    SHARDED,
+    WORKLOAD,
+    Layout,
+    Oracle,
+)
 from helpers.ranks import build_runner, train
 from helpers.shards import differences
 from helpers.workload import Workload, slice_up
@@ -102,21 +111,6 @@ def test_merged_plans_are_awkward() -> None:
             assert others[-1] and (all(others) or (step == 1 and not any(others[:-1])))
     plans = [merged_for(DP4.config, WORKLOAD, 4, step) for step in range(len(WORKLOAD.steps))]
     assert any(len({len(own) for own in plan.micro_batches}) > 2 for plan in plans)
-
-
-Oracle = Callable[[Layout], OracleRun]
-
-
-@pytest.fixture(scope="module")
-def oracle(gloo: GlooPool) -> Oracle:
-    runs: dict[str, OracleRun] = {}
-
-    def run(case: Layout) -> OracleRun:
-        if case.model not in runs:
-            (runs[case.model],) = gloo.run(1, run_oracle, case.config, WORKLOAD)
-        return runs[case.model]
-
-    return run
 
 
 def runs_of(gloo, case: Layout, initial, fault=nullcontext):

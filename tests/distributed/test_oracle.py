@@ -28,8 +28,8 @@ from helpers.layouts import (
     VERIFY_SHAPES,
     WORKLOAD,
     Layout,
+    Oracle,
 )
-from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import scatter_for, train
 from helpers.shards import differences
 
@@ -69,22 +69,6 @@ CASES = [
     Layout("llama", 4, pp=2, tp="2sp", cp=2, sharding="hybrid", extra=FULL),
     Layout("gpt2", 5, pp=4, cp=2, sharding="per-document", extra=f"{VERIFY_SHAPES} {HEAD_GROUPS}"),
 ]
-
-Oracle = Callable[[Layout], OracleRun]
-
-
-@pytest.fixture(scope="module")
-def oracle(gloo: GlooPool) -> Oracle:
-    """The oracle's run for a case; one for all layouts of a model."""
-    runs: dict[tuple[str, int], OracleRun] = {}
-
-    def run(case: Layout) -> OracleRun:
-        key = (case.model, case.config.model.num_layers)
-        if key not in runs:
-            (runs[key],) = gloo.run(1, run_oracle, case.config, WORKLOAD)
-        return runs[key]
-
-    return run
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from helpers.oracle import OracleRun
 from helpers.workload import make_workload
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
@@ -95,3 +98,7 @@ class Layout:
         if self.tp == "2sp":
             flags.append("--sequence-parallel")
         return parse(flags)
+
+
+Oracle: TypeAlias = Callable[[Layout], OracleRun]
+"""One process's run of a case's model."""
