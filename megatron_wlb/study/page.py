@@ -219,13 +219,14 @@ def _first_steps(steps: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _timeline(title: str, line: StepTimeline) -> dict[str, Any]:
-    """The timeline of the data-parallel rank that is done last."""
+    """The timeline of the data-parallel rank that is done last; of slices document and tokens."""
     last = max(range(line.dp_size), key=lambda rank: line.replicas[rank].step_us)
     replica = line.replicas[last]
     ranks = []
     for intervals, parts in zip(replica.intervals, line.collectives, strict=True):
         actions: list[list[Any]] = [
             [i.action.kind, i.action.chunk, i.action.micro_batch, i.start_us, i.stop_us]
+            + ([i.slice.document, f"{i.slice.start}-{i.slice.stop}"] if i.slice else [])
             for i in intervals
         ]
         # A reduction beside backward takes no time of its own: only what comes after is drawn.
@@ -235,7 +236,7 @@ def _timeline(title: str, line: StepTimeline) -> dict[str, Any]:
             for part in parts
             if part.stop_us > stop_us
         ]
-        ranks.append([[*a[:3], round(a[3], 1), round(a[4], 1)] for a in actions])
+        ranks.append([[*a[:3], round(a[3], 1), round(a[4], 1), *a[5:]] for a in actions])
     if line.dp_size > 1:
         title += f" (replica {last})"
     return {

@@ -12,6 +12,7 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator, slowest_us
 from megatron_wlb.simulator.trace import program, trace
+from megatron_wlb.study import page
 from megatron_wlb.study.plot import plot_timelines
 
 SHAPE = ModelShape(64, 192, 4, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
@@ -199,3 +200,15 @@ def test_program_has_every_action_in_its_rank_s_order():
     (second,) = [row for row in rows if row[2:4] == ["1", "F0.2"]]
     assert second[7:] == ["4", "6", "6"] and float(second[4]) < float(second[5])
     assert [row[6:] for row in rows if row[3] == "F0.0"] == [[""] * 4] * 2
+
+
+def test_page_knows_the_document_and_the_tokens_of_a_slice():
+    lengths, prefixes = [[[3], [4], [2, 1], [1]]], [[[0], [0], [4, 0], [0]]]
+    line = Simulator(costs(), Parallelism(pp_size=2)).step(
+        lengths, prefixes=prefixes, chains=[(1, 2, 1)]
+    )
+    rank = page._timeline("slim", line)["ranks"][0]
+    told = {tuple(action[:3]): action[5:] for action in rank}
+    document, tokens = told["B", 0, 2]
+    assert tokens == "4-6" and told["F", 0, 1] == [document, "0-4"]
+    assert told["F", 0, 0] == told["B", 0, 3] == []
