@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
     what: str
     num_windows: int
-    """Of a step."""
+    """Windows a step."""
     rounds: int
     """Steps of each packing, if not given."""
     packings: tuple[str, ...]

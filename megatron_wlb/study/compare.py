@@ -206,7 +206,7 @@ def _choosers(scenario: Run, shardings: Sequence[Mode | Kind]) -> dict[Mode | Ki
         last: list[tuple[Rows, list[list[Prediction]]]] = [([], [])]
 
         def predictions(rows: Rows) -> list[list[Prediction]]:
-            """Of the same step both times."""
+            """Predicts once a step, which both choosers come with."""
             if rows != last[0][0]:
                 last[0] = rows, selector.predictions_each(rows)
             return last[0][1]
