@@ -94,11 +94,17 @@ def test_choice_for_a_thousand_micro_batches_is_fast():
     rows = [random.integers(1, 3000, 31).tolist() for _ in range(1024)]
     rows = [[*row, -sum(row) % 4 or 4] for row in rows]
     selector = Selector("adaptive", 2, GPU)
-    start_s = time.process_time()
-    alone = [selector.choose(row) for row in rows]
-    alone_s = time.process_time() - start_s
-    assert selector.choose_each(rows) == alone
-    assert time.process_time() - start_s - alone_s < 0.5 * alone_s  # measured: a tenth
+
+    def seconds(choose):
+        began = time.process_time()
+        choose()
+        return time.process_time() - began
+
+    assert selector.choose_each(rows) == [selector.choose(row) for row in rows]
+    # The least of several: Python's collector may look through all that other tests have left.
+    alone_s = min(seconds(lambda: [selector.choose(row) for row in rows]) for _ in range(3))
+    together_s = min(seconds(lambda: selector.choose_each(rows)) for _ in range(5))
+    assert together_s < 0.5 * alone_s  # measured: a tenth
 
 
 @settings(deadline=None, derandomize=True, max_examples=20)
