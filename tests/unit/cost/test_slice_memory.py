@@ -162,16 +162,19 @@ def test_slices_need_less_than_their_document_at_once() -> None:
 
 
 def test_walk_over_a_long_program_is_fast() -> None:
-    memory = model(pp_size=4)
     lengths = [[100 + at] for at in range(64)]
     prefixes = [[sum(own for (own,) in lengths[:at])] for at in range(64)]
     units = chained(lengths, prefixes, (64,))
     order = sliced(4, (64,))
-    memory.peak_bytes_of(0, order[0][:1], units)
-    start = time.process_time()
-    for rank in range(4):
-        memory.peak_bytes_of(rank, order[rank], units)
-    assert time.process_time() - start < 0.1  # measured: 12 ms
+    seconds = []
+    for _ in range(3):
+        memory = model(pp_size=4)  # what it has learnt is not to count
+        memory.peak_bytes_of(0, order[0][:1], units)
+        start = time.process_time()
+        for rank in range(4):
+            memory.peak_bytes_of(rank, order[rank], units)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.1  # measured: 12 ms
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute("full", "uniform", 1)])
