@@ -222,7 +222,7 @@ class StepPlan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 over everything that must be equal on all ranks, as 64 hex digits."""
-        sha = hashlib.sha256(f"{self.step} {self.packing} {self.chains or ''}".encode())
+        sha = hashlib.sha256(f"{self.step} {self.packing}{self.chains or ''}".encode())
         for rank, micro_batches in enumerate(self.micro_batches):
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))

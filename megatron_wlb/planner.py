@@ -13,7 +13,7 @@ give the same steps, bit for bit. ``StepPlan.digest`` lets them check.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
@@ -170,7 +170,7 @@ class Planner:
             ranks = self._units(units)
             chains = tuple(tuple(replica.chains) for replica in units)
         else:
-            ranks = self._ranks([[Span(d, 0, d.length) for d in docs] for docs in packed])
+            ranks = self._ranks(list(map(_whole, packed)))
         num_waiting, waiting_tokens = self._waiting()
         plan = StepPlan(
             step=self.step,
@@ -275,7 +275,7 @@ class Planner:
         shaped = self.shaping.shape(
             [[[span.document for span in m.spans] for m in rank] for rank in ranks]
         )
-        return self._numbered([[[whole(d) for d in docs] for docs in rank] for rank in shaped])
+        return self._numbered([list(map(_whole, rank)) for rank in shaped])
 
     def _numbered(self, ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[MicroBatchPlan]]:
         every = self._sharded(
@@ -366,8 +366,8 @@ class Planner:
         return len(waiting), num_tokens
 
 
-def whole(document: Document) -> Span:
-    return Span(document, 0, document.length)
+def _whole(documents: Iterable[Document]) -> list[Span]:
+    return [Span(document, 0, document.length) for document in documents]
 
 
 def assign(micro_batches: Sequence[MicroBatchPlan], dp_size: int) -> list[list[MicroBatchPlan]]:

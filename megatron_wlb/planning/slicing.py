@@ -69,6 +69,14 @@ class Merged(NamedTuple):
     ranks: tuple[int, ...]
 
 
+def unit_of(spans: Sequence[Span], num_tokens: int) -> Unit:
+    """What memory is counted of: a micro-batch's tokens, and the slice that it runs first."""
+    if not (spans and spans[0].is_slice):
+        return Unit(num_tokens)
+    document, start, stop = spans[0]
+    return Unit(num_tokens, Slice(document.arrival, start, stop, document.length))
+
+
 class MemoryLimit(NamedTuple):
     """What a device may hold."""
 
@@ -77,15 +85,7 @@ class MemoryLimit(NamedTuple):
 
     def peak_bytes(self, units: Units, layout: Parallelism) -> float:
         """The most that any rank of the pipeline holds in a step of these units, all its own."""
-        held = [
-            Unit(
-                sum(span.length for span in spans),
-                Slice(0, spans[0].start, spans[0].stop, spans[0].document.length)
-                if spans and spans[0].is_slice
-                else None,
-            )
-            for spans in units.spans
-        ]
+        held = [unit_of(spans, sum(span.length for span in spans)) for spans in units.spans]
         order = sliced(layout.pp_size, units.chains)
         return max(
             self.model.peak_bytes_of(rank, actions, held) for rank, actions in enumerate(order)

@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
-from megatron_wlb.cost.slices import Slice, Unit, chained
+from megatron_wlb.cost.slices import Unit, chained
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
+from megatron_wlb.planning.slicing import unit_of
 from megatron_wlb.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
 from megatron_wlb.schedule.order import Order
 from megatron_wlb.simulator.engine import check_times
@@ -286,11 +287,7 @@ def _shares(rank: Sequence[MicroBatchPlan]) -> Floats:
 
 def _unit(m: MicroBatchPlan) -> Unit:
     """The part of a micro-batch that is one data-parallel rank's."""
-    num_tokens = m.padded_length // (len(m.replicas) or 1)
-    if m.slice is None:
-        return Unit(num_tokens)
-    document = m.slice.document
-    return Unit(num_tokens, Slice(document.arrival, m.slice.start, m.slice.stop, document.length))
+    return unit_of(m.spans, m.padded_length // (len(m.replicas) or 1))
 
 
 def _held(
