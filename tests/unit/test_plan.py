@@ -91,6 +91,16 @@ def test_digest_changes_with_whatever_ranks_must_agree_on():
             )
         ),
     ]  # fmt: skip
+    # In which order passes run, and with whom: ranks that disagreed would wait for ever.
+    changed += [
+        replace(plan, chains=tuple((1,) * len(rank) for rank in plan.micro_batches)),
+        replace(
+            plan,
+            micro_batches=tuple(
+                tuple(replace(m, replicas=(0, 1)) for m in rank) for rank in plan.micro_batches
+            ),
+        ),
+    ]
     digests = {plan.digest, *(other.digest for other in changed)}
     assert len(digests) == 1 + len(changed)
     assert len(plan.digest) == 64
@@ -101,3 +111,9 @@ def test_digest_leaves_out_what_may_differ_between_ranks():
     """Predicted times are floats of a cost model; plans that agree on documents agree."""
     plan = step_plan([micro_batch(0, LONG, us=1.0)])
     assert step_plan([micro_batch(0, LONG, us=1.0 + 1e-9)]).digest == plan.digest
+
+
+def test_digest_of_a_plan_without_slices_is_what_it_was_before_there_were_any():
+    document = Document(0, 3, 0, 8, True, 0, 3, 0)
+    whole = MicroBatchPlan(0, (Span(document, 0, 8),), 8, 1.0)
+    assert StepPlan(7, "slim", ((whole,), (whole,)), 0, 0).digest[:16] == "94c94d4ada6425f7"
