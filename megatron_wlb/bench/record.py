@@ -113,7 +113,7 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
             timers.take()
             start_s = time.monotonic()
             if number < own.rounds:
-                loss, _, _ = trainer.train_step(plan)
+                loss = trainer.train_step(plan)[0].mean
             else:
                 gc.unfreeze()
                 with LiveBytes() as live:

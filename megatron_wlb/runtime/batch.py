@@ -4,13 +4,22 @@ Legend: ``T`` the micro-batch's padded tokens; a context-parallel rank has ``T/C
 order of its shard. Padding, at the tail only, is an attention segment of its own and counts in no
 loss. Of a micro-batch that k data-parallel ranks run together, each of their context-parallel ranks
 has ``T/(k·CP)``.
+
+A rank reads the tokens that it needs, and no others. Tensor-parallel ranks, which need the same,
+read them each for itself: pages that one has read are in the machine's cache for the others, and
+nobody waits for a broadcast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +32,11 @@ from megatron_wlb.runtime.attention.context_parallel import KeyGather
 from megatron_wlb.runtime.attention.core import PlanSeqParams
 from megatron_wlb.runtime.attention.kernels import Segments
 from megatron_wlb.runtime.attention.slices import Slice, SliceStore
-from megatron_wlb.runtime.transfer import to_device
+from megatron_wlb.runtime.transfer import mapped, pinned, to_device
 from megatron_wlb.sharding import Sharding, rank_layout
+
+LOOK_AHEAD = 2
+"""Micro-batches that each chunk has made, or being made, before they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,15 @@ def local_params(
     return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, cut)
 
 
+class Stage(NamedTuple):
+    """What a chunk of the model does besides its layers."""
+
+    first: bool
+    """Whether it embeds the tokens."""
+    last: bool
+    """Whether it has the loss."""
+
+
 class BatchBuilder:
     """Builds the batches of one pipeline stage and context-parallel rank.
 
@@ -113,39 +134,91 @@ class BatchBuilder:
         """This rank's peers in micro-batches that several data-parallel ranks run together, by
         these ranks; who runs a step opens them."""
         self._latest: dict[int, tuple[MicroBatchPlan, IntArray | slice, PlanSeqParams]] = {}
-        """What a micro-batch's batches have in common on all chunks, by its index."""
+        """What a micro-batch's batches have in common on all chunks, by its index: on the host."""
+        self._moved: dict[int, tuple[PlanSeqParams, PlanSeqParams]] = {}
+        """The same on the host and on the device."""
+
+    @contextlib.contextmanager
+    def ahead(
+        self, micro_batches: Sequence[MicroBatchPlan], stages: Sequence[Stage]
+    ) -> Iterator[list[Iterator[Batch]]]:
+        """Each chunk's batches one after another, made in a thread :data:`LOOK_AHEAD` before.
+
+        The thread makes what :meth:`prepare` does and leaves the device alone, so that copies come
+        in the order of the stream that computes. Its errors are raised where the batch is taken. It
+        ends with the ``with`` block, whatever ends that.
+        """
+        pool = ThreadPoolExecutor(1, "wlb-batches", initializer=self._use_device())
+
+        def start(stage: Stage, plans: Iterator[MicroBatchPlan]) -> Iterator[Future[Batch]]:
+            return (pool.submit(self.prepare, p, first=stage.first, last=stage.last) for p in plans)
+
+        def take(more: Iterator[Future[Batch]], started: deque[Future[Batch]]) -> Iterator[Batch]:
+            while started:
+                made = started.popleft().result()
+                started.extend(itertools.islice(more, 1))
+                yield self.finish(made)
+
+        try:
+            starting = [start(stage, iter(micro_batches)) for stage in stages]
+            yield [take(more, deque(itertools.islice(more, LOOK_AHEAD))) for more in starting]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def build(self, plan: MicroBatchPlan, *, first: bool, last: bool) -> Batch:
         """Builds the tensors for a stage that embeds (``first``) or has the loss (``last``).
 
         Raises :class:`CorpusError` for a token id outside the vocabulary.
         """
+        return self.finish(self.prepare(plan, first=first, last=last))
+
+    def prepare(self, plan: MicroBatchPlan, *, first: bool, last: bool) -> Batch:
+        """Does the host's part of :meth:`build`: a batch in memory from which it can be copied."""
         local, params = self._shared(plan)
         assert params.positions is not None
         tokens = labels = loss_mask = None
         num_targets = 0
         if first or last:
-            ids = np.zeros(plan.padded_length, dtype=np.int64)
-            targets = np.zeros(plan.padded_length, dtype=np.int64)
-            mask = np.zeros(plan.padded_length, dtype=np.float32)
-            at = 0
-            for span in plan.spans:
-                stored = self._read(span)
-                ids[at : at + span.length] = stored[: span.length]
-                targets[at : at + span.num_targets] = stored[1:]
-                mask[at : at + span.num_targets] = 1.0
-                at += span.length
-            if first:
-                tokens = to_device(ids[local], self.device)[None]
-            if last:
-                labels = to_device(targets[local], self.device)[None]
-                loss_mask = to_device(mask[local], self.device)[None]
-                num_targets = int(mask[local].sum())
+            ids, targets, mask = self._read(plan, local, last=last)
+            num_targets = int(mask.sum()) if last else 0
+            tokens = self._pinned(torch.from_numpy(ids)[None]) if first else None
+            labels = self._pinned(torch.from_numpy(targets)[None]) if last else None
+            loss_mask = self._pinned(torch.from_numpy(mask)[None]) if last else None
         return Batch(plan, params.positions[None], params, tokens, labels, loss_mask, num_targets)
+
+    def finish(self, made: Batch) -> Batch:
+        """Copies what :meth:`prepare` made to the device; the host waits for none of it."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return to_device(tensor, self.device)
+
+        own, index = made.packed_seq_params, made.plan.index
+        if index not in self._moved or self._moved[index][0] is not own:
+            self._moved[index] = own, mapped(own, move)
+        params = self._moved[index][1]
+        assert params.positions is not None
+        return replace(
+            made,
+            position_ids=params.positions[None],
+            packed_seq_params=params,
+            tokens=mapped(made.tokens, move),
+            labels=mapped(made.labels, move),
+            loss_mask=mapped(made.loss_mask, move),
+        )
 
     def forget(self) -> None:
         """Drops what the chunks of the last step had in common; to be called between steps."""
         self._latest.clear()
+        self._moved.clear()
+
+    def _use_device(self) -> Callable[[], None] | None:
+        """Gives a thread this thread's GPU: else its pinned memory would open the first one's."""
+        if torch.device(self.device).type != "cuda":
+            return None
+        return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return pinned(tensor, self.device)
 
     def _shared(self, plan: MicroBatchPlan) -> tuple[IntArray | slice, PlanSeqParams]:
         """Makes what chunks share once a micro-batch, not once a chunk."""
@@ -156,25 +229,52 @@ class BatchBuilder:
                 + [np.arange(plan.padded_length - plan.length)]
             )
             group = self.groups[plan.replicas] if plan.replicas else None
-            own = local_params(
+            local, params = local_params(
                 plan.lengths,
                 positions,
-                self.device,
+                "cpu",
                 cp_rank=group.rank() if group else self.cp_rank,
                 cp_size=group.size() if group else self.cp_size,
                 sharding=plan.sharding,
                 cut=self.slices.slice(plan.slice) if plan.slice else None,
                 group=group,
             )
-            known = self._latest[plan.index] = (plan, *own)
+            known = self._latest[plan.index] = (plan, local, mapped(params, self._pinned))
         return known[1:]
 
-    def _read(self, span: Span) -> np.ndarray:
-        """The span's tokens and the one after them, if the stored document has one."""
+    def _read(
+        self, plan: MicroBatchPlan, local: IntArray | slice, *, last: bool
+    ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
+        """Ids, labels and loss mask of the ``local`` tokens, ``[T/CP]`` each.
+
+        Read are runs of local tokens of a span, and for labels the token after each.
+        """
+        ends = np.cumsum(plan.lengths)
+        rows = np.arange(plan.padded_length) if isinstance(local, slice) else local
+        cuts = np.append(np.searchsorted(rows, ends[:-1]), np.flatnonzero(np.diff(rows) != 1) + 1)
+        edges = np.unique(np.append(cuts, [0, len(rows)])).tolist()
+        ids, targets = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+        mask = np.zeros(len(rows), dtype=np.float32)
+        for begin, end in itertools.pairwise(edges):
+            number = int(np.searchsorted(ends, rows[begin], side="right"))
+            if number == len(plan.spans):  # of padding
+                break
+            span = plan.spans[number]
+            start = int(rows[begin] - ends[number]) + span.length
+            num_tokens = end - begin
+            num_targets = min(num_tokens, span.num_targets - start) if last else 0
+            stored = self._stored(span, start, start + max(num_tokens, num_targets + 1))
+            ids[begin:end] = stored[:num_tokens]
+            targets[begin : begin + num_targets] = stored[1 : num_targets + 1]
+            mask[begin : begin + num_targets] = 1.0
+        return ids, targets, mask
+
+    def _stored(self, span: Span, start: int, stop: int) -> IntArray:
+        """Tokens ``[start, stop)`` of a span, counted from its first one."""
         document = span.document
-        start = document.offset + span.start
-        stored = self.corpora[document.corpus].tokens(
-            document.index, start, start + span.num_targets + 1
+        first = document.offset + span.start
+        stored: IntArray = self.corpora[document.corpus].tokens(
+            document.index, first + start, first + stop
         )
         if stored.max() >= self.vocab_size or stored.min() < 0:
             raise CorpusError(
@@ -183,10 +283,3 @@ class BatchBuilder:
                 "--vocab-size"
             )
         return stored
-
-    def iterate(
-        self, micro_batches: Sequence[MicroBatchPlan], *, first: bool, last: bool
-    ) -> Iterator[Batch]:
-        """Builds one batch after another, when it is asked for."""
-        for plan in micro_batches:
-            yield self.build(plan, first=first, last=last)

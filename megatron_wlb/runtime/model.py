@@ -82,6 +82,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         overlap_p2p_comm=overlap,
         # Batched p2p cannot overlap, and with VPP and PP=2 it mixes up activations and gradients.
         batch_p2p_comm=vpp is None,
+        batch_p2p_sync=False,  # see NO_P2P_SYNC
         deallocate_pipeline_outputs=True,
         # Ragged micro-batches weigh tokens rightly only with one division, over the whole step.
         calculate_per_token_loss=True,

@@ -10,6 +10,7 @@ Context-parallel ranks are summed over likewise: each has the losses of its own 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,17 +18,21 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
-from megatron_wlb.runtime.batch import Batch, BatchBuilder
+from megatron_wlb.runtime.batch import Batch, BatchBuilder, Stage
 from megatron_wlb.runtime.communicator import PlanCommunicator
 from megatron_wlb.runtime.executor import Links, Transfers, run_actions
+from megatron_wlb.runtime.hosts import Hosts
 from megatron_wlb.runtime.merge import check_merged, open_groups
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.schedule.order import sliced
 from megatron_wlb.settings.config import Config
 
@@ -37,11 +42,18 @@ ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torc
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss over all data-parallel ranks; every rank has it."""
+    """The loss over all data-parallel ranks; every rank has it.
 
-    loss_sum: float
-    """Σ token losses, in nats."""
+    It is on its way to the host: the first look waits for the step's last forward pass.
+    """
+
+    total: HostCopy
     num_targets: int
+
+    @cached_property
+    def loss_sum(self) -> float:
+        """Σ token losses, in nats."""
+        return self.total.item()
 
     @property
     def mean(self) -> float:
@@ -95,6 +107,7 @@ class StepRunner:
         self.model = model
         self.batches = batches
         self.communicator = PlanCommunicator(model.groups.pp, model.config, verify_shapes)
+        self.hosts = Hosts(model.groups, timeout)
         self.verify_plan_interval = verify_plan_interval
         self.timeout = timeout
         self._schedule = get_forward_backward_func()
@@ -129,7 +142,7 @@ class StepRunner:
         torch.distributed.all_reduce(total, group=model.groups.dp_cp)
         last = torch.distributed.get_process_group_ranks(model.groups.pp)[-1]
         torch.distributed.broadcast(total, src=last, group=model.groups.pp)
-        return StepLoss(float(total), plan.num_targets)
+        return StepLoss(HostCopy(total), plan.num_targets)
 
     def run_schedule(
         self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
@@ -163,19 +176,20 @@ class StepRunner:
                 micro_batch_size=1,
                 p2p_communicator=self.communicator,
             )
-        iterators = [
-            self.batches.iterate(micro_batches, first=gpt.pre_process, last=gpt.post_process)
-            for gpt in model.gpts
-        ]
-        reports = schedule(
-            forward_step_func=forward_step,
-            data_iterator=iterators,
-            model=model.chunks,
-            num_microbatches=len(micro_batches),
-            forward_only=forward_only,
-            pg_collection=model.groups,
-            **options,
-        )
+        stages = [Stage(gpt.pre_process, gpt.post_process) for gpt in model.gpts]
+        with (
+            self.batches.ahead(micro_batches, stages) as iterators,
+            _divided_by(plan.num_targets, model.config),
+        ):
+            reports = schedule(
+                forward_step_func=forward_step,
+                data_iterator=iterators,
+                model=model.chunks,
+                num_microbatches=len(micro_batches),
+                forward_only=forward_only,
+                pg_collection=model.groups,
+                **options,
+            )
         self.communicator.end()
         self.batches.slices.end()
         return reports
@@ -205,7 +219,7 @@ class StepRunner:
         is_due = self.verify_plan_interval and self._num_runs % self.verify_plan_interval == 0
         self._num_runs += 1
         if is_due:
-            verify_digest(plan, self.batches.device)
+            self.hosts.verify_digest(plan)
         dp_size = self.model.groups.dp.size()
         if len(plan.micro_batches) != dp_size:
             raise PlanError(
@@ -228,6 +242,33 @@ class StepRunner:
                 f"step {plan.step}: the plan has slices of documents, whose order of passes "
                 f"{given} cannot follow; turn that off, or plan whole documents"
             )
+
+
+@contextlib.contextmanager
+def _divided_by(num_targets: int, config: TransformerConfig) -> Iterator[None]:
+    """Divides the step's gradients by a number that the plan knows.
+
+    Megatron counts it on the device once more, and reads the sum over all ranks there: its host
+    would wait for the last backward pass before it could queue up the update.
+    """
+    finalize = config.finalize_model_grads_func
+    if finalize is None:
+        yield
+        return
+
+    def finalize_and_divide(chunks: list[Any], num_tokens: Any = None, **options: Any) -> None:
+        finalize(chunks, None, **options)
+        if num_tokens is not None and num_targets:
+            # In fp32, as Megatron divides.
+            scale = float(np.float32(1) / np.float32(num_targets))
+            for chunk in chunks:
+                chunk.scale_gradients(scale)
+
+    config.finalize_model_grads_func = finalize_and_divide
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = finalize
 
 
 def check_chains(plan: StepPlan) -> None:
@@ -298,19 +339,3 @@ def _check_chain(chain: Sequence[MicroBatchPlan], where: str) -> None:
 def _name(document: Document) -> str:
     return f"document {document.index} of corpus {document.corpus}"
 
-
-def verify_digest(plan: StepPlan, device: str) -> None:
-    """Compares the plan's digest over all ranks, in one collective of 16 bytes.
-
-    Raises :class:`PlanError` on every rank where any two differ.
-    """
-    value = int(plan.digest[:15], 16)
-    # max(x) and -min(x) in one reduction.
-    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(pair, op=torch.distributed.ReduceOp.MAX)
-    if int(pair[0]) != -int(pair[1]):
-        raise PlanError(
-            f"step {plan.step}: ranks hold different plans (this one {plan.digest[:12]}); they "
-            "must see the same corpus, flags, seed, packing state, and files of --wlb-hardware and "
-            "--wlb-cost"
-        )

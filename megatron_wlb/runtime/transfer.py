@@ -1,7 +1,11 @@
-"""Moves values: arrays made on the host to the device, and Python objects to all ranks."""
+"""Moves values: arrays made on the host to the device, numbers from it, Python objects to all ranks.
+
+None of the moves to and from a device lets the host wait for what the device still has to do.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,10 +23,57 @@ def to_device(array: npt.NDArray[Any] | torch.Tensor, device: torch.device | str
     A copy to a GPU starts from pinned memory. From any other, CUDA may wait until the kernels
     before it are done, and the host could not queue up the next micro-batch meanwhile.
     """
-    tensor = torch.as_tensor(array)
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return pinned(torch.as_tensor(array), device).to(device, non_blocking=True)
+
+
+def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor, of the host, in memory from which it is copied to ``device`` at once."""
+    return tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
+
+
+def mapped(
+    value: T,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> T:
+    """The value with each tensor in it changed: in tuples and dataclasses, to any depth.
+
+    What is there twice is changed once. Where nothing changes it is the same object. ``known`` are
+    the tensors changed so far, by their identity.
+    """
+    known = {} if known is None else known
+    made: Any = value
+    if isinstance(value, torch.Tensor):
+        if id(value) not in known:
+            known[id(value)] = value, change(value)
+        made = known[id(value)][1]
+    elif type(value) is tuple:
+        parts = tuple(mapped(part, change, known) for part in value)
+        if any(new is not old for new, old in zip(parts, value, strict=True)):
+            made = parts
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        parts_by_name = {name: mapped(part, change, known) for name, part in old.items()}
+        new = {name: part for name, part in parts_by_name.items() if part is not old[name]}
+        made = dataclasses.replace(value, **new) if new else value
+    result: T = made
+    return result
+
+
+class HostCopy:
+    """A number of the device on its way to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.detach().to("cpu", non_blocking=True, copy=True)
+        self._made = torch.cuda.Event() if tensor.is_cuda else None
+        if self._made is not None:
+            self._made.record()
+
+    def item(self) -> float:
+        """Waits for what the device had to do before the copy, and for nothing that came after."""
+        if self._made is not None:
+            self._made.synchronize()
+        return float(self._copy.item())
 
 
 def of_all_ranks(mine: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:

@@ -46,7 +46,7 @@ def run(result: Path, weights: Path, argv: Sequence[str]) -> None:
     while trainer.iteration < (config.training.exit_interval or NUM_STEPS):
         plan = trainer.planner.next_plan()
         assert plan is not None
-        losses.append(trainer.train_step(plan)[0])
+        losses.append(trainer.train_step(plan)[0].mean)
         trainer.iteration += 1
     if config.checkpoint.save is not None:
         trainer.save()

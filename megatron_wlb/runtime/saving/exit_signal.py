@@ -6,7 +6,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-import torch
+from megatron_wlb.runtime.hosts import Hosts
 
 
 class ExitSignal:
@@ -16,9 +16,9 @@ class ExitSignal:
     all.
     """
 
-    def __init__(self, *, enabled: bool, device: str) -> None:
+    def __init__(self, *, enabled: bool, hosts: Hosts) -> None:
         self._enabled = enabled
-        self._device = device
+        self._hosts = hosts
         self._noted = False
         self._before: Any = None
 
@@ -33,11 +33,7 @@ class ExitSignal:
 
     def received(self) -> bool:
         """Whether any rank has it; called by every rank after the same step."""
-        if not self._enabled:
-            return False
-        noted = torch.tensor([self._noted], dtype=torch.int32, device=self._device)
-        torch.distributed.all_reduce(noted, op=torch.distributed.ReduceOp.MAX)
-        return bool(noted.item())
+        return self._enabled and self._hosts.max(int(self._noted)) == [1]
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self._noted = True

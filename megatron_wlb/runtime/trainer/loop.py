@@ -32,7 +32,7 @@ from megatron_wlb.runtime.rank_main import writing
 from megatron_wlb.runtime.saving import checkpoint
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
 from megatron_wlb.runtime.saving.resume import machine_digest, tell_changes
-from megatron_wlb.runtime.step import StepRunner
+from megatron_wlb.runtime.step import StepLoss, StepRunner
 from megatron_wlb.settings.config import Config
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,11 @@ class Trainer:
         plans = (planner.next_plan() for _ in range(self.config.data.eval_iters))
         return tuple(plan for plan in plans if plan is not None)
 
-    def train_step(self, plan: StepPlan) -> tuple[float, float, float]:
-        """Runs one plan and updates the weights; returns loss, gradient norm and learning rate."""
+    def train_step(self, plan: StepPlan) -> tuple[StepLoss, float, float]:
+        """Runs one plan and updates the weights; returns loss, gradient norm and learning rate.
+
+        The device may still be at work on it.
+        """
         for chunk in self.model.chunks:
             chunk.train()
             chunk.zero_grad_buffer()  # type: ignore[operator]
@@ -100,18 +103,16 @@ class Trainer:
         self.scheduler.step(increment=self.config.training.global_batch_size)
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         # None with --clip-grad 0, which does not compute it.
-        return loss.mean, math.nan if grad_norm is None else float(grad_norm), lr
+        return loss, math.nan if grad_norm is None else float(grad_norm), lr
 
     def evaluate(self) -> float:
         """Computes the mean loss over :attr:`evaluation_plans`."""
         for chunk in self.model.chunks:
             chunk.eval()
-        loss_sum, num_targets = 0.0, 0
         with torch.no_grad():
-            for plan in self.evaluation_plans:
-                loss = self.runner.run(plan, forward_only=True)
-                loss_sum, num_targets = loss_sum + loss.loss_sum, num_targets + loss.num_targets
-        return loss_sum / max(num_targets, 1)
+            losses = [self.runner.run(plan, forward_only=True) for plan in self.evaluation_plans]
+        num_targets = sum(loss.num_targets for loss in losses)
+        return sum(loss.loss_sum for loss in losses) / max(num_targets, 1)
 
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""
@@ -134,7 +135,7 @@ class Trainer:
         ``--exit-signal-handler``, at SIGTERM; after a save each time.
         """
         enabled = self.config.training.exit_signal_handler
-        with ExitSignal(enabled=enabled, device=self.runner.batches.device) as exit_signal:
+        with ExitSignal(enabled=enabled, hosts=self.runner.hosts) as exit_signal:
             self._train(exit_signal)
 
     def _train(self, exit_signal: ExitSignal) -> None:
