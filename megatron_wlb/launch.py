@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron_wlb.errors import CompatibilityError, ConfigError, refuse_all
 from megatron_wlb.runtime.megatron_lm import arguments, guards
 from megatron_wlb.runtime.rank_main import rank_main
+from megatron_wlb.settings import allocator
 from megatron_wlb.settings.command_line import (
     Parser,
     add_flags,
@@ -67,6 +68,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
     plans = arguments.asks_for_plans(flags)
     if plans:
         guards.check_words(flags)
+        allocator.choose()
         if os.environ.get("RANK", "0") != "0":  # what planning says, all ranks would say
             logging.getLogger("megatron_wlb").setLevel(logging.ERROR)
     sys.path[0] = str(Path(script).resolve().parent)  # as Python does; Megatron is found there

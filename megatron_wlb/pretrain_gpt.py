@@ -10,16 +10,19 @@ import sys
 from collections.abc import Sequence
 
 from megatron_wlb.runtime.rank_main import rank_main
+from megatron_wlb.settings import allocator
 from megatron_wlb.settings.command_line import parse
 
 
 def train(argv: Sequence[str]) -> None:
     """Trains as the command line says."""
     config = parse(argv)
+    allocator.choose()
     # Imports torch, and then Megatron under the device's conditions.
     from megatron_wlb.runtime.trainer import distributed
 
     device = distributed.choose_device(config.wlb.wlb_device)
+    allocator.tell(device)
     distributed.initialize(config, device)
     from megatron_wlb.runtime.trainer.loop import Trainer
 

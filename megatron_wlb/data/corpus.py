@@ -279,6 +279,11 @@ class Corpus:
         )
         return tokens
 
+    def open_tokens(self) -> None:
+        """Opens what :meth:`tokens` reads, which imports Megatron: to be done where no other thread
+        is at work."""
+        _ = self._dataset
+
     @cached_property
     def _dataset(self) -> Any:
         return _megatron_indexed_dataset().IndexedDataset(self.prefix, mmap=True)

@@ -43,6 +43,12 @@ class Model:
     gpts: list[GPTModel]
 
 
+BATCH_P2P_SYNC = False
+"""Megatron's default synchronises the device after each batched exchange between stages, "to
+protect against race condition when using batch_isend_irecv()", and says that a user with "a
+modern enough PyTorch" need not. So are all that this package takes: there a request that was
+waited for has its tensor in the order of the stream."""
+
 _ALIKE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization "
     "qk_layernorm add_qkv_bias rotary_interleaved hidden_dropout attention_dropout init_method_std "
@@ -82,7 +88,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         overlap_p2p_comm=overlap,
         # Batched p2p cannot overlap, and with VPP and PP=2 it mixes up activations and gradients.
         batch_p2p_comm=vpp is None,
-        batch_p2p_sync=False,  # see NO_P2P_SYNC
+        batch_p2p_sync=BATCH_P2P_SYNC,
         deallocate_pipeline_outputs=True,
         # Ragged micro-batches weigh tokens rightly only with one division, over the whole step.
         calculate_per_token_loss=True,

@@ -116,6 +116,9 @@ class StepRunner:
     @classmethod
     def of(cls, config: Config, model: Model, corpora: Corpora, device: str) -> StepRunner:
         """The runner of a run with these settings."""
+        if any(gpt.pre_process or gpt.post_process for gpt in model.gpts):
+            for corpus in corpora.corpora:
+                corpus.open_tokens()
         cp = model.groups.cp
         batches = BatchBuilder(
             corpora.corpora, corpora.vocab_size, device, cp_rank=cp.rank(), cp_size=cp.size()
@@ -338,4 +341,3 @@ def _check_chain(chain: Sequence[MicroBatchPlan], where: str) -> None:
 
 def _name(document: Document) -> str:
     return f"document {document.index} of corpus {document.corpus}"
-

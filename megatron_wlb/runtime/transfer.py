@@ -1,4 +1,4 @@
-"""Moves values: arrays made on the host to the device, numbers from it, Python objects to all ranks.
+"""Moves values: arrays to the device, numbers from it, and Python objects to all ranks.
 
 None of the moves to and from a device lets the host wait for what the device still has to do.
 """
@@ -68,6 +68,10 @@ class HostCopy:
         self._made = torch.cuda.Event() if tensor.is_cuda else None
         if self._made is not None:
             self._made.record()
+
+    def is_here(self) -> bool:
+        """Whether :meth:`item` would not wait."""
+        return self._made is None or bool(self._made.query())
 
     def item(self) -> float:
         """Waits for what the device had to do before the copy, and for nothing that came after."""

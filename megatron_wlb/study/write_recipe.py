@@ -14,6 +14,7 @@ import yaml
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
+from megatron_wlb.settings import allocator
 from megatron_wlb.settings.recipe import quoted
 
 Value: TypeAlias = bool | int | float | str | list[str | int]
@@ -129,7 +130,7 @@ def recipe(
         "NUM_NODES": -(-num_devices // devices_per_node),
         "GPUS_PER_NODE": min(num_devices, devices_per_node),
         "CUDA_DEVICE_MAX_CONNECTIONS": 1,
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        allocator.VARIABLE: allocator.VALUE,
     }
     lines = [f"# {line}".rstrip() for line in remarks.splitlines()]
     lines += ["TEST_TYPE: release", "ENV_VARS:"]

@@ -160,6 +160,10 @@ _TRAINING_TO_0_17: Table = {
     ),
     f"{_TRAINING}:get_model": "model_provider_func model_type wrap_with_ddp",
     f"{_TRAINING}:dummy_train_step": "data_iterator",
+    f"{_TRAINING}:checkpoint_and_decide_exit": (
+        "model optimizer opt_param_scheduler iteration num_floating_point_operations_so_far "
+        "checkpointing_context train_data_iterator"
+    ),
     f"{_TRAINING}:compute_throughputs_and_append_to_progress_log": (
         "iteration num_floating_point_operations_so_far"
     ),

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import schedule_graph
 from megatron_wlb.runtime.compat.patching import PatchSet
-from megatron_wlb.runtime.megatron_lm.session import Session
+from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
+from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.schedule.graph import Graph
 from megatron_wlb.simulator.step import slowest_us
 
@@ -36,6 +37,7 @@ class Log:
         for name in (
             "training_log",
             "num_floating_point_operations",
+            "checkpoint_and_decide_exit",
             "compute_throughputs_and_append_to_progress_log",
         ):
             patches.wrap(training, name, getattr(self, name))
@@ -52,7 +54,11 @@ class Log:
         return flops
 
     def training_log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Megatron's line and figures, and after them ours."""
+        """Megatron's line and figures, and after them ours.
+
+        Ours of a step without a line wait until the next one is under way: the device has nothing
+        to do while Megatron logs.
+        """
         stop_s = time.monotonic()
         self._is_logging = True
         try:
@@ -69,20 +75,16 @@ class Log:
         if iteration % settings.log_interval == 0 and not is_first:
             session.flops_since_log.clear()
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-            figures = self.figures(plan, stop_s)
-            self._plot(figures, iteration)
+            is_said = iteration % settings.log_interval == 0 or is_first
             loss = values["loss_dict"].get("lm loss")
-            self._metrics.write(
-                {
-                    "iteration": iteration,
-                    "loss": math.nan if loss is None else float(loss),
-                    "grad_norm": values["grad_norm"],
-                    "lr": values["learning_rate"],
-                    **figures,
-                }
+            numbers = {"grad_norm": values["grad_norm"], "lr": values["learning_rate"]}
+            copy = None if loss is None else HostCopy(loss)
+            session.behind.append(
+                partial(self._tell, iteration, session.step, stop_s, copy, numbers, is_said)
             )
-            if iteration % settings.log_interval == 0 or is_first:
-                self._say(plan, figures)
+            # A line at its place in Megatron's log; and after the last step no other one comes.
+            if is_said or iteration == settings.train_iters:
+                session.catch_up()
             if is_first and session.restored is not None:
                 # Megatron's sums are not reset after the first line of a process.
                 from megatron.training import print_rank_last
@@ -92,6 +94,30 @@ class Log:
                     "TensorBoard, W&B and --wlb-metrics have each step's own"
                 )
         return result
+
+    def checkpoint_and_decide_exit(self, original: Callable[..., bool], *args: Any) -> bool:
+        """Megatron's; before it closes its logs ours have all steps."""
+        leaves = original(*args)
+        if leaves:
+            self.session.catch_up()
+        return leaves
+
+    def _tell(
+        self,
+        iteration: int,
+        step: RunningStep,
+        stop_s: float,
+        loss: HostCopy | None,
+        numbers: dict[str, float],
+        is_said: bool,
+    ) -> None:
+        """Writes a step's figures, which takes a replay of its schedule."""
+        figures = self.figures(step, stop_s)
+        self._plot(figures, iteration)
+        mean = math.nan if loss is None else loss.item()
+        self._metrics.write({"iteration": iteration, "loss": mean, **numbers, **figures})
+        if is_said:
+            self._say(step.plan, figures)
 
     def compute_throughputs_and_append_to_progress_log(
         self, original: Callable[..., Any], iteration: int, num_floating_point_operations: float
@@ -112,10 +138,9 @@ class Log:
             f"Mean delay: {totals.delay_steps / steps:.3f} steps"
         )
 
-    def figures(self, plan: StepPlan, stop_s: float) -> dict[str, float]:
+    def figures(self, step: RunningStep, stop_s: float) -> dict[str, float]:
         """The numbers of a step, by name."""
-        session, step = self.session, self.session.step
-        assert step is not None
+        session, plan = self.session, step.plan
         flops = session.flops.of_plan(plan) / torch.distributed.get_world_size()
         tflops_per_device = flops / (stop_s - step.asked_s) / 1e12
         figures: dict[str, float] = {

@@ -25,6 +25,7 @@ from megatron_wlb.runtime.attention.kernels import choose_kernel
 from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.model import (
+    BATCH_P2P_SYNC,
     Model,
     attention_options,
     require_document_attention,
@@ -49,6 +50,7 @@ def install(patches: PatchSet, settings: Config) -> None:
         # There is no flag: Megatron's arguments say False, and its configuration refuses True with
         # a dispatcher of experts that a dense model never has.
         config.variable_seq_lengths = True
+        config.batch_p2p_sync = BATCH_P2P_SYNC  # nor is there one for this
         spec = packed(transformer_layer_spec, attention_options(settings, config, choose))
         build(self, config, spec, *args, **kwargs)
         use_document_positions(self)

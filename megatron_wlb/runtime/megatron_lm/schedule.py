@@ -48,12 +48,14 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
                 "stages, which plans do not; leave out the --wlb flags"
             )
         plan = next(data_iterator_of(data_iterator))
-        return session.runner.run_schedule(
+        reports = session.runner.run_schedule(
             plan,
             functools.partial(forward_step, session),
             forward_only=forward_only,
             **options,
         )
+        session.catch_up()
+        return reports
 
     return run
 

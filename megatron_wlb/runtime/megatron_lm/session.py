@@ -10,7 +10,7 @@ import argparse
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, tell_changes
 from megatron_wlb.runtime.step import StepRunner
+from megatron_wlb.settings import allocator
 from megatron_wlb.settings.config import Config
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class Session:
     step: RunningStep | None = None
     flops_since_log: list[float] = field(default_factory=list)
     """The operations of each step since the last line of the log."""
+    behind: list[Callable[[], None]] = field(default_factory=list)
+    """What is still to be written of the last step; see :meth:`catch_up`."""
 
     model: Model = field(init=False)
     """Set once Megatron has built it, before all else."""
@@ -105,6 +108,7 @@ class Session:
         dp_size = self.model.groups.dp.size()
         self.cost = self._make_cost()
         device = "cpu" if cpu.installed() else "cuda"
+        allocator.tell(device)
         self.runner = StepRunner.of(self.config, self.model, corpora, device)
         training = None
         if not args.skip_train:
@@ -148,13 +152,19 @@ class Session:
             "layout": self.layout(),
         }
 
+    def catch_up(self) -> None:
+        """Does what was left until the device is at work again, or there is nothing more to run."""
+        while self.behind:
+            self.behind.pop(0)()
+
     def layout(self) -> list[int]:
         """PP, TP and DP × CP: where random-number streams mean the same."""
         groups = self.model.groups
         return [groups.pp.size(), groups.tp.size(), groups.dp_cp.size()]
 
     def close(self) -> None:
-        """Ends the thread that plans; a second call does nothing."""
+        """Writes what is left and ends the thread that plans; a second call does nothing."""
+        self.catch_up()
         if self._plans is not None:
             self._plans.close()
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.errors import TrainingError
+from megatron_wlb.errors import TrainingError, WLBError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import (
@@ -153,18 +153,18 @@ class Trainer:
                     break
                 planned, last = time.monotonic(), plan
                 loss, grad_norm, lr = self.train_step(plan)
-                if not math.isfinite(loss):
-                    raise TrainingError(
-                        f"iteration {self.iteration + 1}: the loss is {loss}; lower --lr, or give "
-                        "--clip-grad, and resume from the last checkpoint"
-                    )
                 self.iteration += 1
-                values = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+                # This step keeps the device at work while the loss of the one before is read. What
+                # that takes is in this step's time: so times add up to that of the run.
+                log.tell()
                 times_s = (start, planned, time.monotonic())
-                log.step(self.iteration, values | step_values(plan, *times_s))
+                values = {"grad_norm": grad_norm, "lr": lr, **step_values(plan, *times_s)}
+                log.note(self.iteration, loss, values)
                 if data.eval_interval and self.iteration % data.eval_interval == 0:
+                    log.tell()
                     log.evaluation(self.iteration, self.evaluate())
                 if self._due(self.config.checkpoint.save_interval):
+                    log.tell()  # no checkpoint has weights of a loss that is no number
                     self.save()
                     saved = self.iteration
                 if exit_signal.received():
@@ -172,6 +172,7 @@ class Trainer:
                     break
                 if self._due(training.exit_interval):
                     break
+            log.tell()
         if self.config.checkpoint.save is not None and saved != self.iteration:
             self.save()
         if last is not None and last.num_waiting:
@@ -188,11 +189,15 @@ class Trainer:
 
 
 class RunLog:
-    """Progress lines, TensorBoard and JSON lines; only rank 0 writes."""
+    """Progress lines, TensorBoard and JSON lines; only rank 0 writes.
+
+    A step is noted when it is under way and told of later, so that nobody waits for its loss.
+    """
 
     def __init__(self, config: Config) -> None:
         self._interval = config.logging.log_interval
         self._total = config.training.train_iters
+        self._noted: tuple[int, StepLoss, dict[str, float]] | None = None
         self._writer: Any = None
         is_first = torch.distributed.get_rank() == 0
         self._metrics = MetricsFile(config.wlb.wlb_metrics if is_first else None)
@@ -205,13 +210,36 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._noted is not None and self._noted[1].total.is_here():
+            with contextlib.suppress(WLBError):  # The error that ends the run is told already.
+                self.tell()
         with contextlib.suppress(OSError):  # All was flushed, or the error told, before.
             if self._writer is not None:
                 self._writer.close()
             self._metrics.close()
 
-    def step(self, iteration: int, values: dict[str, float]) -> None:
+    def note(self, iteration: int, loss: StepLoss, values: dict[str, float]) -> None:
+        """Takes a step whose loss the device may still be at work on."""
+        assert self._noted is None
+        self._noted = iteration, loss, values
+
+    def tell(self) -> None:
+        """Writes the step that was noted, if one was; waits for its loss.
+
+        Raises :class:`TrainingError` for one that is no finite number.
+        """
+        if self._noted is None:
+            return
+        (iteration, loss, more), self._noted = self._noted, None
+        if not math.isfinite(loss.mean):
+            raise TrainingError(
+                f"iteration {iteration}: the loss is {loss.mean}; lower --lr, or give "
+                "--clip-grad, and resume from the last checkpoint"
+            )
+        self._step(iteration, {"loss": loss.mean, **more})
+
+    def _step(self, iteration: int, values: dict[str, float]) -> None:
         values_by_name = {"iteration": iteration, **values}
         self._metrics.write(values_by_name)
         self._plot("train", values, iteration)
