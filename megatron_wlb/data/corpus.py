@@ -281,7 +281,8 @@ class Corpus:
 
     def open_tokens(self) -> None:
         """Opens what :meth:`tokens` reads, which imports Megatron: to be done where no other thread
-        is at work."""
+        is at work.
+        """
         _ = self._dataset
 
     @cached_property

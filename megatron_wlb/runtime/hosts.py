@@ -68,6 +68,7 @@ def between_hosts(
         return group
     ranks = dist.get_process_group_ranks(group)
     # By its members only: thousands of ranks need not wait for every group of the others.
-    made = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
-    assert made is not None
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout, backend="gloo", use_local_synchronization=True
+    )
     return made

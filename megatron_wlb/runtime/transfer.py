@@ -42,20 +42,21 @@ def mapped(
     the tensors changed so far, by their identity.
     """
     known = {} if known is None else known
-    made: Any = value
+    given: Any = value
+    made = given
     if isinstance(value, torch.Tensor):
         if id(value) not in known:
             known[id(value)] = value, change(value)
         made = known[id(value)][1]
-    elif type(value) is tuple:
-        parts = tuple(mapped(part, change, known) for part in value)
-        if any(new is not old for new, old in zip(parts, value, strict=True)):
+    elif type(given) is tuple:
+        parts = tuple(mapped(part, change, known) for part in given)
+        if any(new is not old for new, old in zip(parts, given, strict=True)):
             made = parts
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         parts_by_name = {name: mapped(part, change, known) for name, part in old.items()}
         new = {name: part for name, part in parts_by_name.items() if part is not old[name]}
-        made = dataclasses.replace(value, **new) if new else value
+        made = dataclasses.replace(given, **new) if new else given
     result: T = made
     return result
 
@@ -65,9 +66,9 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.detach().to("cpu", non_blocking=True, copy=True)
-        self._made = torch.cuda.Event() if tensor.is_cuda else None
-        if self._made is not None:
-            self._made.record()
+        self._made: Any = None
+        if tensor.is_cuda:
+            self._made = torch.cuda.current_stream().record_event()
 
     def is_here(self) -> bool:
         """Whether :meth:`item` would not wait."""

@@ -177,14 +177,11 @@ def reduce_nothing(runner) -> Iterator[None]:
 
 @contextlib.contextmanager
 def count_targets_on_each_rank(runner) -> Iterator[None]:
-    """A micro-batch that ranks run together counts on each with all its targets."""
-    right = runner.batches.build
+    """Targets count on both ranks that run them together."""
+    from megatron_wlb.runtime import step
 
-    def wrong(plan, **options):
-        found = right(plan, **options)
-        return dataclasses.replace(found, num_targets=plan.num_targets)
-
-    with mock.patch.object(runner.batches, "build", wrong):
+    right = step._divided_by
+    with mock.patch.object(step, "_divided_by", lambda n, config: right(2 * n, config)):
         yield
 
 

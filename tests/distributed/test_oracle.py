@@ -156,12 +156,12 @@ def test_scaled_rotations_are_other_models(oracle: Oracle) -> None:
 
 @contextlib.contextmanager
 def broken_batches(runner, change) -> Iterator[None]:
-    build = runner.batches.build
+    finish = runner.batches.finish
 
-    def build_broken(plan, **stage):
-        return change(build(plan, **stage))
+    def finish_broken(made):
+        return change(finish(made))
 
-    with mock.patch.object(runner.batches, "build", build_broken):
+    with mock.patch.object(runner.batches, "finish", finish_broken):
         yield
 
 
@@ -213,11 +213,15 @@ def add_gradients_to_other_rows(runner):
 
 def count_targets_on_each_rank(runner):
     """Context-parallel ranks each count all of the micro-batch's tokens."""
+    return dividing_by(lambda num_targets: num_targets * runner.batches.cp_size)
 
-    def count(batch):
-        return dataclasses.replace(batch, num_targets=batch.plan.num_targets)
 
-    return broken_batches(runner, count)
+def dividing_by(divisor):
+    """Gradients are divided by what ``divisor`` makes of the step's number of targets."""
+    from megatron_wlb.runtime import step
+
+    right = step._divided_by
+    return mock.patch.object(step, "_divided_by", lambda n, config: right(divisor(n), config))
 
 
 def shift_one_token(runner):
@@ -267,8 +271,9 @@ def never_reset_positions(runner):
     return with_positions(runner, lambda p, lengths: (p * 0 + 1).cumsum(0).sub(1) % 64)
 
 
-def mean_of_means(runner):
-    """Each micro-batch is divided by its own tokens, and their mean taken over micro-batches."""
+@contextlib.contextmanager
+def mean_of_means(runner) -> Iterator[None]:
+    """Each micro-batch is divided by its own tokens, and not all by those of the step."""
     import torch
 
     from megatron_wlb.runtime import step
@@ -278,9 +283,10 @@ def mean_of_means(runner):
     def own_mean(batch, losses):
         loss_sum, num_targets, report = right(batch, losses)
         own = torch.clamp(num_targets, min=1)
-        return loss_sum / own, torch.ones_like(num_targets), report
+        return loss_sum / own, num_targets, report
 
-    return mock.patch.object(step, "loss_function", own_mean)
+    with dividing_by(lambda _: 1), mock.patch.object(step, "loss_function", own_mean):
+        yield
 
 
 def drop_a_micro_batch(runner):
