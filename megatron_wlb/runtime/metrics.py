@@ -12,13 +12,8 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.rank_main import writing
 
 
-def step_values(
-    plan: StepPlan, asked_s: float, planned_s: float, stop_s: float
-) -> dict[str, float]:
-    """What ran and what it took, as every log names it.
-
-    By monotonic time, the loop asked for the plan, had it, and ended the step with its update.
-    """
+def step_values(plan: StepPlan, plan_wait_s: float, step_s: float) -> dict[str, float]:
+    """What ran and what it took, as every log names it: the step, and in it the wait for a plan."""
     return {
         "tokens": plan.num_tokens,
         "targets": plan.num_targets,
@@ -27,8 +22,8 @@ def step_values(
         "delay_steps": plan.delay_steps,
         "waiting_documents": plan.num_waiting,
         "waiting_tokens": plan.waiting_tokens,
-        "plan_wait_ms": (planned_s - asked_s) * 1e3,
-        "step_ms": (stop_s - asked_s) * 1e3,
+        "plan_wait_ms": plan_wait_s * 1e3,
+        "step_ms": step_s * 1e3,
     }
 
 

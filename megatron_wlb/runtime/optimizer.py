@@ -10,11 +10,20 @@ from megatron.core.optimizer import (
     distrib_optimizer,
     get_megatron_optimizer,
 )
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.settings.config import Config
+
+_GRADIENTS_OF_NORM = next(
+    name
+    for name in ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
+    if hasattr(MegatronOptimizer, name)
+)
+"""Megatron's name of what gives an optimizer's share of all gradients; another one from 0.19 on."""
 
 
 def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamScheduler]:
@@ -65,6 +74,29 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+@torch.no_grad()
+def update(optimizer: Any, clip_grad: float) -> HostCopy:
+    """Updates the weights as Megatron's ``optimizer.step()`` does; returns the gradients' norm.
+
+    Megatron's host reads the norm to decide whether it clips, and without Apex or TransformerEngine
+    that of each parameter. Here the device decides: a factor of 1 leaves gradients as they are.
+    There is no loss scale, so nothing looks for infinite gradients.
+    """
+    optimizer.prepare_grads()
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    gradients = [grad for one in inner for grad in getattr(one, _GRADIENTS_OF_NORM)()]
+    square = torch.zeros(1, device=torch.cuda.current_device())
+    if gradients:
+        square += torch.stack(torch._foreach_norm(gradients)).norm() ** 2
+    torch.distributed.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
+    norm = square.double().sqrt()
+    clipped = [p.grad for one in inner for p in one.get_parameters() if p.grad is not None]
+    if clip_grad > 0 and clipped:
+        torch._foreach_mul_(clipped, (clip_grad / (norm + 1e-6)).clamp(max=1.0).float()[0])
+    optimizer.step_with_ready_grads()
+    return HostCopy(norm)
 
 
 def check_checkpoints(use_distributed_optimizer: bool, save: str | None, load: str | None) -> None:

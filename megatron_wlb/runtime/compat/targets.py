@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _P2P = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_OPTIMIZER = "megatron.core.optimizer.optimizer:MegatronOptimizer"
 _ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
 _TRAINING = "megatron.training.training"
 _PRETRAIN = f"{_TRAINING}:pretrain"
@@ -80,6 +81,13 @@ CORE: Table = {
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__": (
         "self config ddp_config module disable_bucketing pg_collection"
     ),
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.scale_gradients": (
+        "self scaling_factor"
+    ),
+    f"{_OPTIMIZER}.get_parameters": "self",
+    f"{_OPTIMIZER}.get_grad_stats_parallel_group": "self",
+    f"{_OPTIMIZER}.prepare_grads": "self",
+    f"{_OPTIMIZER}.step_with_ready_grads": "self",
     "megatron.core.optimizer:get_megatron_optimizer": "config model_chunks pg_collection",
     "megatron.core.optimizer:Adam": IS_THERE,
     "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER": IS_THERE,

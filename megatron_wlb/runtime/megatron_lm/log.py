@@ -144,7 +144,7 @@ class Log:
         flops = session.flops.of_plan(plan) / torch.distributed.get_world_size()
         tflops_per_device = flops / (stop_s - step.asked_s) / 1e12
         figures: dict[str, float] = {
-            **step_values(plan, step.asked_s, step.planned_s, stop_s),
+            **step_values(plan, step.planned_s - step.asked_s, stop_s - step.asked_s),
             "predicted_ms": self.predicted_us(plan) / 1e3,
             "tflops_per_device": tflops_per_device,
             "mfu": tflops_per_device / self._peak_tflops,

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import time
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,12 +28,13 @@ from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
 from megatron_wlb.runtime.model import Model, build_model
-from megatron_wlb.runtime.optimizer import build_optimizer
+from megatron_wlb.runtime.optimizer import build_optimizer, update
 from megatron_wlb.runtime.rank_main import writing
 from megatron_wlb.runtime.saving import checkpoint
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
 from megatron_wlb.runtime.saving.resume import machine_digest, tell_changes
 from megatron_wlb.runtime.step import StepLoss, StepRunner
+from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.settings.config import Config
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class Trainer:
         plans = (planner.next_plan() for _ in range(self.config.data.eval_iters))
         return tuple(plan for plan in plans if plan is not None)
 
-    def train_step(self, plan: StepPlan) -> tuple[StepLoss, float, float]:
+    def train_step(self, plan: StepPlan) -> tuple[StepLoss, HostCopy, float]:
         """Runs one plan and updates the weights; returns loss, gradient norm and learning rate.
 
         The device may still be at work on it.
@@ -98,12 +100,11 @@ class Trainer:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
         loss = self.runner.run(plan)
-        _, grad_norm, _ = self.optimizer.step()
+        grad_norm = update(self.optimizer, self.config.training.clip_grad)
         # Counted in windows, not in tokens: a schedule keeps its meaning under every packing.
         self.scheduler.step(increment=self.config.training.global_batch_size)
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        # None with --clip-grad 0, which does not compute it.
-        return loss, math.nan if grad_norm is None else float(grad_norm), lr
+        return loss, grad_norm, lr
 
     def evaluate(self) -> float:
         """Computes the mean loss over :attr:`evaluation_plans`."""
@@ -152,14 +153,10 @@ class Trainer:
                     )
                     break
                 planned, last = time.monotonic(), plan
-                loss, grad_norm, lr = self.train_step(plan)
+                step = Noted(plan, start, planned, *self.train_step(plan))
                 self.iteration += 1
-                # This step keeps the device at work while the loss of the one before is read. What
-                # that takes is in this step's time: so times add up to that of the run.
-                log.tell()
-                times_s = (start, planned, time.monotonic())
-                values = {"grad_norm": grad_norm, "lr": lr, **step_values(plan, *times_s)}
-                log.note(self.iteration, loss, values)
+                log.tell()  # of the step before: this one keeps the device at work meanwhile
+                log.note(self.iteration, step)
                 if data.eval_interval and self.iteration % data.eval_interval == 0:
                     log.tell()
                     log.evaluation(self.iteration, self.evaluate())
@@ -188,16 +185,32 @@ class Trainer:
         return interval is not None and self.iteration % interval == 0
 
 
+@dataclass(frozen=True)
+class Noted:
+    """A step that the device may still be at work on."""
+
+    plan: StepPlan
+    asked_s: float
+    planned_s: float
+    """Monotonic times at which the loop asked for the plan, and had it."""
+    loss: StepLoss
+    grad_norm: HostCopy
+    lr: float
+
+
 class RunLog:
     """Progress lines, TensorBoard and JSON lines; only rank 0 writes.
 
-    A step is noted when it is under way and told of later, so that nobody waits for its loss.
+    A step is noted when it is under way, and told of when its loss is there: on a GPU, the next
+    step is under way by then. It took the time from the step told of before, so that times add up
+    to that of the run.
     """
 
     def __init__(self, config: Config) -> None:
         self._interval = config.logging.log_interval
         self._total = config.training.train_iters
-        self._noted: tuple[int, StepLoss, dict[str, float]] | None = None
+        self._noted: tuple[int, Noted] | None = None
+        self._told_s = 0.0
         self._writer: Any = None
         is_first = torch.distributed.get_rank() == 0
         self._metrics = MetricsFile(config.wlb.wlb_metrics if is_first else None)
@@ -211,33 +224,37 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._noted is not None and self._noted[1].total.is_here():
-            with contextlib.suppress(WLBError):  # The error that ends the run is told already.
-                self.tell()
+        if kind is not None:
+            with contextlib.suppress(WLBError):  # The run ends by another error.
+                self.tell(wait=False)
         with contextlib.suppress(OSError):  # All was flushed, or the error told, before.
             if self._writer is not None:
                 self._writer.close()
             self._metrics.close()
 
-    def note(self, iteration: int, loss: StepLoss, values: dict[str, float]) -> None:
-        """Takes a step whose loss the device may still be at work on."""
+    def note(self, iteration: int, step: Noted) -> None:
+        """Takes a step, and tells of it if the device is done with it."""
         assert self._noted is None
-        self._noted = iteration, loss, values
+        self._noted = iteration, step
+        self.tell(wait=False)
 
-    def tell(self) -> None:
-        """Writes the step that was noted, if one was; waits for its loss.
+    def tell(self, *, wait: bool = True) -> None:
+        """Writes the step that was noted, if one was; waits for its loss, or does nothing.
 
-        Raises :class:`TrainingError` for one that is no finite number.
+        Raises :class:`TrainingError` for a loss that is no finite number.
         """
-        if self._noted is None:
+        if self._noted is None or not (wait or self._noted[1].grad_norm.is_here()):
             return
-        (iteration, loss, more), self._noted = self._noted, None
-        if not math.isfinite(loss.mean):
+        (iteration, step), self._noted = self._noted, None
+        loss, grad_norm = step.loss.mean, step.grad_norm.item()
+        if not math.isfinite(loss):
             raise TrainingError(
-                f"iteration {iteration}: the loss is {loss.mean}; lower --lr, or give "
-                "--clip-grad, and resume from the last checkpoint"
+                f"iteration {iteration}: the loss is {loss}; lower --lr, or give --clip-grad, and "
+                "resume from the last checkpoint"
             )
-        self._step(iteration, {"loss": loss.mean, **more})
+        begin_s, self._told_s = max(step.asked_s, self._told_s), time.monotonic()
+        took = step_values(step.plan, step.planned_s - step.asked_s, self._told_s - begin_s)
+        self._step(iteration, {"loss": loss, "grad_norm": grad_norm, "lr": step.lr, **took})
 
     def _step(self, iteration: int, values: dict[str, float]) -> None:
         values_by_name = {"iteration": iteration, **values}
