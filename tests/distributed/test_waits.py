@@ -1,0 +1,57 @@
+"""A training step runs without a look at the device: the loss is read when it is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.gloo import GlooPool
+from helpers.layouts import WORKLOAD, Layout
+from helpers.waits import recorded
+
+
+def places_of_step(layout: Layout, sliced: bool) -> list[list[str]]:
+    """Where a rank would wait in its second step, and while its figures are read."""
+    from helpers.ranks import build_runner, scatter_for, sliced_for
+
+    from megatron_wlb.runtime.optimizer import build_optimizer, update
+
+    config = layout.config
+    runner = build_runner(config, WORKLOAD)
+    optimizer, scheduler = build_optimizer(config, runner.model)
+    plan_for = sliced_for if sliced else scatter_for
+    for number in range(2):
+        plan = plan_for(config, WORKLOAD, torch.distributed.get_world_size(), number)
+        with recorded() as step:
+            for chunk in runner.model.chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = runner.run(plan)
+            norm = update(optimizer, config.training.clip_grad)
+            scheduler.step(increment=config.training.global_batch_size)
+        with recorded() as read:
+            assert loss.mean > 0 and norm.item() > 0
+    return [sorted(step), sorted(read)]
+
+
+ALLOWED = {
+    # Compares states of the host's generator: whether device code has drawn from it.
+    "megatron/core/tensor_parallel/random.py:fork",
+}
+READ = ["megatron_wlb/runtime/transfer.py:item"]
+
+
+@pytest.mark.parametrize(
+    ("case", "sliced"),
+    [
+        (Layout("llama", 5), False),
+        (Layout("gpt2", 4, pp=2, vpp=2), False),
+        (Layout("gpt2", 5, pp=2, dp=2, extra="--use-distributed-optimizer"), False),
+        (Layout("mixed", 3, tp="2sp"), False),
+        (Layout("llama", 1, pp=2, cp=2, sharding="hybrid"), True),
+    ],
+    ids=str,
+)
+def test_a_step_waits_for_nothing_on_the_device(gloo: GlooPool, case: Layout, sliced: bool) -> None:
+    for step, read in gloo.run(case.world_size, places_of_step, case, sliced):
+        assert set(step) <= ALLOWED
+        assert read == READ
