@@ -55,9 +55,17 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
-        if name in _OPERATIONS:
+        if name in _OPERATIONS or _counts_a_mask(name, args):
             self.note(name)
         return func(*args, **(kwargs or {}))
+
+
+def _counts_a_mask(name: str, args: Any) -> bool:
+    """Whether it indexes by a mask. To set all that it marks to one number, none are counted."""
+    if name not in ("aten::index", "aten::index_put", "aten::index_put_"):
+        return False
+    masks = any(at is not None and at.dtype in (torch.bool, torch.uint8) for at in args[1])
+    return masks and (name == "aten::index" or args[2].numel() > 1)
 
 
 @contextmanager

@@ -49,12 +49,11 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
             )
         plan = next(data_iterator_of(data_iterator))
         reports = session.runner.run_schedule(
-            plan,
-            functools.partial(forward_step, session),
-            forward_only=forward_only,
-            **options,
+            plan, forward_step, forward_only=forward_only, **options
         )
         session.catch_up()
+        if reports:
+            _validate(session, torch.stack([report["lm loss"][0] for report in reports]))
         return reports
 
     return run
@@ -67,9 +66,7 @@ def skip_step(data_iterator: Any) -> None:
         next(data_iterator_of(data_iterator))
 
 
-def forward_step(
-    session: Session, batches: Iterator[Batch], model: torch.nn.Module
-) -> tuple[torch.Tensor, Any]:
+def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """Replaces the script's own: runs the next micro-batch of the plan through one chunk."""
     from megatron.training import get_timers
 
@@ -80,38 +77,46 @@ def forward_step(
     timers("batch-generator").stop()
     with _straggler:
         output, _ = step.forward_step(iter([batch]), model)
-    return output, functools.partial(loss_function, session, batch)
+    return output, functools.partial(loss_function, batch)
 
 
 def loss_function(
-    session: Session, batch: Batch, losses: torch.Tensor
+    batch: Batch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Follows Megatron's pretrain_gpt.py: (Σ losses, number of tokens, what to report).
 
     Megatron's loop adds the report up over micro-batches and data-parallel ranks and divides once.
     """
     loss, num_targets, _ = step.loss_function(batch, losses)
-    _validate(session, loss)
     report = torch.cat([loss.detach().view(1), num_targets.view(1).to(loss.dtype)])
     return loss, num_targets, {"lm loss": report}
 
 
-def _validate(session: Session, loss: torch.Tensor) -> None:
-    """Checks what Megatron checks of each micro-batch's loss."""
+def _validate(session: Session, losses: torch.Tensor) -> None:
+    """Checks what Megatron checks of each micro-batch's loss, once all are queued up.
+
+    Each check looks at the device. At a micro-batch the last stage would wait for its forward pass
+    before it could queue up the backward one. The sum of losses is a finite number if they all are.
+    """
     args, rerun = session.args, get_rerun_state_machine()
-    validate = functools.partial(rerun.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
         for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            validate(
+            rerun.validate_result(
+                result=losses.sum(),
                 rejection_func=rejection,
                 message=f"found {name} in local forward loss calculation",
+                tolerance=0.0,
                 fatal=True,
             )
     if args.check_for_spiky_loss:
-        validate(
-            rejection_func=functools.partial(
-                rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
-            ),
-            message="Spiky loss",
-            fatal=False,
+        rejection = functools.partial(
+            rerun.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
         )
+        for loss in losses.unbind():
+            rerun.validate_result(
+                result=loss,
+                rejection_func=rejection,
+                message="Spiky loss",
+                tolerance=0.0,
+                fatal=False,
+            )
