@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -132,3 +134,127 @@ def test_slices_have_the_positions_and_labels_of_their_document(
 def test_a_step_keeps_no_tensors_of_the_one_before(gloo: GlooPool) -> None:
     (kept,) = gloo.run(1, kept_after_steps)
     assert max(kept) <= 3
+
+
+class CountingCorpus:
+    """A corpus in memory that notes how many tokens are read, and in which thread."""
+
+    def __init__(self, corpus: Any) -> None:
+        self.corpus, self.prefix = corpus, corpus.prefix
+        self.num_read = 0
+        self.threads: set[str] = set()
+
+    def tokens(self, index: int, start: int, stop: int) -> Any:
+        self.num_read += stop - start
+        self.threads.add(threading.current_thread().name)
+        return self.corpus.tokens(index, start, stop)
+
+
+LENGTHS = (96, 1, 40, 23)
+
+
+def read_ahead(cp_size: int, cp_rank: int, first: bool, last: bool) -> dict[str, Any]:
+    """What a rank reads of three micro-batches, and whether they are those built at once."""
+    import torch
+    from helpers.workload import make_workload
+
+    from megatron_wlb.runtime.batch import BatchBuilder, Stage
+
+    workload = make_workload([LENGTHS] * 3, vocab_size=59)
+    plans = [
+        MicroBatchPlan(n, tuple(Span(d, 0, d.length) for d in step), 168, 1.0, Sharding(kind))
+        for n, (step, kind) in enumerate(
+            zip(workload.steps, ("per-document", "per-sequence", "per-document"), strict=True)
+        )
+    ]
+    corpus: Any = CountingCorpus(workload.corpus)
+    builder = BatchBuilder([corpus], 59, "cpu", cp_rank=cp_rank, cp_size=cp_size)
+    with builder.ahead(plans, [Stage(first, last)]) as (batches,):
+        found = list(batches)
+    num_read, threads = corpus.num_read, sorted(corpus.threads)
+    same = []
+    for plan, batch in zip(plans, found, strict=True):
+        again = builder.build(plan, first=first, last=last)
+        assert again.num_targets == batch.num_targets
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            one, other = getattr(batch, name), getattr(again, name)
+            same.append(one is other is None or torch.equal(one, other))
+    alive = [t.name for t in threading.enumerate() if t.name.startswith("wlb-batches")]
+    return {"read": num_read, "threads": threads, "same": all(same), "alive": alive}
+
+
+@pytest.mark.parametrize("cp_size", [1, 4])
+def test_a_rank_reads_its_share_of_the_tokens_in_another_thread(
+    gloo: GlooPool, cp_size: int
+) -> None:
+    whole = 3 * sum(LENGTHS)
+    with_labels = without = 0
+    for rank in range(cp_size):
+        (found,) = gloo.run(1, read_ahead, cp_size, rank, True, True)
+        assert found["threads"] == ["wlb-batches_0"] and found["alive"] == [] and found["same"]
+        # A label may be the first token behind a run: at most two runs a document.
+        assert found["read"] <= whole / cp_size + 3 * 2 * len(LENGTHS)
+        with_labels += found["read"]
+        (embeds,) = gloo.run(1, read_ahead, cp_size, rank, True, False)
+        without += embeds["read"]
+        (neither,) = gloo.run(1, read_ahead, cp_size, rank, False, False)
+        assert neither["read"] == 0 and neither["same"]
+    assert without == whole <= with_labels
+
+
+def fail_ahead(at: int) -> dict[str, Any]:
+    """Batches of six micro-batches, of which the ``at``-th has a token outside the vocabulary."""
+    from helpers.workload import make_workload
+
+    from megatron_wlb.errors import CorpusError
+    from megatron_wlb.runtime.batch import LOOK_AHEAD, BatchBuilder, Stage
+
+    workload = make_workload([(8,)] * 6, vocab_size=59)
+    workload.corpus.stored[at][3] = 59
+    corpus: Any = CountingCorpus(workload.corpus)
+    plans = [
+        MicroBatchPlan(n, (Span(step[0], 0, 8),), 8, 1.0) for n, step in enumerate(workload.steps)
+    ]
+    builder = BatchBuilder([corpus], 59, "cpu")
+    taken, most = 0, 0
+    error = ""
+    try:
+        with builder.ahead(plans, [Stage(True, False)]) as (batches,):
+            for _ in batches:
+                taken += 1
+                time.sleep(0.05)
+                most = max(most, corpus.num_read // 8 - taken)
+    except CorpusError as caught:
+        error = str(caught)
+    alive = [t.name for t in threading.enumerate() if t.name.startswith("wlb-batches")]
+    assert most <= LOOK_AHEAD
+    return {"taken": taken, "error": error, "alive": alive, "ahead": most}
+
+
+def test_an_error_ahead_is_raised_where_the_batch_is_taken(gloo: GlooPool) -> None:
+    (found,) = gloo.run(1, fail_ahead, 3, timeout_s=30)
+    assert found["taken"] == 3 and found["ahead"] == 2
+    assert "has token 59, but the vocabulary has 59" in found["error"]
+    assert found["alive"] == []
+
+
+def leave_early() -> list[str]:
+    """Threads that are left when the one who takes batches fails."""
+    from helpers.workload import make_workload
+
+    from megatron_wlb.runtime.batch import BatchBuilder, Stage
+
+    workload = make_workload([(8,)] * 6, vocab_size=59)
+    plans = [
+        MicroBatchPlan(n, (Span(step[0], 0, 8),), 8, 1.0) for n, step in enumerate(workload.steps)
+    ]
+    corpora: Any = [workload.corpus]
+    builder = BatchBuilder(corpora, 59, "cpu")
+    with pytest.raises(ZeroDivisionError), builder.ahead(plans, [Stage(True, True)] * 2) as chunks:
+        next(chunks[1])
+        _ = 1 / 0
+    return [t.name for t in threading.enumerate() if t.name.startswith("wlb-batches")]
+
+
+def test_the_thread_ends_with_a_step_that_fails(gloo: GlooPool) -> None:
+    assert gloo.run(1, leave_early, timeout_s=30) == [[]]
