@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.runtime.transfer import open_group
 from megatron_wlb.schedule.order import Action
 
 TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
@@ -52,12 +53,7 @@ class Links:
         rank, ranks = pp_group.rank(), tuple(dist.get_process_group_ranks(pp_group))
         if len(ranks) == 1:
             return cls(rank, ranks, pp_group, pp_group)
-        pipelines: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(pipelines, ranks)
-        gradients = pp_group
-        for pipeline in sorted(set(pipelines)):  # every rank takes part in making every group
-            made = dist.new_group(list(pipeline), timeout=timeout)
-            gradients = made if pipeline == ranks else gradients
+        gradients = open_group(ranks, timeout)
         # NCCL connects two ranks at their first message, and blocks both hosts until then. A
         # gradient's receive is posted before the forward that its sender may still wait for.
         token = torch.zeros(1, device=torch.cuda.current_device())

@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.runtime.transfer import open_group
 
 
 class Hosts:
@@ -63,12 +64,9 @@ class Hosts:
 def between_hosts(
     group: dist.ProcessGroup, timeout: datetime.timedelta | None = None
 ) -> dist.ProcessGroup:
-    """The group itself if it is gloo's, or one of gloo with the same ranks, who all call this."""
+    """The group itself if it is gloo's, or one of gloo with the same ranks. All ranks of the world
+    call it together.
+    """
     if dist.get_backend(group) == dist.Backend.GLOO:
         return group
-    ranks = dist.get_process_group_ranks(group)
-    # By its members only: thousands of ranks need not wait for every group of the others.
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, timeout, backend="gloo", use_local_synchronization=True
-    )
-    return made
+    return open_group(dist.get_process_group_ranks(group), timeout, backend="gloo")

@@ -6,7 +6,8 @@ None of the moves to and from a device lets the host wait for what the device st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import datetime
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -90,6 +91,18 @@ def of_all_ranks(mine: T, group: torch.distributed.ProcessGroup | None = None) -
     gathered: list[T] = [mine] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(gathered, mine, group=group)
     return gathered
+
+
+def open_group(
+    ranks: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
+) -> torch.distributed.ProcessGroup:
+    """Makes this rank's group; all ranks of the world call it together, each with its own ranks."""
+    opened = None
+    for members in sorted(set(of_all_ranks(tuple(ranks)))):  # all take part in making every group
+        made = torch.distributed.new_group(list(members), timeout=timeout, backend=backend)
+        opened = made if members == tuple(ranks) else opened
+    assert opened is not None
+    return opened
 
 
 def from_first_rank(make: Callable[[], T]) -> T:

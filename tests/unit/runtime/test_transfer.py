@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime.transfer import from_first_rank, to_device
+from megatron_wlb.runtime.transfer import HostCopy, from_first_rank, mapped, to_device
 
 
 def made_or_said(fails: bool) -> str:
@@ -56,3 +58,37 @@ def test_numbers_and_type_stay() -> None:
     array = np.array([3, 1, 2**40])
     assert to_device(array, "cpu").tolist() == array.tolist()
     assert to_device(torch.tensor([7], dtype=torch.int32), "cpu").dtype == torch.int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    pair: tuple[torch.Tensor | None, torch.Tensor]
+    lengths: tuple[int, ...]
+    inner: Held | None = None
+    name: str = "held"
+
+
+def test_every_tensor_inside_is_changed_once() -> None:
+    shared = torch.arange(3)
+    held = Held((None, shared), (1, 2), Held((shared, torch.ones(2)), ()))
+    changed: list[torch.Tensor] = []
+
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        changed.append(tensor)
+        return tensor * 2
+
+    found = mapped(held, double)
+    assert len(changed) == 2
+    assert found.inner is not None and found.inner.pair[0] is found.pair[1]
+    assert found.pair[0] is None and found.pair[1].tolist() == [0, 2, 4]
+    assert found.inner.pair[1].tolist() == [2, 2]
+    assert found.lengths is held.lengths and shared.tolist() == [0, 1, 2]
+    assert mapped(held, lambda tensor: tensor) is held
+    assert mapped(None, double) is None
+
+
+def test_a_copy_to_the_host_is_of_its_time() -> None:
+    number = torch.tensor([2.5], dtype=torch.float64)
+    copy = HostCopy(number)
+    number += 1
+    assert copy.is_here() and copy.item() == 2.5
