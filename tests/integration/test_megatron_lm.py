@@ -88,12 +88,17 @@ def holding(texts: list[Path]) -> Flags:
     return BOTH | {"data_path": texts[0], "train_iters": NUM_STEPS, "wlb_packing": "hold"}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+EVERY_LAYOUT: dict[str, tuple[int, Flags]] = LAYOUTS | {
+    "pp2-vpp2-flush": (2, PP2_VPP2 | {"overlap_p2p_communication_warmup_flush": True}),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_LAYOUT)
 def test_every_layout_equals_one_process(
     name: str, one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
 ) -> None:
     """Losses of 10 steps, with documents held back, from a checkpoint of another layout."""
-    num_processes, layout = LAYOUTS[name]
+    num_processes, layout = EVERY_LAYOUT[name]
     if "use_distributed_optimizer" in layout:  # its state of one process is of another form
         layout = {k: v for k, v in layout.items() if k != "use_distributed_optimizer"}
     folder = one_process[0]

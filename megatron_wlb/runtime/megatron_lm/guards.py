@@ -23,7 +23,6 @@ _NAMES = {
     "--fp8-format": "fp8",
     "--fp4-format": "fp4",
     "--no-overlap-p2p-communication": "overlap_p2p_comm",
-    "--overlap-p2p-communication-warmup-flush": "overlap_p2p_comm_warmup_flush",
 }
 """Flags whose attributes are not called as they are."""
 
@@ -174,7 +173,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "be mixed up", "leave it out, or use other than 2 stages", refused=_mixes_up,
     ),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
-    Refusal("--overlap-p2p-communication-warmup-flush", _OTHER_ORDER),
     Refusal(
         "--pipeline-model-parallel-layout", _EVEN, "use --num-virtual-stages-per-pipeline-rank"
     ),

@@ -67,7 +67,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--hierarchical-context-parallel-sizes": {"hierarchical_context_parallel_sizes": [2, 2]},
     "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
-    "--overlap-p2p-communication-warmup-flush": {"overlap_p2p_comm_warmup_flush": True},
     "--pipeline-model-parallel-layout": {"pipeline_model_parallel_layout": "Et|tL"},
     "--decoder-first-pipeline-num-layers": {"decoder_first_pipeline_num_layers": 3},
     "--decoder-last-pipeline-num-layers": {"decoder_last_pipeline_num_layers": 3},
