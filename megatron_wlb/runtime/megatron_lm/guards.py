@@ -73,7 +73,7 @@ def _mixes_up(args: argparse.Namespace) -> bool:
 def _cannot_load(args: argparse.Namespace) -> bool:
     saves_state = args.use_distributed_optimizer and args.save and not args.no_save_optim
     resharded = args.ckpt_format == "torch_dist" and args.dist_ckpt_optim_fully_reshardable
-    return bool(saves_state and not args.bf16 and not resharded)
+    return bool(saves_state and not (args.bf16 or args.fp16) and not resharded)
 
 
 def _defers_gathered(args: argparse.Namespace) -> bool:
@@ -149,10 +149,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--external-cuda-graph", _ONE_GRAPH),
     Refusal("--cuda-graph-impl", _ONE_GRAPH, "use none", ("none",)),
     Refusal("--tp-comm-overlap", _ONE_BUFFER),
-    Refusal(
-        "--fp16", "its scaled losses and the steps that these skip are not tested",
-        "train in --bf16",
-    ),
     Refusal("--fp8-format", _BY_16, "train in --bf16"),
     Refusal("--fp4-format", _BY_16, "train in --bf16"),
     Refusal("--fine-grained-activation-offloading", _ONE_BUFFER),

@@ -57,7 +57,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--external-cuda-graph": {"external_cuda_graph": True},
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
     "--tp-comm-overlap": {"tp_comm_overlap": True},
-    "--fp16": {"fp16": True},
     "--fp8-format": {"fp8": "hybrid"},
     "--fp4-format": {"fp4": "e2m1"},
     "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
@@ -200,8 +199,8 @@ def test_flag_without_effect_is_one_warning(
 
 
 def test_flags_that_cannot_run_are_told_at_once() -> None:
-    given = FINE | {"fp16": True, "micro_batch_size": 2, "world_size": 20, "num_experts": 8}
+    given = FINE | {"sft": True, "micro_batch_size": 2, "world_size": 20, "num_experts": 8}
     with pytest.raises(ConfigError) as raised:
         guards.check(argparse.Namespace(**given), ["--this is another"])
     told = [line.split()[0] for line in str(raised.value).splitlines()]
-    assert told == ["--num-experts", "--fp16", "--micro-batch-size", "20", "--this"]
+    assert told == ["--num-experts", "--micro-batch-size", "--sft", "20", "--this"]
