@@ -90,7 +90,12 @@ def holding(texts: list[Path]) -> Flags:
 
 EVERY_LAYOUT: dict[str, tuple[int, Flags]] = LAYOUTS | {
     "pp2-vpp2-flush": (2, PP2_VPP2 | {"overlap_p2p_communication_warmup_flush": True}),
-}
+    # Flags that want one length, or a mean over ranks: turned off.
+    "tp2-off": (
+        2, TP2_SP | {"ddp_average_in_collective": True, "cuda_graph_impl": "local",
+                     "tp_comm_overlap": True},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVERY_LAYOUT)
@@ -352,7 +357,7 @@ def test_paths_per_split_train_and_evaluate_those(texts: list[Path], tmp_path: P
 
 
 REFUSED: dict[str, tuple[Flags, list[str]]] = {
-    "ours": ({"tp_comm_overlap": True}, ["--tp-comm-overlap", "lengths", "leave it out"]),
+    "ours": ({"fp4_format": "e2m1"}, ["--fp4-format", "lengths", "train in --bf16"]),
     "yaml": ({"yaml_cfg": "run.yaml"}, ["--yaml-cfg", "use flags"]),
     "hardware": ({"wlb_hardware": "none.yaml"}, ["--wlb-hardware", "none.yaml", "wlb profile"]),
     "no-validation": (

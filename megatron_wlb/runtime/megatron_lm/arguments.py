@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_wlb.runtime.megatron_lm import guards
 from megatron_wlb.settings.command_line import add_flags
 from megatron_wlb.settings.config import Config, WlbConfig, from_flat
 
@@ -71,6 +72,7 @@ def prepare(args: argparse.Namespace) -> None:
     pass through the model are as large as in a mean. And gradients are added up in fp32, as
     dividing them by the tokens would bring fp16 ones below its smallest number.
     """
+    guards.turn_off(args)
     args.calculate_per_token_loss = True
     args.dataloader_type = "external"
     if args.fp16:

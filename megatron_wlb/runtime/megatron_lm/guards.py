@@ -145,10 +145,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--use-kitchen-attention", "packed attention takes its place"),
     # Kernels that are made for one length.
-    Refusal("--enable-cuda-graph", _ONE_GRAPH),
-    Refusal("--external-cuda-graph", _ONE_GRAPH),
-    Refusal("--cuda-graph-impl", _ONE_GRAPH, "use none", ("none",)),
-    Refusal("--tp-comm-overlap", _ONE_BUFFER),
     Refusal("--fp8-format", _BY_16, "train in --bf16"),
     Refusal("--fp4-format", _BY_16, "train in --bf16"),
     Refusal("--fine-grained-activation-offloading", _ONE_BUFFER),
@@ -191,10 +187,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--decrease-batch-size-if-needed", _FIXED_NUMBER,
         "use a --global-batch-size that data parallelism divides",
-    ),
-    Refusal(
-        "--ddp-average-in-collective",
-        "a loss per token divides gradients once, by the tokens of the step",
     ),
     # The data.
     Refusal(
@@ -241,13 +233,30 @@ WITH_SLICES: tuple[Refusal, ...] = (
 NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--reset-position-ids", "positions start anew in each document already"),
     Refusal("--reset-attention-mask", "attention stays inside each document already"),
+    Refusal("--eod-mask-loss", "the last token of a document predicts nothing already"),
     Refusal(
         "--dataloader-type",
         "documents come from our own stream (order and epochs: docs/megatron-lm.md)",
         allowed=("single", "external"),
     ),
+    Refusal(
+        "--ddp-average-in-collective",
+        "a loss per token divides gradients once, by the tokens of the step",
+    ),
+    Refusal("--enable-cuda-graph", _ONE_GRAPH),
+    Refusal("--external-cuda-graph", _ONE_GRAPH),
+    Refusal("--cuda-graph-impl", _ONE_GRAPH, allowed=("none",)),
+    Refusal("--tp-comm-overlap", _ONE_BUFFER),
 )
-"""Flags that change nothing here: told, and left alone."""
+"""Flags without which the same numbers are computed: told, and left alone or turned off."""
+
+_TURNED_OFF: dict[str, Any] = {
+    "ddp_average_in_collective": False,
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "cuda_graph_impl": "none",
+    "tp_comm_overlap": False,
+}
 
 
 def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
@@ -278,6 +287,13 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
             f"{args.world_size} processes do not divide by TP × PP × CP = {shards}; start a "
             "multiple of that"
         )
+
+
+def turn_off(args: argparse.Namespace) -> None:
+    """Turns off what has no effect but would fail; :func:`check` has told of it."""
+    for name, value in _TURNED_OFF.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
 
 
 def check_words(words: Sequence[str]) -> None:
