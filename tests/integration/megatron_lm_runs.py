@@ -89,7 +89,7 @@ def finish(run: Run) -> Finished:
 
 def logged(finished: Finished, name: str) -> list[str]:
     """A figure of each of Megatron's log lines, as it is written there."""
-    return re.findall(rf"\| {name}: (\S+)", finished.output)
+    return re.findall(rf"\| {name}: +(\S+)", finished.output)
 
 
 def validations(finished: Finished) -> list[str]:

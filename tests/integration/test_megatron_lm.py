@@ -88,12 +88,22 @@ def holding(texts: list[Path]) -> Flags:
     return BOTH | {"data_path": texts[0], "train_iters": NUM_STEPS, "wlb_packing": "hold"}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+EVERY_LAYOUT: dict[str, tuple[int, Flags]] = LAYOUTS | {
+    "pp2-vpp2-flush": (2, PP2_VPP2 | {"overlap_p2p_communication_warmup_flush": True}),
+    # Flags that want one length, or a mean over ranks: turned off.
+    "tp2-off": (
+        2, TP2_SP | {"ddp_average_in_collective": True, "cuda_graph_impl": "local",
+                     "tp_comm_overlap": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY_LAYOUT)
 def test_every_layout_equals_one_process(
     name: str, one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
 ) -> None:
     """Losses of 10 steps, with documents held back, from a checkpoint of another layout."""
-    num_processes, layout = LAYOUTS[name]
+    num_processes, layout = EVERY_LAYOUT[name]
     if "use_distributed_optimizer" in layout:  # its state of one process is of another form
         layout = {k: v for k, v in layout.items() if k != "use_distributed_optimizer"}
     folder = one_process[0]
@@ -145,6 +155,30 @@ def test_packings_train_other_batches(
     original, held = losses(tmp_path / "original"), losses(one_process[0] / "metrics")
     for step, loss in original.items():
         assert abs(loss - held[step]) > 100 * ROUNDING * loss
+
+
+def test_fp16_trains_as_fp32_and_skips_steps_as_megatron_does(
+    texts: list[Path], tmp_path: Path
+) -> None:
+    """A scale is for a mean over tokens: as Megatron's, it is too large from about 2^30 on."""
+    flags = holding(texts) | {"seed": 7, "train_iters": 6, "wlb_packing": "slim"} | PP2
+    finish(launch(tmp_path, 2, flags | {"wlb_metrics": "fp32"}))
+    expected = losses(tmp_path / "fp32")
+    half = flags | {"fp16": True, "hysteresis": 1}
+    small = finish(
+        launch(tmp_path, 2, half | {"initial_loss_scale": 2**16, "wlb_metrics": "small"})
+    )
+    assert losses(tmp_path / "small") == pytest.approx(expected, rel=2e-3)
+    assert logged(small, "number of skipped iterations") == ["0"] * 6
+    scale = 2.0**16 / 1024  # of 8 windows of 128 tokens
+    assert [float(s) for s in logged(small, "loss scale")] == [scale] * 6
+    large = finish(
+        launch(tmp_path, 2, half | {"initial_loss_scale": 2**40, "wlb_metrics": "large"})
+    )
+    assert "0" not in logged(large, "number of skipped iterations")
+    untrained = losses(tmp_path / "large")
+    assert untrained[1] == losses(tmp_path / "small")[1]
+    assert untrained[6] > 1.01 * expected[6]
 
 
 def test_evaluations_are_of_the_same_documents(
@@ -323,7 +357,7 @@ def test_paths_per_split_train_and_evaluate_those(texts: list[Path], tmp_path: P
 
 
 REFUSED: dict[str, tuple[Flags, list[str]]] = {
-    "ours": ({"tp_comm_overlap": True}, ["--tp-comm-overlap", "lengths", "leave it out"]),
+    "ours": ({"fp4_format": "e2m1"}, ["--fp4-format", "lengths", "train in --bf16"]),
     "yaml": ({"yaml_cfg": "run.yaml"}, ["--yaml-cfg", "use flags"]),
     "hardware": ({"wlb_hardware": "none.yaml"}, ["--wlb-hardware", "none.yaml", "wlb profile"]),
     "no-validation": (

@@ -21,6 +21,9 @@ RUNS: dict[str, tuple[int, Flags]] = {
     ),
     # Ranks of unequal lengths draw unequally many random numbers, which Megatron does not save.
     "dp2-wlb-torch": (2, {"wlb_packing": "wlb", "ckpt_format": "torch"}),
+    "pp2-fp16-hold-torch_dist": (
+        2, LAYOUTS["pp2"][1] | {"wlb_packing": "hold", "fp16": True, "initial_loss_scale": 2**16},
+    ),
     "dp2-sharded-bf16-hold-torch_dist": (
         2, LAYOUTS["dp2"][1] | {"wlb_packing": "hold", "bf16": True},
     ),

@@ -120,7 +120,7 @@ REFUSED = {
     ("--context-parallel-size", "3"): r"world size \(32\) is not divisible",
     ("--no-such-flag",): "unrecognized arguments: --no-such-flag",
     ("--kv-channels", "many"): "argument --kv-channels: invalid int value",
-    (*NO_CP, "--tp-comm-overlap"): "^--tp-comm-overlap does not work with --wlb-packing",
+    (*NO_CP, "--sft"): "^--sft does not work with --wlb-packing",
 }
 
 

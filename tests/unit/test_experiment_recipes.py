@@ -214,9 +214,9 @@ def test_dry_run_reads_the_file_of_settings(
     settings.write_text("wlb_packing: wlb\n")
     status, said = dry_run(capsys, recipe)
     assert status == 0 and json.loads(said)["packing"] == "wlb"
-    settings.write_text("wlb_packing: wlb\ntp_comm_overlap: true\n")
+    settings.write_text("wlb_packing: wlb\nsft: true\n")
     status, said = dry_run(capsys, recipe)
-    assert status == 2 and "--tp-comm-overlap does not work" in said
+    assert status == 2 and "--sft does not work" in said
 
 
 def test_dry_run_refuses_megatrons_default_of_attention_dropout(

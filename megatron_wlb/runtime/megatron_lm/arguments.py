@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_wlb.runtime.megatron_lm import guards
 from megatron_wlb.settings.command_line import add_flags
 from megatron_wlb.settings.config import Config, WlbConfig, from_flat
+
+logger = logging.getLogger(__name__)
 
 ALONE = ("--wlb-device",)
 """Flags of ours that do not ask for plans."""
@@ -33,7 +37,7 @@ _SAME = (
     "distributed_backend",
     # The batch, and what its memory depends on.
     "micro_batch_size", "global_batch_size", "seed", "recompute_granularity",
-    "recompute_method", "recompute_num_layers", "deterministic_mode", "bf16",
+    "recompute_method", "recompute_num_layers", "deterministic_mode",
     # The data.
     "split", "seq_length",
 )  # fmt: skip
@@ -59,6 +63,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def prepare(args: argparse.Namespace) -> None:
+    """Sets what plans need of Megatron, before its own checks.
+
+    Tokens of ragged micro-batches weigh the same only if the step is divided by them once. So the
+    loss is a sum over tokens where Megatron's is a mean, and so large that fp16 asks for two things
+    more. Loss scales are smaller by the power of two next to a step's tokens: then the numbers that
+    pass through the model are as large as in a mean. And gradients are added up in fp32, as
+    dividing them by the tokens would bring fp16 ones below its smallest number.
+    """
+    guards.turn_off(args)
+    args.calculate_per_token_loss = True
+    args.dataloader_type = "external"
+    if args.fp16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+        step_windows = args.global_batch_size or args.micro_batch_size * args.world_size
+        shift = (step_windows * args.seq_length - 1).bit_length()
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+            if getattr(args, name) is not None:
+                setattr(args, name, getattr(args, name) * 2.0**-shift)
+        logger.info(
+            "--fp16: gradients are added up in fp32; loss scales are 2^%d smaller, as the loss is "
+            "a sum over the tokens of a step", shift,
+        )  # fmt: skip
+
+
 def config_of(args: argparse.Namespace) -> Config:
     """The settings that planning, batches and guards read, of arguments that Megatron has checked.
 
@@ -68,6 +97,7 @@ def config_of(args: argparse.Namespace) -> Config:
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
     values |= {ours: getattr(args, theirs) for ours, theirs in _OURS.items()}
     values |= {name: value for name, value in vars(args).items() if name.startswith("wlb_")}
+    values["bf16"] = args.bf16 or args.fp16  # which has the same sizes and rates
     values["optimizer"] = "sgd" if args.optimizer == "sgd" else "adam"  # for its memory
     values["disable_bias_linear"] = not args.add_bias_linear
     values["no_overlap_p2p_communication"] = (

@@ -81,7 +81,7 @@ def _check(flags: list[str]) -> None:
     args = parse_args(arguments.add_arguments if planned else None)
     given = copy.copy(args)
     if planned:
-        args.calculate_per_token_loss, args.dataloader_type = True, "external"
+        arguments.prepare(args)
     validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
     if planned:
         guards.check(given)

@@ -23,7 +23,6 @@ _NAMES = {
     "--fp8-format": "fp8",
     "--fp4-format": "fp4",
     "--no-overlap-p2p-communication": "overlap_p2p_comm",
-    "--overlap-p2p-communication-warmup-flush": "overlap_p2p_comm_warmup_flush",
 }
 """Flags whose attributes are not called as they are."""
 
@@ -74,7 +73,7 @@ def _mixes_up(args: argparse.Namespace) -> bool:
 def _cannot_load(args: argparse.Namespace) -> bool:
     saves_state = args.use_distributed_optimizer and args.save and not args.no_save_optim
     resharded = args.ckpt_format == "torch_dist" and args.dist_ckpt_optim_fully_reshardable
-    return bool(saves_state and not args.bf16 and not resharded)
+    return bool(saves_state and not (args.bf16 or args.fp16) and not resharded)
 
 
 def _defers_gathered(args: argparse.Namespace) -> bool:
@@ -146,14 +145,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--use-kitchen-attention", "packed attention takes its place"),
     # Kernels that are made for one length.
-    Refusal("--enable-cuda-graph", _ONE_GRAPH),
-    Refusal("--external-cuda-graph", _ONE_GRAPH),
-    Refusal("--cuda-graph-impl", _ONE_GRAPH, "use none", ("none",)),
-    Refusal("--tp-comm-overlap", _ONE_BUFFER),
-    Refusal(
-        "--fp16", "its scaled losses and the steps that these skip are not tested",
-        "train in --bf16",
-    ),
     Refusal("--fp8-format", _BY_16, "train in --bf16"),
     Refusal("--fp4-format", _BY_16, "train in --bf16"),
     Refusal("--fine-grained-activation-offloading", _ONE_BUFFER),
@@ -174,7 +165,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "be mixed up", "leave it out, or use other than 2 stages", refused=_mixes_up,
     ),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
-    Refusal("--overlap-p2p-communication-warmup-flush", _OTHER_ORDER),
     Refusal(
         "--pipeline-model-parallel-layout", _EVEN, "use --num-virtual-stages-per-pipeline-rank"
     ),
@@ -197,10 +187,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--decrease-batch-size-if-needed", _FIXED_NUMBER,
         "use a --global-batch-size that data parallelism divides",
-    ),
-    Refusal(
-        "--ddp-average-in-collective",
-        "a loss per token divides gradients once, by the tokens of the step",
     ),
     # The data.
     Refusal(
@@ -247,13 +233,30 @@ WITH_SLICES: tuple[Refusal, ...] = (
 NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--reset-position-ids", "positions start anew in each document already"),
     Refusal("--reset-attention-mask", "attention stays inside each document already"),
+    Refusal("--eod-mask-loss", "the last token of a document predicts nothing already"),
     Refusal(
         "--dataloader-type",
         "documents come from our own stream (order and epochs: docs/megatron-lm.md)",
         allowed=("single", "external"),
     ),
+    Refusal(
+        "--ddp-average-in-collective",
+        "a loss per token divides gradients once, by the tokens of the step",
+    ),
+    Refusal("--enable-cuda-graph", _ONE_GRAPH),
+    Refusal("--external-cuda-graph", _ONE_GRAPH),
+    Refusal("--cuda-graph-impl", _ONE_GRAPH, allowed=("none",)),
+    Refusal("--tp-comm-overlap", _ONE_BUFFER),
 )
-"""Flags that change nothing here: told, and left alone."""
+"""Flags without which the same numbers are computed: told, and left alone or turned off."""
+
+_TURNED_OFF: dict[str, Any] = {
+    "ddp_average_in_collective": False,
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "cuda_graph_impl": "none",
+    "tp_comm_overlap": False,
+}
 
 
 def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
@@ -284,6 +287,13 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
             f"{args.world_size} processes do not divide by TP × PP × CP = {shards}; start a "
             "multiple of that"
         )
+
+
+def turn_off(args: argparse.Namespace) -> None:
+    """Turns off what has no effect but would fail; :func:`check` has told of it."""
+    for name, value in _TURNED_OFF.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -106,9 +106,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
     if not elsewhere and (error := missing_load(args.load, args.save)):
         raise CheckpointError(error)
-    # Tokens of ragged micro-batches weigh the same only if the step is divided by them once.
-    args.calculate_per_token_loss = True
-    args.dataloader_type = "external"
+    arguments.prepare(args)
     checked = _megatrons_own_checks(original, args, *rest, **kwargs)
     config = arguments.config_of(args)
     layout_guards.check(config, args.world_size)

@@ -35,7 +35,7 @@ def test_words_of_what_runs_pass(more: str) -> None:
     [
         ("--attention-dropout 0.1", "^--attention-dropout 0.1 does not work"),
         ("--attention-dropout=0.1", "^--attention-dropout 0.1 does not work"),
-        ("--tp-comm-overlap", "^--tp-comm-overlap does not work"),
+        ("--sft", "^--sft does not work"),
         ("--micro-batch-size 2", "^--micro-batch-size 2 does not work"),
         ("--rampup-batch-size 2 2 100", "^--rampup-batch-size 2 2 100 does not work"),
         ("--position-embedding-type mrope", "^--position-embedding-type mrope does not work"),
