@@ -35,7 +35,7 @@ class Hardware:
     """Rates of one device and its links.
 
     Raises :class:`ConfigError` for a figure outside [:data:`LEAST`, :data:`MOST`], or a share above
-    1; overlaps and latencies may be 0.
+    1; overlaps, latencies and overheads may be 0.
     """
 
     peak_tflops: float
@@ -58,11 +58,17 @@ class Hardware:
     link_share: float
     """Share of the links' bandwidth that collectives reach."""
     tp_overlap: float
-    """Share of the tensor-parallel collectives that is hidden behind matrix products."""
+    """Share that is hidden of those tensor-parallel collectives which run beside matrix products:
+    in backward the gathering of inputs and the reduction of their gradients, in forward none."""
     cp_overlap: float
-    """Share of the context-parallel exchange of K and V that is hidden behind attention."""
+    """Share that is hidden of those context-parallel exchanges of K and V which run beside
+    attention: of all head groups but one."""
     latency_us: float = 10.0
     """Time that a message between devices takes besides its bytes; 10 if not given."""
+    context_mib: float = 0.0
+    """2²⁰ bytes that a process takes on the device before any tensor; 0 if not given."""
+    communicator_mib: float = 0.0
+    """2²⁰ bytes of buffers of one communicator between devices; 0 if not given."""
     attention: tuple[AttentionProfile, ...] = ()
     """Measured attention kernels, where there are any."""
 
@@ -72,7 +78,7 @@ class Hardware:
             if name == "devices_per_node":
                 whole_number(what, value, 1, MOST_DEVICES)
             else:
-                least = 0 if name.endswith(("_overlap", "_us")) else LEAST
+                least = 0 if name.endswith(("_overlap", "_us", "_mib")) else LEAST
                 most = 1 if name.endswith(("_share", "_overlap")) else MOST
                 real_number(what, value, least, most)
 
