@@ -97,7 +97,7 @@ class AnalyticModel:
         local = sum(part.elementwise_numbers for part in layer.parts)
         kv_bytes = 2 * layer.key_size / p.tp_size * attention.element_bytes
         gathered_bytes = kv_bytes * (p.cp_size - 1) / p.cp_size
-        exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size)
+        exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size, p.cp_size)
         # Each rank copies the keys and values of all ranks into the order of its kernel.
         copied_bytes = 2 * kv_bytes if p.cp_size > 1 else 0.0
         attention_tflops = machine.reached_tflops(machine.attention_share, attention.peak)
@@ -200,7 +200,7 @@ class AnalyticModel:
         p = self.parallelism
         hidden_bytes = self.shape.hidden_size * element_bytes / p.cp_size
         received = num_collectives * hidden_bytes * (p.tp_size - 1) / p.tp_size
-        return self.hardware.transfer_us(received, p.tp_size)
+        return self.hardware.transfer_us(received, p.tp_size, p.tp_size)
 
     def _tp_backward_us(
         self, num_outputs: int, num_inputs: int, num_weights: int, precisions: Precisions

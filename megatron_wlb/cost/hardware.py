@@ -103,10 +103,16 @@ class Hardware:
         """Time that element-wise operations need to read and write so many bytes."""
         return num_bytes / (self.memory_gb_s * self.memory_share * 1e3)
 
-    def transfer_us(self, num_bytes: float, num_devices: int) -> float:
-        """Time to receive so many bytes from a group that spans ``num_devices`` neighbours."""
-        inside = num_devices <= self.devices_per_node
-        gb_s = self.node_link_gb_s if inside else self.network_gb_s
+    def transfer_us(self, num_bytes: float, num_devices: int, num_ranks: int = 1) -> float:
+        """Time to receive so many bytes from a group that spans ``num_devices`` neighbours.
+
+        ``num_ranks`` of them, evenly spread, are the group. Beyond a node its ranks there use all
+        their network adapters, as NCCL's rings do: each enters the node by another.
+        """
+        gb_s = self.node_link_gb_s
+        if num_devices > self.devices_per_node:
+            in_node = max(1, self.devices_per_node * num_ranks // num_devices)
+            gb_s = min(gb_s, self.network_gb_s * in_node)
         return num_bytes / (gb_s * self.link_share * 1e3)
 
 
