@@ -13,9 +13,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -73,18 +72,24 @@ class Clock:
         self._now_s = time.process_time if one_thread else time.perf_counter
         self.name = "GPU events" if self._cuda else "processor time" if one_thread else "time"
 
+    def now(self) -> Any:
+        """A moment, for :meth:`between_us`."""
+        if not self._cuda:
+            return self._now_s()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def between_us(self, start: Any, stop: Any) -> float:
+        if not self._cuda:
+            return float(stop - start) * 1e6
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e3
+
     def __call__(self, run: Callable[[], object]) -> float:
-        if self._cuda:
-            event = partial(torch.cuda.Event, enable_timing=True)
-            start, stop = event(), event()
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            return float(start.elapsed_time(stop)) * 1e3
-        began_s = self._now_s()
+        start = self.now()
         run()
-        return (self._now_s() - began_s) * 1e6
+        return self.between_us(start, self.now())
 
 
 class AttentionTimer:

@@ -21,7 +21,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing.base import MOST_STEPS
-from megatron_wlb.planning.run import MEMORY_SHARE, Run, title
+from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.sharding.select import MODES, Mode
@@ -180,9 +180,6 @@ def _space(args: argparse.Namespace) -> Space:
             f"--num-devices {args.num_devices} are no whole nodes of {node}, and torchrun starts "
             f"equally many on each; give {whole} or {whole + node}"
         )
-    limit_gib = args.memory_gib
-    if limit_gib is None:
-        limit_gib = MEMORY_SHARE * hardware.memory_gib
     recompute = [args.recompute] if args.recompute else RECOMPUTE
     return Space(
         read_model(args.model).shape,
@@ -194,7 +191,8 @@ def _space(args: argparse.Namespace) -> Space:
         cast(Mode, args.sharding),
         tuple(RECOMPUTE[name] for name in recompute),
         max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
-        limit_gib * (1 - args.headroom) if limit_gib > 0 else limit_gib,
+        args.memory_gib,
+        args.headroom,
         args.cost_extrapolate,
         fixed,
     )

@@ -10,7 +10,9 @@ Two ways to count, by the kernels that run:
   copies, unfused RoPE and SwiGLU, and attention document by document.
 * ``fused``: kernels that keep their inputs only, as Transformer Engine's norms, flash attention,
   fused RoPE and fused SwiGLU do. Not measured; from their definitions (for a GPT with dropout it is
-  the ``34·h`` bytes a token and layer of Korthikanti et al., 2022).
+  the ``34·h`` bytes a token and layer of Korthikanti et al., 2022). Attention's backward works in
+  memory of its own (:mod:`megatron_wlb.cost.workspace`): the most of all kernels, or that of a
+  named one.
 
 A number is kept in the precision of the operation that reads it again.
 
@@ -30,12 +32,14 @@ import numpy.typing as npt
 from megatron_wlb.cost.exchange import exchange_bytes
 from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precisions, Runs, slices
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.workspace import FP32, WORKSPACES, Workspace
 from megatron_wlb.schedule.graph import Floats
 
 Kernels: TypeAlias = Literal["torch", "fused"]
 
-FP32 = 4
 INT64 = 8
+DOCUMENT_TOKENS = 1024
+"""Tokens of a document in the mean, for what kernels add to each; real corpora have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class Operation:
     """Bytes of their gradients' buffers, a token of the document."""
     joined: float = 0.0
     """Kept besides where a slice and whole documents share a micro-batch: two outputs in one."""
+    prefix: float = 0.0
+    """Bytes in which its backward works, a key of the slices before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,10 @@ class ActivationModel:
     kernels: Kernels
     keep_gathered: bool = False
     """Under CP: whether gathered keys and values are kept for the backward pass."""
+    attention_kernel: str | None = None
+    """The name of attention's kernel; without one the most of all that may run is counted of the
+    fused ones, and attention document by document of torch's."""
+    document_tokens: float = DOCUMENT_TOKENS
     precisions: Precisions | None = None
     """The precisions of the layer at hand."""
 
@@ -286,6 +296,26 @@ class ActivationModel:
             weight_bytes=self._weight(rows, self.shape.hidden_size),
         )
 
+    def _workspace(self, part: Attention, num_keys: float) -> tuple[float, float] | None:
+        """Bytes in which the kernel's backward works: a local token with so many keys a token, and
+        a key. None of kernels that run document by document.
+        """
+        if self.attention_kernel is not None:
+            names = [name for name in WORKSPACES if name == self.attention_kernel]
+        else:
+            names = list(WORKSPACES) if self._fused else []
+        # On each context-parallel rank a document may have two chunks.
+        cp_size, tp_size = self.parallelism.cp_size, self.parallelism.tp_size
+        chunks = (2 * cp_size if cp_size > 1 else 1) / self.document_tokens
+        heads, groups = part.num_attention_heads / tp_size, part.num_query_groups / tp_size
+        sizes = heads, groups, part.kv_channels, self._bytes.attention.element_bytes
+
+        def total(space: Workspace) -> float:
+            return space.total(1, num_keys, chunks)
+
+        most = max((WORKSPACES[name](*sizes) for name in names), key=total, default=None)
+        return None if most is None else (total(most), most.key_bytes + most.key_row_bytes)
+
     def _attention(self, part: Attention) -> list[Operation]:
         """Lists the operations from the norm's output to the projection."""
         tp_size, e = self.parallelism.tp_size, self._bytes.attention.element_bytes
@@ -321,15 +351,16 @@ class ActivationModel:
 
         # Of its output and log-sum-exp the first is the projection's input.
         kept = FP32 * heads
-        # Gradients of the output, of q, k, v, and of one document's again.
-        gradients = self._hidden + e * q + 2 * e * (q + 2 * k)
+        # Gradients of the output, of q, k, v, and of one document's again or what the kernel needs.
+        workspace, prefix = self._workspace(part, 1) or (e * (q + 2 * k), 0.0)
+        gradients = self._hidden + e * q + e * (q + 2 * k) + workspace
         if self.parallelism.cp_size > 1:
             attention = self._context_attention(part, kept, self._hidden + e * q)
         elif self.recompute.granularity == "selective":
             attention = Operation("attention", forward=kept, backward=gradients + kept + e * q)
         else:
             attention = Operation("attention", kept, backward=gradients)
-        attention = replace(attention, keys=2 * e * k, gradients=2 * FP32 * k)
+        attention = replace(attention, keys=2 * e * k, gradients=2 * FP32 * k, prefix=prefix)
         if self.recompute.granularity != "selective":  # which keeps what attention is given
             # Keys of their own, and the product of which queries are no view.
             apart = rotated or part.qk_norm
@@ -351,10 +382,15 @@ class ActivationModel:
         cp_size, tp_size = self.parallelism.cp_size, self.parallelism.tp_size
         e = self._bytes.attention.element_bytes
         # Of a local token: there are CP times as many of all ranks.
-        exchange = exchange_bytes(1, cp_size, cp_size + 0.5, 2 * e * part.key_size / tp_size)
+        num_keys = cp_size + 0.5
+        exchange = exchange_bytes(1, cp_size, num_keys, 2 * e * part.key_size / tp_size)
         gathering, copy = exchange.gathering, exchange.copy
         backward = gradients + exchange.gradients
-        if not self._fused:
+        workspace = self._workspace(part, num_keys)
+        if workspace is not None:
+            in_kernel = 2 * copy + e * part.query_size / tp_size + workspace[0]
+            backward = max(backward, gradients + in_kernel)
+        else:
             # A chunk's gradients, and then all chunks' in one.
             backward = max(backward + e * part.query_size / tp_size, gradients + 3 * copy)
         if self.recompute.granularity == "selective":

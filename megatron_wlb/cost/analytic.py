@@ -5,16 +5,20 @@ operation's precision):
 
 * matrix products: 2 FLOPs a weight and token, over TP and CP;
 * causal attention: ``2 · heads · dim · d²`` FLOPs a document, over TP and CP;
-* TP: two all-gathers or reduce-scatters of ``[tokens / CP, h]`` a part (an all-reduce is as much),
-  less what is hidden behind matrix products;
-* CP: the other ranks' K and V, less what is hidden behind attention, and the copy of all ranks'
-  into the order that the attention kernel takes;
+* TP: two all-gathers or reduce-scatters of ``[tokens / CP, h]`` a part (an all-reduce is as much).
+  Nothing hides them, as ``--tp-comm-overlap`` is refused;
+* CP: the other ranks' K and V, and the copy of all ranks' into the order that the attention kernel
+  takes. The exchange of the first of ``g`` head groups is not hidden, that of the others is for the
+  machine's ``cp_overlap``;
 * element-wise operations: what they read and write, at memory bandwidth.
 
 The first stage has the embedding besides, the last one the LM head and its fp32 loss. Sends between
 stages belong to the schedule, so :mod:`megatron_wlb.simulator` has them. Backward takes twice the
 forward's linear work and 2.5 times its attention work (flash attention computes the scores again),
-and once more the forward of what is recomputed.
+and once more the forward of what is recomputed. Its TP collectives are others: Megatron gathers a
+part's input again (with sequence parallelism) and reduces its gradient beside matrix products, so
+``tp_overlap`` of them is hidden, as far as the products last. The gathering of the gradient of a
+part's output is not.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_wlb.cost.document import DocumentCost
+from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.cost.hardware import Hardware
-from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
+from megatron_wlb.cost.layers import Attention, Layer, Precision, Precisions, Runs, slices
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
 
 BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
@@ -42,7 +47,9 @@ class ForwardTimes:
     """A token, as are those that follow."""
     elementwise_us: float
     tp_us: float
-    """Tensor-parallel collectives that are not hidden."""
+    """Tensor-parallel collectives."""
+    tp_backward_us: float
+    """Those of the backward pass, that are not hidden."""
     cp_us: float = 0.0
     """Context-parallel exchange that is not hidden."""
     cp_copy_us: float = 0.0
@@ -54,6 +61,11 @@ class ForwardTimes:
     def linear_us(self) -> float:
         """All that grows with the tokens."""
         return self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us + self.cp_copy_us
+
+    @property
+    def backward_linear_us(self) -> float:
+        """The same of the backward pass."""
+        return BACKWARD_LINEAR * (self.linear_us - self.tp_us) + self.tp_backward_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,8 @@ class AnalyticModel:
     parallelism: Parallelism
     recompute: Recompute
     element_bytes: int = 2
+    num_head_groups: int | None = None
+    """Head groups of the context-parallel exchange; a GPU's default if not given."""
 
     def layer(self, layer: Layer | None = None) -> ForwardTimes:
         """One transformer layer; of the shape's own sizes if not given.
@@ -83,17 +97,20 @@ class AnalyticModel:
         local = sum(part.elementwise_numbers for part in layer.parts)
         kv_bytes = 2 * layer.key_size / p.tp_size * attention.element_bytes
         gathered_bytes = kv_bytes * (p.cp_size - 1) / p.cp_size
-        exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size)
+        exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size, p.cp_size)
         # Each rank copies the keys and values of all ranks into the order of its kernel.
         copied_bytes = 2 * kv_bytes if p.cp_size > 1 else 0.0
         attention_tflops = machine.reached_tflops(machine.attention_share, attention.peak)
+        num_parts = len(layer.parts)
+        columns = shape.hidden_size * sum(part.columns for part in layer.parts)
         return ForwardTimes(
             self._matrix_us(shape.hidden_size * layer.matrix_numbers, precisions.matrix),
             self._elementwise_us(
                 (spread + local / p.tp_size) * precisions.elementwise.element_bytes
             ),
-            self._tp_us(2 * len(layer.parts), precisions.collective.element_bytes),
-            (1 - machine.cp_overlap) * exchange_us,
+            self._tp_us(2 * num_parts, precisions.collective.element_bytes),
+            self._tp_backward_us(num_parts, num_parts, columns, precisions),
+            (1 - machine.cp_overlap * self._beside_attention(layer)) * exchange_us,
             machine.memory_us(copied_bytes),
             2 * layer.query_size / (self._devices * attention_tflops * 1e6),
         )
@@ -105,33 +122,37 @@ class AnalyticModel:
             0.0,
             self._elementwise_us(spread * self.element_bytes),
             self._tp_us(1, self.element_bytes),
+            self._tp_backward_us(1, 0, 0, Precisions.same(self.element_bytes)),
         )
 
     def head(self) -> ForwardTimes:
         """What the last stage has besides its layers: norm, LM head, loss."""
         shape, p = self.shape, self.parallelism
+        weights, precisions = shape.head_linear_parameters, Precisions.same(self.element_bytes)
         norm_bytes = 2 * shape.hidden_size / p.sequence_shards * self.element_bytes
         loss_bytes = shape.vocab_size / p.tp_size * (self.element_bytes + _LOSS_BYTES)
         return ForwardTimes(
-            self._matrix_us(shape.head_linear_parameters, Precision(self.element_bytes)),
+            self._matrix_us(weights, precisions.matrix),
             self._elementwise_us(norm_bytes + loss_bytes),
             self._tp_us(1, self.element_bytes),
+            self._tp_backward_us(0, 1, weights, precisions),
         )
 
     def stage_cost(self, stage: Stage) -> DocumentCost:
         """Cost of a document in a virtual stage."""
         recompute = self.recompute
         (first,) = slices(stage.layers, [recompute.recomputed_layers(stage.num_layers)])
-        linear_us, attention_us = self._layers_us(stage.layers)
-        again_us, again_attention_us = self._layers_us(first)
+        linear_us, backward_us, attention_us = self._layers_us(stage.layers)
+        again_us, _, again_attention_us = self._layers_us(first)
         if recompute.granularity == "selective":
             again_attention_us = attention_us
         ends = ((self.embedding(), stage.first), (self.head(), stage.last))
         linear_us += sum(part.linear_us for part, has in ends if has)
+        backward_us += sum(part.backward_linear_us for part, has in ends if has)
         return DocumentCost(
             linear_us,
             attention_us,
-            BACKWARD_LINEAR * linear_us + again_us,
+            backward_us + again_us,
             BACKWARD_ATTENTION * attention_us + again_attention_us,
         )
 
@@ -151,11 +172,22 @@ class AnalyticModel:
         """Devices that share a layer."""
         return self.parallelism.tp_size * self.parallelism.cp_size
 
-    def _layers_us(self, runs: Runs) -> tuple[float, float]:
-        """Linear and attention µs, a token and a token², of layers."""
+    def _beside_attention(self, layer: Layer) -> float:
+        """The share of the exchange that runs beside the attention of another head group."""
+        key_heads = [
+            part.num_query_groups // self.parallelism.tp_size or 1
+            for part in layer.parts
+            if isinstance(part, Attention)
+        ]
+        num = self.num_head_groups or min(map(default_head_groups, key_heads), default=1)
+        return (num - 1) / num
+
+    def _layers_us(self, runs: Runs) -> tuple[float, float, float]:
+        """Linear µs a token, forward and backward, and attention µs a token², of layers."""
         times = [(num, self.layer(layer)) for num, layer in runs]
         linear_us = sum((num * layer.linear_us for num, layer in times), 0.0)
-        return linear_us, sum((num * layer.attention_us for num, layer in times), 0.0)
+        backward_us = sum((num * layer.backward_linear_us for num, layer in times), 0.0)
+        return linear_us, backward_us, sum((num * layer.attention_us for num, layer in times), 0.0)
 
     def _matrix_us(self, num_weights: int, precision: Precision) -> float:
         tflops = self.hardware.reached_tflops(self.hardware.linear_share, precision.peak)
@@ -168,7 +200,22 @@ class AnalyticModel:
         p = self.parallelism
         hidden_bytes = self.shape.hidden_size * element_bytes / p.cp_size
         received = num_collectives * hidden_bytes * (p.tp_size - 1) / p.tp_size
-        return (1 - self.hardware.tp_overlap) * self.hardware.transfer_us(received, p.tp_size)
+        return self.hardware.transfer_us(received, p.tp_size, p.tp_size)
+
+    def _tp_backward_us(
+        self, num_outputs: int, num_inputs: int, num_weights: int, precisions: Precisions
+    ) -> float:
+        """Collectives of gradients of outputs, and of inputs beside the products of weights.
+
+        Without sequence parallelism whole outputs' gradients are there already, and inputs; an
+        all-reduce is two collectives.
+        """
+        element_bytes = precisions.collective.element_bytes
+        gathered = num_outputs if self.parallelism.sequence_parallel else 0
+        beside_us = self._tp_us(2 * num_inputs, element_bytes)
+        products_us = BACKWARD_LINEAR * self._matrix_us(num_weights, precisions.matrix)
+        hidden_us = self.hardware.tp_overlap * min(beside_us, products_us)
+        return self._tp_us(gathered, element_bytes) + beside_us - hidden_us
 
 
 def analytic_cost(
@@ -178,11 +225,11 @@ def analytic_cost(
     recompute: Recompute | None = None,
     *,
     element_bytes: int = 2,
+    num_head_groups: int | None = None,
 ) -> DocumentCost:
     """The cost of a document in the whole model; good for balance before measuring.
 
     Raises :class:`ConfigError` for a model that the layout does not divide.
     """
-    return AnalyticModel(
-        shape, hardware, parallelism or Parallelism(), recompute or Recompute(), element_bytes
-    ).cost()
+    layout = parallelism or Parallelism(), recompute or Recompute()
+    return AnalyticModel(shape, hardware, *layout, element_bytes, num_head_groups).cost()

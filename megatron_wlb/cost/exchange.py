@@ -1,4 +1,5 @@
-"""Bytes of keys and values that context-parallel attention holds beside its inputs and output.
+"""What context-parallel attention exchanges: its head groups, and the bytes that it holds beside
+its inputs and output.
 
 One collective and one copy: no more is alive but, in backward, the gradients of the copy. Of a
 kernel that makes no copies of its own, in one head group; with ``g`` of them each part is ``1/g``
@@ -8,6 +9,11 @@ of it, and the next group's collective is alive besides.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+def default_head_groups(num_key_heads: int) -> int:
+    """How many groups a GPU's key/value heads are gathered in: one runs while the next arrives."""
+    return 2 if num_key_heads % 2 == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)

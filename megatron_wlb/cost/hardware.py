@@ -35,7 +35,7 @@ class Hardware:
     """Rates of one device and its links.
 
     Raises :class:`ConfigError` for a figure outside [:data:`LEAST`, :data:`MOST`], or a share above
-    1; overlaps and latencies may be 0.
+    1; overlaps, latencies and overheads may be 0.
     """
 
     peak_tflops: float
@@ -58,11 +58,17 @@ class Hardware:
     link_share: float
     """Share of the links' bandwidth that collectives reach."""
     tp_overlap: float
-    """Share of the tensor-parallel collectives that is hidden behind matrix products."""
+    """Share that is hidden of those tensor-parallel collectives which run beside matrix products:
+    in backward the gathering of inputs and the reduction of their gradients, in forward none."""
     cp_overlap: float
-    """Share of the context-parallel exchange of K and V that is hidden behind attention."""
+    """Share that is hidden of those context-parallel exchanges of K and V which run beside
+    attention: of all head groups but one."""
     latency_us: float = 10.0
     """Time that a message between devices takes besides its bytes; 10 if not given."""
+    context_mib: float = 0.0
+    """2²⁰ bytes that a process takes on the device before any tensor; 0 if not given."""
+    communicator_mib: float = 0.0
+    """2²⁰ bytes of buffers of one communicator between devices; 0 if not given."""
     attention: tuple[AttentionProfile, ...] = ()
     """Measured attention kernels, where there are any."""
 
@@ -72,7 +78,7 @@ class Hardware:
             if name == "devices_per_node":
                 whole_number(what, value, 1, MOST_DEVICES)
             else:
-                least = 0 if name.endswith(("_overlap", "_us")) else LEAST
+                least = 0 if name.endswith(("_overlap", "_us", "_mib")) else LEAST
                 most = 1 if name.endswith(("_share", "_overlap")) else MOST
                 real_number(what, value, least, most)
 
@@ -97,10 +103,16 @@ class Hardware:
         """Time that element-wise operations need to read and write so many bytes."""
         return num_bytes / (self.memory_gb_s * self.memory_share * 1e3)
 
-    def transfer_us(self, num_bytes: float, num_devices: int) -> float:
-        """Time to receive so many bytes from a group that spans ``num_devices`` neighbours."""
-        inside = num_devices <= self.devices_per_node
-        gb_s = self.node_link_gb_s if inside else self.network_gb_s
+    def transfer_us(self, num_bytes: float, num_devices: int, num_ranks: int = 1) -> float:
+        """Time to receive so many bytes from a group that spans ``num_devices`` neighbours.
+
+        ``num_ranks`` of them, evenly spread, are the group. Beyond a node its ranks there use all
+        their network adapters, as NCCL's rings do: each enters the node by another.
+        """
+        gb_s = self.node_link_gb_s
+        if num_devices > self.devices_per_node:
+            in_node = max(1, self.devices_per_node * num_ranks // num_devices)
+            gb_s = min(gb_s, self.network_gb_s * in_node)
         return num_bytes / (gb_s * self.link_share * 1e3)
 
 

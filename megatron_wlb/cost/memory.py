@@ -5,8 +5,8 @@ that are in flight: run forward, not yet backward. What one of them keeps is in
 :mod:`megatron_wlb.cost.activations`.
 
 What is counted are the bytes of tensors that are alive. An allocator needs more: blocks are
-rounded, and free ones between live ones do not join. Leave room for that in the limit, and for
-what is no tensor (CUDA context, libraries, communication buffers).
+rounded, and free ones between live ones do not join. Leave room for that in the limit. What is no
+tensor (CUDA context, libraries, communication buffers) is in :func:`overhead_gib`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cost.activations import FP32, ActivationModel, Kernels, Tape
+from megatron_wlb.cost.activations import DOCUMENT_TOKENS, ActivationModel, Kernels, Tape
+from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Part
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
 from megatron_wlb.cost.slices import SliceTape, Unit
+from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.order import Action, schedule
 
@@ -43,6 +45,26 @@ class StateBytes:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
+
+
+def num_communicators(parallelism: Parallelism) -> int:
+    """NCCL communicators of a rank: of each group in which it has company and that Megatron uses.
+
+    The world, TP, CP, DP, DP × CP (gradients), TP × PP (their norm), and a pair for each neighbour
+    stage. Some layouts need none of these; others (tied embeddings) have more.
+    """
+    p = parallelism
+    groups = [p.tp_size, p.cp_size, p.dp_size * p.cp_size, p.tp_size * p.pp_size]
+    groups.append(p.tp_size * p.cp_size * p.pp_size * p.dp_size)
+    if p.cp_size > 1:
+        groups.append(p.dp_size)
+    return sum(size > 1 for size in groups) + min(p.pp_size - 1, 2)
+
+
+def overhead_gib(hardware: Hardware, parallelism: Parallelism) -> float:
+    """2³⁰ bytes of a device that are no tensors: CUDA context and communicators' buffers."""
+    mib = hardware.context_mib + num_communicators(parallelism) * hardware.communicator_mib
+    return mib / 1024
 
 
 class ActivationBytes(NamedTuple):
@@ -70,6 +92,10 @@ class MemoryModel:
     kernels: Kernels = "torch"
     keep_gathered: bool = False
     """Under CP: whether gathered keys and values are kept for the backward pass."""
+    attention_kernel: str | None = None
+    """See :attr:`~megatron_wlb.cost.activations.ActivationModel.attention_kernel`."""
+    document_tokens: float = DOCUMENT_TOKENS
+    """Tokens of a document in the mean."""
 
     def __post_init__(self) -> None:
         _ = self._stages
@@ -199,7 +225,14 @@ class MemoryModel:
     @cached_property
     def _tapes(self) -> list[list[Tape]]:
         run = self.shape, self.parallelism, self.recompute
-        activations = ActivationModel(*run, self._element_bytes, self.kernels, self.keep_gathered)
+        activations = ActivationModel(
+            *run,
+            self._element_bytes,
+            self.kernels,
+            self.keep_gathered,
+            self.attention_kernel,
+            self.document_tokens,
+        )
         tapes = {  # equal stages share one
             stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)
             for stage in set(self._stages)

@@ -107,9 +107,8 @@ class SliceTape:
         # In backward, the kernel of the layer that runs gives gradients of the keys before the
         # slice, too, besides those of its own that the tape has.
         own = length + start if backward else length
-        coefficients = np.array(
-            [num_tokens, num_tokens**0, held[0], own, held[2], held[1], length * backward, held[3]]
-        )
+        buffers = [held[0], own, held[2], held[1], length * backward, held[3]]
+        coefficients = np.array([num_tokens, num_tokens**0, *buffers, start])
         # Not beside padding either, which is attended to as a document.
         alone = stop - start == num_tokens
         peak = np.empty(len(units))
@@ -147,11 +146,11 @@ class SliceTape:
 
 
 def _moments(tape: Tape, backward: bool, alone: bool | None) -> Floats:
-    """What is alive in each moment of a pass, ``[8, moments]``, by what it grows with.
+    """What is alive in each moment of a pass, ``[9, moments]``, by what it grows with.
 
     Tokens; once; then the buffers of layers that have not run, that run now and that have run: of
-    keys, and of their gradients. Of layers that are run again, ``alone`` None counts all that whole
-    documents keep.
+    keys, and of their gradients; keys of the slices before. Of layers that are run again, ``alone``
+    None counts all that whole documents keep.
     """
 
     def saved(operation: Operation) -> float:
@@ -166,20 +165,20 @@ def _moments(tape: Tape, backward: bool, alone: bool | None) -> Floats:
     given = 0.0  # to attention, which does not keep it
     moments: list[list[float]] = []
 
-    def note(tokens: float, once: float) -> None:
+    def note(tokens: float, once: float, prefix: float = 0.0) -> None:
         alive = np.stack([left - own, own, done], axis=1)
-        moments.append([tokens, once, *alive.ravel().tolist()])
+        moments.append([tokens, once, *alive.ravel().tolist(), prefix])
 
     note(kept, 0.0)
     for operation in reversed(operations) if backward else operations:
         own = np.array([operation.keys, operation.gradients])
         if backward:
             tokens, once = kept + operation.backward, float(operation.weight_bytes)
-            note(tokens, once)
+            note(tokens, once, operation.prefix)
             inner = Tape(operation.inner)
             for again in (False, True) if operation.inner else ():
-                for more, weight, *_ in _moments(inner, again, None).T.tolist():
-                    note(tokens + more, once + weight)
+                for more, weight, *_, prefix in _moments(inner, again, None).T.tolist():
+                    note(tokens + more, once + weight, prefix)
             kept -= saved(operation)
         else:
             working = operation.forward

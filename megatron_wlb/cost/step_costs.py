@@ -291,7 +291,7 @@ def analytic_costs(
 def _collective_us(machine: Hardware, num_bytes: float, num_ranks: int, num_devices: int) -> float:
     if num_ranks == 1:
         return 0.0
-    return machine.latency_us + machine.transfer_us(num_bytes, num_devices)
+    return machine.latency_us + machine.transfer_us(num_bytes, num_devices, num_ranks)
 
 
 def _update_us(

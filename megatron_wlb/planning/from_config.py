@@ -113,6 +113,8 @@ def run_of(
         distributed_optimizer=config.parallel.use_distributed_optimizer,
         keep_gathered=wlb.wlb_cp_keep_gathered,
         kernels="torch",
+        attention_kernel=None if wlb.wlb_attention_kernel == "auto" else wlb.wlb_attention_kernel,
+        num_head_groups=wlb.wlb_cp_overlap_groups,
     )
 
 
@@ -133,6 +135,7 @@ def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:
             layout,
             recompute(config),
             element_bytes=2 if config.training.bf16 else 4,
+            num_head_groups=config.wlb.wlb_cp_overlap_groups,
         )
     extrapolate = config.wlb.wlb_cost_extrapolate
     return read_cost(named, "--wlb-cost", shape, layout, extrapolate=extrapolate)

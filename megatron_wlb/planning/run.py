@@ -37,7 +37,7 @@ from megatron_wlb.cost.attention import (
     nearest_profile,
 )
 from megatron_wlb.cost.hardware import LEAST, MOST
-from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.memory import GIB, overhead_gib
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.errors import ConfigError
@@ -54,8 +54,14 @@ from megatron_wlb.sharding.select import MODES, Mode, Prediction, Selector, pred
 from megatron_wlb.sharding.shard import Kind, Sharding
 
 MEMORY_SHARE = 0.9
-"""The share of a device's memory that tensors may take. The rest is for the allocator's gaps, the
-CUDA context, libraries and buffers. It is assumed; ``--wlb-memory-gib`` says it better."""
+"""The share that tensors may take of the memory that CUDA context and communicators leave. The rest
+is for the allocator's gaps. It is assumed; ``--wlb-memory-gib`` says it better."""
+
+
+def tensors_gib(hardware: Hardware, parallelism: Parallelism) -> float:
+    """2³⁰ bytes that tensors may take on a device: a share of what is left by what is none."""
+    left_gib = hardware.memory_gib - overhead_gib(hardware, parallelism)
+    return max(LEAST, MEMORY_SHARE * left_gib)
 
 
 SHORT_DOCUMENTS = 64
@@ -240,7 +246,7 @@ class Run:
     """N: of a step, over all data-parallel ranks."""
     recompute: Recompute = field(default_factory=Recompute)
     memory_gib: float | None = None
-    """Limit of a device's tensors; :data:`MEMORY_SHARE` of its memory if not given."""
+    """Limit of a device's tensors; :data:`MEMORY_SHARE` of the memory that is left if not given."""
     overlap_grad_reduce: bool = True
     measured: Cost | None = None
     """A cost of the whole model to use instead of the analytic one, in its shares of the stages."""
@@ -255,6 +261,10 @@ class Run:
     """Whether gathered keys and values are kept for the backward pass."""
     kernels: Kernels = "fused"
     """Norms and activations as single kernels, as on a GPU; torch's keep more."""
+    attention_kernel: str | None = None
+    """The kernel of ``--wlb-attention-kernel``, where it names one."""
+    num_head_groups: int | None = None
+    """Head groups of the context-parallel exchange; a GPU's default if not given."""
 
     def __post_init__(self) -> None:
         p = self.parallelism
@@ -276,7 +286,7 @@ class Run:
         """What the tensors of a device may take."""
         if self.memory_gib is not None:
             return self.memory_gib
-        return MEMORY_SHARE * self.hardware.memory_gib
+        return tensors_gib(self.hardware, self.parallelism)
 
     @property
     def length_multiple(self) -> int:
@@ -292,6 +302,7 @@ class Run:
             self.parallelism,
             self.recompute,
             element_bytes=2 if self.bf16 else 4,
+            num_head_groups=self.num_head_groups,
         )
 
     @cached_property
@@ -305,6 +316,7 @@ class Run:
             distributed_optimizer=self.distributed_optimizer,
             kernels=self.kernels,
             keep_gathered=self.keep_gathered,
+            attention_kernel=self.attention_kernel,
         )
 
     @cached_property

@@ -50,8 +50,8 @@ def measured_cost(model: Model, window: int, vocab_size: int) -> DocumentCost:
     """
     lengths = lengths_to_measure(window, _multiple(model))
     with _undisturbed(model):
-        _run(model, lengths[:1], vocab_size)  # the first run of all loads and allocates
-        times_us = _least_us(model, lengths, lambda length: _run(model, [length], vocab_size))
+        run_passes(model, lengths[:1], vocab_size)  # the first run of all loads and allocates
+        times_us = _least_us(model, lengths, lambda length: run_passes(model, [length], vocab_size))
     fit = from_first_rank(
         lambda: fit_document_cost(
             Sample(length, forward, backward)
@@ -80,9 +80,11 @@ def measure_tables(
     lengths = sorted({max(1, longest // 2**n // multiple) * multiple for n in range(7)})
     piece = lengths[min(2, len(lengths) - 1)]  # short: little attention; not tiny: few calls
     with _undisturbed(model):
-        _run(model, _pieces(longest, piece), vocab_size)
+        run_passes(model, _pieces(longest, piece), vocab_size)
         attention_us = _least_us(model, lengths, lambda length: _run_attention(model, length))
-        whole_us = _least_us(model, lengths, lambda n: _run(model, _pieces(n, piece), vocab_size))
+        whole_us = _least_us(
+            model, lengths, lambda n: run_passes(model, _pieces(n, piece), vocab_size)
+        )
     by_length = dict(zip(lengths, attention_us, strict=True))
     linear_us = []
     for length, (forward, backward) in zip(lengths, whole_us, strict=True):
@@ -170,7 +172,7 @@ def _shard(model: Model) -> dict[str, Any]:
     return {"cp_rank": cp.rank(), "cp_size": cp.size(), "sharding": Sharding("per-document")}
 
 
-def _run(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[float, float]:
+def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[float, float]:
     """Seconds of forward and of backward of a micro-batch through this rank's chunks."""
     config = model.config
     device = next(model.gpts[0].parameters()).device

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.planning.from_config import padded_vocab_size
 from megatron_wlb.runtime.attention.core import AttentionOptions, DocumentAttention, check_config
@@ -186,7 +187,7 @@ def attention_options(
     )
     num_head_groups = config.wlb.wlb_cp_overlap_groups
     if num_head_groups is None:
-        num_head_groups = 2 if device.type == "cuda" and num_groups % 2 == 0 else 1
+        num_head_groups = default_head_groups(num_groups) if device.type == "cuda" else 1
     if num_groups % num_head_groups:
         raise ConfigError(
             f"--wlb-cp-overlap-groups is {num_head_groups}, which does not divide the {num_groups} "

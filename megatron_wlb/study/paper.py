@@ -221,7 +221,7 @@ def figure_15(window: int, effort: Effort, on_step: Progress) -> dict[str, list[
         for times in totals.values():
             times.append(0.0)
         for lengths in _micro_batches(base, seed, effort):
-            linear_us = layer.linear_us * (1 + BACKWARD_LINEAR) * sum(lengths)
+            linear_us = (layer.linear_us + layer.backward_linear_us) * sum(lengths)
             even_us = layer.attention_us * passes * sum(n * n for n in lengths)
             layers = {
                 name: linear_us + even_us * base.attention_scale(lengths, choose(lengths))

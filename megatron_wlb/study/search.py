@@ -26,7 +26,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingSettings
 from megatron_wlb.packing.settings import SHAPED, run_with
-from megatron_wlb.planning.run import Run, title
+from megatron_wlb.planning.run import Run, tensors_gib, title
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
@@ -68,6 +68,9 @@ class Space:
     max_tp: int | None = None
     """The most TP to try; a node's devices if not given."""
     memory_gib: float | None = None
+    """Limit of a device's tensors; what the layout leaves them if not given."""
+    headroom: float = 0.0
+    """The share of that limit to leave free."""
     extrapolate: bool = False
     """Whether to go beyond the end of the hardware's measured attention."""
     fixed: dict[str, int] = field(default_factory=dict)
@@ -81,6 +84,13 @@ class Space:
             )
         for packing in self.packings:  # Now, not once layouts have been searched for minutes.
             PackingSettings.parse(packing, self.window, self.window)
+
+    def limit_gib(self, layout: Parallelism) -> float:
+        """What tensors may take in a layout."""
+        limit_gib = self.memory_gib
+        if limit_gib is None:
+            limit_gib = tensors_gib(self.hardware, layout)
+        return limit_gib * (1 - self.headroom) if limit_gib > 0 else limit_gib
 
 
 @dataclass(frozen=True)
@@ -328,7 +338,7 @@ def _runs(space: Space, layout: Parallelism) -> Iterator[tuple[Run, int] | Rejec
             try:
                 run = Run(
                     *(shape, space.hardware, layout, space.window, number, recompute),
-                    memory_gib=space.memory_gib,
+                    memory_gib=space.limit_gib(layout),
                     extrapolate=space.extrapolate,
                 )
             except ConfigError as error:

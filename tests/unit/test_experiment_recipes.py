@@ -55,7 +55,7 @@ def test_recipe_is_its_row_and_fits(name: str) -> None:
     # "The global batch size is set to PP_size × DP_size."
     assert found.num_micro_batches == found.pp_size
     assert found.parameters / 1e9 == pytest.approx(BILLIONS[model], rel=0.02)
-    assert found.limit_gib == pytest.approx(H100_GIB * MEMORY_SHARE)
+    assert 0.95 * H100_GIB * MEMORY_SHARE < found.limit_gib < H100_GIB * MEMORY_SHARE
     assert found.state_gib < found.peak_gib <= found.limit_gib
     assert found.window < found.max_tokens <= found.fitting_tokens
     # Balanced steps are faster, and no device goes beyond its peak.

@@ -3,9 +3,9 @@ import json
 import pytest
 import yaml
 
+from megatron_wlb.bench.hardware_file import hardware_content, long_document_tflops
 from megatron_wlb.bench.rates import Rates
 from megatron_wlb.cli.main import main
-from megatron_wlb.cli.profile import hardware_content, long_document_tflops
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware

@@ -36,9 +36,8 @@ def test_file_says_where_each_figure_is_from(name: str) -> None:
     for figure, value in content.items():
         if figure != "description":
             assert getattr(hardware, figure) == value["value"]
-            assert value["source"].startswith(("data sheet:", "measured", "assumed")) or (
-                name == "cpu"
-            ), figure
+            kinds = "data sheet:", "measured", "assumed", "counted"
+            assert value["source"].startswith(kinds) or name == "cpu", figure
 
 
 def test_name_and_path_are_the_same_machine() -> None:
@@ -61,6 +60,10 @@ def test_rates_are_shares_of_peaks() -> None:
     # Beyond the node: a ninth of the bandwidth.
     beyond = hardware.transfer_us(350e3, num_devices=9)
     assert beyond == pytest.approx(9 * hardware.transfer_us(350e3, num_devices=8))
+    # Of a group that fills two nodes all 8 adapters of each carry it: 400 GB/s instead of 450.
+    whole = hardware.transfer_us(350e3, num_devices=16, num_ranks=16)
+    assert whole == pytest.approx(450 / 400, rel=0.005)
+    assert hardware.transfer_us(350e3, 16, 2) == beyond
 
 
 @pytest.mark.parametrize(

@@ -194,13 +194,14 @@ ORDINARY, SHORT = Precision(2), Precision(1, "eight_bit_peak_tflops")
         ("matrix", {"matrix_us": 1 / 4}),
         ("attention", {"attention_us": 1 / 4, "cp_us": 1 / 2, "cp_copy_us": 1 / 2}),
         ("elementwise", {"elementwise_us": 1 / 2}),
-        ("collective", {"tp_us": 1 / 2}),
+        ("collective", {"tp_us": 1 / 2, "tp_backward_us": 1 / 2}),
     ],
 )
 def test_precision_of_an_operation_changes_its_time_alone(
     operation: str, changed: dict[str, float]
 ) -> None:
     rates = {f.name: getattr(H100, f.name) for f in dataclasses.fields(H100)}
+    rates["node_link_gb_s"] = 1e6  # so that products hide collectives however short they are
     layout = Parallelism(tp_size=2, cp_size=2)
     model = AnalyticModel(PLAIN, WithFewerBits(**rates), layout, Recompute())
     mixed = dataclasses.replace(Precisions.same(2), **{operation: SHORT})

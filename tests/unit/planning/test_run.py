@@ -21,7 +21,7 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.attention import AttentionProfile
-from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.memory import GIB, overhead_gib
 from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError
@@ -150,7 +150,10 @@ def test_unknown_sharding_is_an_error() -> None:
 
 
 def test_memory_limit_leaves_room_unless_it_is_given() -> None:
-    assert scenario().limit_gib == pytest.approx(MEMORY_SHARE * H100.memory_gib)
+    base = scenario()
+    left_gib = H100.memory_gib - overhead_gib(H100, base.parallelism)
+    assert base.limit_gib == pytest.approx(MEMORY_SHARE * left_gib)
+    assert left_gib < H100.memory_gib
     assert scenario(memory_gib=3.5).limit_gib == 3.5
 
 
