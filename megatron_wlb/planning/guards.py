@@ -28,8 +28,8 @@ _AT_LEAST = (
         f"{_PARALLEL_SIZES} distributed_timeout_minutes num_layers {_MODEL_SIZES} rotary_base "
         "make_vocab_size_divisible_by vocab_size micro_batch_size global_batch_size train_iters "
         "exit_interval lr_decay_iters recompute_num_layers eval_iters save_interval log_interval "
-        "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple rotary_seq_len_interpolation_factor "
-        "wlb_yarn_original_max_position_embeddings",
+        "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple "
+        "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings",
     ),
     (0, "lr_warmup_iters eval_interval wlb_max_age wlb_verify_plan_interval"),
 )
@@ -357,7 +357,8 @@ def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:
             f"rounded down to nothing; use at least {multiple}"
         )
         return
-    for size in (num_windows,) if ramp is None else ramp.sizes:
+    sizes = (num_windows,) if ramp is None else ramp.sizes
+    for size in sizes:
         if size % multiple:
             flag = "--global-batch-size is"
             if size != num_windows:
@@ -367,9 +368,9 @@ def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:
                 f"the same number of micro-batches: use a multiple of {multiple}"
             )
             return
-        if found := list(_check_interleaved(config, size // multiple)):
-            yield from found
-            return
+    numbers = [size // multiple for size in sizes]
+    refused = (number for number in numbers if any(_check_interleaved(config, number)))
+    yield from _check_interleaved(config, next(refused, numbers[-1]))
 
 
 def _check_interleaved(config: Config, num_micro_batches: int) -> Iterator[str]:
