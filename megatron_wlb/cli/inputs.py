@@ -70,9 +70,11 @@ def add_micro_batch_size(group: argparse._ArgumentGroup) -> None:
 
 def fill_micro_batch_size(args: argparse.Namespace, model: Model) -> int:
     """Fills ``--micro-batch-size`` where it is not given; returns it."""
-    given = args.micro_batch_size or model.micro_batch_size or 1
-    args.micro_batch_size = whole_number("--micro-batch-size", given, 1, MOST_MICRO_BATCHES)
-    return given
+    size: int = model.micro_batch_size or 1
+    if args.micro_batch_size is not None:
+        size = whole_number("--micro-batch-size", args.micro_batch_size, 1, MOST_MICRO_BATCHES)
+    args.micro_batch_size = size
+    return size
 
 
 def fill_defaults(args: argparse.Namespace) -> None:
