@@ -123,11 +123,11 @@ class Planner:
         slicing: Slicing | None = None,
         selector: Selector | None = None,
     ) -> None:
-        num_micro_batches = packer.limits.num_micro_batches
         for name, value in (("dp_size", dp_size), ("length_multiple", length_multiple)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; give at least 1")
-        each_rank(num_micro_batches, dp_size)
+        for num_micro_batches in packer.limits.numbers:
+            each_rank(num_micro_batches, dp_size)
         if shaping is not None:
             check_shaping(packer.name)
         if selector and length_multiple % (2 * selector.cp_size):

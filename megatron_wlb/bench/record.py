@@ -107,6 +107,7 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
         for turn in range(len(packings)):
             name = packings[(done + turn) % len(packings)]
             trainer, (plan, plan_us) = trainers[name], plans[name, number]
+            limits = trainer.planner.packer.limits
             loss, used = 0.0, None
             gc.collect()  # Not in the midst of a step.
             torch.distributed.barrier()
@@ -145,7 +146,7 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
                         if plan.chains
                         else [],
                         chains=[list(own) for own in plan.chains],
-                        more_us=more_us(plan, first.training.global_batch_size, cost),
+                        more_us=more_us(plan, limits.num_micro_batches, cost),
                     )
                 )
         if rank == 0:

@@ -183,8 +183,8 @@ def judge(layout: str, recording: Recording, calibration: Calibration) -> list[R
     rows = []
     config = recording.config
     padded = padded_vocab_size(config, recording.vocab_size)
-    model = run_of(config, padded, recording.dp_size).memory
-    num_micro_batches = config.training.global_batch_size
+    run = run_of(config, padded, recording.dp_size)
+    model, num_micro_batches = run.memory, run.num_micro_batches
     for packing in recording.packings:
         steps = [step for step in recording.judged if step.packing == packing]
         simulated = np.array([simulate(recording, calibration, step) for step in steps])

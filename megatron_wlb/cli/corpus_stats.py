@@ -8,7 +8,7 @@ import json
 from rich.table import Table
 
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.inputs import SOURCES, add_source, fill_defaults, source
+from megatron_wlb.cli.inputs import SOURCES, add_source, fill_window, source
 from megatron_wlb.cli.output import check_picture, console, facts, say, table_of
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
 from megatron_wlb.reading import whole_number
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
-    fill_defaults(args)
+    fill_window(args)
     documents = source(args)
     whole_number("--windows", args.windows, 1)
     statistics = LengthStatistics.of(

@@ -63,14 +63,31 @@ def fill_window(args: argparse.Namespace) -> Model:
     return model
 
 
+def add_micro_batch_size(group: argparse._ArgumentGroup) -> None:
+    about = "windows that a micro-batch stands for, as training's (default: --model's, or 1)"
+    flag(group, "--micro-batch-size N", about)
+
+
+def fill_micro_batch_size(args: argparse.Namespace, model: Model) -> int:
+    """Fills ``--micro-batch-size`` where it is not given; returns it."""
+    size: int = model.micro_batch_size or 1
+    if args.micro_batch_size is not None:
+        size = whole_number("--micro-batch-size", args.micro_batch_size, 1, MOST_MICRO_BATCHES)
+    args.micro_batch_size = size
+    return size
+
+
 def fill_defaults(args: argparse.Namespace) -> None:
-    """What the command line leaves open and ``--model`` says: window, N, pipeline stages.
+    """What the command line leaves open and ``--model`` says: window, batch, pipeline stages.
 
     Raises :class:`ConfigError` for a file that is none.
     """
     model = fill_window(args)
-    if getattr(args, "num_micro_batches", 0) is None:
-        args.num_micro_batches = [model.num_micro_batches or NUM_MICRO_BATCHES]
+    size = fill_micro_batch_size(args, model)
+    if args.num_micro_batches is None:
+        args.num_micro_batches = [model.num_micro_batches(size) or NUM_MICRO_BATCHES]
+    if args.max_windows is None:
+        args.max_windows = 2.0 * size
     # Without a pipeline the file does not tell what shares the work, as it has no DP size.
     p = model.config.parallel
     if getattr(args, "pp_size", 0) is None and p.pipeline_model_parallel_size > 1:
@@ -122,10 +139,12 @@ def add_long_documents(group: argparse._ArgumentGroup) -> None:
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch and cost")
-    about = f"(default: --model's global_batch_size, or {NUM_MICRO_BATCHES})"
+    about = f"(default: by --model's global_batch_size, or {NUM_MICRO_BATCHES})"
     about = f"micro-batches of a step over all data-parallel ranks {about}"
     flag(group, "--num-micro-batches N", about, of=int)
-    flag(group, "--max-windows X", "S_max in windows: longest micro-batch that memory allows", 2.0)
+    add_micro_batch_size(group)
+    about = "S_max in windows: longest micro-batch that memory allows"
+    flag(group, "--max-windows X", f"{about} (default: 2 × --micro-batch-size)")
     add_packing_rules(group)
     flag(group, "--max-step-tokens N", "as --wlb-max-step-tokens")
     about = "micro-batches are padded to a multiple: TP with sequence parallelism"
@@ -176,6 +195,7 @@ def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batche
         long_documents=args.long_documents,
         length_multiple=args.length_multiple,
         layout=Parallelism(**given) if given else None,
+        micro_batch_size=args.micro_batch_size,
     )
 
 

@@ -44,9 +44,23 @@ class Model:
         return self.config.data.seq_length if "--seq-length" in self.written else None
 
     @property
-    def num_micro_batches(self) -> int | None:
-        given = "--global-batch-size" in self.written
-        return self.config.training.global_batch_size if given else None
+    def micro_batch_size(self) -> int | None:
+        given = "--micro-batch-size" in self.written
+        return self.config.training.micro_batch_size if given else None
+
+    def num_micro_batches(self, micro_batch_size: int) -> int | None:
+        """N, of so many windows each. Raises :class:`ConfigError` where the batch has a rest."""
+        if "--global-batch-size" not in self.written:
+            return None
+        training = self.config.training
+        number, rest = divmod(training.global_batch_size, micro_batch_size)
+        if not number or (rest and not training.decrease_batch_size_if_needed):
+            raise ConfigError(
+                f"--global-batch-size of --model is {training.global_batch_size}, which "
+                f"--micro-batch-size {micro_batch_size} does not divide; give another one, or "
+                "--num-micro-batches"
+            )
+        return number
 
     @cached_property
     def shape(self) -> ModelShape:

@@ -7,7 +7,14 @@ import math
 from pathlib import Path
 
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.inputs import add_cost_file, cost_of_file, fill_window, max_tokens
+from megatron_wlb.cli.inputs import (
+    add_cost_file,
+    add_micro_batch_size,
+    cost_of_file,
+    fill_micro_batch_size,
+    fill_window,
+    max_tokens,
+)
 from megatron_wlb.cli.model import Model, add_model_flag, read_model
 from megatron_wlb.cost import Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
@@ -49,15 +56,16 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         ("dp", "data-parallel replicas"),
     ):
         flag(group, f"--{size}-size N", f"{text} (default: --model's, or 1)")
-    about = "of a step over all replicas: --global-batch-size (default: --model's, or PP × DP)"
-    flag(group, "--num-micro-batches N", about)
+    about = "of a step over all replicas: --global-batch-size ÷ --micro-batch-size"
+    flag(group, "--num-micro-batches N", f"{about} (default: --model's, or PP × DP)")
+    add_micro_batch_size(group)
     flag(group, "--recompute", "activations (default: --model's, or none)", choices=RECOMPUTE)
     about = "reduce gradients after the last backward instead of beside it"
     flag(group, "--no-overlap-grad-reduce", about)
 
 
 def fill_layout(args: argparse.Namespace) -> None:
-    """Fills window, N and sizes that the command line leaves open, as ``--model`` has them."""
+    """Fills window, batch and sizes that the command line leaves open, as ``--model`` has them."""
     model = fill_window(args)
     p = model.config.parallel
     for name, size in (
@@ -70,8 +78,9 @@ def fill_layout(args: argparse.Namespace) -> None:
             setattr(args, name, size)
     if args.dp_size is None:
         args.dp_size = _dp_size(args, model)
+    size = fill_micro_batch_size(args, model)
     if args.num_micro_batches is None:
-        args.num_micro_batches = model.num_micro_batches or args.pp_size * args.dp_size
+        args.num_micro_batches = model.num_micro_batches(size) or args.pp_size * args.dp_size
 
 
 def _dp_size(args: argparse.Namespace, model: Model) -> int:
@@ -112,6 +121,7 @@ def run_of(args: argparse.Namespace) -> Run:
         not args.no_overlap_grad_reduce,
         None if args.cost is None else cost_of_file(args, shape, layout),
         args.cost_extrapolate,
+        micro_batch_size=args.micro_batch_size,
     )
 
 
@@ -122,20 +132,22 @@ def machine_title(args: argparse.Namespace, num_devices: int) -> str:
 def most_tokens(args: argparse.Namespace, base: Run) -> tuple[int, str]:
     """S_max in tokens, and what there is to say about it.
 
-    As asked for; otherwise two windows, or what fits memory, but at least a window.
+    As asked for; otherwise two windows for each that a micro-batch stands for, or what fits memory,
+    but at least one.
     """
-    window = base.window
+    window, row = base.window, base.micro_batch_tokens
+    least = "one window" if row == window else f"{base.micro_batch_size} windows"
     if args.max_windows is not None:
         return max_tokens(args), ""
     try:
         fitting = base.max_tokens()
     except ConfigError as error:
-        return window, f"S_max is one window: {error}"
-    if fitting >= 2 * window:
-        return 2 * window, ""
-    if fitting < window:
-        return window, (
-            f"S_max is one window, though only {fitting:,} tokens fit "
+        return row, f"S_max is {least}: {error}"
+    if fitting >= 2 * row:
+        return 2 * row, ""
+    if fitting < row:
+        return row, (
+            f"S_max is {least}, though only {fitting:,} tokens fit "
             f"{base.limit_gib:.1f} GiB if all micro-batches in flight are so long"
         )
     return fitting, (

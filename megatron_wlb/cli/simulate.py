@@ -80,7 +80,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     about = f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)"
     flag(group, "--sharding a,b,…", about)
-    flag(group, "--max-windows X", "S_max in windows (default: 2, or what fits memory)")
+    about = "S_max in windows (default: 2 × --micro-batch-size, or what fits memory)"
+    flag(group, "--max-windows X", about)
     add_packing_rules(group)
     about = f"of each seed, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"
     flag(group, "--steps N", about)
@@ -113,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
         remark(said)
     packings, shardings = _packings(args, max_tokens), _shardings(args)
     num_cases = len(packings) * args.num_seeds
-    most, default = base.num_micro_batches * base.window, (WARM_UP_STEPS, STEPS)
+    most, default = base.step_tokens, (WARM_UP_STEPS, STEPS)
     warm_up, steps = num_steps(
         args, documents, step_tokens=most, num_cases=num_cases, default=default
     )
@@ -208,7 +209,7 @@ def _write(
             title(base.parallelism),
             (
                 ("window", f"{base.window:,} tokens"),
-                ("N", f"{base.num_micro_batches:,}"),
+                ("N", f"{base.num_micro_batches:,}{_of_windows(base)}"),
                 ("S_max", f"{outcomes[0].setting.max_tokens:,} tokens"),
                 ("recompute", base.recompute.granularity or "none"),
                 ("documents", documents.title),
@@ -221,13 +222,17 @@ def _write(
     return written
 
 
+def _of_windows(base: Run) -> str:
+    return f" of {base.micro_batch_size} windows" if base.micro_batch_size > 1 else ""
+
+
 def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> Table:
     original = outcomes[0]
     with_sharding = base.parallelism.cp_size > 1
     words = ("packing", "sharding") if with_sharding else ("packing",)
     table = table_of(
         f"{scenario.machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
-        f"window {base.window:,}, N {base.num_micro_batches}, "
+        f"window {base.window:,}, N {base.num_micro_batches}{_of_windows(base)}, "
         f"S_max {original.setting.max_tokens / base.window:.3g} windows",
         (*words, "speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP", "DP",
          "delay"),

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.data.documents import DocumentStream, LongDocuments
+from megatron_wlb.data.documents import DocumentStream, LongDocuments, tokens_before
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.plan import Document
 
@@ -74,6 +75,7 @@ class BlendedStream:
         seed: int,
         long_documents: LongDocuments = "split",
         names: Sequence[str] = (),
+        ramp: Ramp | None = None,
     ) -> None:
         """Takes what ``DocumentStream`` takes; ``weights`` by corpus, 0 leaves one out.
 
@@ -92,6 +94,7 @@ class BlendedStream:
                 long_documents=long_documents,
                 first_corpus=corpus,
                 names=names[corpus : corpus + 1],
+                ramp=ramp,
             )
             for corpus, share in enumerate(shares)
             if share
@@ -103,6 +106,7 @@ class BlendedStream:
             for corpus in self._streams
         }
         self.step_tokens = step_tokens
+        self.ramp = ramp
         self.step = 0
         """The step that :meth:`next_step` gives the documents of."""
         self._drawn: list[Document] = []  # what the corpora gave for later steps
@@ -111,7 +115,7 @@ class BlendedStream:
 
     def next_step(self) -> list[Document]:
         """The documents that arrive in the next step, in stream order."""
-        end = (self.step + 1) * self.step_tokens
+        end = tokens_before(self.step + 1, self.step_tokens, self.ramp)
         # Every corpus gives its share of a step at least, so more are at hand than are needed.
         documents = self._drawn + self._draw()
         position, count = self._position_tokens, 0

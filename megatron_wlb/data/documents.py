@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError, CorpusError
 from megatron_wlb.plan import Document
 
@@ -60,11 +61,13 @@ class DocumentStream:
         shuffle: bool = True,
         first_corpus: int = 0,
         names: Sequence[str] = (),
+        ramp: Ramp | None = None,
     ) -> None:
         """Takes ``lengths`` and half-open ``ranges`` of documents (default: all), by corpus.
 
         ``num_epochs`` None never ends; ``step_tokens`` may be a fraction, for a share of a step;
-        ``first_corpus`` is how errors number the first one, ``names`` what they call them all.
+        ``first_corpus`` is how errors number the first one, ``names`` what they call them all. The
+        first steps of a ``ramp`` receive fewer tokens; ``step_tokens`` are those of its end.
 
         Raises ConfigError for a setting out of its limits, and CorpusError for lengths that cannot
         be streamed under them.
@@ -88,6 +91,7 @@ class DocumentStream:
         )
         self.window = window
         self.step_tokens = step_tokens
+        self.ramp = ramp
         self.seed = seed
         self.long_documents = long_documents
         self.num_epochs = num_epochs
@@ -140,8 +144,9 @@ class DocumentStream:
         Empty once exhausted, or in a step that begins and ends inside one document.
         """
         # Behind only after an end that more epochs have moved, or steps without the stream.
-        self.position_tokens = max(self.position_tokens, math.ceil(self.step * self.step_tokens))
-        end = (self.step + 1) * self.step_tokens
+        begin = tokens_before(self.step, self.step_tokens, self.ramp)
+        self.position_tokens = max(self.position_tokens, math.ceil(begin))
+        end = tokens_before(self.step + 1, self.step_tokens, self.ramp)
         documents: list[Document] = []
         while self.position_tokens < end and not self.exhausted:
             self._draw(end, documents)
@@ -285,6 +290,7 @@ class DocumentStream:
             "seed": self.seed,
             "long_documents": self.long_documents,
             "shuffle": self.shuffle,
+            **({"batch size": f"ramps up {self.ramp}"} if self.ramp else {}),
         }
 
     def _refuse_long(self, first_corpus: int) -> None:
@@ -296,6 +302,13 @@ class DocumentStream:
             f"tokens, above the window of {self.window} ({self.num_long} documents are); enlarge "
             "the window, or let long documents be 'split' or 'truncate'd"
         )
+
+
+def tokens_before(step: int, step_tokens: int | Fraction, ramp: Ramp | None) -> int | Fraction:
+    """Tokens that arrive before ``step``, each having ``step_tokens`` from the ramp's end on."""
+    if ramp is None:
+        return step * step_tokens
+    return ramp.before(step) * Fraction(step_tokens) / ramp.sizes[-1]
 
 
 def _readable(setting: Any) -> Any:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.lengths import Lengths, distribution, sample_lengths
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.reading import one_line
 
@@ -142,6 +143,7 @@ class LengthSource:
         windows_a_step: int,
         seed: int,
         long_documents: LongDocuments,
+        ramp: Ramp | None = None,
     ) -> DocumentStream:
         """Streams at least ``num_steps`` steps of documents, as training would draw them.
 
@@ -159,6 +161,7 @@ class LengthSource:
             long_documents=long_documents,
             num_epochs=1 if drawn else None,
             shuffle=not drawn,
+            ramp=ramp,
         )
 
     def check(self, *, window: int, long_documents: LongDocuments) -> None:

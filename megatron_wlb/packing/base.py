@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, ClassVar, Protocol
 
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.plan import Document
 from megatron_wlb.reading import whole_number
@@ -30,7 +32,7 @@ class Limits:
     """
 
     num_micro_batches: int
-    """N: micro-batches a step, over all data-parallel ranks."""
+    """N: micro-batches a step, over all data-parallel ranks; with a ``ramp`` those of one step."""
     window: int
     """Tokens of a Megatron sample (``--seq-length``)."""
     max_tokens: int
@@ -43,12 +45,19 @@ class Limits:
     max_age: int = 12
     """Steps after which a delayed document runs whatever it costs, if S_max leaves room."""
 
+    micro_batch_size: int = 1
+    """Windows of tokens that a micro-batch stands for (``--micro-batch-size``)."""
+
+    ramp: Ramp | None = None
+    """How N grows in the first steps; None where all have the same."""
+
     def __post_init__(self) -> None:
         whole_number("window", self.window, 1, MOST_TOKENS)
         whole_number("step_tokens", self.step_tokens, 1, MOST_STEP_TOKENS)
         whole_number("max_tokens (S_max)", self.max_tokens, 0, MOST_TOKENS)
         whole_number("num_micro_batches", self.num_micro_batches, 1, MOST_MICRO_BATCHES)
         whole_number("max_age", self.max_age, 0)
+        whole_number("micro_batch_size", self.micro_batch_size, 1, MOST_MICRO_BATCHES)
         if self.max_tokens < self.window:
             raise ConfigError(
                 f"max_tokens (S_max) {self.max_tokens} is below the window of {self.window}; "
@@ -66,6 +75,36 @@ class Limits:
                 f"max_step_tokens {self.max_step_tokens} is below the {self.step_tokens} tokens "
                 "that arrive in a step; raise it"
             )
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens that a micro-batch stands for: its windows, full."""
+        return self.micro_batch_size * self.window
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Each N that a step of the run may have; the last one is there to stay."""
+        if self.ramp is None:
+            return (self.num_micro_batches,)
+        return tuple(size // self.micro_batch_size for size in self.ramp.sizes)
+
+    def at(self, step: int) -> Limits:
+        """The limits of ``step``, which has fewer micro-batches while a ``ramp`` lasts."""
+        if self.ramp is None:
+            return self
+        windows = self.ramp.windows(step)
+        number = windows // self.micro_batch_size
+        if number == self.num_micro_batches:
+            return self
+        return replace(self, num_micro_batches=number, step_tokens=windows * self.window)
+
+    def num_alike(self, step: int, most: int) -> int:
+        """Counts the steps from ``step`` on, up to ``most``, that have as many micro-batches."""
+        ramp = self.ramp
+        if ramp is None:
+            return most
+        steps = range(step, step + most)
+        return sum(1 for _ in takewhile(lambda s: ramp.windows(s) == ramp.windows(step), steps))
 
     @property
     def token_cap(self) -> int:
@@ -143,7 +182,7 @@ class Packer(Protocol):
 def save_state(packer: Packer, **waiting: Iterable[Document]) -> dict[str, Any]:
     """Writes whose state it is and copies of the named lists of waiting documents, JSON-able."""
     lists = {name: [*documents] for name, documents in waiting.items()}
-    return {"packing": packer.name, "num_micro_batches": packer.limits.num_micro_batches, **lists}
+    return {"packing": packer.name, "num_micro_batches": packer.limits.numbers[-1], **lists}
 
 
 def load_state(packer: Packer, state: Mapping[str, Any], *names: str) -> list[list[Document]]:
@@ -153,11 +192,12 @@ def load_state(packer: Packer, state: Mapping[str, Any], *names: str) -> list[li
     """
     try:
         saved = state["packing"], state["num_micro_batches"]
-        ours = packer.name, packer.limits.num_micro_batches
+        ours = packer.name, packer.limits.numbers[-1]
         if saved != ours:
             raise CheckpointError(
                 f"the checkpoint was packed by {saved[0]} into {saved[1]} micro-batches, but this "
-                f"run is to pack by {ours[0]} into {ours[1]}; resume with the same settings"
+                f"run is to pack by {ours[0]} into {ours[1]}; resume with the same --wlb-packing, "
+                "--global-batch-size and --micro-batch-size"
             )
         lists = [[Document.from_list(values) for values in state[name]] for name in names]
     except (KeyError, TypeError, ValueError) as error:

@@ -28,8 +28,10 @@ class FixedPacker(ABC):
     """What both fixed packings share: k global batches at a time become k · N new windows.
 
     As Megatron does, the stream is cut every ``window`` tokens; the pieces of k steps are then
-    dealt anew to windows of at most ``window`` tokens by :meth:`_repack`. For this, k - 1 steps are
-    read ahead. Within the k steps, groups run in the order of their tokens' mean arrival.
+    dealt anew to windows by :meth:`_repack`. For this, k - 1 steps are read ahead. Within the k
+    steps, groups run in the order of their tokens' mean arrival. The new windows are micro-batches:
+    with ``micro_batch_size`` b each has room for b windows of pieces. Where N grows, only steps of
+    the same N are repacked together.
     """
 
     name: ClassVar[str]
@@ -75,10 +77,9 @@ class FixedPacker(ABC):
         """
         waiting, planned = load_state(self, state, "waiting", "planned")
         sizes = state.get("planned_sizes")
-        num_micro_batches = self.limits.num_micro_batches
         if (
             not isinstance(sizes, list)
-            or any(len(step) != num_micro_batches for step in sizes)
+            or any(len(step) not in self.limits.numbers for step in sizes)
             or sum(map(sum, sizes)) != len(planned)
         ):
             raise CheckpointError(
@@ -92,9 +93,10 @@ class FixedPacker(ABC):
 
     def _plan(self, step: int) -> list[list[list[Document]]]:
         """Plans as many steps, up to k, as the waiting documents fill."""
-        size, window = self.limits.num_micro_batches, self.limits.window
-        num_windows = size * (self.look_ahead + 1)
-        windows, self._waiting = cut_windows(self._waiting, num_windows, size, window, step)
+        self.limits = self.limits.at(step)
+        size, num_steps = self.limits.num_micro_batches, self.look_ahead + 1
+        num_steps = self.limits.num_alike(step, num_steps)
+        windows, self._waiting = cut_windows(self._waiting, self.limits, step, num_steps)
         num_filled = sum(map(bool, windows))
         del windows[max(size, -(-num_filled // size) * size) :]
         steps = self._repack(windows, step)
@@ -103,7 +105,7 @@ class FixedPacker(ABC):
     def _balance(self, windows: list[list[Document]]) -> list[list[Document]]:
         """Repacks tokens into as many windows of nearly equal work, in descending order of it."""
         ranking = rank([*chain(*windows)], self._costs_us)
-        placement = ranking.place(len(windows), self.limits.window)
+        placement = ranking.place(len(windows), self.limits.micro_batch_tokens)
         work_us = placement.loads_us
         balanced, _ = ranking.take_each(placement)
         pieces = [*cut_into_room(placement.room, ranking.take(placement.left))]

@@ -122,6 +122,7 @@ class HoldPacker:
         return (*self._held, *self._heavy_ahead, *self._light_ahead)
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
+        self.limits = self.limits.at(step)
         self.limits.check(documents)
         present = self._held + self._arrived(documents, step)
         if not present and self.waiting:
@@ -136,7 +137,7 @@ class HoldPacker:
         return micro_batches
 
     def flush(self, step: int) -> list[list[Document]]:
-        limits = self.limits
+        self.limits = limits = self.limits.at(step)
         ranking = rank(self.waiting, self._costs_us, step - limits.max_age)
         ranking = ranking.within(limits.max_step_tokens)
         placement = ranking.place(limits.num_micro_batches, limits.max_tokens)

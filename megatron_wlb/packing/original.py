@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, ClassVar
 
 from megatron_wlb.errors import ConfigError
@@ -13,7 +13,9 @@ from megatron_wlb.plan import Document
 
 
 class OriginalPacker:
-    """Cuts the stream of documents every ``window`` tokens; N windows a step, in stream order.
+    """Cuts the stream of documents every ``window`` tokens; N micro-batches a step, in its order.
+
+    A micro-batch is the next ``micro_batch_size`` windows, one after another in one row.
 
     As Megatron does, but the documents' boundaries are kept, so that tokens attend within their
     own document only. A piece that runs in a later step counts as arriving in that step: a cut
@@ -34,11 +36,10 @@ class OriginalPacker:
         return tuple(self._waiting)
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
-        """Returns the next N windows; documents may have any length."""
-        num_windows, window = self.limits.num_micro_batches, self.limits.window
-        documents = [*self._waiting, *documents]
-        windows, self._waiting = cut_windows(documents, num_windows, num_windows, window, step)
-        return windows
+        """Returns the next N micro-batches; documents may have any length."""
+        self.limits = self.limits.at(step)
+        micro_batches, self._waiting = cut_windows([*self._waiting, *documents], self.limits, step)
+        return micro_batches
 
     def flush(self, step: int) -> list[list[Document]]:
         return self.pack((), step)
@@ -51,27 +52,29 @@ class OriginalPacker:
 
 
 def check_windows(packing: str, limits: Limits) -> None:
-    """Raises :class:`ConfigError` if more tokens arrive in a step than N windows hold."""
-    if limits.num_micro_batches * limits.window < limits.step_tokens:
+    """Raises :class:`ConfigError` if more tokens arrive in a step than its windows hold."""
+    if limits.num_micro_batches * limits.micro_batch_tokens < limits.step_tokens:
+        num_windows = limits.num_micro_batches * limits.micro_batch_size
         raise ConfigError(
-            f"{packing} packing runs {limits.num_micro_batches} windows of {limits.window} "
+            f"{packing} packing runs {num_windows} windows of {limits.window} "
             f"tokens a step, but {limits.step_tokens} tokens arrive; raise num_micro_batches"
         )
 
 
 def cut_windows(
-    documents: Sequence[Document], num_windows: int, windows_a_step: int, window: int, step: int
+    documents: Sequence[Document], limits: Limits, step: int, num_steps: int = 1
 ) -> tuple[list[list[Document]], list[Document]]:
-    """Fills the windows of ``step`` and those after it, in order; returns the rest as well.
+    """Fills the micro-batches of ``num_steps`` from ``step`` on, in order; returns the rest too.
 
-    A document that does not end with its window is cut. What lies in windows of a later step
-    arrives then.
+    A document that does not end with its window is cut, inside a micro-batch too. What lies in
+    windows of a later step arrives then.
     """
-    documents = [*documents]
+    documents, window, each = [*documents], limits.window, limits.micro_batch_size
+    windows_a_step = limits.num_micro_batches * each
     ends = [*accumulate([document.length for document in documents])]
     windows: list[list[Document]] = []
     first = 0
-    for number in range(1, num_windows + 1):
+    for number in range(1, num_steps * windows_a_step + 1):
         last = bisect_left(ends, number * window, lo=first)
         cut = documents[first : last + 1]
         first = last + 1
@@ -82,4 +85,5 @@ def cut_windows(
             cut[-1], documents[last] = cut[-1].cut(room, tail_step)
             first = last
         windows.append(cut)
-    return windows, documents[first:]
+    rows = [[*chain(*windows[at : at + each])] for at in range(0, len(windows), each)]
+    return rows, documents[first:]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from megatron_wlb.cost import CostModel
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, Packer
 from megatron_wlb.packing.fixed import FixedGreedyPacker, Grouping
@@ -186,30 +187,36 @@ class PackingSettings:
         cost: CostModel,
         length_multiple: int = 1,
         step_tokens: int | None = None,
+        micro_batch_size: int = 1,
+        ramp: Ramp | None = None,
     ) -> Packer:
         """Makes the packing, empty.
 
         S_max is rounded down to a multiple of ``length_multiple``, so that padding leads to no
-        more. ``step_tokens`` arrive in a step: N windows if not given.
+        more. ``step_tokens`` arrive in a step: the windows of N micro-batches if not given. With a
+        ``ramp`` this N is that of its end.
 
         Raises :class:`ConfigError` for an unknown name (the nearest one is named) or settings that
         cannot work.
         """
         if length_multiple < 1:
             raise ConfigError(f"length_multiple is {length_multiple}; give at least 1")
-        s_max = self.max_tokens
-        if window <= s_max < -(-window // length_multiple) * length_multiple:
+        s_max, row = self.max_tokens, micro_batch_size * window
+        if row <= s_max < -(-row // length_multiple) * length_multiple:
+            windows = f"{micro_batch_size} windows" if micro_batch_size > 1 else "a window"
             raise ConfigError(
-                f"max_tokens (S_max) {s_max} has no room for a window of {window} padded to a "
+                f"max_tokens (S_max) {s_max} has no room for {windows} of {window} padded to a "
                 f"multiple of {length_multiple} (TP, 2 · CP); raise it"
             )
         limits = Limits(
             num_micro_batches,
             window,
             s_max - s_max % length_multiple if s_max >= window else s_max,
-            num_micro_batches * window if step_tokens is None else step_tokens,
+            num_micro_batches * row if step_tokens is None else step_tokens,
             self.max_step_tokens,
             self.max_age,
+            micro_batch_size,
+            ramp,
         )
         batches = self.fixed_batches
         packers: dict[str, Callable[[], Packer]] = {
@@ -230,12 +237,15 @@ class PackingSettings:
 def packer(
     name: str, *, num_micro_batches: int, window: int, cost: CostModel, **settings: Any
 ) -> Packer:
-    """Makes the packing called ``name``: :meth:`PackingSettings.packer`, S_max two windows."""
-    batch = {
-        key: settings.pop(key) for key in ("length_multiple", "step_tokens") if key in settings
-    }
+    """Makes the packing called ``name``: :meth:`PackingSettings.packer`, S_max twice the tokens
+    that a micro-batch stands for.
+    """
+    names = ("length_multiple", "step_tokens", "micro_batch_size", "ramp")
+    batch = {key: settings.pop(key) for key in names if key in settings}
     max_tokens = settings.pop("max_tokens", None)
-    chosen = PackingSettings(name, 2 * window if max_tokens is None else max_tokens, **settings)
+    if max_tokens is None:
+        max_tokens = 2 * batch.get("micro_batch_size", 1) * window
+    chosen = PackingSettings(name, max_tokens, **settings)
     return chosen.packer(num_micro_batches=num_micro_batches, window=window, cost=cost, **batch)
 
 

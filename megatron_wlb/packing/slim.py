@@ -25,6 +25,7 @@ class SlimPacker:
         self.limits = limits
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
+        self.limits = self.limits.at(step)
         return [[*documents]]
 
     def flush(self, step: int) -> list[list[Document]]:

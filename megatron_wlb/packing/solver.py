@@ -90,7 +90,7 @@ class FixedSolverPacker(FixedPacker):
             model.add_hint(heaviest[-1], max(loads[first : first + size]))
             for j in range(first, first + size):
                 column = [row[j] for row in in_window]
-                model.add(_dot(column, lengths) <= self.limits.window)
+                model.add(_dot(column, lengths) <= self.limits.micro_batch_tokens)
                 model.add(_dot(column, work) <= heaviest[-1])
         model.minimize(sum(heaviest))
         solver = self._solve(model, step, sum(work) / size)

@@ -76,12 +76,14 @@ class WLBPacker:
         return (*self._remained, *(d for queue in self._queues for d in queue))
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
+        self.limits = self.limits.at(step)
         self.limits.check(documents)
         running = self._remained + self._enqueue(documents)
         running += self._fire(step, sum([document.length for document in running]))
         return self._place(running, step)
 
     def flush(self, step: int) -> list[list[Document]]:
+        self.limits = self.limits.at(step)
         running = list(self.waiting)
         for queue in self._queues:
             queue.clear()

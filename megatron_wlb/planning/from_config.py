@@ -26,6 +26,7 @@ from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner, Stream
@@ -86,6 +87,24 @@ def recompute(config: Config) -> Recompute:
     return Recompute(t.recompute_granularity, t.recompute_method, t.recompute_num_layers)
 
 
+def batch(config: Config, dp_size: int) -> tuple[int, Ramp | None]:
+    """Windows that arrive in a step, and how they come to be so many, if not from the start.
+
+    Both are rounded down if ``--decrease-batch-size-if-needed`` is given. Raises
+    :class:`ConfigError` for a ramp that is none.
+    """
+    t, ramp = config.training, None
+    multiple = t.micro_batch_size * dp_size if t.decrease_batch_size_if_needed else 1
+    if t.rampup_batch_size:
+        if len(t.rampup_batch_size) != 3:
+            raise ConfigError(
+                f"--rampup-batch-size has {len(t.rampup_batch_size)} numbers; give START INCREMENT "
+                "SAMPLES"
+            )
+        ramp = Ramp(*t.rampup_batch_size, t.global_batch_size, multiple)
+    return t.global_batch_size // multiple * multiple, ramp
+
+
 def run_of(
     config: Config, padded_vocab_size: int, dp_size: int, *, cost: Cost | None = None
 ) -> Run:
@@ -94,7 +113,8 @@ def run_of(
     Its memory is what the modules of this runtime keep on the CPU; on a GPU, whose norms are single
     kernels, they keep less.
     """
-    wlb = config.wlb
+    wlb, micro_batch_size = config.wlb, config.training.micro_batch_size
+    num_windows, ramp = batch(config, dp_size)
     if wlb.wlb_memory_gib is not None:
         real_number("--wlb-memory-gib", wlb.wlb_memory_gib, LEAST, MOST)
     return Run(
@@ -102,7 +122,7 @@ def run_of(
         load_hardware(wlb.wlb_hardware),
         parallelism(config, dp_size),
         config.data.seq_length,
-        config.training.global_batch_size,
+        num_windows // micro_batch_size,
         recompute(config),
         wlb.wlb_memory_gib,
         config.parallel.overlap_grad_reduce,
@@ -115,6 +135,8 @@ def run_of(
         kernels="torch",
         attention_kernel=None if wlb.wlb_attention_kernel == "auto" else wlb.wlb_attention_kernel,
         num_head_groups=wlb.wlb_cp_overlap_groups,
+        micro_batch_size=micro_batch_size,
+        ramp=ramp,
     )
 
 
@@ -142,26 +164,31 @@ def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:
 
 
 def max_tokens(config: Config, padded_vocab_size: int, dp_size: int) -> int:
-    """S_max: ``--wlb-max-tokens``, or what fits ``--wlb-memory-gib``, or two windows.
+    """S_max: ``--wlb-max-tokens``, or what fits ``--wlb-memory-gib``, or two windows for each that
+    a micro-batch stands for.
 
     Memory asks that a step fits even if all micro-batches in flight are S_max long. More than the
     tokens of a step is of no use. Units of slices are smaller, and memory decides on their number
-    instead. Raises :class:`ConfigError` where not even a window fits, or
-    ``--wlb-max-tokens`` does not.
+    instead. Raises :class:`ConfigError` where not even the windows that a micro-batch stands for
+    fit, or ``--wlb-max-tokens`` does not.
     """
     given, memory_gib = config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib
-    window = config.data.seq_length
+    window, micro_batch_size = config.data.seq_length, config.training.micro_batch_size
+    row = micro_batch_size * window
     if memory_gib is None or config.wlb.wlb_packing == "slim":
-        return 2 * window if given is None else given
-    fitting = run_of(config, padded_vocab_size, dp_size).max_tokens()
-    if fitting < (given or window):
-        name, wanted = ("--seq-length", window) if given is None else ("--wlb-max-tokens", given)
+        return 2 * row if given is None else given
+    run = run_of(config, padded_vocab_size, dp_size)
+    fitting = run.max_tokens()
+    if fitting < (given or row):
+        name, wanted = ("--wlb-max-tokens", given) if given else ("--seq-length", window)
+        if given is None and micro_batch_size > 1:
+            name, wanted = f"--micro-batch-size {micro_batch_size} × --seq-length {window} =", row
         raise ConfigError(
             f"micro-batches of {name} {wanted} tokens do not fit --wlb-memory-gib {memory_gib:g}, "
             f"which {fitting} tokens do; recompute activations, use more TP or PP, or lower {name}"
         )
     if given is None:
-        given = min(fitting, config.training.global_batch_size * window)
+        given = min(fitting, run.step_tokens)
         logger.info("S_max is %d tokens, which fit %g GiB", given, memory_gib)
     return given
 
@@ -195,6 +222,7 @@ class Split:
         windows_a_step: int,
         seed: int,
         long_documents: LongDocuments,
+        ramp: Ramp | None = None,
     ) -> Stream:
         """Gives all, by their weights. Raises :class:`ConfigError` for epochs of weights."""
         corpora, weights = self.corpora, self.corpora.weights.get(self.name)
@@ -216,6 +244,7 @@ class Split:
             seed=seed,
             long_documents=long_documents,
             names=[corpus.prefix for corpus in corpora.corpora],
+            ramp=ramp,
         )
 
 
@@ -232,8 +261,10 @@ def make_evaluation_planner(
     """Plans the validation documents (or those of ``split``), the same ones at each evaluation.
 
     Balanced and whole, but nothing is held back for balance, so that each evaluation is of the
-    documents that arrive in its steps.
+    documents that arrive in its steps. Their batches do not grow.
     """
+    training = dataclasses.replace(config.training, rampup_batch_size=())
+    config = dataclasses.replace(config, training=training)
     if config.wlb.wlb_packing != "slim":  # which holds back nothing as it is
         wlb = dataclasses.replace(
             config.wlb, wlb_packing="hold", wlb_hold_tau=math.inf, wlb_look_ahead=0, wlb_shape="off"

@@ -15,6 +15,7 @@ from megatron_wlb.cost.layers import MOST_LAYERS
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.packing import check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
+from megatron_wlb.planning.from_config import batch
 from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
 from megatron_wlb.settings.config import Config, ModelConfig, flag_of
 
@@ -25,16 +26,16 @@ _AT_LEAST = (
     (
         1,
         f"{_PARALLEL_SIZES} distributed_timeout_minutes num_layers {_MODEL_SIZES} rotary_base "
-        "make_vocab_size_divisible_by vocab_size global_batch_size train_iters exit_interval "
-        "lr_decay_iters recompute_num_layers eval_iters save_interval log_interval wlb_epochs "
-        "wlb_cp_overlap_groups wlb_units wlb_slice_multiple rotary_seq_len_interpolation_factor "
-        "wlb_yarn_original_max_position_embeddings",
+        "make_vocab_size_divisible_by vocab_size micro_batch_size global_batch_size train_iters "
+        "exit_interval lr_decay_iters recompute_num_layers eval_iters save_interval log_interval "
+        "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple "
+        "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings",
     ),
     (0, "lr_warmup_iters eval_interval wlb_max_age wlb_verify_plan_interval"),
 )
 _AT_MOST = (
     (MOST_LAYERS, "num_layers"),
-    (MOST_MICRO_BATCHES, "global_batch_size wlb_units"),
+    (MOST_MICRO_BATCHES, "micro_batch_size global_batch_size wlb_units"),
     (MOST_TOKENS, "seq_length wlb_max_tokens wlb_slice_multiple"),
     (MOST_DEVICES, f"{_PARALLEL_SIZES} num_virtual_stages_per_pipeline_rank"),
     (MAX_SIZE, f"{_MODEL_SIZES} vocab_size make_vocab_size_divisible_by max_position_embeddings"),
@@ -275,15 +276,17 @@ def _check_batch(config: Config) -> Iterator[str]:
             f"--seq-length is {d.seq_length}; a window needs at least 2 tokens, one to predict "
             "the other"
         )
-    if t.micro_batch_size != 1:
-        yield (
-            f"--micro-batch-size is {t.micro_batch_size}; use 1: a micro-batch is one packed row "
-            "whose length follows its work (raise --seq-length for more tokens)"
-        )
+    row = t.micro_batch_size * d.seq_length
     if w.wlb_max_tokens is not None and w.wlb_max_tokens < d.seq_length:
         yield (
             f"--wlb-max-tokens is {w.wlb_max_tokens}, below --seq-length {d.seq_length}; a "
             "document of a whole window would fit nowhere: use at least the window, better twice"
+        )
+    elif w.wlb_max_tokens is not None and w.wlb_max_tokens < row:
+        yield (
+            f"--wlb-max-tokens is {w.wlb_max_tokens}, below --micro-batch-size "
+            f"{t.micro_batch_size} × --seq-length {d.seq_length} = {row}, the tokens of a mean "
+            "micro-batch; use at least that, better twice"
         )
     if w.wlb_long_documents == "slice" and w.wlb_packing != "slim":
         yield (
@@ -329,34 +332,61 @@ def _check_recompute(config: Config) -> Iterator[str]:
 def check_micro_batches(config: Config, world_size: int) -> int:
     """Micro-batches of each data-parallel rank, M.
 
-    Raises :class:`ConfigError` where DP does not divide the global batch, or the interleaved
-    schedule cannot run M micro-batches.
+    Of a batch that grows they are those at its end. Raises :class:`ConfigError` where micro-batch
+    size × DP does not divide each batch, or the interleaved schedule cannot run so many.
     """
     refuse_all(_check_micro_batches(config, world_size))
-    return config.training.global_batch_size // data_parallel_size(config, world_size)
+    dp = data_parallel_size(config, world_size)
+    return batch(config, dp)[0] // (config.training.micro_batch_size * dp)
 
 
 def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:
-    dp = data_parallel_size(config, world_size)
-    n = config.training.global_batch_size
-    if n % dp:
+    t, dp = config.training, data_parallel_size(config, world_size)
+    multiple = t.micro_batch_size * dp
+    divisor = f"DP {dp}"
+    if t.micro_batch_size > 1:
+        divisor = f"--micro-batch-size {t.micro_batch_size} × {divisor} = {multiple}"
+    try:
+        num_windows, ramp = batch(config, dp)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if not num_windows:
         yield (
-            f"--global-batch-size is {n}, which DP {dp} does not divide; every data-parallel rank "
-            f"runs the same number of micro-batches: use a multiple of {dp}"
+            f"--global-batch-size is {t.global_batch_size}, below {divisor}, so it would be "
+            f"rounded down to nothing; use at least {multiple}"
         )
         return
-    num_micro_batches = n // dp
-    if config.parallel.num_virtual_stages_per_pipeline_rank is not None:
-        pp = config.parallel.pipeline_model_parallel_size
-        group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or pp
-        if not pp <= group <= num_micro_batches:
+    sizes = (num_windows,) if ramp is None else ramp.sizes
+    for size in sizes:
+        if size % multiple:
+            flag = "--global-batch-size is"
+            if size != num_windows:
+                flag = "--rampup-batch-size leads to a batch of"
             yield (
-                f"--microbatch-group-size-per-virtual-pipeline-stage is {group}; it must lie "
-                f"between PP {pp} and the {num_micro_batches} micro-batches of a rank"
+                f"{flag} {size}, which {divisor} does not divide; every data-parallel rank runs "
+                f"the same number of micro-batches: use a multiple of {multiple}"
             )
-        elif 0 < num_micro_batches % group < pp:
-            yield (
-                f"{num_micro_batches} micro-batches a rank leave {num_micro_batches % group} after "
-                f"groups of {group}; the remainder must be 0 or at least PP {pp}: change "
-                "--global-batch-size"
-            )
+            return
+    numbers = [size // multiple for size in sizes]
+    refused = (number for number in numbers if any(_check_interleaved(config, number)))
+    yield from _check_interleaved(config, next(refused, numbers[-1]))
+
+
+def _check_interleaved(config: Config, num_micro_batches: int) -> Iterator[str]:
+    """Checks that a rank's micro-batches divide over virtual stages as Megatron asks."""
+    if config.parallel.num_virtual_stages_per_pipeline_rank is None:
+        return
+    pp = config.parallel.pipeline_model_parallel_size
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or pp
+    if not pp <= group <= num_micro_batches:
+        yield (
+            f"--microbatch-group-size-per-virtual-pipeline-stage is {group}; it must lie "
+            f"between PP {pp} and the {num_micro_batches} micro-batches of a rank"
+        )
+    elif 0 < num_micro_batches % group < pp:
+        yield (
+            f"{num_micro_batches} micro-batches a rank leave {num_micro_batches % group} after "
+            f"groups of {group}; the remainder must be 0 or at least PP {pp}: change "
+            "--global-batch-size"
+        )

@@ -40,6 +40,7 @@ from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.memory import GIB, overhead_gib
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.data.documents import LongDocuments
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Packer, PackingSettings
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
@@ -84,8 +85,12 @@ class Documents(Protocol):
         windows_a_step: int,
         seed: int,
         long_documents: LongDocuments,
+        ramp: Ramp | None = None,
     ) -> Stream:
-        """Gives documents of at least ``num_steps`` steps, or all; none is above ``longest``."""
+        """Gives documents of at least ``num_steps`` steps, or all; none is above ``longest``.
+
+        In the steps of a ``ramp`` fewer windows arrive.
+        """
         ...
 
 
@@ -104,11 +109,20 @@ class Workload:
     """None: a step takes as long as its slowest micro-batch, as where each has its own devices."""
     memory: MemoryLimit | None = None
     """What a device may hold, for the number of units that slices are cut into; None: anything."""
+    micro_batch_size: int = 1
+    """Windows that a micro-batch stands for."""
+    ramp: Ramp | None = None
+    """How N grows to ``num_micro_batches``; None where all steps have as many."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens that a micro-batch stands for: its mean."""
+        return self.micro_batch_size * self.window
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that arrive in a step, in the mean."""
-        return self.num_micro_batches * self.window
+        """Tokens that arrive in a step, in the mean, once N has grown."""
+        return self.num_micro_batches * self.micro_batch_tokens
 
     @property
     def dp_size(self) -> int:
@@ -138,6 +152,8 @@ class Workload:
             window=self.window,
             cost=self.cost,
             length_multiple=self.length_multiple,
+            micro_batch_size=self.micro_batch_size,
+            ramp=self.ramp,
         )
         if isinstance(self.cost, ProfiledCost):  # now, not in the step that reaches so far
             longest = self.longest(packing) if packing.name == "slim" else 0
@@ -163,9 +179,10 @@ class Workload:
             num_steps,
             window=self.window,
             longest=self.longest(packing),
-            windows_a_step=self.num_micro_batches,
+            windows_a_step=self.num_micro_batches * self.micro_batch_size,
             seed=self.seed,
             long_documents=self.long_documents,
+            ramp=self.ramp,
         )
 
     def planner(
@@ -218,7 +235,7 @@ class Workload:
             multiple=packing.slice_multiple or multiple,
             merges=packing.dp_merge == "auto",
             memory=self.memory,
-            worst=_worst_steps(longest, each * self.window),
+            worst=_worst_steps(longest, each * self.micro_batch_tokens),
         )
 
     def check(self, packings: Sequence[PackingSettings]) -> None:
@@ -265,16 +282,31 @@ class Run:
     """The kernel of ``--wlb-attention-kernel``, where it names one."""
     num_head_groups: int | None = None
     """Head groups of the context-parallel exchange; a GPU's default if not given."""
+    micro_batch_size: int = 1
+    """Windows that a micro-batch stands for."""
+    ramp: Ramp | None = None
+    """How N grows to ``num_micro_batches``; None where all steps have as many."""
 
     def __post_init__(self) -> None:
         p = self.parallelism
         whole_number("window", self.window, 1, MOST_TOKENS)
         whole_number("num_micro_batches", self.num_micro_batches, 1, MOST_MICRO_BATCHES)
+        whole_number("micro_batch_size", self.micro_batch_size, 1, MOST_MICRO_BATCHES)
         if self.memory_gib is not None:
             real_number("memory limit in GiB", self.memory_gib, LEAST, MOST)
         each = each_rank(self.num_micro_batches, p.dp_size)
         p.layers_of_stages(self.shape)
         schedule(p.pp_size, p.vpp_size, each, p.group_size)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens that a micro-batch stands for: its mean."""
+        return self.micro_batch_size * self.window
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that arrive in a step, in the mean, once N has grown."""
+        return self.num_micro_batches * self.micro_batch_tokens
 
     @property
     def num_devices(self) -> int:
@@ -349,6 +381,8 @@ class Run:
             self.length_multiple,
             self.parallelism,
             None if self.memory_gib is None else MemoryLimit(self.memory, self.memory_gib * GIB),
+            self.micro_batch_size,
+            self.ramp,
         )
 
     def check_reach(self, num_tokens: int | None = None) -> None:

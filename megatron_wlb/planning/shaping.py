@@ -122,9 +122,9 @@ class _Pipeline:
 class Shaper:
     """Reshapes balanced steps so that their simulated time is shorter, never longer.
 
-    ``num_micro_batches`` are those of one data-parallel rank; none gets longer than ``max_tokens``
-    (S_max). The best sizes are those for documents of half the ``window``. Raises
-    :class:`ConfigError` for a layout that Megatron refuses.
+    ``num_micro_batches`` are those of one data-parallel rank, where a step has no other number;
+    none gets longer than ``max_tokens`` (S_max). The best sizes are those for documents of half the
+    ``window``. Raises :class:`ConfigError` for a layout that Megatron refuses.
     """
 
     def __init__(
@@ -143,14 +143,20 @@ class Shaper:
                 f"there are costs of {len(stages)} stages, but the layout has {p.num_stages} "
                 "(PP × VPP); give one for each"
             )
-        self._graph = graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
+        self._layout = p
         self._work = _Work(stages, max_tokens)
         self._costs = costs
         self._max_tokens = max_tokens
         typical = [max(1, window // 2)]
         unit_us = costs.stages.times_us([typical])[:, :, 0]
-        unit = (unit_us / unit_us.sum()).tolist()
-        self._sizes = best_sizes(self._graph, tuple(map(tuple, unit)))
+        self._unit = tuple(map(tuple, (unit_us / unit_us.sum()).tolist()))
+        self._fit(num_micro_batches)
+
+    def _fit(self, num_micro_batches: int) -> None:
+        """Turns to steps of so many micro-batches a rank: what is kept for each is looked up."""
+        p = self._layout
+        self._graph = graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
+        self._sizes = best_sizes(self._graph, self._unit)
         num_actions = sum(map(len, self._graph.order))
         self._num_rounds = min(MAX_ROUNDS, ROUND_ACTIONS // num_actions)
 
@@ -158,6 +164,7 @@ class Shaper:
         """Deals the same documents anew over all ranks, or leaves them where that is not faster."""
         if not any(any(rank) for rank in ranks):
             return [[list(micro_batch) for micro_batch in rank] for rank in ranks]
+        self._fit(len(ranks[0]))
         documents, step, given = self._numbered(ranks)
         best = [self._pipeline(step, members) for members in given]
         placed = _place(step, len(ranks), self._sizes)
@@ -170,6 +177,7 @@ class Shaper:
 
     def step_us(self, ranks: Ranks) -> float:
         """Simulated time of forward and backward of a step, by which plans are compared."""
+        self._fit(len(ranks[0]))
         _, step, given = self._numbered(ranks)
         return _slowest([self._pipeline(step, members) for members in given]).step_us
 

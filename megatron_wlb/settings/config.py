@@ -102,9 +102,17 @@ class ParallelConfig:
 class TrainingConfig:
     """Batch, precision, optimizer and schedule."""
 
-    micro_batch_size: int = setting(1, "windows a micro-batch; must be 1, lengths vary instead")
+    micro_batch_size: int = setting(1, "windows of tokens that a micro-batch stands for")
     global_batch_size: int = setting(
-        8, "windows of tokens that arrive a step; also N, its number of micro-batches over DP"
+        8,
+        "windows of tokens that arrive a step; by --micro-batch-size it is N, the number of "
+        "micro-batches over DP",
+    )
+    rampup_batch_size: tuple[int, ...] = setting(
+        (), "START INCREMENT SAMPLES: batches that grow to the global one; for the launcher"
+    )
+    decrease_batch_size_if_needed: bool = setting(
+        False, "round batches down to what --micro-batch-size × DP divides; for the launcher"
     )
     train_iters: int = setting(100, "steps to train; less if --wlb-epochs ends the data before")
     exit_interval: int | None = setting(None, "leave at a step that this divides, after saving")

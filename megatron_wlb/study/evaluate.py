@@ -42,11 +42,12 @@ class Evaluation:
     """``efficiency`` of each part of the steps."""
     flags: tuple[str, ...]
     """What the training command needs to pack like this."""
+    micro_batch_size: int = 1
 
     @property
     def option(self) -> Option[Evaluation]:
         cuts = self.setting.name in CUTS_AT_WINDOWS
-        longest = self.window if cuts else self.setting.max_tokens
+        longest = self.micro_batch_size * self.window if cuts else self.setting.max_tokens
         return Option(
             self, self.efficiency, self.efficiency_by_part, self.delay, self.imbalance, longest
         )
@@ -67,6 +68,7 @@ class Evaluation:
             "packing": s.name,
             "title": s.title,
             "num_micro_batches": self.num_micro_batches,
+            "micro_batch_size": self.micro_batch_size,
             "window": self.window,
             "max_windows": s.max_tokens / self.window,
             "max_tokens": s.max_tokens,
@@ -163,6 +165,7 @@ def evaluate(
         metrics.num_tokens / device_us if device_us else 0.0,
         by_part(works_us, devices_us),
         workload.flags(setting),
+        workload.micro_batch_size,
     )
 
 

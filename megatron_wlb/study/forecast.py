@@ -126,23 +126,27 @@ def forecast(config: Config, num_devices: int) -> Forecast:
     documents, source, vocab_size = _documents(config)
     padded = planning.padded_vocab_size(config, vocab_size)
     run = planning.run_of(config, padded, guards.data_parallel_size(config, num_devices))
-    run = dataclasses.replace(run, kernels="fused")  # as on a GPU
+    # As on a GPU, and once batches have grown.
+    run = dataclasses.replace(run, kernels="fused", ramp=None)
+    row = run.micro_batch_tokens
     layout, memory, limit_gib = run.parallelism, run.memory, run.limit_gib
     stages = range(layout.pp_size)
     max_tokens = config.wlb.wlb_max_tokens
     units = None
     if config.wlb.wlb_packing == "slim":
-        fitting = max_tokens = max_tokens or 2 * window
+        fitting = max_tokens = max_tokens or 2 * row
         units, peak_gib = _units(config, run, source, max_tokens)
     else:
         fits = run.max_tokens()
-        fitting = min(fits, run.num_micro_batches * window)
+        fitting = min(fits, run.step_tokens)
         if max_tokens is None:
-            max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * window
+            max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * row
         lengths = [max_tokens] * num_micro_batches
         peak_gib = max(memory.peak_bytes(rank, lengths) for rank in stages) / GIB
-        if fits < max(max_tokens, window):
-            name = "S_max (--wlb-max-tokens)" if fits >= window else "--seq-length"
+        if fits < max(max_tokens, row):
+            name = "S_max (--wlb-max-tokens)" if fits >= row else "--seq-length"
+            if fits < row and run.micro_batch_size > 1:
+                name = "--micro-batch-size"
             raise ConfigError(
                 f"micro-batches of {max_tokens} tokens need {peak_gib:.1f} GiB (modelled), above "
                 f"the {limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for tensors; {fits} "

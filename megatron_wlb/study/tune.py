@@ -32,7 +32,8 @@ THRESHOLDS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 2 / 3, 5 / 6)
 DELAY_PRICES = (0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 TAUS = (1.0, 1.02, 1.05)
 MAX_WINDOWS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""S_max, in windows; those below the limit are tried where it is good."""
+"""S_max, in tokens that a micro-batch stands for; those below the limit are tried where that is
+good."""
 NEIGHBOUR = 1.15
 """A threshold or a price is tried again this much higher and lower."""
 NUM_REFINED = 3
@@ -121,9 +122,9 @@ def tune(
     check_max_delay(max_delay)
     if look_ahead < 0:
         raise ConfigError(f"look_ahead is {look_ahead}; give at least 0")
-    window, hold = workload.window, PackingSettings("hold", max_tokens, **limits)
+    row, hold = workload.micro_batch_tokens, PackingSettings("hold", max_tokens, **limits)
     defaults = [
-        replace(hold, name=packing, max_tokens=min(max_tokens, 2 * window)) for packing in packings
+        replace(hold, name=packing, max_tokens=min(max_tokens, 2 * row)) for packing in packings
     ]
     p = workload.layout or Parallelism()
     baselines = [
@@ -144,7 +145,7 @@ def tune(
         return evaluation
 
     tried = {setting: run(workload, setting) for setting in dict.fromkeys(first)}
-    second = _refined(tried.values(), packings, window, max_delay) - tried.keys()
+    second = _refined(tried.values(), packings, row, max_delay) - tried.keys()
     total += len(second)
     tried |= {setting: run(workload, setting) for setting in sorted(second, key=str)}
 
@@ -198,7 +199,7 @@ def candidates(
 
 
 def _refined(
-    tried: Iterable[Evaluation], packings: Sequence[str], window: int, max_delay: float
+    tried: Iterable[Evaluation], packings: Sequence[str], row: int, max_delay: float
 ) -> set[PackingSettings]:
     """Neighbours of the best of each packing, and the same with less S_max."""
     refined: set[PackingSettings] = set()
@@ -207,9 +208,9 @@ def _refined(
         ranked = _ranked([e for e in tried if e.setting.name == packing], max_delay)
         for setting in [evaluation.setting for evaluation in ranked[:NUM_REFINED]]:
             refined |= {
-                replace(setting, max_tokens=int(windows * window))
+                replace(setting, max_tokens=int(windows * row))
                 for windows in MAX_WINDOWS
-                if int(windows * window) < setting.max_tokens
+                if int(windows * row) < setting.max_tokens
             }
             for factor in (NEIGHBOUR, 1 / NEIGHBOUR):
                 if setting.delay_price:

@@ -89,8 +89,8 @@ def batch_flags(scenario: Run) -> Flags:
     return {
         "--seq-length": scenario.window,
         "--max-position-embeddings": scenario.shape.learned_positions or scenario.window,
-        "--micro-batch-size": 1,
-        "--global-batch-size": scenario.num_micro_batches,
+        "--micro-batch-size": scenario.micro_batch_size,
+        "--global-batch-size": scenario.num_micro_batches * scenario.micro_batch_size,
         "--bf16": True,
     }
 

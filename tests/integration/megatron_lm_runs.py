@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from trainer_runs import Finished, Flags, Run, start
+from trainer_runs import Finished, Flags, Run, read_metrics, start
 
 PATH = os.environ.get("MEGATRON_LM_PATH")
 needs_megatron_lm = pytest.mark.skipif(
@@ -95,6 +95,21 @@ def logged(finished: Finished, name: str) -> list[str]:
 def validations(finished: Finished) -> list[str]:
     """The loss of each evaluation, as Megatron writes it."""
     return re.findall(r"validation loss at .*? \| lm loss value: (\S+)", finished.output)
+
+
+def assert_equal_steps(found: Path, expected: Path, first: int = 1) -> None:
+    """Compares two files of metrics from step ``first`` on: loss, gradients, what was trained.
+
+    Losses are fp32 sums of a thousand token losses, in another order: up to 1e-7 is seen.
+    """
+    theirs = [line for line in read_metrics(expected) if line["iteration"] >= first]
+    ours = list(read_metrics(found))
+    assert len(ours) == len(theirs) > 1
+    for one, other in zip(ours, theirs, strict=True):
+        for key in ("iteration", "tokens", "targets", "waiting_tokens"):
+            assert one[key] == other[key]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
 def install_and_uninstall(_argv: list[str]) -> int:

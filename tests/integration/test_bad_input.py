@@ -49,7 +49,12 @@ CONFIG: dict[str, tuple[int, Flags, list[str]]] = {
         {"num_virtual_stages_per_pipeline_rank": 2},
         ["--num-virtual-stages-per-pipeline-rank is 2", "no pipeline", "leave it out"],
     ),
-    "micro-batch-size": (1, {"micro_batch_size": 2}, ["--micro-batch-size is 2", "use 1"]),
+    "micro-batch-size": (1, {"micro_batch_size": 0}, ["--micro-batch-size is 0", "at least 1"]),
+    "rampup-batch-size": (
+        1,
+        {"rampup_batch_size": [2, 2, 100]},
+        ["--rampup-batch-size is for the launcher", "leave it out"],
+    ),
     "attention-dropout": (1, {"attention_dropout": 0.1}, ["is 0.1", "set it to 0"]),
     "context-parallel": (
         3,

@@ -59,11 +59,11 @@ def test_what_a_new_user_mistypes_is_one_line(name: str, corpus: Path, tmp_path:
 
 def test_all_refusals_are_told_in_one_run(corpus: Path, tmp_path: Path) -> None:
     flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "sft": True}
-    flags |= {"micro_batch_size": 2, "no_rope_fusion": None, "attention_dropout": 0.1}
+    flags |= {"fp4_format": "e2m1", "bf16": True, "no_rope_fusion": None, "attention_dropout": 0.1}
     ended = launch(tmp_path, 1, flags).wait()
     assert ended.code == ConfigError.exit_code
     told = [line.split()[1] for line in ended.errors]
-    assert told == ["--attention-dropout", "--micro-batch-size", "--sft", "without"]
+    assert told == ["--attention-dropout", "--fp4-format", "--sft", "without"]
 
 
 def test_a_resumed_run_explains_megatrons_second_loss(corpus: Path, tmp_path: Path) -> None:

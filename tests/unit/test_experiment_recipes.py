@@ -116,7 +116,7 @@ def test_forecast_of_original_gains_nothing() -> None:
             "between PP",
         ),
         (["--num-layers", "33"], "--num-layers is 33, which PP 4 × VPP 2 = 8 model chunks"),
-        (["--micro-batch-size", "2"], "--micro-batch-size is 2; use 1"),
+        (["--micro-batch-size", "3"], "which --micro-batch-size 3 × DP 1 = 3 does not divide"),
         (["--global-batch-size", "3"], "must lie between PP 4 and the 3"),
         (["--num-experts", "8"], "--num-experts is not modelled"),
         (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers"),

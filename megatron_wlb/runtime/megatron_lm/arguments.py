@@ -36,8 +36,8 @@ _SAME = (
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
     "distributed_backend",
     # The batch, and what its memory depends on.
-    "micro_batch_size", "global_batch_size", "seed", "recompute_granularity",
-    "recompute_method", "recompute_num_layers", "deterministic_mode",
+    "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed", "seed",
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "deterministic_mode",
     # The data.
     "split", "seq_length",
 )  # fmt: skip
@@ -45,7 +45,7 @@ _SAME = (
 READ = frozenset(
     {
         *_SAME, *_OURS, "bf16", "optimizer", "disable_bias_linear", "no_overlap_p2p_communication",
-        "data_path",
+        "data_path", "rampup_batch_size",
     }
 )  # fmt: skip
 """Settings, besides those that begin with ``wlb_``, that :func:`config_of` takes of Megatron's."""
@@ -104,6 +104,7 @@ def config_of(args: argparse.Namespace) -> Config:
         args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm
     )
     values["data_path"] = tuple(args.data_path or ())
+    values["rampup_batch_size"] = tuple(map(int, args.rampup_batch_size or ()))
     if values["split"] is None:  # each split has its own corpora
         del values["split"]
     return from_flat(values)

@@ -93,7 +93,6 @@ def _no_data(args: argparse.Namespace) -> bool:
 _DENSE = "cost and memory models know dense transformer layers only"
 _EVEN = "cost and memory models divide the layers evenly"
 _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
-_FIXED_NUMBER = "the number of micro-batches is that of the packer"
 _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
 _OTHER_ORDER = "its schedule receives in another order"
@@ -178,16 +177,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --use-distributed-optimizer",
     ),
     Refusal("--use-megatron-fsdp", "it is not tested"),
-    # The batch.
-    Refusal(
-        "--micro-batch-size", "a micro-batch is one packed row whose length follows its work",
-        "use 1, and a longer --seq-length for more tokens", (1,),
-    ),
-    Refusal("--rampup-batch-size", _FIXED_NUMBER, "use --global-batch-size"),
-    Refusal(
-        "--decrease-batch-size-if-needed", _FIXED_NUMBER,
-        "use a --global-batch-size that data parallelism divides",
-    ),
     # The data.
     Refusal(
         "--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data

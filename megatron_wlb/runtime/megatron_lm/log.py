@@ -20,7 +20,6 @@ from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
 from megatron_wlb.runtime.transfer import HostCopy
-from megatron_wlb.schedule.graph import Graph
 from megatron_wlb.simulator.step import slowest_us
 
 
@@ -161,13 +160,9 @@ class Log:
         Micro-batches take what the cost model says, in equal shares on all chunks; collectives of
         data parallelism and the update are not in it.
         """
-        stages = StageCosts.even(self.session.cost, self._graph.num_stages)
-        return slowest_us(plan, stages, self._graph)
-
-    @cached_property
-    def _graph(self) -> Graph:
-        config, dp_size = self.session.config, self.session.model.groups.dp.size()
-        return schedule_graph(config, config.training.global_batch_size // dp_size)
+        # Slices have orders of their own, other steps the order of as many micro-batches.
+        graph = schedule_graph(self.session.config, len(plan.micro_batches[0]) or 1)
+        return slowest_us(plan, StageCosts.even(self.session.cost, graph.num_stages), graph)
 
     @cached_property
     def _peak_tflops(self) -> float:

@@ -14,7 +14,7 @@ import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector
 
-from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.runtime import step
 from megatron_wlb.runtime.batch import Batch
 from megatron_wlb.runtime.megatron_lm.session import Session, data_iterator_of
@@ -48,6 +48,12 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
                 "stages, which plans do not; leave out the --wlb flags"
             )
         plan = next(data_iterator_of(data_iterator))
+        own = len(plan.micro_batches[0])
+        if own != num_microbatches and not plan.chains:
+            raise PlanError(
+                f"step {plan.step}: the plan has {own} micro-batches a rank, Megatron runs "
+                f"{num_microbatches}; resume with the batch flags of the checkpoint"
+            )
         reports = session.runner.run_schedule(
             plan, forward_step, forward_only=forward_only, **options
         )

@@ -39,8 +39,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 REQUIRED = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank", "context_parallel_size", "use_distributed_optimizer",
-    "global_batch_size", "bf16", "optimizer", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters",
-    "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
+    "micro_batch_size", "global_batch_size", "bf16", "optimizer", "lr", "min_lr",
+    "lr_decay_style", "lr_warmup_iters", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
+    "sgd_momentum",
 )  # fmt: skip
 """Settings that must be equal when a run resumes, with those of the model and the number of
 processes. Megatron would take some from the checkpoint, whatever the command line says."""

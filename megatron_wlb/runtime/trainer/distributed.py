@@ -10,7 +10,7 @@ import torch
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards
 from megatron_wlb.runtime.emulation import cpu
-from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.config import Config, flag_of
 
 
 def choose_device(requested: str) -> str:
@@ -45,6 +45,12 @@ def initialize(config: Config, device: str) -> int:
             "RANK is not set; start the trainer with torchrun, e.g. "
             "torchrun --nproc-per-node 2 -m megatron_wlb.pretrain_gpt …"
         )
+    for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
+        if getattr(config.training, name):
+            raise ConfigError(
+                f"{flag_of(name)} is for the launcher (docs/megatron-lm.md), this trainer has one "
+                "size of batches; leave it out"
+            )
     world_size = int(os.environ["WORLD_SIZE"])
     guards.check(config, world_size)
     num_micro_batches = guards.check_micro_batches(config, world_size)

@@ -160,6 +160,24 @@ def test_model_and_hardware_make_another_cost(capsys) -> None:
     assert (ours - 1) == pytest.approx(default - 1, rel=1 / 3)
 
 
+def test_micro_batches_stand_for_the_windows_of_the_recipe_or_the_flag(capsys) -> None:
+    """N is what they divide the batch into; S_max is twice their windows."""
+    sizes = "num_layers: 4\nhidden_size: 64\nseq-length: 2048\nglobal_batch_size: 6\n"
+    Path("model.yaml").write_text(sizes + "micro_batch_size: 2\n")
+    options = ["corpus", "--model", "model.yaml", "--steps", "5", "--packing", "original,hold"]
+    for row in rows(capsys, *options):
+        assert (row["num_micro_batches"], row["micro_batch_size"]) == (3, 2)
+        assert row["max_windows"] == 4
+        assert row["tokens"] == pytest.approx(5 * 6 * 2048, rel=0.3)
+    for row in rows(capsys, *options, "--micro-batch-size", "3", "--max-windows", "3"):
+        assert (row["num_micro_batches"], row["micro_batch_size"]) == (2, 3)
+        assert row["max_windows"] == 3
+    assert main(["pack", *options, "--micro-batch-size", "4"]) == 2
+    assert "is 6, which --micro-batch-size 4 does not divide" in capsys.readouterr().err
+    assert main(["pack", *options, "--micro-batch-size", "0"]) == 2
+    assert "--micro-batch-size is 0; give at least 1" in capsys.readouterr().err
+
+
 def test_model_file_also_says_the_window_the_batch_and_the_pipeline(capsys) -> None:
     Path("model.yaml").write_text(
         "num_layers: 4\nhidden_size: 64\nseq-length: 2048\n--global-batch-size: 6\n"

@@ -161,8 +161,8 @@ REFUSED = [
     ),
     ("--seq-length 1", 1, ["--seq-length is 1", "at least 2 tokens"]),
     (
-        "--micro-batch-size 2", 1,
-        ["--micro-batch-size is 2", "use 1", "raise --seq-length"],
+        "--seq-length 512 --micro-batch-size 2 --wlb-max-tokens 1023", 1,
+        ["--wlb-max-tokens is 1023", "2 × --seq-length 512 = 1024", "at least that"],
     ),
     (
         "--seq-length 512 --wlb-max-tokens 511", 1,
@@ -185,6 +185,23 @@ REFUSED = [
     (
         "--global-batch-size 7", 2,
         ["--global-batch-size is 7", "DP 2", "use a multiple of 2"],
+    ),
+    (
+        "--global-batch-size 6 --micro-batch-size 4", 2,
+        ["--global-batch-size is 6", "--micro-batch-size 4 × DP 2 = 8", "use a multiple of 8"],
+    ),
+    (
+        "--global-batch-size 6 --micro-batch-size 4 --decrease-batch-size-if-needed", 2,
+        ["--global-batch-size is 6", "below --micro-batch-size 4 × DP 2 = 8", "at least 8"],
+    ),
+    ("--rampup-batch-size 2 2", 1, ["--rampup-batch-size has 2 numbers", "give START INCREMENT"]),
+    (
+        "--rampup-batch-size 2 3 100", 2,
+        ["--rampup-batch-size leads to a batch of 5", "DP 2", "use a multiple of 2"],
+    ),
+    (
+        f"{PP2_VPP2} --rampup-batch-size 1 7 100", 2,
+        ["between PP 2 and the 1 micro-batches"],
     ),
     (
         f"{PP2_VPP2} --microbatch-group-size-per-virtual-pipeline-stage 9", 2,
@@ -232,6 +249,7 @@ AT_LEAST_1 = [
     "kv-channels",
     "make-vocab-size-divisible-by",
     "vocab-size",
+    "micro-batch-size",
     "global-batch-size",
     "train-iters",
     "exit-interval",
@@ -285,6 +303,9 @@ def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
         ("--save out --save-interval 1", 1, 8),
         ("--wlb-shape on --wlb-packing wlb", 1, 8),
         ("--wlb-long-documents slice --wlb-packing slim --wlb-units 3", 1, 8),
+        ("--micro-batch-size 2 --seq-length 512 --wlb-max-tokens 1024", 2, 2),
+        ("--micro-batch-size 2 --decrease-batch-size-if-needed --global-batch-size 15", 2, 3),
+        ("--rampup-batch-size 2 2 100", 2, 4),
     ],
 )  # fmt: skip
 def test_good_settings_pass(flags: str, world_size: int, num_micro_batches: int) -> None:
@@ -315,12 +336,10 @@ def test_every_guard_is_tested() -> None:
 
 
 def test_all_that_cannot_run_is_told_at_once() -> None:
-    flags = (
-        "--global-batch-size 7 --attention-dropout 0.1 --lr 1e-3 --min-lr 1 --micro-batch-size 2"
-    )
+    flags = "--global-batch-size 7 --attention-dropout 0.1 --lr 1e-3 --min-lr 1 --save-interval 2"
     with pytest.raises(ConfigError) as caught:
         check_all(flags, 2)
-    told = ["--attention-dropout", "--min-lr", "--micro-batch-size", "--global-batch-size"]
+    told = ["--attention-dropout", "--min-lr", "--save-interval", "--global-batch-size"]
     assert [line.split()[0] for line in str(caught.value).splitlines()] == told
     report = caught.value.report(" (rank 1)")
     assert [line.split(": ")[0] for line in report.splitlines()] == ["error (rank 1)"] * 4
@@ -328,6 +347,6 @@ def test_all_that_cannot_run_is_told_at_once() -> None:
 
 def test_what_counts_with_numbers_out_of_range_waits_for_them() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_all("--num-attention-heads 0 --num-layers 0 --micro-batch-size 2", 1)
+        check_all("--num-attention-heads 0 --num-layers 0 --save-interval 2", 1)
     told = ["--num-layers", "--num-attention-heads"]
     assert [line.split()[0] for line in str(caught.value).splitlines()] == told

@@ -13,7 +13,8 @@ from megatron_wlb.runtime.megatron_lm import guards
 FINE: dict[str, Any] = {
     # What matters of a command line that runs; as Megatron's parser leaves it.
     "data_path": ["corpus"], "data_args_path": None, "train_data_path": None,
-    "per_split_data_args_path": None, "attention_dropout": 0.0, "micro_batch_size": 1,
+    "per_split_data_args_path": None, "attention_dropout": 0.0, "micro_batch_size": 2,
+    "rampup_batch_size": ["8", "8", "1000"], "decrease_batch_size_if_needed": True,
     "position_embedding_type": "rope", "softmax_type": "vanilla", "cuda_graph_impl": "none",
     "context_parallel_size": 2, "pipeline_model_parallel_size": 2, "overlap_p2p_comm": True,
     "tensor_model_parallel_size": 3, "world_size": 24,
@@ -69,9 +70,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--account-for-loss-in-pipeline-split": {"account_for_loss_in_pipeline_split": True},
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
-    "--micro-batch-size": {"micro_batch_size": 2},
-    "--rampup-batch-size": {"rampup_batch_size": ["8", "8", "1000"]},
-    "--decrease-batch-size-if-needed": {"decrease_batch_size_if_needed": True},
     "--data-path": {"data_path": None},
     "--mock-data": {"mock_data": True},
     "--sft": {"sft": True},
@@ -201,8 +199,8 @@ def test_flag_without_effect_is_one_warning(
 
 
 def test_flags_that_cannot_run_are_told_at_once() -> None:
-    given = FINE | {"sft": True, "micro_batch_size": 2, "world_size": 20, "num_experts": 8}
+    given = FINE | {"sft": True, "fp4": "e2m1", "world_size": 20, "num_experts": 8}
     with pytest.raises(ConfigError) as raised:
         guards.check(argparse.Namespace(**given), ["--this is another"])
     told = [line.split()[0] for line in str(raised.value).splitlines()]
-    assert told == ["--num-experts", "--micro-batch-size", "--sft", "20", "--this"]
+    assert told == ["--num-experts", "--fp4-format", "--sft", "20", "--this"]

@@ -22,7 +22,8 @@ FINE = (
         "--use-distributed-optimizer --save out --dist-ckpt-optim-fully-reshardable",
         "--use-distributed-optimizer --save out --no-save-optim",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-        "--cuda-graph-impl none --micro-batch-size=1 --ckpt-format torch",
+        "--cuda-graph-impl none --micro-batch-size=2 --ckpt-format torch",
+        "--rampup-batch-size 2 2 100 --decrease-batch-size-if-needed",
         "--cpu-offloading-num-layers 0 --lr -1e-3",
     ],
 )
@@ -36,8 +37,6 @@ def test_words_of_what_runs_pass(more: str) -> None:
         ("--attention-dropout 0.1", "^--attention-dropout 0.1 does not work"),
         ("--attention-dropout=0.1", "^--attention-dropout 0.1 does not work"),
         ("--sft", "^--sft does not work"),
-        ("--micro-batch-size 2", "^--micro-batch-size 2 does not work"),
-        ("--rampup-batch-size 2 2 100", "^--rampup-batch-size 2 2 100 does not work"),
         ("--position-embedding-type mrope", "^--position-embedding-type mrope does not work"),
         ("--use-distributed-optimizer --save out", "^--use-distributed-optimizer does not work"),
         (
