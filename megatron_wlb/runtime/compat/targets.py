@@ -201,8 +201,7 @@ class Version:
     """What is hooked in one version, and how far that was tried."""
 
     tested: bool
-    """Whether the whole test suite runs with it; otherwise its names and signatures are checked,
-    and the ragged pipelines ran under the CPU emulation."""
+    """Whether the launcher's tests and the ragged pipelines pass with it."""
     training: Table
     """The names of ``megatron.training``; those of ``megatron.core`` are :data:`CORE` in all."""
     adapter: MegatronLM = field(default_factory=MegatronLM)
@@ -211,10 +210,17 @@ class Version:
 
 VERSIONS: Mapping[str, Version] = {
     "0.16.1": Version(True, _TRAINING_0_17, MegatronLM017()),
-    "0.17.1": Version(False, _TRAINING_0_17, MegatronLM017()),
-    "0.18.2": Version(False, _TRAINING_0_18),
-    "0.19.2": Version(False, _TRAINING_0_19),
+    "0.17.1": Version(True, _TRAINING_0_17, MegatronLM017()),
+    "0.18.2": Version(True, _TRAINING_0_18),
+    "0.19.2": Version(True, _TRAINING_0_19),
+    "0.20.0": Version(False, _TRAINING_0_19),  # not released: Megatron's main
 }
+"""One of each series, as of 0.19; the others of the series count as it does."""
+
+
+def known(version: str) -> Version | None:
+    """The version of the series that a version is of, or None."""
+    return next((VERSIONS[v] for v in VERSIONS if _series(v) == _series(version)), None)
 
 
 def check(*, source: MegatronSource | None = None, allow_untested: bool = False) -> None:
@@ -228,8 +234,8 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
     is missing or takes other parameters.
     """
     source = source or MegatronSource.installed()
-    version = source.version
-    if version not in VERSIONS:
+    version, found = source.version, known(source.version)
+    if found is None:
         if not allow_untested:
             raise CompatibilityError(
                 f"megatron-core {version} is installed; megatron-wlb knows {', '.join(VERSIONS)}: "
@@ -242,7 +248,7 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
             version,
             ", ".join(VERSIONS),
         )
-    elif not VERSIONS[version].tested:
+    elif not found.tested:
         logger.warning(
             "megatron-core %s: names and signatures are checked, but training with it is tested "
             "less than with %s",
@@ -268,8 +274,8 @@ def problems(source: MegatronSource) -> dict[str, str | None]:
 
 def version_of(version: str) -> Version:
     """The table of a version, or else the nearest one below, or the first."""
-    below = [v for v in VERSIONS if _numbers(v) <= _numbers(version)]
-    return VERSIONS[version if version in VERSIONS else (below or list(VERSIONS)[:1])[-1]]
+    below = [v for v in VERSIONS if _series(v) <= _series(version)]
+    return VERSIONS[(below or list(VERSIONS)[:1])[-1]]
 
 
 def adapter() -> MegatronLM:
@@ -279,13 +285,12 @@ def adapter() -> MegatronLM:
 
 def needs_triton(version: str) -> bool:
     """Whether that megatron-core imports triton, whatever the device."""
-    return _numbers(version) >= (0, 18)
+    return _series(version) >= (0, 18)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """``0.17.0rc0`` -> ``(0, 17, 0)``."""
-    parts = version.split(".")[:3]
-    return tuple(int("".join(c for c in part[:3] if c.isdigit()) or 0) for part in parts)
+def _series(version: str) -> tuple[int, ...]:
+    """``0.17.0rc0`` -> ``(0, 17)``."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _problem(source: MegatronSource, target: str, expected: str) -> str | None:
