@@ -1,5 +1,6 @@
 # Sourced by the scripts beside it. Leaves behind $ROOT (the repository), a ready virtual
-# environment in $ROOT/.venv, and its programs first on PATH.
+# environment in $ROOT/.venv, and its programs first on PATH. With $WLB_MEGATRON it is
+# $ROOT/.venv-$WLB_MEGATRON, with that megatron-core instead of the pinned one.
 #
 # The first start installs what constraints.txt pins, and this project in editable form. Later
 # starts compare a stamp and install nothing. An interrupted set-up is done again from the start.
@@ -8,7 +9,9 @@
 #   PIP_…    pip's own settings, such as PIP_INDEX_URL and PIP_EXTRA_INDEX_URL
 
 ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-VENV=$ROOT/.venv
+VENV=$ROOT/.venv${WLB_MEGATRON:+-$WLB_MEGATRON}
+OLDEST=11 # Python 3.11, but 3.12 for megatron-core 0.17 and later.
+[[ ${WLB_MEGATRON:-0.16} == 0.16* ]] || OLDEST=12
 SETUP_LOG=$VENV/setup.log
 SETUP_STAMP=$VENV/setup.stamp
 
@@ -20,12 +23,12 @@ _fail() {
   return 1
 }
 
-# Prints the first interpreter of 3.11 or newer that can make a virtual environment.
+# Prints the first interpreter of 3.$OLDEST or newer that can make a virtual environment.
 _find_python() {
-  local probe candidate version found='' needed='Python 3.11 or newer with venv and ensurepip'
-  probe='import sys
-print("%d.%d.%d%s" % (sys.version_info[:3] + (" too old" * (sys.version_info < (3, 11)),)))
-import venv, ensurepip'
+  local probe candidate version found='' needed="Python 3.$OLDEST or newer with venv and ensurepip"
+  probe="import sys
+print('%d.%d.%d%s' % (sys.version_info[:3] + (' too old' * (sys.version_info < (3, $OLDEST)),)))
+import venv, ensurepip"
   while read -r candidate; do
     [[ $candidate != "$VENV"/* ]] || continue # It is about to be deleted.
     if version=$("$candidate" -c "$probe" 2>/dev/null </dev/null); then
@@ -48,7 +51,17 @@ _stamp() {
   local python=${PYTHON:-$VENV/bin/python} version
   version=$("$python" -V 2>&1) || return
   printf '%s %s\n' "$ROOT" "$version"
-  cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" | sha256sum
+  { _constraints && cat "$ROOT/pyproject.toml"; } | sha256sum
+}
+
+# What is pinned: constraints.txt, but for the megatron-core that is asked for. Of Megatron's main
+# there is no release: then it is the newest.
+_constraints() {
+  case ${WLB_MEGATRON:-} in
+    '') cat "$ROOT/constraints.txt" ;;
+    main) grep -v '^megatron-core==' "$ROOT/constraints.txt" ;;
+    *) sed "s/^megatron-core==.*/megatron-core==$WLB_MEGATRON/" "$ROOT/constraints.txt" ;;
+  esac
 }
 
 # _step MESSAGE COMMAND…: runs it with its output in the log, and says how long it takes.
@@ -72,7 +85,7 @@ _step() {
 
 _pip_install() {
   (cd "$ROOT" && "$VENV/bin/python" -m pip --no-input --disable-pip-version-check \
-    install --constraint constraints.txt "$@")
+    install --constraint "$VENV/constraints.txt" "$@")
 }
 
 _install_torch() {
@@ -90,8 +103,9 @@ build, which may be large. PIP_EXTRA_INDEX_URL can name PyTorch's CPU index." >&
 }
 
 _install() {
-  _install_torch &&
+  _constraints >"$VENV/constraints.txt" && _install_torch &&
     _step 'build tools' _pip_install setuptools &&
+    { [[ -z ${WLB_MEGATRON:-} ]] || _step 'triton' _pip_install triton; } && # 0.18 imports it
     _step 'other packages' _pip_install --no-build-isolation --editable '.[test]'
 }
 

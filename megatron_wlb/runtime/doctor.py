@@ -126,7 +126,7 @@ def _megatron(given: MegatronSource | None) -> Iterator[Finding]:
         yield Finding("hooks", "megatron.core", "wrong", found, remedy)
         return
     version, where = source.version, f"{source.version} in {source.core_root}"
-    known = targets.VERSIONS.get(version)
+    known = targets.known(version)
     if known is None:
         remedy = f"install one of {', '.join(targets.VERSIONS)}, or --wlb-allow-untested-megatron"
         yield Finding("hooks", "megatron.core", "wrong", f"{where}: not a known version", remedy)

@@ -78,7 +78,9 @@ def launch(
 
 def run_without_launcher(folder: Path, num_processes: int, flags: Flags) -> Run:
     """``torchrun pretrain_gpt.py`` on a machine that passes for one with a GPU."""
-    return start(folder, num_processes, MEGATRON_LM | flags, program=_run_alone)
+    # Workers of its data loader would be handed a function that cannot be pickled.
+    flags = MEGATRON_LM | {"num_workers": 0} | flags
+    return start(folder, num_processes, flags, program=_run_alone)
 
 
 def finish(run: Run) -> Finished:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from megatron_wlb.runtime.compat import targets
 
 ROOT = Path(__file__).parents[2]
@@ -24,11 +27,10 @@ COMMITS = {"0.16.1": "55ac7082517c3878ae653c07c09c534b8aed49f6"}
 
 
 def test_megatron_is_the_tested_version_everywhere() -> None:
-    (version,) = (v for v, known in targets.VERSIONS.items() if known.tested)
-    assert CONSTRAINTS["megatron-core"] == version
+    version = CONSTRAINTS["megatron-core"]
+    assert targets.VERSIONS[version].tested
     assert f"# NVIDIA/Megatron-LM at tag core_v{version}.\n" in DOCKERFILE
     assert re.findall(r"^ARG MEGATRON_LM_COMMIT=(\S+)$", DOCKERFILE, re.M) == [COMMITS[version]]
-    assert f'"megatron-core=={version}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_base_image_is_pinned() -> None:
@@ -73,3 +75,11 @@ def test_hadolint_finds_nothing() -> None:
         [hadolint, str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_package_takes_every_known_megatron_core() -> None:
+    (asked,) = re.findall(r'"megatron-core(.*)"', (ROOT / "pyproject.toml").read_text())
+    taken = SpecifierSet(asked)
+    assert all(version in taken for version in targets.VERSIONS)
+    newest = Version(list(targets.VERSIONS)[-1])
+    assert "0.15.3" not in taken and f"{newest.major}.{newest.minor + 1}.0" not in taken

@@ -68,7 +68,7 @@ class MegatronSource:
         locations = list(spec.submodule_search_locations or ()) if spec else []
         if not locations:
             raise CompatibilityError(
-                "megatron-core is not installed; pip install 'megatron-core==0.16.1', or put a "
+                "megatron-core is not installed; pip install 'megatron-core>=0.16.1', or put a "
                 "Megatron-LM checkout on PYTHONPATH"
             )
         root = Path(locations[0]).resolve().parents[1]

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.megatron_lm import MegatronLM, MegatronLM017
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer:MegatronOptimizer"
 _ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
 _TRAINING = "megatron.training.training"
 _PRETRAIN = f"{_TRAINING}:pretrain"
+_SET_UP = f"{_TRAINING}:setup_model_and_optimizer"
+_SET_UP_TO_0_18 = "model_provider_func model_type checkpointing_context"
 _SCHEDULE = (
     "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
     "forward_only p2p_communicator pg_collection"
@@ -126,9 +129,14 @@ _TRAINING_ALWAYS: Table = {
         "skipped_iter grad_norm params_norm num_zeros_in_grad max_attention_logit"
     ),
     f"{_TRAINING}:num_floating_point_operations": "args batch_size",
+    f"{_TRAINING}:dummy_train_step": "data_iterator",
+    f"{_TRAINING}:compute_throughputs_and_append_to_progress_log": (
+        "iteration num_floating_point_operations_so_far"
+    ),
     "megatron.training.arguments:add_megatron_arguments": "parser",
     "megatron.training.arguments:parse_args": "extra_args_provider ignore_unknown_args",
     "megatron.training.arguments:validate_args": "args defaults",
+    "megatron.training.arguments:get_device_arch_version": IS_THERE,
     "megatron.training.arguments:core_transformer_config_from_args": IS_THERE,
     "megatron.training.checkpointing:save_checkpoint": (
         "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far"
@@ -139,25 +147,6 @@ _TRAINING_ALWAYS: Table = {
     "megatron.training.checkpointing:generate_state_dict": (
         "args model optimizer opt_param_scheduler rng_state iteration"
     ),
-    "megatron.training.initialize:_compile_dependencies": "",
-    "megatron.training.initialize:_initialize_distributed": (
-        "get_embedding_ranks get_position_embedding_ranks store"
-    ),
-    "megatron.training.global_vars:get_args": "",
-}
-_TRAINING_TO_0_17: Table = {
-    **_TRAINING_ALWAYS,
-    _PRETRAIN: (
-        "train_valid_test_dataset_provider model_provider model_type forward_step_func "
-        "extra_args_provider args_defaults"
-    ),
-    "megatron.training.initialize:initialize_megatron": (
-        "extra_args_provider args_defaults ignore_unknown_args allow_no_cuda parsed_args"
-    ),
-    "megatron.training.utils:get_blend_and_blend_per_split": "args",
-    "megatron.training.utils:append_to_progress_log": "string",
-    "megatron.training.initialize:validate_args": IS_THERE,
-    "megatron.training.initialize:_warmup_jit_function": "",
     "megatron.training.checkpointing:_load_base_checkpoint": "load_dir args rank0",
     "megatron.training.checkpointing:_get_checkpoint_format": "checkpoint_name args",
     "megatron.training.checkpointing:_load_global_dist_base_checkpoint": (
@@ -166,15 +155,17 @@ _TRAINING_TO_0_17: Table = {
     "megatron.training.checkpointing:get_checkpoint_name": (
         "checkpoints_path iteration release return_base_dir"
     ),
-    f"{_TRAINING}:get_model": "model_provider_func model_type wrap_with_ddp",
-    f"{_TRAINING}:dummy_train_step": "data_iterator",
     f"{_TRAINING}:checkpoint_and_decide_exit": (
         "model optimizer opt_param_scheduler iteration num_floating_point_operations_so_far "
         "checkpointing_context train_data_iterator"
     ),
-    f"{_TRAINING}:compute_throughputs_and_append_to_progress_log": (
-        "iteration num_floating_point_operations_so_far"
+    "megatron.training.initialize:_compile_dependencies": "",
+    "megatron.training.initialize:_initialize_distributed": (
+        "get_embedding_ranks get_position_embedding_ranks store"
     ),
+    "megatron.training.initialize:_warmup_jit_function": "",
+    "megatron.training.global_vars:get_args": "",
+    "megatron.training.utils:get_blend_and_blend_per_split": IS_THERE,
 }
 _TRAINING_FROM_0_18: Table = {
     # Arguments are parsed before `pretrain`, which takes the configuration that comes of them.
@@ -184,13 +175,7 @@ _TRAINING_FROM_0_18: Table = {
     ),
     "megatron.training.argument_utils:pretrain_cfg_container_from_args": "args",
     "megatron.training.initialize:initialize_megatron": "allow_no_cuda store",
-}
-_TRAINING_0_18: Table = {
-    **_TRAINING_FROM_0_18,
-    _PRETRAIN: (
-        "cfg_container train_valid_test_dataset_provider model_provider model_type "
-        "forward_step_func"
-    ),
+    "megatron.training.utils.log_utils:append_to_progress_log": "save_dir string",
 }
 _TRAINING_0_19: Table = {
     **_TRAINING_FROM_0_18,
@@ -198,6 +183,28 @@ _TRAINING_0_19: Table = {
         "cfg_container train_valid_test_dataset_provider model_type forward_step_func "
         "model_provider p2p_communicator pg_collection"
     ),
+    _SET_UP: "model_type model_provider_func checkpointing_context cfg_container pg_collection",
+}
+_TRAINING_0_18: Table = {
+    **_TRAINING_FROM_0_18,
+    _PRETRAIN: (
+        "cfg_container train_valid_test_dataset_provider model_provider model_type "
+        "forward_step_func"
+    ),
+    _SET_UP: _SET_UP_TO_0_18,
+}
+_TRAINING_0_17: Table = {
+    **_TRAINING_ALWAYS,
+    _PRETRAIN: (
+        "train_valid_test_dataset_provider model_provider model_type forward_step_func "
+        "extra_args_provider args_defaults"
+    ),
+    _SET_UP: _SET_UP_TO_0_18,
+    "megatron.training.initialize:initialize_megatron": (
+        "extra_args_provider args_defaults ignore_unknown_args allow_no_cuda parsed_args"
+    ),
+    "megatron.training.initialize:validate_args": IS_THERE,
+    "megatron.training.utils:append_to_progress_log": "string",
 }
 
 
@@ -206,18 +213,26 @@ class Version:
     """What is hooked in one version, and how far that was tried."""
 
     tested: bool
-    """Whether the whole test suite runs with it; otherwise its names and signatures are checked,
-    and the ragged pipelines ran under the CPU emulation."""
+    """Whether the launcher's tests and the ragged pipelines pass with it."""
     training: Table
     """The names of ``megatron.training``; those of ``megatron.core`` are :data:`CORE` in all."""
+    adapter: MegatronLM = field(default_factory=MegatronLM)
+    """How ``megatron.training`` is spoken to."""
 
 
 VERSIONS: Mapping[str, Version] = {
-    "0.16.1": Version(True, _TRAINING_TO_0_17),
-    "0.17.1": Version(False, _TRAINING_TO_0_17),
-    "0.18.2": Version(False, _TRAINING_0_18),
-    "0.19.2": Version(False, _TRAINING_0_19),
+    "0.16.1": Version(True, _TRAINING_0_17, MegatronLM017()),
+    "0.17.1": Version(True, _TRAINING_0_17, MegatronLM017()),
+    "0.18.2": Version(True, _TRAINING_0_18),
+    "0.19.2": Version(True, _TRAINING_0_19),
+    "0.20.0": Version(False, _TRAINING_0_19),  # not released: Megatron's main
 }
+"""One of each series, as of 0.19; the others of the series count as it does."""
+
+
+def known(version: str) -> Version | None:
+    """The version of the series that a version is of, or None."""
+    return next((VERSIONS[v] for v in VERSIONS if _series(v) == _series(version)), None)
 
 
 def check(*, source: MegatronSource | None = None, allow_untested: bool = False) -> None:
@@ -231,8 +246,8 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
     is missing or takes other parameters.
     """
     source = source or MegatronSource.installed()
-    version = source.version
-    if version not in VERSIONS:
+    version, found = source.version, known(source.version)
+    if found is None:
         if not allow_untested:
             raise CompatibilityError(
                 f"megatron-core {version} is installed; megatron-wlb knows {', '.join(VERSIONS)}: "
@@ -245,7 +260,7 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
             version,
             ", ".join(VERSIONS),
         )
-    elif not VERSIONS[version].tested:
+    elif not found.tested:
         logger.warning(
             "megatron-core %s: names and signatures are checked, but training with it is tested "
             "less than with %s",
@@ -271,19 +286,23 @@ def problems(source: MegatronSource) -> dict[str, str | None]:
 
 def version_of(version: str) -> Version:
     """The table of a version, or else the nearest one below, or the first."""
-    below = [v for v in VERSIONS if _numbers(v) <= _numbers(version)]
-    return VERSIONS[version if version in VERSIONS else (below or list(VERSIONS)[:1])[-1]]
+    below = [v for v in VERSIONS if _series(v) <= _series(version)]
+    return VERSIONS[(below or list(VERSIONS)[:1])[-1]]
+
+
+def adapter() -> MegatronLM:
+    """How the installed ``megatron.training`` is spoken to."""
+    return version_of(MegatronSource.installed().version).adapter
 
 
 def needs_triton(version: str) -> bool:
     """Whether that megatron-core imports triton, whatever the device."""
-    return _numbers(version) >= (0, 18)
+    return _series(version) >= (0, 18)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """``0.17.0rc0`` -> ``(0, 17, 0)``."""
-    parts = version.split(".")[:3]
-    return tuple(int("".join(c for c in part[:3] if c.isdigit()) or 0) for part in parts)
+def _series(version: str) -> tuple[int, ...]:
+    """``0.17.0rc0`` -> ``(0, 17)``."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _problem(source: MegatronSource, target: str, expected: str) -> str | None:

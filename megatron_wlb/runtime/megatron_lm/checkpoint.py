@@ -169,6 +169,7 @@ class Hooks:
         """Restores, after Megatron's load, the packer's state for when the data are opened, and the
         random numbers.
         """
+        self.session.take_model(ddp_model)
         self._scheduler = opt_param_scheduler
         try:
             found = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)

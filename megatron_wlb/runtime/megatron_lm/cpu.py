@@ -17,6 +17,7 @@ from multiprocessing import spawn
 from typing import Any
 
 from megatron_wlb.errors import refuse_all
+from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation import cpu
 
@@ -58,11 +59,11 @@ def install() -> None:
         functools.partial(initialize.initialize_megatron, allow_no_cuda=True),
     )
     # Megatron's own checks end in an assertion or a kernel that is not there.
-    _patches.wrap(initialize, "validate_args", _validate_args)
+    _patches.wrap(targets.adapter().checks_arguments_in, "validate_args", _validate_args)
     # Builds CUDA kernels, and an index builder that megatron-core's wheel has built already.
-    _patches.replace(initialize, "_compile_dependencies", lambda: None)
+    _patches.replace(initialize, "_compile_dependencies", _do_nothing)
     # Compiles; and draws from the generator that, on the CPU, the model's weights come from too.
-    _patches.replace(initialize, "_warmup_jit_function", lambda: None)
+    _patches.replace(initialize, "_warmup_jit_function", _do_nothing)
     # Decides whether CUDA_DEVICE_MAX_CONNECTIONS matters. On this device it does not.
     _patches.replace("megatron.training.arguments", "get_device_arch_version", lambda: 10)
     # A worker that writes checkpoints would import the script again, outside the emulation.
@@ -94,6 +95,9 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
 def uninstall() -> None:
     """Restores what :func:`install` replaced in ``megatron.training``; the emulation stays."""
     _patches.restore()
+
+
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
 def _without_main(name: str) -> dict[str, Any]:

@@ -90,6 +90,14 @@ def _no_data(args: argparse.Namespace) -> bool:
     return all(not getattr(args, name, None) for name in names)
 
 
+def _evaluates_otherwise(kind: str) -> Condition:
+    def refused(args: argparse.Namespace) -> bool:
+        given = getattr(args, f"eval_{kind}_batch_size", None)
+        return given not in (None, getattr(args, f"{kind}_batch_size"))
+
+    return refused
+
+
 _DENSE = "cost and memory models know dense transformer layers only"
 _EVEN = "cost and memory models divide the layers evenly"
 _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
@@ -97,6 +105,11 @@ _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
 _OTHER_ORDER = "its schedule receives in another order"
 _ONE_CHUNK = "slim packing runs slices of documents in one chunk a rank, and has few bubbles so"
+_AS_IN_TRAINING = "a step of evaluation is packed as one of training"
+_OWN_DATA_PARALLEL = (
+    "ranks that share weights so train other micro-batches, which plans do not know"
+)
+_OWN_ORDER = "logits belong to documents in Megatron's order"
 _OWN_RANKS = "ranks compare their plans"
 _NO_LOGITS = "packed attention does not report its logits"
 _BY_16 = "its products need lengths that 16 divides"
@@ -119,6 +132,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--is-hybrid-model", _DENSE),
     Refusal("--hybrid-override-pattern", _DENSE),
     Refusal("--hybrid-attention-ratio", _DENSE),
+    Refusal("--hybrid-layer-pattern", _DENSE),
+    Refusal("--enable-mhc-connections", _DENSE),
     Refusal("--heterogeneous-layers-config-path", _DENSE),
     Refusal("--experimental-attention-variant", _DENSE),
     Refusal("--mtp-num-layers", "prediction further ahead crosses documents"),
@@ -145,6 +160,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--use-kitchen-attention", "packed attention takes its place"),
     # Kernels that are made for one length.
     Refusal("--fp8-format", _BY_16, "train in --bf16"),
+    Refusal("--fp8-output-proj", _BY_16, "train in --bf16"),
     Refusal("--fp4-format", _BY_16, "train in --bf16"),
     Refusal("--fine-grained-activation-offloading", _ONE_BUFFER),
     Refusal("--cpu-offloading-num-layers", _ONE_BUFFER),
@@ -177,13 +193,24 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --use-distributed-optimizer",
     ),
     Refusal("--use-megatron-fsdp", "it is not tested"),
+    Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
+    Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
+    # The batch.
+    Refusal("--step-batch-size-schedule", "batches grow by --rampup-batch-size only", "use that"),
+    Refusal("--eval-global-batch-size", _AS_IN_TRAINING, refused=_evaluates_otherwise("global")),
+    Refusal("--eval-micro-batch-size", _AS_IN_TRAINING, refused=_evaluates_otherwise("micro")),
     # The data.
     Refusal(
         "--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data
     ),
     Refusal("--mock-data", _OTHER_DATA, "give --data-path"),
     Refusal("--sft", _OTHER_DATA, "use --data-path"),
+    Refusal("--logits-load-dir", _OWN_ORDER),
+    Refusal("--logits-save-dir", _OWN_ORDER),
     Refusal("--fim-data", "it rewrites documents while it reads them"),
+    Refusal(
+        "--dataloader-inter-document-masking", "attention stays inside each document already"
+    ),
     Refusal("--dataloader-save", "the state of the data is in the checkpoint itself"),
     Refusal("--object-storage-cache-path", "corpora must be files"),
     Refusal("--full-validation", "an evaluation is so many steps", "use --eval-iters"),
@@ -193,6 +220,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "--wlb-epochs", "Megatron's loop ends by steps", "use --train-iters or --train-samples"
     ),
     # Checkpoints.
+    Refusal(
+        "--override-ckpt-iteration", "which documents were trained is known of the saved step",
+        "give --ckpt-step with a saved one",
+    ),
     Refusal(
         "--use-distributed-optimizer",
         "in fp32 Megatron saves a form of its state that it cannot load",

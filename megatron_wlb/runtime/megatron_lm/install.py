@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.errors import CheckpointError, CompatibilityError, ConfigError
+from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.planning import guards as layout_guards
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
@@ -63,25 +63,15 @@ def install(*, allow_untested: bool = False) -> None:
     try:
         from megatron.training import training
 
-        _require_entry_point(training.pretrain)
         _patches.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
-        _patches.wrap("megatron.training.initialize", "validate_args", _validate_args)
-        _patches.wrap("megatron.training.training", "get_model", _get_model)
-        _patches.wrap("megatron.training.training", "pretrain", _pretrain)
+        _patches.wrap(targets.adapter().checks_arguments_in, "validate_args", _validate_args)
+        _patches.wrap(training, "setup_model_and_optimizer", _set_up)
+        _patches.wrap(training, "pretrain", _pretrain)
         _patches.replace("megatron.training", "pretrain", training.pretrain)  # scripts import it
     except BaseException:
         _patches.restore()
         raise
     _installed = True
-
-
-def _require_entry_point(pretrain: Any) -> None:
-    first = next(iter(inspect.signature(pretrain).parameters))
-    if first != "train_valid_test_dataset_provider":
-        raise CompatibilityError(
-            f"pretrain() of this megatron.training begins with {first}; the launcher runs that of "
-            "core_v0.16.1, whose arguments are parsed inside it: check that out"
-        )
 
 
 def uninstall() -> None:
@@ -152,18 +142,20 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
     log.Log(_session).install(_patches)
 
 
-def _get_model(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notes the model, before a checkpoint is loaded into it; ``--save`` is ours from here on."""
+def _set_up(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notes the model, as a checkpoint is loaded into it or else at the end; ``--save`` is ours
+    from here on.
+    """
     assert _session is not None, "arguments are checked before a model is built"
     save = _session.args.save
     if save is not None and "://" not in save:  # a path of Megatron's multi-storage client
         lock_folder(save)
-    chunks = original(*args, **kwargs)
-    _session.model = model.of_chunks(chunks)
-    return chunks
+    built = original(*args, **kwargs)
+    _session.take_model(built[0])
+    return built
 
 
-def _pretrain(original: Any, provider: Any, model_provider: Any, *args: Any, **kwargs: Any) -> Any:
+def _pretrain(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs Megatron's ``pretrain`` with our data in place of the script's."""
 
     @functools.cache
@@ -175,8 +167,10 @@ def _pretrain(original: Any, provider: Any, model_provider: Any, *args: Any, **k
         return plans()  # once, for all chunks
 
     our_provider.is_distributed = True  # type: ignore[attr-defined]
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.arguments["train_valid_test_dataset_provider"] = our_provider
     try:
-        return original(our_provider, model_provider, *args, **kwargs)
+        return original(*call.args, **call.kwargs)
     finally:
         if _session is not None:
             _session.close()

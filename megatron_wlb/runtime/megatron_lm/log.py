@@ -16,6 +16,7 @@ from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import schedule_graph
+from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
@@ -41,11 +42,13 @@ class Log:
         ):
             patches.wrap(training, name, getattr(self, name))
 
-    def num_floating_point_operations(self, original: Any, args: Any, batch_size: int) -> float:
+    def num_floating_point_operations(
+        self, original: Any, args: Any, batch_size: int, **sums_of_lengths: Any
+    ) -> float:
         """Counts the operations of the last step; inside a log line the mean of its steps."""
         session = self.session
         if session.step is None:  # nothing has run
-            return float(original(args, batch_size))
+            return float(original(args, batch_size, **sums_of_lengths))
         if self._is_logging:
             return statistics.fmean(session.flops_since_log)
         flops = session.flops.of_plan(session.step.plan)
@@ -125,16 +128,15 @@ class Log:
         original(iteration, num_floating_point_operations)
         if self.session.args.save is None:
             return
-        from megatron.training.utils import append_to_progress_log
-
         totals = self.session.totals
         steps = max(totals.steps, 1)
-        append_to_progress_log(
+        targets.adapter().append_to_progress_log(
+            self.session.args.save,
             f"Workload balance\tIteration: {iteration}\t"
             f"Packing: {self.session.config.wlb.wlb_packing}\t"
             f"Tokens trained: {totals.tokens}\tPadding: {totals.padding}\t"
             f"Mean imbalance (predicted): {totals.imbalance / steps:.4f}\t"
-            f"Mean delay: {totals.delay_steps / steps:.3f} steps"
+            f"Mean delay: {totals.delay_steps / steps:.3f} steps",
         )
 
     def figures(self, step: RunningStep, stop_s: float) -> dict[str, float]:

@@ -40,12 +40,19 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         adjust_tensor_shapes_fn: Any = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
         **options: Any,
     ) -> list[Any]:
         if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
             raise CompatibilityError(
                 "this script collects other data than the loss, or changes the shapes between "
                 "stages, which plans do not; leave out the --wlb flags"
+            )
+        if p2p_communicator is not None or pg_collection is not None:
+            raise CompatibilityError(
+                "this script brings process groups of its own, and plans run on Megatron's; leave "
+                "out the --wlb flags"
             )
         plan = next(data_iterator_of(data_iterator))
         own = len(plan.micro_batches[0])

@@ -10,10 +10,12 @@ import argparse
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
+
+import torch
 
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.blend import Blend
@@ -25,6 +27,7 @@ from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
+from megatron_wlb.runtime.megatron_lm.model import of_chunks
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, tell_changes
 from megatron_wlb.runtime.step import StepRunner
@@ -80,16 +83,22 @@ class Session:
     """What is still to be written of the last step; see :meth:`catch_up`."""
 
     model: Model = field(init=False)
-    """Set once Megatron has built it, before all else."""
+    """Set once Megatron has built it, before its state is saved, loaded or run."""
     runner: StepRunner = field(init=False)
     cost: Cost = field(init=False)
     """Both set when the data are opened, before training."""
     _plans: PlanAhead | None = None
+    _chunks: Sequence[torch.nn.Module] | None = None
 
     @cached_property
     def flops(self) -> DocumentFlops:
         """Counts operations of documents; needs the tokenizer's size of the vocabulary."""
         return DocumentFlops.of(self.formula, self.args)
+
+    def take_model(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Takes what Megatron has built; a second call with the same does nothing."""
+        if self._chunks is not chunks:
+            self._chunks, self.model = chunks, of_chunks(chunks)
 
     def open_data(self) -> tuple[Iterator[StepPlan] | None, ...]:
         """Plans for training, validation and test, as Megatron's external data loaders.

@@ -65,7 +65,7 @@ def test_unknown_version_and_partial_patch_are_wrong(tree: Path) -> None:
     found = by_subject(examine(tree))["patches/"]
     assert (found.level, found.found) == ("wrong", "partly patched")
     info = tree / "megatron/core/package_info.py"
-    info.write_text(info.read_text().replace("MINOR = 16", "MINOR = 18"))
+    info.write_text(info.read_text().replace("MINOR = 16", "MINOR = 99"))
     findings = by_subject(examine(tree))
     assert findings["megatron.core"].level == "wrong"
     assert "--wlb-allow-untested-megatron" in findings["megatron.core"].remedy
