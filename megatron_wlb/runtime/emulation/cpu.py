@@ -30,6 +30,10 @@ from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation.adam import install_adam
 from megatron_wlb.runtime.emulation.heap import keep_freed_memory
+from megatron_wlb.runtime.emulation.weight_gradients import (
+    install_weight_gradients,
+    uninstall_weight_gradients,
+)
 
 _patches = PatchSet()
 _installed = False
@@ -213,6 +217,7 @@ def install() -> None:
     for name, method in _TENSOR.items():
         setattr(torch.Tensor, name, method)
     _installed = True
+    install_weight_gradients()
     with warnings.catch_warnings():
         # Megatron warns that Apex is missing, which is the point here.
         warnings.filterwarnings("ignore", message=".*Apex.*")
@@ -257,4 +262,5 @@ def uninstall() -> None:
     for name in _TENSOR:
         delattr(torch.Tensor, name)
     _patches.restore()
+    uninstall_weight_gradients()
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
