@@ -107,7 +107,7 @@ class Trainer:
         for chunk in self.model.chunks:
             chunk.eval()
         loss_sum, num_targets = 0.0, 0
-        with torch.no_grad():
+        with torch.no_grad(), self.model.whole_weights():
             for plan in self.evaluation_plans:
                 loss = self.runner.run(plan, forward_only=True)
                 loss_sum, num_targets = loss_sum + loss.loss_sum, num_targets + loss.num_targets
@@ -115,18 +115,19 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""
-        folder = checkpoint.save(
-            self.config,
-            self.iteration,
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            {
-                "planner": self.plans.state_dict(),
-                "cost": self.cost.as_dict(),
-                "machine": machine_digest(self.config),
-            },
-        )
+        with self.model.whole_weights():
+            folder = checkpoint.save(
+                self.config,
+                self.iteration,
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                {
+                    "planner": self.plans.state_dict(),
+                    "cost": self.cost.as_dict(),
+                    "machine": machine_digest(self.config),
+                },
+            )
         logger.info("saved %s", folder)
 
     def train(self) -> None:
