@@ -267,6 +267,12 @@ def _check_optimizer(config: Config) -> Iterator[str]:
             "--use-distributed-optimizer shards the state of Adam only, but --optimizer is sgd; "
             "leave one of them out"
         )
+    p = config.parallel
+    if p.overlap_param_gather and not (p.use_distributed_optimizer and p.overlap_grad_reduce):
+        yield (
+            "--overlap-param-gather gathers what the distributed optimizer has updated in parts; "
+            "add --use-distributed-optimizer and --overlap-grad-reduce, or leave it out"
+        )
 
 
 def _check_batch(config: Config) -> Iterator[str]:

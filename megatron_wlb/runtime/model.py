@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +14,10 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -30,6 +33,7 @@ from megatron_wlb.planning.from_config import padded_vocab_size
 from megatron_wlb.runtime.attention.core import AttentionOptions, DocumentAttention, check_config
 from megatron_wlb.runtime.attention.kernels import Demand, VarlenKernel, choose_kernel
 from megatron_wlb.runtime.attention.rope import use_document_positions
+from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.settings.config import Config
 
@@ -42,6 +46,21 @@ class Model:
     groups: ProcessGroupCollection
     chunks: list[torch.nn.Module]
     gpts: list[GPTModel]
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """All weights are up to date inside, and no forward pass gathers any.
+
+        With ``--overlap-param-gather`` the optimizer leaves that to the next step's forward passes.
+        """
+        gathering: list[Any] = [chunk for chunk in self.chunks if chunk.use_forward_hook]
+        for chunk in gathering:
+            chunk.disable_forward_pre_hook()
+        try:
+            yield
+        finally:
+            for chunk in gathering:
+                chunk.enable_forward_pre_hook()
 
 
 BATCH_P2P_SYNC = False
@@ -67,20 +86,29 @@ def transformer_config(config: Config) -> TransformerConfig:
     overlap = vpp is not None and not parallel.no_overlap_p2p_communication
     dtype = torch.bfloat16 if training.bf16 else torch.float32
     settings = config.flat()
+    on_gpu = not cpu.installed()
     core = TransformerConfig(
         **{name: settings[name] for name in _ALIKE.split()},
         num_query_groups=model.num_query_groups if model.group_query_attention else None,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.swiglu,
         activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
-        bias_activation_fusion=False,
+        # Compiled for GPUs. On the CPU nothing is, and its backward then has more passes than
+        # torch's own. GELU's is an approximation, another model.
+        bias_activation_fusion=on_gpu and model.swiglu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         add_bias_linear=not model.disable_bias_linear,
-        apply_rope_fusion=False,
+        # TransformerEngine's kernel takes angles row by row, and ours are each token's own. It has
+        # no factor, which YaRN needs, and old versions know no pairs.
+        apply_rope_fusion=on_gpu
+        and model.position_embedding_type == "rope"
+        and not model.rotary_interleaved
+        and rope_utils.fused_apply_rotary_pos_emb is not None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        gradient_accumulation_fusion=False,
+        # Wherever the output layer, which is Megatron's own in both implementations, can have it.
+        gradient_accumulation_fusion=layers._grad_accum_fusion_available,
         virtual_pipeline_model_parallel_size=vpp,
         microbatch_group_size_per_vp_stage=(
             parallel.microbatch_group_size_per_virtual_pipeline_stage
@@ -105,6 +133,12 @@ def transformer_config(config: Config) -> TransformerConfig:
                 setattr(core, name.removeprefix("wlb_"), value)
         core.yarn_correction_range_round_to_int = True
     return core
+
+
+def transformer_impl(config: Config) -> str:
+    """Whose layers a model has: those asked for, or TransformerEngine's on a GPU that has them."""
+    default = "transformer_engine" if gpt_layer_specs.HAVE_TE and not cpu.installed() else "local"
+    return config.model.transformer_impl or default
 
 
 def layer_submodules(
@@ -211,7 +245,7 @@ def build_model(config: Config, vocab_size: int) -> Model:
     gpts = []
     for chunk in range(vpp):
         vp_stage = chunk if vpp > 1 else None
-        layer, final_norm = layer_submodules(core, config.model.transformer_impl, options)
+        layer, final_norm = layer_submodules(core, transformer_impl(config), options)
         gpt = GPTModel(
             config=core,
             transformer_layer_spec=TransformerBlockSubmodules(
@@ -249,6 +283,7 @@ def _wrap(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
     wrapped = [

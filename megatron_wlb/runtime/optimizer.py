@@ -50,6 +50,7 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
             adam_eps=training.adam_eps,
             sgd_momentum=training.sgd_momentum,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            overlap_param_gather=config.parallel.overlap_param_gather,
             clip_grad=training.clip_grad,
         ),
         model.chunks,

@@ -29,8 +29,10 @@ class ModelConfig:
     group_query_attention: bool = setting(False, "grouped-query attention")
     num_query_groups: int = setting(1, "key/value heads with --group-query-attention")
     kv_channels: int | None = setting(None, "head dimension; hidden ÷ heads if not given")
-    transformer_impl: Literal["local", "transformer_engine"] = setting(
-        "local", "layers of torch and Megatron, or of TransformerEngine; attention is ours in both"
+    transformer_impl: Literal["local", "transformer_engine"] | None = setting(
+        None,
+        "layers of torch and Megatron, or of TransformerEngine; attention is ours in both. "
+        "TransformerEngine on a GPU where it can be imported, else local, if not given",
     )
     position_embedding_type: Literal["rope", "yarn", "learned_absolute", "none"] = setting(
         "rope", "positions count from the start of each document"
@@ -92,6 +94,11 @@ class ParallelConfig:
     )
     use_distributed_optimizer: bool = setting(False, "shard optimizer state over DP")
     overlap_grad_reduce: bool = setting(False, "reduce gradients during the backward pass")
+    overlap_param_gather: bool = setting(
+        False,
+        "gather updated weights during the next forward pass; with --use-distributed-optimizer and "
+        "--overlap-grad-reduce",
+    )
     distributed_backend: Literal["nccl", "gloo"] | None = setting(
         None, "nccl on GPUs, gloo on CPUs if not given"
     )

@@ -17,11 +17,11 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import (
     FULL,
+    GATHER,
     HEAD_GROUPS,
     KEEP,
     OVERLAP,
     SELECTIVE,
-    SHARDED,
     VERIFY_SHAPES,
     WORKLOAD,
     Layout,
@@ -38,7 +38,7 @@ from megatron_wlb.schedule.order import Action, one_f_one_b
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 DROPOUT = "--hidden-dropout 0.2"
 ONE = Layout("llama", 1)
-PP2_DP2 = Layout("gpt2", 1, pp=2, dp=2, extra=f"{OVERLAP} {SHARDED}")
+PP2_DP2 = Layout("gpt2", 1, pp=2, dp=2, extra=GATHER)
 CASES = [
     ONE,
     Layout("gpt2", 1, dp=2, extra=OVERLAP),

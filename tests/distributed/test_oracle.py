@@ -17,6 +17,7 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import (
     FULL,
+    GATHER,
     GROUP,
     HEAD_GROUPS,
     KEEP,
@@ -36,7 +37,7 @@ from helpers.shards import differences
 CASES = [
     Layout("llama", 5),
     Layout("gpt2", 4, extra=FULL),
-    Layout("gpt2", 3, dp=2),
+    Layout("gpt2", 3, dp=2, extra=GATHER),
     Layout("mixed", 4, dp=2, extra=SHARDED),
     Layout("mixed", 3, tp="2", extra=SELECTIVE),
     Layout("gpt2", 3, tp="2sp"),
@@ -47,7 +48,7 @@ CASES = [
     Layout("gpt2", 2, tp="2", dp=2, extra=OVERLAP),
     Layout("llama", 3, tp="2sp", dp=2, extra=f"{SHARDED} {OVERLAP}"),
     Layout("gpt2", 5, pp=2, dp=2, extra=OVERLAP),
-    Layout("llama", 4, pp=2, vpp=2, dp=2, extra=f"{SHARDED} {OVERLAP}"),
+    Layout("llama", 4, pp=2, vpp=2, dp=2, extra=GATHER),
     Layout("llama", 3, pp=2, tp="2"),
     Layout("mixed", 5, pp=2, tp="2sp", extra=SELECTIVE),
     Layout("mixed", 4, pp=2, vpp=2, tp="2"),
@@ -101,7 +102,7 @@ def test_cases_cover_every_pair_of_settings() -> None:
             if not any(all(getattr(c, k) == v for k, v in wanted.items()) for c in CASES):
                 missing.append(wanted)
     assert missing == []
-    for flag in (OVERLAP, SHARDED, NO_P2P_OVERLAP, FULL, SELECTIVE, GROUP):
+    for flag in (OVERLAP, SHARDED, GATHER, NO_P2P_OVERLAP, FULL, SELECTIVE, GROUP):
         assert sum(flag in case.extra for case in CASES) >= 2, flag
     assert any(c.num_micro_batches < c.pp for c in CASES)
     assert any(c.num_micro_batches % c.pp for c in CASES if c.vpp == 1 and c.pp > 1)

@@ -49,6 +49,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SELECTIVE = "--recompute-granularity selective"
 OVERLAP = "--overlap-grad-reduce"
 SHARDED = "--use-distributed-optimizer"
+GATHER = f"{SHARDED} {OVERLAP} --overlap-param-gather"
 VERIFY_SHAPES = "--wlb-verify-shapes"
 KEEP = "--wlb-cp-keep-gathered"
 HEAD_GROUPS = "--wlb-cp-overlap-groups 2"

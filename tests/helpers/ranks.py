@@ -138,13 +138,15 @@ def train(
             success, _, _ = optimizer.step()
             assert success
             scheduler.step(increment=config.training.global_batch_size)
+    with model.whole_weights():
+        weights = tuple(p.detach().float().numpy().copy() for p in parameters)
     return RankRun(
         tuple(held),
         tuple(losses),
         tuple(evaluated),
         tuple(gradients),
         tuple(ranges),
-        tuple(p.detach().float().numpy().copy() for p in parameters),
+        weights,
     )
 
 

@@ -3,10 +3,12 @@
 :func:`install` must run before ``megatron`` is imported, because Megatron decides at import which
 functions to compile.
 
-One ``TorchFunctionMode`` (about 1 µs an operation, for the thread that installed it) turns
-``device="cuda"``, ``Tensor.cuda()``, ``.to("cuda")`` and ``pin_memory`` into CPU requests, and
-names tensor types as the optimizer tests for them. ``torch.cuda.is_available`` and
-``get_device_properties`` stay honest: other libraries choose code by them.
+Functions of torch that make tensors, and a few of ``Tensor``, are replaced: ``device="cuda"``,
+``Tensor.cuda()``, ``.to("cuda")`` and ``pin_memory`` become CPU requests, and tensor types are
+named as the optimizer tests for them. Operations cost what they always do. A ``TorchFunctionMode``
+would look at each of them, which is a third of the time of a micro-batch of few tokens.
+``torch.cuda.is_available`` and ``get_device_properties`` stay honest: other libraries choose code
+by them.
 """
 
 from __future__ import annotations
@@ -23,45 +25,79 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation.adam import install_adam
 from megatron_wlb.runtime.emulation.heap import keep_freed_memory
+from megatron_wlb.runtime.emulation.weight_gradients import (
+    install_weight_gradients,
+    uninstall_weight_gradients,
+)
 
 _patches = PatchSet()
-_mode: _CudaOnCpu | None = None
+_installed = False
 
 
 def _is_cuda(device: Any) -> bool:
     return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
-class _CudaOnCpu(TorchFunctionMode):
-    """Answers device requests; everything else passes through untouched."""
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose requests for CUDA and for pinned memory are answered by the CPU."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.to:
-            args = tuple("cpu" if _is_cuda(a) else a for a in args)
+    @functools.wraps(function)
+    def answered(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if _is_cuda(kwargs.get("device")):
-                kwargs = {**kwargs, "device": "cpu"}
+                kwargs["device"] = "cpu"
             if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-        result = func(*args, **kwargs)
-        if func is torch.Tensor.type and len(args) == 1 and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
+                kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return answered
+
+
+_MAKERS = (
+    "arange as_tensor asarray bartlett_window blackman_window empty empty_like empty_permuted "
+    "empty_quantized empty_strided eye full full_like hamming_window hann_window kaiser_window "
+    "linspace logspace ones ones_like rand rand_like randint randint_like randn randn_like "
+    "randperm range scalar_tensor sparse_bsc_tensor sparse_bsr_tensor sparse_compressed_tensor "
+    "sparse_coo_tensor sparse_csc_tensor sparse_csr_tensor tensor tril_indices triu_indices zeros "
+    "zeros_like"
+)
+"""Functions of torch that take a device."""
+
+_to, _type = torch.Tensor.to, torch.Tensor.type
+_answered_to = _on_cpu(_to)
+
+
+@functools.wraps(_to)
+def _to_cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    result: torch.Tensor = _answered_to(
+        tensor, *("cpu" if _is_cuda(value) else value for value in args), **kwargs
+    )
+    return result
+
+
+@functools.wraps(_type)
+def _type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    result = _type(tensor, *args, **kwargs)
+    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+
+_TENSOR: dict[str, Callable[..., Any]] = {
+    "cuda": lambda tensor, *_args, **_kwargs: tensor,
+    "pin_memory": lambda tensor, *_args, **_kwargs: tensor,
+    "to": _to_cpu,
+    "type": _type_on_cuda,
+    **{
+        name: _on_cpu(getattr(torch.Tensor, name))
+        for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+    },
+}
+"""Methods of tensors. ``torch.Tensor`` inherits its own of these names from a class that cannot be
+changed."""
 
 
 class _Stream:
@@ -132,7 +168,7 @@ _TORCH_CUDA: dict[str, Any] = {
 
 def installed() -> bool:
     """Whether this process runs under the emulation."""
-    return _mode is not None
+    return _installed
 
 
 def device_for(requested: str) -> str:
@@ -156,8 +192,8 @@ def install() -> None:
 
     Raises :class:`CompatibilityError` where ``megatron.core`` is imported already.
     """
-    global _mode
-    if _mode is not None:
+    global _installed
+    if _installed:
         return
     if "megatron.core" in sys.modules:
         raise CompatibilityError(
@@ -174,8 +210,14 @@ def install() -> None:
     )
     _patches.replace(torch.cuda.nvtx, "range_push", _answer(None))
     _patches.replace(torch.cuda.nvtx, "range_pop", _answer(None))
-    _mode = _CudaOnCpu()
-    _mode.__enter__()  # type: ignore[no-untyped-call]
+    with torch.device("cpu"):
+        torch.empty(0)  # torch takes note of its own functions, which this statement goes by
+    for name in _MAKERS.split():
+        _patches.replace(torch, name, _on_cpu(getattr(torch, name)))
+    for name, method in _TENSOR.items():
+        setattr(torch.Tensor, name, method)
+    _installed = True
+    install_weight_gradients()
     with warnings.catch_warnings():
         # Megatron warns that Apex is missing, which is the point here.
         warnings.filterwarnings("ignore", message=".*Apex.*")
@@ -213,10 +255,12 @@ def _keep_what_is_being_sent() -> None:
 
 def uninstall() -> None:
     """Restores everything that :func:`install` replaced. For tests."""
-    global _mode
-    if _mode is None:
+    global _installed
+    if not _installed:
         return
-    _mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    _mode = None
+    _installed = False
+    for name in _TENSOR:
+        delattr(torch.Tensor, name)
     _patches.restore()
+    uninstall_weight_gradients()
     os.environ.pop("TORCHDYNAMO_DISABLE", None)

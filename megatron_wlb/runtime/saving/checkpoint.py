@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_leaves
 
 from megatron_wlb.errors import CheckpointError, WLBError
-from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.model import Model, transformer_impl
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
@@ -147,6 +147,7 @@ def _settings(config: Config, model: Model) -> dict[str, Any]:
     settings |= {k: v for k, v in dataclasses.asdict(config.model).items() if k not in FREE}
     for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
         settings[name] = getattr(model.config, name)
+    settings["transformer_impl"] = transformer_impl(config)
     settings["max_position_embeddings"] = model.gpts[0].max_sequence_length
     settings["padded_vocab_size"] = model.gpts[0].vocab_size
     if config.training.lr_decay_style != "constant":

@@ -110,25 +110,26 @@ class Trainer:
         """Computes the mean loss over :attr:`evaluation_plans`."""
         for chunk in self.model.chunks:
             chunk.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.model.whole_weights():
             losses = [self.runner.run(plan, forward_only=True) for plan in self.evaluation_plans]
         num_targets = sum(loss.num_targets for loss in losses)
         return sum(loss.loss_sum for loss in losses) / max(num_targets, 1)
 
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""
-        folder = checkpoint.save(
-            self.config,
-            self.iteration,
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            {
-                "planner": self.plans.state_dict(),
-                "cost": self.cost.as_dict(),
-                "machine": machine_digest(self.config),
-            },
-        )
+        with self.model.whole_weights():
+            folder = checkpoint.save(
+                self.config,
+                self.iteration,
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                {
+                    "planner": self.plans.state_dict(),
+                    "cost": self.cost.as_dict(),
+                    "machine": machine_digest(self.config),
+                },
+            )
         logger.info("saved %s", folder)
 
     def train(self) -> None:

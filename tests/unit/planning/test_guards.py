@@ -129,6 +129,10 @@ REFUSED = [
         "--optimizer sgd --use-distributed-optimizer", 1,
         ["--use-distributed-optimizer", "--optimizer is sgd", "leave one of them out"],
     ),
+    (
+        "--overlap-param-gather --overlap-grad-reduce", 1,
+        ["--overlap-param-gather", "add --use-distributed-optimizer", "or leave it out"],
+    ),
     ("--lr -1", 1, ["--lr is -1.0", "[0, inf)"]),
     ("--num-layers 100000000000", 1, ["--num-layers is 100000000000", "at most 10000"]),
     ("--seed 4294967296", 1, ["--seed is 4294967296", "[0, 4294967296)"]),

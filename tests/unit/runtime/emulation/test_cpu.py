@@ -24,6 +24,7 @@ def test_emulation_answers_cuda_and_is_undone() -> None:
 import torch
 from megatron_wlb.runtime.emulation import cpu
 before = {name: getattr(torch.cuda, name) for name in cpu._TORCH_CUDA}
+own = [vars(torch.Tensor).copy(), *(getattr(torch, name) for name in cpu._MAKERS.split())]
 cpu.install(); cpu.install()
 x = torch.zeros(3, device="cuda")
 assert cpu.installed() and x.device.type == "cpu" and x.type() == "torch.cuda.FloatTensor"
@@ -38,12 +39,47 @@ assert torch.equal(torch.rand(2), first)
 cpu.uninstall()
 assert not cpu.installed() and torch.zeros(3).type() == "torch.FloatTensor"
 assert before == {name: getattr(torch.cuda, name) for name in before}
+assert own == [vars(torch.Tensor), *(getattr(torch, name) for name in cpu._MAKERS.split())]
 try:
     torch.zeros(3, device="cuda")
 except (AssertionError, RuntimeError):
     print("undone")
 """)
     assert found == "undone\n"
+
+
+def test_every_way_to_make_a_tensor_is_answered() -> None:
+    found = run("""
+import threading, torch
+from torch.utils._device import _device_constructors
+from megatron_wlb.runtime.emulation import cpu
+names = {f.__name__ for f in _device_constructors() if getattr(torch, f.__name__, None) is f}
+print(names - set(cpu._MAKERS.split()))
+cpu.install()
+x = torch.ones(2, device="cuda:0", pin_memory=True)
+made = [x, torch.nn.Linear(2, 2, device="cuda").weight, x.new_zeros(1, device=torch.device("cuda"))]
+for name in ("empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like"):
+    made.append(getattr(torch, name)(x, *([3] if name == "full_like" else []), device="cuda"))
+made += [torch.randint_like(x, 3, device="cuda"), torch.nn.Linear(2, 2).cuda().weight]
+made += [torch.nn.Linear(2, 2).to("cuda").weight, x.to(device="cuda"), x.to(torch.device("cuda"))]
+thread = threading.Thread(target=lambda: made.append(torch.arange(3, device="cuda")))
+thread.start(); thread.join()
+print({tensor.device.type for tensor in made})
+with torch.device("meta"):
+    print(torch.zeros(1).device, torch.zeros(1, device="cuda").device)
+""")
+    assert found == "set()\n{'cpu'}\nmeta cpu\n"
+
+
+def test_operations_pay_nothing_for_the_emulation() -> None:
+    found = run("""
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from megatron_wlb.runtime.emulation import cpu
+cpu.install()
+print(_get_current_function_mode_stack())
+""")
+    assert found == "[]\n"
 
 
 def test_emulation_after_megatron_is_refused() -> None:
