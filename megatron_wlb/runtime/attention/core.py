@@ -84,6 +84,7 @@ class AttentionOptions:
     """Groups of key/value heads whose communication and computation overlap under CP."""
     keep_gathered: bool = False
     """Whether gathered keys and values are kept for the backward pass under CP."""
+    kernel_name: str = ""
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]

@@ -25,7 +25,7 @@ from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
-from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.model import Model, settle_kernel
 from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, tell_changes
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings.config import Config
@@ -79,8 +79,10 @@ class Session:
     model: Model = field(init=False)
     """Set once Megatron has built it, before all else."""
     runner: StepRunner = field(init=False)
+    kernel: str = field(init=False)
+    """The name of the attention kernel."""
     cost: Cost = field(init=False)
-    """Both set when the data are opened, before training."""
+    """All three set when the data are opened, before training."""
     _plans: PlanAhead | None = None
 
     @cached_property
@@ -103,6 +105,7 @@ class Session:
         args = self.args
         corpora = self._corpora()
         dp_size = self.model.groups.dp.size()
+        self.kernel = settle_kernel(self.config, self.model, (self.restored or {}).get("kernel"))
         self.cost = self._make_cost()
         device = "cpu" if cpu.installed() else "cuda"
         self.runner = StepRunner.of(self.config, self.model, corpora, device)
@@ -142,6 +145,7 @@ class Session:
             "planner": self._plans.state_dict(),
             "cost": self.cost.as_dict(),
             "machine": machine_digest(self.config),
+            "kernel": self.kernel,
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,
             "settings": plan_settings(self.config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+import time
 import types
 from typing import Any
 
@@ -61,13 +62,13 @@ def test_auto_on_the_cpu_is_torch_s_flash_attention_and_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert choose_kernel("auto", CPU) is torch_cpu_varlen
+    assert choose_kernel("auto", CPU).kernel is torch_cpu_varlen
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
         "attention kernel: torch-cpu (cpu, float32, 4 query and 2 key/value heads"
     )
     assert line.count("it needs a GPU, and the device is cpu") == 1
-    assert "not flash-attn-3 or torch or flash-attn-2 or transformer-engine: it needs" in line
+    assert "not flash-attn-3 or transformer-engine or torch or flash-attn-2: it needs" in line
 
 
 @pytest.mark.parametrize("name", GPU_KERNELS)
@@ -80,7 +81,7 @@ def test_torch_without_flash_attention_on_the_cpu_runs_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_cpu, "OPERATIONS", ("_no_such_operation",))
-    assert choose_kernel("auto", CPU) is sdpa_varlen
+    assert choose_kernel("auto", CPU).kernel is sdpa_varlen
     with pytest.raises(CompatibilityError, match="has no flash attention for the CPU"):
         choose_kernel("torch-cpu", CPU)
     with pytest.raises(CompatibilityError, match="it runs on the CPU, and the device is cuda"):
@@ -230,7 +231,7 @@ def test_kernel_that_computes_something_else_does_not_run(
         demand = dataclasses.replace(CPU, dtype=dtype)
         assert check_kernel(sdpa_varlen, demand) is None
         caplog.set_level(logging.INFO)
-        assert choose_kernel("auto", demand) is torch_cpu_varlen
+        assert choose_kernel("auto", demand).kernel is torch_cpu_varlen
         assert said in caplog.messages[-1]
         with pytest.raises(CompatibilityError) as raised:
             choose_kernel("torch", demand)
@@ -245,9 +246,29 @@ def test_package_that_fails_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, candidate: Candidate
 ) -> None:
     monkeypatch.setitem(choose_module.CANDIDATES, "flash-attn-3", candidate)
-    assert choose_kernel("auto", CPU) is torch_cpu_varlen
+    assert choose_kernel("auto", CPU).kernel is torch_cpu_varlen
     with pytest.raises(CompatibilityError, match=r"it cannot be set up \(no module named cudnn\)"):
         choose_kernel("flash-attn-3", CPU)
+
+
+def test_time_is_that_of_forward_and_backward() -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor) -> torch.Tensor:
+            time.sleep(3e-3)
+            return query.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            time.sleep(4e-3)
+            return grad
+
+    def slow(query: Any, *rest: Any) -> Any:
+        return sdpa_varlen(Slow.apply(query), *rest)
+
+    lengths = ((9, 5), (20, 5))
+    fast_ms, slow_ms = (choose_module.time_ms(k, CPU, lengths) for k in (sdpa_varlen, slow))
+    assert 0 < fast_ms < 7 <= slow_ms
 
 
 def test_check_leaves_random_numbers_alone() -> None:
