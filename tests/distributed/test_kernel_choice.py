@@ -10,6 +10,7 @@ import pytest
 from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.settings.command_line import parse
 
 # What each of three ranks cannot run, of the kernels before the reference.
 UNLIKE = (("flash-attn-3",), ("torch",), ("torch", "flash-attn-3"))
@@ -139,3 +140,53 @@ def test_kernel_that_fails_while_it_is_timed_is_passed_over(gloo: GlooPool) -> N
 def test_demanded_kernel_is_not_timed(gloo: GlooPool) -> None:
     name, line = on_gpus(gloo, "torch", {}, {})
     assert name == "torch" and line.endswith("; as demanded")
+
+
+def settled(saved: str | None, flags: str) -> tuple[str, str, list[str]]:
+    """What a run settles on whose first rank has a layer and whose second one has none."""
+    import torch
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_wlb.runtime import model
+    from megatron_wlb.runtime.attention.core import DocumentAttention
+
+    config = parse(flags.split())
+    core = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=2, attention_dropout=0.0,
+        cuda_graph_scope=[],
+    )  # fmt: skip
+    options = model.attention_options(config, core)
+    chunk = torch.nn.Module()
+    if torch.distributed.get_rank() == 0:
+        chunk.layer = DocumentAttention(core, 1, AttnMaskType.causal, "self", options=options)
+    lines: list[str] = []
+    with (
+        mock.patch.object(model.logger, "info", lambda line, *a: lines.append(line % a)),
+        mock.patch.object(model.logger, "warning", lambda line, *a: lines.append(line % a)),
+    ):
+        name = model.settle_kernel(config, model.Model(core, None, [chunk], []), saved)
+    for layer in chunk.children():
+        options = layer.options
+        assert options.kernel_name == name
+    return name, options.kernel.__name__, lines
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "name", "said"),
+    [
+        (None, "", "torch-cpu", None),
+        ("torch-cpu", "", "torch-cpu", None),
+        ("sdpa", "", "sdpa", "sdpa in place of torch-cpu, as in the checkpoint"),
+        ("sdpa", "--wlb-attention-kernel torch-cpu", "torch-cpu", None),
+        ("flash-attn-3", "", "torch-cpu", "flash-attn-3, which is not to be had here"),
+        ("of-tomorrow", "", "torch-cpu", "of-tomorrow is not known"),
+    ],
+)
+def test_resumed_run_takes_its_checkpoint_s_kernel_where_it_can(
+    gloo: GlooPool, saved: str | None, flags: str, name: str, said: str | None
+) -> None:
+    for rank, (settled_name, kernel, lines) in enumerate(gloo.run(2, settled, saved, flags)):
+        assert settled_name == name
+        assert rank or kernel == ("sdpa_varlen" if name == "sdpa" else "apply")
+        assert [said in line for line in lines] == [True] if said else not lines

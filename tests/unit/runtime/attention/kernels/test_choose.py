@@ -7,10 +7,12 @@ import logging
 import sys
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers.attention import flash_backward, flash_forward
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.attention.kernels import (
@@ -20,6 +22,7 @@ from megatron_wlb.runtime.attention.kernels import (
     check_kernel,
     choose_kernel,
     torch_cpu,
+    torch_varlen,
 )
 from megatron_wlb.runtime.attention.kernels import choose as choose_module
 from megatron_wlb.runtime.attention.kernels.choose import Candidate
@@ -43,6 +46,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def install(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> None:
     module = types.ModuleType(name)
     module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name.partition(".")[0], types.ModuleType(name))
     monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -52,8 +56,7 @@ def flash(
 ) -> Any:  # fmt: skip
     """What the flash-attn packages promise, on the CPU; and the log-sum-exp, as early ones."""
     assert causal
-    segments = Segments.of(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
-    assert (segments.max_q, segments.max_k) == (max_seqlen_q, max_seqlen_k)
+    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     flash.deterministic = deterministic  # type: ignore[attr-defined]
     return sdpa_varlen(q, k, v, segments, softmax_scale), None
 
@@ -148,7 +151,12 @@ def test_transformer_engine_runs_from_the_version_that_aligns_its_mask(
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("flash-attn-2", "flash_attn"), ("flash-attn-3", "flash_attn_interface")]
+    ("name", "module"),
+    [
+        ("flash-attn-2", "flash_attn"),
+        ("flash-attn-3", "flash_attn_interface"),
+        ("flash-attn-3", "flash_attn_3.flash_attn_interface"),
+    ],
 )
 def test_flash_attn_is_called_as_it_is_meant(
     monkeypatch: pytest.MonkeyPatch, name: str, module: str
@@ -277,21 +285,55 @@ def test_check_leaves_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_torch_varlen_is_called_as_it_is_meant(
-    monkeypatch: pytest.MonkeyPatch, capability: list[tuple[int, int]]
-) -> None:
-    def varlen_attn(
-        q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int,
-        *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
-    ) -> Any:  # fmt: skip
-        assert (window_size, enable_gqa) == ((-1, 0), True)
-        lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": scale}
-        return flash(q, k, v, cu_seq_q, cu_seq_k, **lengths, causal=True)[0]
+@pytest.fixture
+def packed_operations() -> Iterator[None]:
+    """torch's operations for packed segments, which it has for GPUs alone, on the CPU."""
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    def forward(
+        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, dropout: float,
+        causal: bool, debug: bool, *, scale: float,
+    ) -> Any:  # fmt: skip
+        assert not dropout and not debug
+        segments = segments_of(cu_q, cu_k, max_q, max_k)
+        out, lse = flash_forward(q, k, v, segments, scale, causal)
+        return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0)
+
+    def backward(
+        grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int,
+        max_k: int, dropout: float, causal: bool, rng: Any, unused: Any, *, scale: float,
+    ) -> Any:  # fmt: skip
+        assert not dropout
+        segments = segments_of(cu_q, cu_k, max_q, max_k)
+        return flash_backward(grad, q, k, v, out, lse, segments, scale, causal)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+def segments_of(cu_q: Any, cu_k: Any, max_q: int, max_k: int) -> Segments:
+    segments = Segments(
+        tuple(cu_q.diff().tolist()), tuple(cu_k.diff().tolist()), cu_q, cu_k, max_q, max_k
+    )
+    assert (max(segments.lengths_q), max(segments.lengths_k)) == (max_q, max_k)
+    return segments
+
+
+@pytest.mark.parametrize("num_groups", [8, 2])
+def test_torch_s_operations_are_called_as_they_are_meant(
+    packed_operations: None, capability: list[tuple[int, int]], num_groups: int
+) -> None:
+    """Grouped heads, a scale and the causal mask, with the parameters that all versions have."""
     assert CANDIDATES["torch"].obstacle(HOPPER) is None
-    demand = Demand(torch.device("cpu"), torch.float32, 8, 2, 64)
+    demand = Demand(torch.device("cpu"), torch.float32, 8, num_groups, 64)
     assert check_kernel(CANDIDATES["torch"].build(demand), demand) is None
+
+
+def test_torch_without_packed_operations_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_varlen, "OPERATIONS", ("_no_such_operation",))
+    assert "has no packed flash attention" in str(CANDIDATES["torch"].obstacle(HOPPER))
 
 
 def test_transformer_engine_is_called_as_it_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
