@@ -123,6 +123,8 @@ class ActivationModel:
     kernels: Kernels
     keep_gathered: bool = False
     """Under CP: whether gathered keys and values are kept for the backward pass."""
+    reduce_in_fp32: bool = False
+    """Under CP: whether their gradients are summed in fp32."""
     precisions: Precisions | None = None
     """The precisions of the layer at hand."""
 
@@ -351,7 +353,14 @@ class ActivationModel:
         cp_size, tp_size = self.parallelism.cp_size, self.parallelism.tp_size
         e = self._bytes.attention.element_bytes
         # Of a local token: there are CP times as many of all ranks.
-        exchange = exchange_bytes(1, cp_size, cp_size + 0.5, 2 * e * part.key_size / tp_size)
+        numbers = 2 * part.key_size / tp_size
+        exchange = exchange_bytes(
+            1,
+            cp_size,
+            cp_size + 0.5,
+            e * numbers,
+            max(e, FP32) * numbers if self.reduce_in_fp32 else None,
+        )
         gathering, copy = exchange.gathering, exchange.copy
         backward = gradients + exchange.gradients
         if not self._fused:

@@ -68,6 +68,8 @@ class AnalyticModel:
     parallelism: Parallelism
     recompute: Recompute
     element_bytes: int = 2
+    reduce_in_fp32: bool = False
+    """Under CP: whether gradients of keys and values are summed in fp32."""
 
     def layer(self, layer: Layer | None = None) -> ForwardTimes:
         """One transformer layer; of the shape's own sizes if not given.
@@ -128,10 +130,14 @@ class AnalyticModel:
             again_attention_us = attention_us
         ends = ((self.embedding(), stage.first), (self.head(), stage.last))
         linear_us += sum(part.linear_us for part, has in ends if has)
+        # Backward gathers keys and values, and reduces as many gradients of them.
+        longer_us = 0.0
+        if self.reduce_in_fp32:
+            longer_us = sum(num * self._longer_us(layer) for num, layer in stage.layers)
         return DocumentCost(
             linear_us,
             attention_us,
-            BACKWARD_LINEAR * linear_us + again_us,
+            BACKWARD_LINEAR * linear_us + again_us + longer_us,
             BACKWARD_ATTENTION * attention_us + again_attention_us,
         )
 
@@ -157,6 +163,12 @@ class AnalyticModel:
         linear_us = sum((num * layer.linear_us for num, layer in times), 0.0)
         return linear_us, sum((num * layer.attention_us for num, layer in times), 0.0)
 
+    def _longer_us(self, layer: Layer) -> float:
+        """By how much the exchange of gradients takes longer in fp32 than in their own dtype."""
+        precisions = layer.precisions or Precisions.same(self.element_bytes)
+        own_bytes = precisions.attention.element_bytes
+        return (max(_FP32, own_bytes) / own_bytes - 1) * self.layer(layer).cp_us
+
     def _matrix_us(self, num_weights: int, precision: Precision) -> float:
         tflops = self.hardware.reached_tflops(self.hardware.linear_share, precision.peak)
         return 2 * num_weights / (self._devices * tflops * 1e6)
@@ -178,11 +190,17 @@ def analytic_cost(
     recompute: Recompute | None = None,
     *,
     element_bytes: int = 2,
+    reduce_in_fp32: bool = False,
 ) -> DocumentCost:
     """The cost of a document in the whole model; good for balance before measuring.
 
     Raises :class:`ConfigError` for a model that the layout does not divide.
     """
     return AnalyticModel(
-        shape, hardware, parallelism or Parallelism(), recompute or Recompute(), element_bytes
+        shape,
+        hardware,
+        parallelism or Parallelism(),
+        recompute or Recompute(),
+        element_bytes,
+        reduce_in_fp32,
     ).cost()

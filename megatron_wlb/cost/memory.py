@@ -70,6 +70,8 @@ class MemoryModel:
     kernels: Kernels = "torch"
     keep_gathered: bool = False
     """Under CP: whether gathered keys and values are kept for the backward pass."""
+    reduce_in_fp32: bool = False
+    """Under CP: whether their gradients are summed in fp32."""
 
     def __post_init__(self) -> None:
         _ = self._stages
@@ -199,7 +201,8 @@ class MemoryModel:
     @cached_property
     def _tapes(self) -> list[list[Tape]]:
         run = self.shape, self.parallelism, self.recompute
-        activations = ActivationModel(*run, self._element_bytes, self.kernels, self.keep_gathered)
+        exchange = self.keep_gathered, self.reduce_in_fp32
+        activations = ActivationModel(*run, self._element_bytes, self.kernels, *exchange)
         tapes = {  # equal stages share one
             stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)
             for stage in set(self._stages)

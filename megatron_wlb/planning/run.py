@@ -253,6 +253,8 @@ class Run:
     distributed_optimizer: bool = True
     keep_gathered: bool = False
     """Whether gathered keys and values are kept for the backward pass."""
+    reduce_in_fp32: bool = False
+    """Whether their gradients are summed in fp32."""
     kernels: Kernels = "fused"
     """Norms and activations as single kernels, as on a GPU; torch's keep more."""
 
@@ -292,6 +294,7 @@ class Run:
             self.parallelism,
             self.recompute,
             element_bytes=2 if self.bf16 else 4,
+            reduce_in_fp32=self.reduce_in_fp32,
         )
 
     @cached_property
@@ -305,6 +308,7 @@ class Run:
             distributed_optimizer=self.distributed_optimizer,
             kernels=self.kernels,
             keep_gathered=self.keep_gathered,
+            reduce_in_fp32=self.reduce_in_fp32,
         )
 
     @cached_property

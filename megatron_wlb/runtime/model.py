@@ -190,7 +190,10 @@ def attention_options(
             "key/value heads of a TP rank; use a divisor"
         )
     name, kernel = choose(config.wlb.wlb_attention_kernel, demand)
-    return AttentionOptions(kernel, num_head_groups, config.wlb.wlb_cp_keep_gathered, name)
+    wlb = config.wlb
+    return AttentionOptions(
+        kernel, num_head_groups, wlb.wlb_cp_keep_gathered, wlb.wlb_cp_reduce_in_fp32, name
+    )
 
 
 def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
