@@ -34,7 +34,7 @@ import torch
 from _common import parser_of
 from rich.table import Table
 
-from megatron_wlb.bench.attention_rates import AttentionTimer, measure_attention, named_kernel
+from megatron_wlb.bench.attention_rates import AttentionTimer, measure_attention
 from megatron_wlb.bench.rates import machine_name
 from megatron_wlb.cli import output
 from megatron_wlb.cost import load_hardware
@@ -47,7 +47,7 @@ from megatron_wlb.cost.attention import (
 )
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
-from megatron_wlb.runtime.attention.kernels import Demand
+from megatron_wlb.runtime.attention.kernels import Demand, choose_kernel
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
 from megatron_wlb.study.plot_attention import plot_shardings
 
@@ -274,7 +274,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             profiles[model] = {
                 name: getattr(profile, name) for name in ("kernel", "machine", "spread", "error")
             }
-            _, kernel = named_kernel(profile.kernel, demand)
+            kernel = choose_kernel(profile.kernel, demand).kernel
             # Single rows of the remainder see their whole document again: 2 windows more keys.
             timer = AttentionTimer(kernel, demand, longest, 4 * longest, options.seed)
             clock = timer.clock

@@ -21,7 +21,7 @@ import torch
 
 from megatron_wlb.cost.attention import AttentionProfile, Floats, Ints
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
-from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.attention.kernels import (
     CANDIDATES,
     Demand,
@@ -155,21 +155,6 @@ def _read(*tensors: torch.Tensor) -> None:
         tensor.detach().sum()
 
 
-def named_kernel(name: str, demand: Demand) -> tuple[str, VarlenKernel]:
-    """The kernel called so, or with ``auto`` the fastest that runs, and its own name.
-
-    Raises :class:`CompatibilityError` if it cannot run.
-    """
-    if name != "auto":
-        return name, choose_kernel(name, demand)
-    for candidate in CANDIDATES:
-        try:
-            return candidate, choose_kernel(candidate, demand)
-        except CompatibilityError:
-            continue
-    raise AssertionError("the reference kernel always runs")
-
-
 def grid(longest: int, breaks: Sequence[int] = ()) -> tuple[int, ...]:
     """1, 2, 4 … up to ``longest``, and both sides of each break.
 
@@ -207,7 +192,7 @@ def measure_attention(
     """
     if repeats < 1:
         raise ConfigError(f"repeats is {repeats}; give at least 1")
-    name, kernel = named_kernel(kernel_name, demand)
+    name, kernel = choose_kernel(kernel_name, demand)
     key_bytes, mixed_bytes = KEY_BYTES, 2 * longest * _token_bytes(demand)  # each document twice
     while True:
         try:

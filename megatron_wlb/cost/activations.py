@@ -133,6 +133,8 @@ class ActivationModel:
     """The name of attention's kernel; without one the most of all that may run is counted of the
     fused ones, and attention document by document of torch's."""
     document_tokens: float = DOCUMENT_TOKENS
+    reduce_in_fp32: bool = False
+    """Under CP: whether their gradients are summed in fp32."""
     precisions: Precisions | None = None
     """The precisions of the layer at hand."""
 
@@ -383,7 +385,14 @@ class ActivationModel:
         e = self._bytes.attention.element_bytes
         # Of a local token: there are CP times as many of all ranks.
         num_keys = cp_size + 0.5
-        exchange = exchange_bytes(1, cp_size, num_keys, 2 * e * part.key_size / tp_size)
+        numbers = 2 * part.key_size / tp_size
+        exchange = exchange_bytes(
+            1,
+            cp_size,
+            num_keys,
+            e * numbers,
+            max(e, FP32) * numbers if self.reduce_in_fp32 else None,
+        )
         gathering, copy = exchange.gathering, exchange.copy
         backward = gradients + exchange.gradients
         workspace = self._workspace(part, num_keys)

@@ -82,6 +82,8 @@ class AnalyticModel:
     element_bytes: int = 2
     num_head_groups: int | None = None
     """Head groups of the context-parallel exchange; a GPU's default if not given."""
+    reduce_in_fp32: bool = False
+    """Under CP: whether gradients of keys and values are summed in fp32."""
 
     def layer(self, layer: Layer | None = None) -> ForwardTimes:
         """One transformer layer; of the shape's own sizes if not given.
@@ -149,6 +151,8 @@ class AnalyticModel:
         ends = ((self.embedding(), stage.first), (self.head(), stage.last))
         linear_us += sum(part.linear_us for part, has in ends if has)
         backward_us += sum(part.backward_linear_us for part, has in ends if has)
+        if self.reduce_in_fp32:  # Backward gathers keys and values, and reduces their gradients.
+            backward_us += sum(num * self._longer_us(layer) for num, layer in stage.layers)
         return DocumentCost(
             linear_us,
             attention_us,
@@ -189,6 +193,12 @@ class AnalyticModel:
         backward_us = sum((num * layer.backward_linear_us for num, layer in times), 0.0)
         return linear_us, backward_us, sum((num * layer.attention_us for num, layer in times), 0.0)
 
+    def _longer_us(self, layer: Layer) -> float:
+        """By how much the exchange of gradients takes longer in fp32 than in their own dtype."""
+        precisions = layer.precisions or Precisions.same(self.element_bytes)
+        own_bytes = precisions.attention.element_bytes
+        return (max(_FP32, own_bytes) / own_bytes - 1) * self.layer(layer).cp_us
+
     def _matrix_us(self, num_weights: int, precision: Precision) -> float:
         tflops = self.hardware.reached_tflops(self.hardware.linear_share, precision.peak)
         return 2 * num_weights / (self._devices * tflops * 1e6)
@@ -226,10 +236,12 @@ def analytic_cost(
     *,
     element_bytes: int = 2,
     num_head_groups: int | None = None,
+    reduce_in_fp32: bool = False,
 ) -> DocumentCost:
     """The cost of a document in the whole model; good for balance before measuring.
 
     Raises :class:`ConfigError` for a model that the layout does not divide.
     """
     layout = parallelism or Parallelism(), recompute or Recompute()
-    return AnalyticModel(shape, hardware, *layout, element_bytes, num_head_groups).cost()
+    exchange = num_head_groups, reduce_in_fp32
+    return AnalyticModel(shape, hardware, *layout, element_bytes, *exchange).cost()

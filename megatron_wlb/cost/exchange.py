@@ -30,13 +30,19 @@ class ExchangeBytes:
 
 
 def exchange_bytes(
-    num_local: float, num_rows: float, num_keys: float, kv_bytes: float
+    num_local: float,
+    num_rows: float,
+    num_keys: float,
+    kv_bytes: float,
+    sum_bytes: float | None = None,
 ) -> ExchangeBytes:
     """Counts the bytes; ``tests/distributed/test_context.py`` finds it to the byte.
 
     Tokens of the rank (T/CP) and of all (T), keys of the kernel call (Tk), bytes of one's K and V.
+    ``sum_bytes`` are those of their gradients, if these are summed in another dtype.
     """
     collective = (num_local + num_rows) * kv_bytes
+    sums = (num_local + num_rows) * (sum_bytes or kv_bytes)
     copy = num_keys * kv_bytes
     gathering = max(collective, num_rows * kv_bytes + copy)
-    return ExchangeBytes(gathering, copy, max(2 * copy, copy + collective))
+    return ExchangeBytes(gathering, copy, max(2 * copy, copy + sums))

@@ -96,6 +96,8 @@ class MemoryModel:
     """See :attr:`~megatron_wlb.cost.activations.ActivationModel.attention_kernel`."""
     document_tokens: float = DOCUMENT_TOKENS
     """Tokens of a document in the mean."""
+    reduce_in_fp32: bool = False
+    """Under CP: whether their gradients are summed in fp32."""
 
     def __post_init__(self) -> None:
         _ = self._stages
@@ -230,8 +232,9 @@ class MemoryModel:
             self._element_bytes,
             self.kernels,
             self.keep_gathered,
-            self.attention_kernel,
-            self.document_tokens,
+            attention_kernel=self.attention_kernel,
+            document_tokens=self.document_tokens,
+            reduce_in_fp32=self.reduce_in_fp32,
         )
         tapes = {  # equal stages share one
             stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)

@@ -132,6 +132,7 @@ def run_of(
         optimizer=config.training.optimizer,
         distributed_optimizer=config.parallel.use_distributed_optimizer,
         keep_gathered=wlb.wlb_cp_keep_gathered,
+        reduce_in_fp32=wlb.wlb_cp_reduce_in_fp32,
         kernels="torch",
         attention_kernel=None if wlb.wlb_attention_kernel == "auto" else wlb.wlb_attention_kernel,
         num_head_groups=wlb.wlb_cp_overlap_groups,
@@ -158,6 +159,7 @@ def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:
             recompute(config),
             element_bytes=2 if config.training.bf16 else 4,
             num_head_groups=config.wlb.wlb_cp_overlap_groups,
+            reduce_in_fp32=config.wlb.wlb_cp_reduce_in_fp32,
         )
     extrapolate = config.wlb.wlb_cost_extrapolate
     return read_cost(named, "--wlb-cost", shape, layout, extrapolate=extrapolate)

@@ -139,6 +139,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         for name, value in (
             ("overlap-groups", config.wlb.wlb_cp_overlap_groups),
             ("keep-gathered", config.wlb.wlb_cp_keep_gathered),
+            ("reduce-in-fp32", config.wlb.wlb_cp_reduce_in_fp32),
         ):
             if value:
                 yield (

@@ -276,6 +276,8 @@ class Run:
     distributed_optimizer: bool = True
     keep_gathered: bool = False
     """Whether gathered keys and values are kept for the backward pass."""
+    reduce_in_fp32: bool = False
+    """Whether their gradients are summed in fp32."""
     kernels: Kernels = "fused"
     """Norms and activations as single kernels, as on a GPU; torch's keep more."""
     attention_kernel: str | None = None
@@ -335,6 +337,7 @@ class Run:
             self.recompute,
             element_bytes=2 if self.bf16 else 4,
             num_head_groups=self.num_head_groups,
+            reduce_in_fp32=self.reduce_in_fp32,
         )
 
     @cached_property
@@ -349,6 +352,7 @@ class Run:
             kernels=self.kernels,
             keep_gathered=self.keep_gathered,
             attention_kernel=self.attention_kernel,
+            reduce_in_fp32=self.reduce_in_fp32,
         )
 
     @cached_property

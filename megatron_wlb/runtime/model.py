@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,11 +32,14 @@ from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.planning.from_config import padded_vocab_size
 from megatron_wlb.runtime.attention.core import AttentionOptions, DocumentAttention, check_config
-from megatron_wlb.runtime.attention.kernels import Demand, VarlenKernel, choose_kernel
+from megatron_wlb.runtime.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.norm import TorchNorm
+from megatron_wlb.runtime.transfer import of_all_ranks
 from megatron_wlb.settings.config import Config
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ def require_document_attention(gpt: GPTModel) -> None:
 def attention_options(
     config: Config,
     core: TransformerConfig,
-    choose: Callable[[str, Demand], VarlenKernel] = choose_kernel,
+    choose: Callable[[str, Demand], ChosenKernel] = choose_kernel,
 ) -> AttentionOptions:
     """Chooses the kernel for the device at hand, and how it overlaps with communication.
 
@@ -227,8 +231,43 @@ def attention_options(
             f"--wlb-cp-overlap-groups is {num_head_groups}, which does not divide the {num_groups} "
             "key/value heads of a TP rank; use a divisor"
         )
-    kernel = choose(config.wlb.wlb_attention_kernel, demand)
-    return AttentionOptions(kernel, num_head_groups, config.wlb.wlb_cp_keep_gathered)
+    name, kernel = choose(config.wlb.wlb_attention_kernel, demand)
+    wlb = config.wlb
+    return AttentionOptions(
+        kernel, num_head_groups, wlb.wlb_cp_keep_gathered, wlb.wlb_cp_reduce_in_fp32, name
+    )
+
+
+def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
+    """Names the kernel that all layers run from now on; called by every rank.
+
+    ``saved`` is what the loaded checkpoint says, None without one. A resumed run takes its kernel,
+    since another one gives other bits: times at start may order kernels otherwise than before. A
+    kernel that was asked for stays. So does the present one, with a warning, where the
+    checkpoint's cannot run.
+    """
+    modules = [module for chunk in model.chunks for module in chunk.modules()]
+    layers = [module for module in modules if isinstance(module, DocumentAttention)]
+    # A pipeline stage may have none.
+    present: str = next(
+        filter(None, of_all_ranks(layers[0].options.kernel_name if layers else None))
+    )
+    if saved in (None, present) or config.wlb.wlb_attention_kernel != "auto":
+        return present
+    try:
+        options = attention_options(config, model.config, lambda _, d: choose_kernel(saved, d))
+    except CompatibilityError as error:
+        logger.warning(
+            "the checkpoint's steps ran attention kernel %s, which is not to be had here (%s): "
+            "steps differ in rounding from here on",
+            saved,
+            error,
+        )
+        return present
+    for layer in layers:
+        layer.options = replace(layer.options, kernel=options.kernel, kernel_name=saved)
+    logger.info("attention kernel: %s in place of %s, as in the checkpoint", saved, present)
+    return saved
 
 
 def build_model(config: Config, vocab_size: int) -> Model:

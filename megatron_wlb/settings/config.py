@@ -284,7 +284,8 @@ class WlbConfig:
         "auto", "torch", "flash-attn-2", "flash-attn-3", "transformer-engine", "torch-cpu", "sdpa"
     ] = setting(
         "auto",
-        "attention kernel; auto is the fastest that can run here, and the log says which and why",
+        "attention kernel; auto is the fastest that can run here, on GPUs by timing, and the log "
+        "says which and why",
     )
     wlb_cp_overlap_groups: int | None = setting(
         None,
@@ -296,6 +297,11 @@ class WlbConfig:
         False,
         "with CP or --wlb-dp-merge: keep gathered keys and values for the backward pass instead "
         "of gathering twice: memory for communication",
+    )
+    wlb_cp_reduce_in_fp32: bool = setting(
+        False,
+        "with CP or --wlb-dp-merge: sum the gradients of keys and values in fp32 over chunks and "
+        "ranks instead of in bf16: twice the bytes of that exchange",
     )
     wlb_device: Literal["auto", "cuda", "cpu"] = setting(
         "auto", "cpu runs Megatron under the CPU emulation; auto never does where a GPU is"

@@ -62,22 +62,20 @@ class RankLayout:
 
     @property
     def rounds(self) -> list[tuple[IntArray, IntArray]]:
-        """Groups the keys so that gradients can be added to their rows in any order.
+        """Groups the keys so that a row comes at most once in a group: the first time that it
+        comes, the second, and so on.
 
-        Pairs of (places in :attr:`key_rows`, their rows). Two numbers have the same sum in either
-        order, so a row comes at most twice in the first group, and once in each later one.
+        Pairs of (places in :attr:`key_rows`, their rows).
         """
-        if np.bincount(self.key_rows, minlength=1).max() <= 2:
-            return [(np.arange(len(self.key_rows)), self.key_rows)]
-        order = np.argsort(self.key_rows, kind="stable")
-        rows = self.key_rows[order]
-        begins = np.flatnonzero(np.diff(rows, prepend=-1))
-        # The how manieth time that a row comes: first or second, third, fourth, …
-        nth = np.empty_like(order)
-        nth[order] = np.arange(len(rows)) - np.repeat(begins, np.diff(begins, append=len(rows)))
-        group = np.maximum(nth - 1, 0)
-        places = [np.flatnonzero(group == g) for g in range(int(group.max()) + 1)]
-        return [(at, self.key_rows[at]) for at in places]
+        rounds = []
+        places, first = np.arange(len(self.key_rows)), np.empty(self.num_tokens, dtype=np.int64)
+        while len(places):
+            rows = self.key_rows[places]
+            first[rows[::-1]] = places[::-1]
+            is_first = first[rows] == places
+            rounds.append((places[is_first], rows[is_first]))
+            places = places[~is_first]
+        return rounds
 
 
 def rank_layout(

@@ -112,6 +112,7 @@ def worst_errors(lengths: Sequence[int]) -> dict[str, float]:
                 for num_head_groups in {1, num_groups}
                 for keep in (False, True)
             ]
+            runs.append(ours(layout, inputs, reduce_in_fp32=True))
             error = max(
                 float((a - b[local]).abs().max())
                 for run in runs
@@ -162,6 +163,34 @@ def broken_errors(lengths: Sequence[int]) -> list[float]:
     return [float((a - b[local]).abs().max()) for a, b in zip(found, expected, strict=True)]
 
 
+def deterministic_errors(lengths: Sequence[int]) -> dict[str, float]:
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        return worst_errors(lengths)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def sum_errors(lengths: Sequence[int], sharding: Sharding) -> list[float]:
+    """Of dK and dV of bf16: summed in bf16, and in fp32; Σ of squared errors."""
+    import torch
+
+    inputs = tensors(sum(lengths), 2, torch.bfloat16)
+    exact = definition(lengths, inputs, torch.float64)[2:]
+    layout = layout_of(lengths, sharding)
+    local = torch.from_numpy(layout.tokens)
+
+    errors = []
+    for in_fp32 in (False, True):
+        found = ours(layout, inputs, reduce_in_fp32=in_fp32)[2:]
+        assert all(t.dtype == torch.bfloat16 for t in found)
+        squares = (((a.double() - b[local]) ** 2).sum() for a, b in zip(found, exact, strict=True))
+        errors.append(float(sum(squares)))
+    return errors
+
+
 def lean_kernel(query: Any, key: Any, value: Any, segments: Any, scale: float) -> Any:
     """What a flash kernel keeps and makes, without its arithmetic."""
     import torch
@@ -198,8 +227,11 @@ def layer_bytes(
     layout = layout_of(lengths, sharding)
     local = torch.from_numpy(layout.tokens)
     num_groups = 2
+    in_fp32 = options.get("reduce_in_fp32", False)
+    dtype = torch.bfloat16 if in_fp32 else torch.float32
     query, key, value, grad = (t[local] for t in tensors(sum(lengths), num_groups, torch.float32))
-    leaves = [t.requires_grad_() for t in (query, key, value)]
+    leaves = [t.to(dtype).requires_grad_() for t in (query, key, value)]
+    grad, size = grad.to(dtype), dtype.itemsize
     segments = Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist())
     gather = KeyGather.of(layout, "cpu")
     parallel = ContextParallel(torch.distributed.group.WORLD, **options)
@@ -211,21 +243,26 @@ def layer_bytes(
         _reduce_scatter=lambda local, rows, **_: done,
     )
     with no_exchange, LiveBytes() as live:
-        live.watch([*leaves, grad, gather.rows])
+        live.watch([*leaves, grad, gather.rows, gather.first])
         before = live.live
         live.reset_peak()
         out = context_attention(*leaves, segments, gather, lean_kernel, SCALE, parallel)
-        output_bytes = out.numel() * 4
+        output_bytes = out.numel() * size
         kept, forward = live.live - before - output_bytes, live.peak - before
         before = live.live
         live.reset_peak()
         gradients = torch.autograd.grad(out, leaves, grad)
         backward = live.peak - before
         del out, gradients
+    numbers = 2 * num_groups * HEAD_DIM
     formula = exchange_bytes(
-        len(local), sum(lengths), len(layout.key_rows), 2 * num_groups * HEAD_DIM * 4
+        len(local),
+        sum(lengths),
+        len(layout.key_rows),
+        size * numbers,
+        4 * numbers if in_fp32 else None,
     )
-    queries = len(local) * HEADS * HEAD_DIM * 4
+    queries = len(local) * HEADS * HEAD_DIM * size
     keep = options.get("keep_gathered", False)
     expected_kept = formula.copy if keep else 0
     return [kept, forward, backward], [
@@ -294,15 +331,17 @@ def test_one_key_of_another_document_is_seen(gloo: GlooPool) -> None:
 
 
 @pytest.mark.parametrize("sharding", [Sharding("per-document"), Sharding("per-sequence")], ids=str)
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"keep_gathered": True}, {"reduce_in_fp32": True}],
+    ids=["gathered-again", "kept", "summed-in-fp32"],
+)
 def test_attention_holds_one_copy_of_keys_and_values(
-    gloo: GlooPool, sharding: Sharding, keep: bool
+    gloo: GlooPool, sharding: Sharding, options: dict[str, Any]
 ) -> None:
     """To the byte what the formula says, on ranks of unequal keys, of one document and of many."""
     for lengths in ([512], padded([10 * n for n in LENGTHS], 4)):
-        for measured, formula in gloo.run(
-            4, layer_bytes, lengths, sharding, {"keep_gathered": keep}
-        ):
+        for measured, formula in gloo.run(4, layer_bytes, lengths, sharding, options):
             assert measured == formula
 
 
@@ -362,6 +401,20 @@ def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
         "wait for gather 1", "kernel backward", "reduce 1",
         "wait for reduce 0", "wait for reduce 1",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_every_gradient_is_written(gloo: GlooPool, cp_size: int) -> None:
+    """In deterministic mode torch fills new memory with NaN."""
+    for found in gloo.run(cp_size, deterministic_errors, padded(LENGTHS, cp_size)):
+        assert {case: error for case, error in found.items() if not error < 1e-12} == {}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_gradients_summed_in_fp32_are_more_exact(gloo: GlooPool, sharding: Sharding) -> None:
+    """By a little, as each chunk's own are in bf16 in either case."""
+    in_bf16, in_fp32 = np.sum(gloo.run(4, sum_errors, padded(LENGTHS, 4), sharding), axis=0)
+    assert 0 < in_fp32 < 0.98 * in_bf16
 
 
 def test_attention_in_head_groups_holds_less(gloo: GlooPool) -> None:

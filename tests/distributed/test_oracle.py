@@ -203,9 +203,8 @@ def add_gradients_to_other_rows(runner):
 
     def shift(batch):
         gather = batch.packed_seq_params.gather
-        rounds = tuple((p, (to + 1) % gather.num_rows) for p, to in gather.rounds)
         params = dataclasses.replace(
-            batch.packed_seq_params, gather=dataclasses.replace(gather, rounds=rounds)
+            batch.packed_seq_params, gather=dataclasses.replace(gather, first=gather.first.roll(1))
         )
         return dataclasses.replace(batch, packed_seq_params=params)
 

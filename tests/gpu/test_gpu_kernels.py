@@ -34,7 +34,7 @@ def kernel_called(name: str, wanted: Demand) -> VarlenKernel:
     reason = CANDIDATES[name].obstacle(wanted)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    return choose_kernel(name, wanted)
+    return choose_kernel(name, wanted).kernel
 
 
 def tensors(num_groups: int, head_dim: int, num_q: int, num_k: int) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ def test_freed_and_gathered_again_over_nccl(nccl: None, num_head_groups: int, ke
     )
     from megatron_wlb.sharding import rank_layout
 
-    kernel = choose_kernel("auto", demand(2, 128))
+    kernel = choose_kernel("auto", demand(2, 128)).kernel
     layout = rank_layout(LENGTHS, 1, 0, Sharding())
     segments = Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist(), "cuda")
     parallel = ContextParallel(torch.distributed.group.WORLD, num_head_groups, keep)

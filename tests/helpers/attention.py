@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -49,6 +49,76 @@ def document_attention(
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outputs)
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp ``[H, Tq]`` by their definition, as flash kernels give them."""
+    outputs, lses = [], []
+    for q, _, v, scores in _scores(query, key, value, segments, scale, causal):
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).to(q.dtype))
+        lses.append(scores.logsumexp(dim=-1))
+    return torch.cat(outputs), torch.cat(lses, dim=1)
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients by the output and log-sum-exp that are given, as flash kernels compute them."""
+    parts: list[list[torch.Tensor]] = [[], [], []]
+    lengths = list(segments.lengths_q)
+    for (q, k, v, scores), g, o, total in zip(
+        _scores(query, key, value, segments, scale, causal),
+        torch.split(grad, lengths),
+        torch.split(out, lengths),
+        torch.split(lse, lengths, dim=1),
+        strict=True,
+    ):
+        weights = (scores - total.unsqueeze(-1)).exp()
+        delta = (g * o).sum(-1).t().unsqueeze(-1)
+        d_scores = weights * (torch.einsum("qhd,khd->hqk", g, v) - delta) * scale
+        parts[0].append(torch.einsum("hqk,khd->qhd", d_scores, k))
+        shared = (
+            torch.einsum("hqk,qhd->khd", d_scores, q),
+            torch.einsum("hqk,qhd->khd", weights, g),
+        )
+        for kept, heads in zip(parts[1:], shared, strict=True):
+            kept.append(heads.view(len(heads), key.shape[1], -1, key.shape[2]).sum(2))
+    return tuple(torch.cat(part).to(query.dtype) for part in parts)  # type: ignore[return-value]
+
+
+def _scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    causal: bool,
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Each segment's query, key and value, a head of all for each query head, and its scores."""
+    heads = [t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value)]
+    for q, k, v in zip(
+        torch.split(query, list(segments.lengths_q)),
+        *(torch.split(t, list(segments.lengths_k)) for t in heads),
+        strict=True,
+    ):
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        yield q, k, v, scores.masked_fill(~seen, -torch.inf) if causal else scores
 
 
 def in_slices(

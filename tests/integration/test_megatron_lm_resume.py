@@ -53,6 +53,18 @@ def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Pa
     assert losses(metrics) == expected
 
 
+def test_resume_takes_the_kernel_of_the_checkpoint(tmp_path: Path, corpus: Path) -> None:
+    flags = BOTH | DP2 | {"data_path": corpus, "train_iters": 4, "bf16": True}
+    slow: Flags = {"wlb_attention_kernel": "sdpa"}
+    finish(launch(tmp_path, 2, flags | slow | {"wlb_metrics": "plain"}))
+
+    flags |= {"save": "ck", "load": "ck", "save_interval": 2, "wlb_metrics": "resumed"}
+    finish(launch(tmp_path, 2, flags | slow | {"exit_interval": 2}))
+    output = finish(launch(tmp_path, 2, flags)).output
+    assert "attention kernel: sdpa in place of torch-cpu, as in the checkpoint" in output
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "plain")
+
+
 def leave_torch_s_adam() -> None:
     """As on a GPU where there is neither TransformerEngine nor Apex."""
     from megatron.core.optimizer import distrib_optimizer

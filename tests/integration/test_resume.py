@@ -137,6 +137,20 @@ def test_resume_under_torchrun_gives_bitwise_equal_losses(tmp_path: Path, corpus
     assert finish(torchrun, tmp_path, 2, flags) == expected
 
 
+def test_resume_takes_the_kernel_of_the_checkpoint(tmp_path: Path, corpus: Path) -> None:
+    flags = BASE | {"data_path": corpus}
+    slow: Flags = {"wlb_attention_kernel": "sdpa"}
+    expected = train(start, tmp_path, 1, flags | slow)
+
+    flags |= SAVING | {"wlb_metrics": tmp_path / "resumed"}
+    finished = start(tmp_path, 1, flags | slow | {"exit_interval": 4}).wait()
+    assert finished.code == 0, finished.output
+    finished = start(tmp_path, 1, flags).wait()
+    assert finished.code == 0, finished.output
+    assert "attention kernel: sdpa in place of torch-cpu, as in the checkpoint" in finished.output
+    assert losses(tmp_path / "resumed") == expected
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Path) -> None:
     num_processes, layout = LAYOUTS[name]

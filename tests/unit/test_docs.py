@@ -144,7 +144,7 @@ def test_commands_named_in_sentences_have_their_flags(page: str) -> None:
 
 @ALL_PAGES
 def test_flags_of_ours_exist(page: str) -> None:
-    assert set(re.findall(r"--wlb-[a-z][a-z-]*[a-z]", PAGES[page])) <= OURS
+    assert set(re.findall(r"--wlb-[a-z][a-z0-9-]*[a-z0-9]", PAGES[page])) <= OURS
 
 
 def test_page_of_flags_has_each_of_ours() -> None:

@@ -55,8 +55,13 @@ class KeyGather:
     """Rows that an all-gather returns, T."""
     rows: torch.Tensor
     """``[Tk]`` int64: the row of each key that the kernel takes."""
-    rounds: tuple[tuple[torch.Tensor | None, torch.Tensor], ...]
-    """Pairs of (places in ``rows``, their rows), see :attr:`RankLayout.rounds`; None is all."""
+    first: torch.Tensor
+    """``[T]`` int64: the first place of each row in ``rows``; any for one that is not there."""
+    unseen: torch.Tensor | None
+    """Rows that are not in ``rows`` and not the slice's, if there are any."""
+    again: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """Pairs of (places in ``rows``, their rows) for rows that come again; each row once in a pair,
+    see :attr:`RankLayout.rounds`. At most T/CP a pair, as they are copied on the way."""
     slice_rows: torch.Tensor | None = None
     """``[n]`` int64: the row of each token of the micro-batch's slice, if it has one."""
     group: torch.distributed.ProcessGroup | None = None
@@ -71,13 +76,27 @@ class KeyGather:
         slice_rows: npt.NDArray[np.int64] | None = None,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> KeyGather:
-        rows = to_device(layout.key_rows, device)
-        own = None if slice_rows is None else to_device(slice_rows, device)
+        first = np.zeros(layout.num_tokens, dtype=np.int64)
+        is_unseen = np.ones(layout.num_tokens, dtype=bool)
         rounds = layout.rounds
-        if len(rounds) == 1:
-            return cls(layout.num_tokens, rows, ((None, rows),), own, group)
-        pairs = [(to_device(places, device), to_device(to, device)) for places, to in rounds]
-        return cls(layout.num_tokens, rows, tuple(pairs), own, group)
+        for places, to in rounds[:1]:
+            first[to], is_unseen[to] = places, False
+        if slice_rows is not None:
+            is_unseen[slice_rows] = False
+        unseen, most = np.flatnonzero(is_unseen), len(layout.tokens)
+        return cls(
+            layout.num_tokens,
+            to_device(layout.key_rows, device),
+            to_device(first, device),
+            to_device(unseen, device) if len(unseen) else None,
+            tuple(
+                (to_device(places[at : at + most], device), to_device(to[at : at + most], device))
+                for places, to in rounds[1:]
+                for at in range(0, len(to), most)
+            ),
+            None if slice_rows is None else to_device(slice_rows, device),
+            group,
+        )
 
     @property
     def has_others(self) -> bool:
@@ -94,6 +113,8 @@ class ContextParallel:
     """A divisor of the key/value heads."""
     keep_gathered: bool = False
     """Keep gathered keys and values for the backward pass instead of gathering them again."""
+    reduce_in_fp32: bool = False
+    """Sum the gradients of keys and values in fp32, over chunks and ranks."""
 
 
 @dataclass(slots=True)
@@ -233,7 +254,7 @@ class _Run:
             work.wait()
         if self.cut is not None:
             self.cut.turned()
-        local = _joined([local for local, _, _ in reducing], dim=2)
+        local = _joined([local for local, _, _ in reducing], dim=2).to(pairs[0].dtype)
         return _joined(grads_query), local[:, 0], local[:, 1]
 
     def _heads(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -288,16 +309,29 @@ class _Run:
         """Gradients ``[Tk, G/g, D]`` ×2 -> the sum over ranks of the local ones' ``[T/CP, 2, …]``.
 
         ``pair`` is what they are the gradients of. ``own`` ``[n, 2, G/g, D]`` are the slice's.
-        Also what is sent, and the work.
+        In fp32 where that is asked for. Also what is sent, and the work.
         """
-        rows = pair.new_zeros(self.gather.num_rows, *pair.shape[1:])
-        for half, grad in enumerate(halves):
-            for places, to in self.gather.rounds:
-                rows[:, half].index_add_(0, to, grad if places is None else grad[places])
+        exact = torch.promote_types(pair.dtype, torch.float32)
+        dtype = exact if self.parallel.reduce_in_fp32 else pair.dtype
+        make = pair.new_empty if halves else pair.new_zeros
+        rows = make(self.gather.num_rows, *pair.shape[1:], dtype=dtype)
+        num_local = len(rows) // self.parallel.group.size()
+        # Rows are filled by one pass that reads each gradient once: most rows have one only.
+        for grad, to in zip(halves, rows.unbind(1), strict=False):
+            if dtype == grad.dtype:
+                torch.index_select(grad, 0, self.gather.first, out=to)
+            else:  # through a copy, of as few rows as is received
+                parts = torch.split(to, num_local), torch.split(self.gather.first, num_local)
+                for part, first in zip(*parts, strict=True):
+                    part.copy_(grad.index_select(0, first))
+            if self.gather.unseen is not None:
+                to.index_fill_(0, self.gather.unseen, 0.0)
+            for places, rows_again in self.gather.again:
+                to.index_add_(0, rows_again, grad[places].to(dtype))
         if own is not None:
             assert self.gather.slice_rows is not None
             rows.index_copy_(0, self.gather.slice_rows, own.to(rows.dtype))
-        local = rows.new_empty(len(rows) // self.parallel.group.size(), *rows.shape[1:])
+        local = rows.new_empty(num_local, *rows.shape[1:])
         work = _reduce_scatter(local, rows, group=self.parallel.group, async_op=True)
         return local, rows, work
 

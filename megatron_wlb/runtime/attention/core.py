@@ -84,6 +84,9 @@ class AttentionOptions:
     """Groups of key/value heads whose communication and computation overlap under CP."""
     keep_gathered: bool = False
     """Whether gathered keys and values are kept for the backward pass under CP."""
+    reduce_in_fp32: bool = False
+    """Whether gradients of keys and values are summed in fp32 under CP."""
+    kernel_name: str = ""
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
@@ -174,7 +177,9 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 gather,
                 options.kernel,
                 self.softmax_scale,
-                ContextParallel(group, options.num_head_groups, options.keep_gathered),
+                ContextParallel(
+                    group, options.num_head_groups, options.keep_gathered, options.reduce_in_fp32
+                ),
                 run,
             )
         return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, D] -> [T/CP, 1, H·D]

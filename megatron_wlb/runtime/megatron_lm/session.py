@@ -28,7 +28,7 @@ from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.model import of_chunks
-from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.model import Model, settle_kernel
 from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, tell_changes
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings import allocator
@@ -85,8 +85,10 @@ class Session:
     model: Model = field(init=False)
     """Set once Megatron has built it, before its state is saved, loaded or run."""
     runner: StepRunner = field(init=False)
+    kernel: str = field(init=False)
+    """The name of the attention kernel."""
     cost: Cost = field(init=False)
-    """Both set when the data are opened, before training."""
+    """All three set when the data are opened, before training."""
     _plans: PlanAhead | None = None
     _chunks: Sequence[torch.nn.Module] | None = None
 
@@ -115,6 +117,7 @@ class Session:
         args = self.args
         corpora = self._corpora()
         dp_size = self.model.groups.dp.size()
+        self.kernel = settle_kernel(self.config, self.model, (self.restored or {}).get("kernel"))
         self.cost = self._make_cost()
         device = "cpu" if cpu.installed() else "cuda"
         allocator.tell(device)
@@ -155,6 +158,7 @@ class Session:
             "planner": self._plans.state_dict(),
             "cost": self.cost.as_dict(),
             "machine": machine_digest(self.config),
+            "kernel": self.kernel,
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,
             "settings": plan_settings(self.config),

@@ -27,7 +27,7 @@ from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
-from megatron_wlb.runtime.model import Model, build_model
+from megatron_wlb.runtime.model import Model, build_model, settle_kernel
 from megatron_wlb.runtime.optimizer import build_optimizer, update
 from megatron_wlb.runtime.rank_main import writing
 from megatron_wlb.runtime.saving import checkpoint
@@ -57,6 +57,8 @@ class Trainer:
         self.runner = StepRunner.of(config, self.model, self.corpora, device)
         self.iteration = 0
         restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
+        saved = None if restored is None else restored[1].get("kernel")
+        self.kernel = settle_kernel(config, self.model, saved)
         if restored is None:
             cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
             self.cost = cost or measured_cost(self.model, config.data.seq_length, vocab_size)
@@ -128,6 +130,7 @@ class Trainer:
                     "planner": self.plans.state_dict(),
                     "cost": self.cost.as_dict(),
                     "machine": machine_digest(self.config),
+                    "kernel": self.kernel,
                 },
             )
         logger.info("saved %s", folder)

@@ -9,9 +9,8 @@ from megatron_wlb.bench.attention_rates import (
     AttentionTimer,
     grid,
     measure_attention,
-    named_kernel,
 )
-from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.attention.kernels import Demand
 
 DEMAND = Demand(torch.device("cpu"), torch.float32, 4, 2, 16)
@@ -153,7 +152,7 @@ GPU = Demand(torch.device("cuda"), torch.bfloat16, 64, 8, 128)  # 16 KiB a key f
 @pytest.fixture
 def small_gpu(monkeypatch):
     monkeypatch.setattr(attention_rates, "AttentionTimer", SmallGpu)
-    monkeypatch.setattr(attention_rates, "named_kernel", lambda name, demand: (name, None))
+    monkeypatch.setattr(attention_rates, "choose_kernel", lambda name, demand: (name, None))
     monkeypatch.setattr(SmallGpu, "asked", [], raising=False)
     monkeypatch.setattr(SmallGpu, "room_bytes", 0)
     return SmallGpu
@@ -192,12 +191,6 @@ def test_grid_ends_at_the_longest():
     assert grid(300, (192, 768)) == (1, 2, 4, 8, 16, 32, 64, 128, 191, 192, 256, 300)
     with pytest.raises(ConfigError, match="longest length is 1"):
         grid(1)
-
-
-def test_named_kernel_says_which_one_auto_is():
-    assert named_kernel("auto", DEMAND)[0] == "torch-cpu"
-    with pytest.raises(CompatibilityError):
-        named_kernel("flash-attn-3", DEMAND)
 
 
 def test_measuring_nothing_is_refused():

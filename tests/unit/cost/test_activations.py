@@ -133,6 +133,23 @@ def test_llama_keeps_what_its_operations_read() -> None:
     assert per_layer(LLAMA) - per_layer(grouped) == pytest.approx(2 * 0.75 * 3)
 
 
+def test_gradients_of_keys_summed_in_fp32_take_more_in_backward() -> None:
+    """With CP=4: those of all tokens, and those that are received, in fp32 instead of in bf16."""
+
+    def most(reduce_in_fp32: bool) -> float:
+        layout = Parallelism(cp_size=4, tp_size=2)
+        model = ActivationModel(LLAMA, layout, Recompute(), 2, "fused", False, reduce_in_fp32)
+        return exchange(model).backward
+
+    def exchange(model: ActivationModel) -> Operation:
+        return model._context_attention(LLAMA.layer.parts[0], 0.0, 0.0)
+
+    numbers = 2 * LLAMA.layer.key_size / 2
+    copy, rows, local = 4 * 9 / 8 * 2 * numbers, 4 * numbers, numbers
+    assert most(False) == copy + 2 * (rows + local)
+    assert most(True) == copy + 4 * (rows + local)
+
+
 def test_kept_keys_are_those_that_a_rank_attends_to() -> None:
     """Of CP=4: (2·4 + 1)/(2·4) of all tokens' keys and values, on each rank."""
     layout = Parallelism(cp_size=4, tp_size=2)

@@ -187,6 +187,21 @@ def test_recomputing_adds_forwards_to_the_backward() -> None:
     assert full.backward_linear_us == pytest.approx(none.backward_linear_us + layers)
 
 
+@pytest.mark.parametrize(("cp_size", "element_bytes", "times"), [(4, 2, 3), (4, 4, 2), (1, 2, 2)])
+def test_gradients_of_keys_in_fp32_are_exchanged_for_twice_as_long(
+    cp_size: int, element_bytes: int, times: int
+) -> None:
+    """Backward gathers as forward does, and reduces as many numbers, which are of fp32 or not."""
+    shape, layout = LLAMA2_7B, Parallelism(cp_size=cp_size)
+    plain = analytic_cost(shape, H100, layout, element_bytes=element_bytes)
+    exact = analytic_cost(shape, H100, layout, element_bytes=element_bytes, reduce_in_fp32=True)
+    layer = AnalyticModel(shape, H100, layout, Recompute(), element_bytes).layer()
+    assert (layer.cp_us > 0) == (cp_size > 1)
+    longer_us = exact.backward_linear_us - plain.backward_linear_us
+    assert longer_us == pytest.approx((times - 2) * 32 * layer.cp_us)
+    assert exact.forward_linear_us == plain.forward_linear_us
+
+
 def test_analytic_cost_is_the_whole_model() -> None:
     cost = analytic_cost(LLAMA2_7B, H100, REFERENCE_LAYOUT)
     assert cost == model().cost()

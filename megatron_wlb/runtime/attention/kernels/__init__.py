@@ -1,10 +1,16 @@
 """Attention kernels for packed documents, behind one Protocol."""
 
 from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
-from megatron_wlb.runtime.attention.kernels.choose import CANDIDATES, check_kernel, choose_kernel
+from megatron_wlb.runtime.attention.kernels.choose import (
+    CANDIDATES,
+    ChosenKernel,
+    check_kernel,
+    choose_kernel,
+)
 
 __all__ = [
     "CANDIDATES",
+    "ChosenKernel",
     "Demand",
     "Segments",
     "VarlenKernel",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.transfer import to_device
@@ -89,6 +90,96 @@ class VarlenKernel(Protocol):
         segments: Segments,
         scale: float,
     ) -> torch.Tensor: ...
+
+
+class Forward(Protocol):
+    """``causal`` is as in :class:`Segments`; otherwise queries see all keys of their segment, which
+    may be fewer. Returns the output and the log-sum-exp of scores, ``[H, Tq]`` of at least fp32.
+    """
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Backward(Protocol):
+    """Gradients of query, key and value by the output's.
+
+    Output and log-sum-exp may be those over more keys than these: then it gives these keys' part.
+    """
+
+    def __call__(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LseKernel:
+    """A :class:`VarlenKernel` that tells log-sum-exps, so that it can attend to keys in parts."""
+
+    forward: Forward
+    backward: Backward
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> torch.Tensor:
+        apply: Any = _Attention.apply
+        out: torch.Tensor = apply(query, key, value, segments, scale, self)
+        return out
+
+
+class _Attention(torch.autograd.Function):
+    """All segments of a call in one node of autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        kernel: LseKernel,
+    ) -> torch.Tensor:
+        out, lse = kernel.forward(query, key, value, segments, scale, causal=True)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.rest = segments, scale, kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        segments, scale, kernel = ctx.rest
+        gradients = kernel.backward(grad, *ctx.saved_tensors, segments, scale, causal=True)
+        return *gradients, None, None, None
+
+
+def join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Adds the ``part`` over other keys to ``out`` and ``lse``: ``[…, D]`` and ``[…]`` each."""
+    total = torch.logaddexp(lse, part_lse)
+    share = (part_lse - total).exp_().unsqueeze(-1).to(out.dtype)
+    torch.lerp(out, part, share, out=out)
+    lse.copy_(total)
 
 
 def packed_kernel(

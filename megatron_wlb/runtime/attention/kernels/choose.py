@@ -1,11 +1,14 @@
-"""Which kernel runs: the first that all ranks can run and that computes right."""
+"""Which kernel runs: the fastest that all ranks can run and that computes right."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +24,16 @@ from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, Varlen
 from megatron_wlb.runtime.transfer import of_all_ranks
 
 logger = logging.getLogger(__name__)
+
+Verdict: TypeAlias = str | float
+"""Why a kernel cannot run, or its time in ms."""
+
+
+class ChosenKernel(NamedTuple):
+    """A kernel that all ranks run, and what it is called."""
+
+    name: str
+    kernel: VarlenKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +65,15 @@ class Candidate:
 
 CANDIDATES: dict[str, Candidate] = {
     "flash-attn-3": Candidate(partial(flash.obstacle, 3), partial(flash.build, 3)),
+    "transformer-engine": Candidate(transformer_engine.obstacle, transformer_engine.build),
     "torch": Candidate(torch_varlen.obstacle, torch_varlen.build),
     "flash-attn-2": Candidate(partial(flash.obstacle, 2), partial(flash.build, 2)),
-    "transformer-engine": Candidate(transformer_engine.obstacle, transformer_engine.build),
     "torch-cpu": Candidate(
         torch_cpu.obstacle, lambda _: torch_cpu.torch_cpu_varlen, breaks=torch_cpu.BREAKS
     ),
     "sdpa": Candidate(lambda _: None, lambda _: sdpa.sdpa_varlen, is_reference=True),
 }
-"""Fastest first; what ``auto`` takes first that can run."""
+"""What ``auto`` takes first that can run, where kernels are not timed or are equally fast."""
 
 PROBLEMS = (
     ((5, 130, 1, 64), (5, 203, 90, 64)),
@@ -70,65 +83,103 @@ PROBLEMS = (
 )
 """Query and key lengths of the segments that a kernel is checked with."""
 
+TIMED_PROBLEM = (
+    (4096, 1531, 1024, 700, 333, 257, 128, 123),
+    (8192, 1531, 1024, 700, 333, 257, 128, 123),
+)
+"""Those that it is timed with: whole documents, and the later half of one of 8192 tokens."""
+TIE = 0.03
+"""By how much a faster kernel must be faster than one before it in :data:`CANDIDATES`."""
 
-def choose_kernel(name: str, demand: Demand) -> VarlenKernel:
-    """The kernel called ``name``, or with ``auto`` the first of :data:`CANDIDATES` that can run.
 
-    A kernel runs only after :func:`check_kernel`. One log line says which one runs, and why no
-    faster one. In a world of ranks all of them call this (before Megatron builds chunks, in which
+def choose_kernel(name: str, demand: Demand) -> ChosenKernel:
+    """The kernel called ``name``, or with ``auto`` the fastest that can run.
+
+    A kernel runs only after :func:`check_kernel`. On a GPU ``auto`` times all that pass; a kernel
+    is as slow as on its slowest rank. On the CPU it takes the first of :data:`CANDIDATES`, so that
+    it is the same in each run. One log line says which one runs, the times, and why none before it
+    in the table. In a world of ranks all of them call this (before Megatron builds chunks, in which
     ranks wait for each other) and get the same kernel, one that all can run: another would compute
-    other numbers, and a slower one would make all others wait.
+    other numbers, and a slower one would make all others wait. They talk once.
 
     Raises:
         CompatibilityError: on every rank, if the named kernel cannot run this on any, with the
             reason, or if ranks name different ones.
     """
-    passed_over: dict[str, list[str]] = {}
-    if len(set(names := of_all_ranks(name))) > 1:
-        raise CompatibilityError(
-            f"--wlb-attention-kernel differs over ranks ({', '.join(dict.fromkeys(names))}); give "
-            "the same to all"
-        )
+    kernels: dict[str, VarlenKernel] = {}
+    mine: dict[str, Verdict] = {}
     for candidate_name, candidate in CANDIDATES.items():
         if name not in ("auto", candidate_name):
             continue
         made = candidate.make(demand)
-        reason = _reason_of_all(made if isinstance(made, str) else None)
-        if reason is None:
-            assert not isinstance(made, str)
-            why = "; ".join(
-                f"not {' or '.join(names)}: {reason}" for reason, names in passed_over.items()
-            )
-            if name != "auto":
-                why = "as demanded"
-            logger.info(
-                "attention kernel: %s (%s, %s, %d query and %d key/value heads of %d)%s",
-                candidate_name,
-                demand.device.type,
-                str(demand.dtype).removeprefix("torch."),
-                demand.num_heads,
-                demand.num_groups,
-                demand.head_dim,
-                f"; {why}" if why else "",
-            )
-            return made
-        passed_over.setdefault(reason, []).append(candidate_name)
-        if name != "auto":
-            raise CompatibilityError(
-                f"--wlb-attention-kernel {name} cannot run: {reason}; leave it at auto, or install "
-                "what is missing"
-            )
-    known = ", ".join(["auto", *CANDIDATES])
-    raise CompatibilityError(f"--wlb-attention-kernel {name} is not known; use one of {known}")
+        if isinstance(made, str):
+            mine[candidate_name] = made
+            continue
+        kernels[candidate_name] = made
+        mine[candidate_name] = 0.0
+        if name == "auto" and demand.device.type == "cuda":
+            # The reference is for where no other runs.
+            mine[candidate_name] = math.inf if candidate.is_reference else _timed(made, demand)
+    names, verdicts = zip(*of_all_ranks((name, mine)), strict=True)
+    if len(set(names)) > 1:
+        raise CompatibilityError(
+            f"--wlb-attention-kernel differs over ranks ({', '.join(dict.fromkeys(names))}); give "
+            "the same to all"
+        )
+    if not mine:
+        known = ", ".join(["auto", *CANDIDATES])
+        raise CompatibilityError(f"--wlb-attention-kernel {name} is not known; use one of {known}")
+    agreed = {called: _of_all([ours[called] for ours in verdicts]) for called in mine}
+    times_ms = {called: said for called, said in agreed.items() if not isinstance(said, str)}
+    if not times_ms:
+        raise CompatibilityError(
+            f"--wlb-attention-kernel {name} cannot run: {agreed[name]}; leave it at auto, or "
+            "install what is missing"
+        )
+    slowest_ms = min(times_ms.values()) * (1 + TIE)
+    chosen = next(called for called, time_ms in times_ms.items() if time_ms <= slowest_ms)
+    logger.info(
+        "attention kernel: %s (%s, %s, %d query and %d key/value heads of %d)%s",
+        chosen,
+        demand.device.type,
+        str(demand.dtype).removeprefix("torch."),
+        demand.num_heads,
+        demand.num_groups,
+        demand.head_dim,
+        "".join(f"; {why}" for why in _reasons(chosen, agreed))
+        if name == "auto"
+        else "; as demanded",
+    )
+    return ChosenKernel(chosen, kernels[chosen])
 
 
-def _reason_of_all(reason: str | None) -> str | None:
-    """The first reason of any rank, equal on all ranks; it says whose it is unless all have it."""
-    reasons = of_all_ranks(reason)
-    if len(set(reasons)) == 1:
-        return reason
-    rank, first = next((rank, said) for rank, said in enumerate(reasons) if said is not None)
-    return f"on rank {rank} {first}"
+def _reasons(chosen: str, agreed: Mapping[str, Verdict]) -> list[str]:
+    """The kernels' times, and why those before the chosen one cannot run."""
+    measured = [
+        f"{name} {said:.2f} ms"
+        for name, said in agreed.items()
+        if not isinstance(said, str) and 0 < said < math.inf
+    ]
+    reasons = []
+    if measured:
+        num_tokens = sum(TIMED_PROBLEM[0])
+        reasons = [f"forward and backward of {num_tokens} tokens: {', '.join(measured)}"]
+    passed_over: dict[str, list[str]] = {}
+    for name, said in agreed.items():
+        if name == chosen:
+            break
+        if isinstance(said, str):
+            passed_over.setdefault(said, []).append(name)
+    return [*reasons, *(f"not {' or '.join(n)}: {reason}" for reason, n in passed_over.items())]
+
+
+def _of_all(verdicts: Sequence[Verdict]) -> Verdict:
+    """The longest time, or any rank's first reason, which says whose it is unless all have it."""
+    times_ms = [said for said in verdicts if not isinstance(said, str)]
+    if len(times_ms) == len(verdicts):
+        return max(times_ms)
+    rank, first = next((rank, said) for rank, said in enumerate(verdicts) if isinstance(said, str))
+    return first if set(verdicts) == {first} else f"on rank {rank} {first}"
 
 
 def _one_line(error: Exception) -> str:
@@ -142,40 +193,93 @@ def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
     Compared in fp32, output and gradients, with tolerances of the demanded dtype. Takes
     milliseconds; the random-number streams are left alone.
     """
-    for lengths_q, lengths_k in PROBLEMS:
-        reason = _mistake(kernel, demand, Segments.of(lengths_q, lengths_k, demand.device))
+    for lengths in PROBLEMS:
+        reason = _mistake(kernel, demand, _Problem.of(demand, *lengths))
         if reason is not None:
             return reason
     return None
 
 
-def _mistake(kernel: VarlenKernel, demand: Demand, segments: Segments) -> str | None:
-    generator = torch.Generator().manual_seed(0)
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Inputs of a kernel, drawn alike each time."""
 
-    def draw(num_tokens: int, num_heads: int) -> torch.Tensor:
-        values = torch.randn(num_tokens, num_heads, demand.head_dim, generator=generator)
-        return values.to(demand.device, demand.dtype)
+    query: torch.Tensor
+    pair: torch.Tensor
+    """Keys and values are strided halves of one tensor, as under context parallelism."""
+    grad: torch.Tensor
+    """Of the output."""
+    segments: Segments
 
-    query = draw(sum(segments.lengths_q), demand.num_heads)
-    # Keys and values are strided halves of one tensor, as under context parallelism.
-    pair = torch.stack([draw(sum(segments.lengths_k), demand.num_groups) for _ in range(2)], dim=1)
-    grad = draw(*query.shape[:2])
-    scale = demand.head_dim**-0.5
+    @classmethod
+    def of(cls, demand: Demand, lengths_q: Sequence[int], lengths_k: Sequence[int]) -> _Problem:
+        generator = torch.Generator(demand.device).manual_seed(0)
 
-    def run(function: VarlenKernel, dtype: torch.dtype) -> list[torch.Tensor]:
-        inputs = [t.to(dtype).detach().requires_grad_() for t in (query, pair)]
-        out = function(inputs[0], inputs[1][:, 0], inputs[1][:, 1], segments, scale)
-        gradients = torch.autograd.grad(out, inputs, grad.to(dtype))
-        return [t.detach().float() for t in (out, *gradients)]
+        def draw(lengths: Sequence[int], *heads: int) -> torch.Tensor:
+            shape = (sum(lengths), *heads, demand.head_dim)
+            values = torch.randn(shape, generator=generator, device=demand.device)
+            return values.to(demand.dtype)
 
+        return cls(
+            draw(lengths_q, demand.num_heads),
+            draw(lengths_k, 2, demand.num_groups),
+            draw(lengths_q, demand.num_heads),
+            Segments.of(lengths_q, lengths_k, demand.device),
+        )
+
+    def solve(self, kernel: VarlenKernel, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Output, dQ, and dK with dV."""
+        query, pair = inputs = [
+            t.to(dtype).detach().requires_grad_() for t in (self.query, self.pair)
+        ]
+        scale = query.shape[-1] ** -0.5
+        out = kernel(query, pair[:, 0], pair[:, 1], self.segments, scale)
+        return [out.detach(), *torch.autograd.grad(out, inputs, self.grad.to(dtype))]
+
+
+def _mistake(kernel: VarlenKernel, demand: Demand, problem: _Problem) -> str | None:
     try:
-        found = run(kernel, demand.dtype)
+        found = problem.solve(kernel, demand.dtype)
     except Exception as error:
         return f"it fails on a small problem ({_one_line(error)})"
-    expected = run(sdpa.sdpa_varlen, torch.float32)
+    expected = problem.solve(sdpa.sdpa_varlen, torch.float32)
     tolerance = 8 * torch.finfo(demand.dtype).eps
     for what, a, b in zip(("output", "dQ", "dK and dV"), found, expected, strict=True):
-        off = float((a - b).abs().max() / b.abs().max())
+        off = float((a.float() - b).abs().max() / b.abs().max())
         if not off <= tolerance:
             return f"its {what} is wrong on a small problem, by {off:.1e} of the largest value"
     return None
+
+
+def _timed(kernel: VarlenKernel, demand: Demand) -> Verdict:
+    """The kernel's time, or why it has none."""
+    try:
+        return time_ms(kernel, demand)
+    except Exception as error:  # as in Candidate.make
+        return f"it fails on a problem of {sum(TIMED_PROBLEM[0])} tokens ({_one_line(error)})"
+
+
+def time_ms(
+    kernel: VarlenKernel, demand: Demand, lengths: Sequence[Sequence[int]] = TIMED_PROBLEM
+) -> float:
+    """Times one forward and backward pass, in ms: the least of several means.
+
+    Takes some tens of passes, a tenth of a second on a GPU for 32 heads of 128, and as much memory
+    as attention in one layer; that is given back.
+    """
+    problem = _Problem.of(demand, *lengths)
+    on_gpu = demand.device.type == "cuda"
+    means_s = []
+    for num_passes in (3, 5, 5, 5):  # the first to warm up: packages compile and choose
+        if on_gpu:
+            torch.cuda.synchronize(demand.device)
+        start_s = time.perf_counter()
+        for _ in range(num_passes):
+            problem.solve(kernel, demand.dtype)
+        if on_gpu:
+            torch.cuda.synchronize(demand.device)
+        means_s.append((time.perf_counter() - start_s) / num_passes)
+    del problem
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return min(means_s[1:]) * 1e3

@@ -1,11 +1,15 @@
 """The flash-attn packages: version 2 (``flash_attn``) and 3 (``flash_attn_interface``, Hopper).
 
+Version 3 is a module of its own where it was built from the sources' folder ``hopper``; its wheels
+have it in the package ``flash_attn_3``, some of them in both places.
+
 Both align a causal mask to the bottom right (version 2 since 2.1), and take a flag for a
 deterministic backward pass (since 2.4.1).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -16,7 +20,10 @@ import torch
 
 from megatron_wlb.runtime.attention.kernels.base import Demand, VarlenKernel, packed_kernel
 
-_MODULES = {2: "flash_attn", 3: "flash_attn_interface"}
+_MODULES = {
+    2: ("flash_attn",),
+    3: ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
+}
 _NEEDED = ("causal", "softmax_scale", "deterministic", "cu_seqlens_k", "max_seqlen_k")
 
 
@@ -46,10 +53,11 @@ def obstacle(version: int, demand: Demand) -> str | None:
     try:
         parameters = inspect.signature(_function(version)).parameters
     except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch
-        return f"flash_attn_varlen_func of {_MODULES[version]} cannot be imported ({error})"
+        names = " or ".join(_MODULES[version])
+        return f"flash_attn_varlen_func of {names} cannot be imported ({error})"
     missing = [name for name in _NEEDED if name not in parameters]
     if missing:
-        return f"flash_attn_varlen_func of {_MODULES[version]} has no {missing[0]}; it is too old"
+        return f"flash_attn_varlen_func of flash-attn {version} has no {missing[0]}; it is too old"
     return None
 
 
@@ -60,6 +68,8 @@ def build(version: int, demand: Demand) -> VarlenKernel:
 
 
 def _function(version: int) -> Callable[..., Any]:
-    module = importlib.import_module(_MODULES[version])
-    function: Callable[..., Any] = module.flash_attn_varlen_func
-    return function
+    *others, last = _MODULES[version]
+    for name in others:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name).flash_attn_varlen_func  # type: ignore[no-any-return]
+    return importlib.import_module(last).flash_attn_varlen_func  # type: ignore[no-any-return]

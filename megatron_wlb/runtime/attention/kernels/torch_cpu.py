@@ -11,12 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.base import (
+    Demand,
+    LseKernel,
+    Segments,
+    VarlenKernel,
+    join,
+)
 
 Pairs: TypeAlias = list[tuple[torch.Tensor, ...]]
 """Keys and values, or their gradients, of each segment."""
@@ -38,66 +43,66 @@ def obstacle(demand: Demand) -> str | None:
     return None
 
 
-class _Attention(torch.autograd.Function):
-    """All segments of a call in one node of autograd's graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> torch.Tensor:
-        attend = getattr(torch.ops.aten, OPERATIONS[0])
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        exact = torch.promote_types(query.dtype, torch.float32)
-        lse = query.new_empty(query.shape[:2], dtype=exact)
-        num_groups = key.shape[1]
-        for (q, o, total), own, before in zip(
-            _queries(segments, num_groups, query, out, lse),
-            *_keys(segments, query.shape[1], key, value),
-            strict=True,
-        ):
-            late, late_lse = attend(q, *own, is_causal=True, scale=scale)
-            if not before[0].shape[2]:  # no keys
-                o.copy_(late)
-                total.copy_(late_lse)
-                continue
-            early, early_lse = attend(q, *before, scale=scale)
-            torch.logaddexp(early_lse, late_lse, out=total)
-            share = (early_lse - total).exp_().unsqueeze(-1).to(o.dtype)
-            torch.lerp(late, early, share, out=o)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.segments, ctx.scale = segments, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        differentiate = partial(getattr(torch.ops.aten, OPERATIONS[1]), scale=ctx.scale)
-        query, key, value, out, lse = ctx.saved_tensors
-        d_query, d_key, d_value = (torch.empty_like(tensor) for tensor in (query, key, value))
-        num_heads, num_groups = query.shape[1], key.shape[1]
-        for (g, q, o, total, d_q), own, before, d_own, d_before in zip(
-            _queries(ctx.segments, num_groups, grad, query, out, lse, d_query),
-            *_keys(ctx.segments, num_heads, key, value),
-            *_keys(ctx.segments, num_groups, d_key, d_value),
-            strict=True,
-        ):
-            late, *d_shared = differentiate(g, q, *own, o, total, 0.0, True)
-            _add_heads(d_shared, d_own)
-            if not before[0].shape[2]:
-                d_q.copy_(late)
-                continue
-            early, *d_shared = differentiate(g, q, *before, o, total, 0.0, False)
-            _add_heads(d_shared, d_before)
-            torch.add(early, late, out=d_q)
-        return d_query, d_key, d_value, None, None
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    attend = partial(getattr(torch.ops.aten, OPERATIONS[0]), scale=scale)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    exact = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_empty(query.shape[1::-1], dtype=exact)  # [H, Tq]
+    num_groups = key.shape[1]
+    for (q, o, total), own, before in zip(
+        _queries(segments, num_groups, query, out, lse.t()),
+        *_keys(segments, causal, query.shape[1], key, value),
+        strict=True,
+    ):
+        parts = [attend(q, *own, is_causal=True)] if causal else []
+        if before[0].shape[2]:  # any keys
+            parts.append(attend(q, *before))
+        (late, late_lse), *early = parts
+        o.copy_(late)
+        total.copy_(late_lse)
+        for part, part_lse in early:
+            join(o, total, part, part_lse)
+    return out, lse
 
 
-torch_cpu_varlen: VarlenKernel = _Attention.apply
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    differentiate = partial(getattr(torch.ops.aten, OPERATIONS[1]), scale=scale)
+    d_query, d_key, d_value = (torch.empty_like(tensor) for tensor in (query, key, value))
+    num_heads, num_groups = query.shape[1], key.shape[1]
+    for (g, q, o, total, d_q), own, before, d_own, d_before in zip(
+        _queries(segments, num_groups, grad, query, out, lse.t(), d_query),
+        *_keys(segments, causal, num_heads, key, value),
+        *_keys(segments, causal, num_groups, d_key, d_value),
+        strict=True,
+    ):
+        parts = []
+        for (k, v), d_pair, is_own in ((own, d_own, True), (before, d_before, False)):
+            if k.shape[2]:
+                part, *d_shared = differentiate(g, q, k, v, o, total, 0.0, is_own)
+                _add_heads(d_shared, d_pair)
+                parts.append(part)
+        torch.add(*parts, out=d_q) if len(parts) > 1 else d_q.copy_(parts[0])
+    return d_query, d_key, d_value
+
+
+torch_cpu_varlen: VarlenKernel = LseKernel(_forward, _backward)
 
 
 def _queries(
@@ -109,14 +114,18 @@ def _queries(
     return zip(*(torch.split(view, lengths, 2) for view in views), strict=True)
 
 
-def _keys(segments: Segments, num_heads: int, *tensors: torch.Tensor) -> tuple[Pairs, Pairs]:
+def _keys(
+    segments: Segments, causal: bool, num_heads: int, *tensors: torch.Tensor
+) -> tuple[Pairs, Pairs]:
     """Views each segment of ``[Tk, G, D]``, its own keys and those before them, as
     ``[G, H / G, k, D]``, each key/value head for all query heads of its group.
+
+    Own keys are those of a causal mask.
     """
     lengths = [
         length
         for q, k in zip(segments.lengths_q, segments.lengths_k, strict=True)
-        for length in (k - q, q)
+        for length in ((k - q, q) if causal else (k, 0))
     ]
     views = (
         tensor.transpose(0, 1).unsqueeze(1).expand(-1, num_heads // tensor.shape[1], -1, -1)

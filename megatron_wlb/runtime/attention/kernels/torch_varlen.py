@@ -1,31 +1,25 @@
-"""``torch.nn.attention.varlen``: FlashAttention 2 as torch carries it; NVIDIA GPUs.
+"""torch's own FlashAttention 2 for packed segments; NVIDIA GPUs.
 
-``window_size=(-1, 0)`` is causal, aligned to the bottom right as FlashAttention 2.1 and later are.
-Its backward pass is deterministic under ``torch.use_deterministic_algorithms``.
+Its operations are called as ``torch.nn.attention.varlen`` calls them, because that function has
+neither a causal mask with grouped heads (torch 2.10, 2.11) nor the same parameters in two versions.
+A causal mask is aligned to the bottom right, as in FlashAttention 2.1 and later. The backward pass
+is deterministic under ``torch.use_deterministic_algorithms``.
 """
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, VarlenKernel, packed_kernel
+from megatron_wlb.runtime.attention.kernels.base import Demand, LseKernel, Segments, VarlenKernel
 from megatron_wlb.runtime.attention.kernels.flash import flash_obstacle
+
+OPERATIONS = ("_flash_attention_forward", "_flash_attention_backward")
 
 
 def obstacle(demand: Demand) -> str | None:
     """Why torch's packed attention cannot run this, or None."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    missing = {"scale", "window_size", "enable_gqa"} - set(
-        inspect.signature(varlen_attn).parameters
-    )
-    if missing:
-        return f"varlen_attn of torch {torch.__version__} has no {min(missing)}"
+    if not all(hasattr(torch.ops.aten, name) for name in OPERATIONS):
+        return f"torch {torch.__version__} has no packed flash attention"
     reason = flash_obstacle(demand)
     if reason is None and not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no flash attention"
@@ -43,12 +37,43 @@ def deterministic_mode() -> bool:
 
 
 def build(demand: Demand) -> VarlenKernel:
-    from torch.nn.attention.varlen import varlen_attn
+    return LseKernel(_forward, _backward)
 
-    def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **packed: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        grouped = query.shape[1] != key.shape[1]
-        return varlen_attn(query, key, value, window_size=(-1, 0), enable_gqa=grouped, **packed)
 
-    return packed_kernel(attend, "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale")
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    s = segments
+    lengths = (s.cu_seqlens_q, s.cu_seqlens_k, s.max_q, s.max_k)
+    attend = getattr(torch.ops.aten, OPERATIONS[0])
+    out, lse, *_ = attend(query, key, value, *lengths, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    s = segments
+    lengths = (s.cu_seqlens_q, s.cu_seqlens_k, s.max_q, s.max_k)
+    # Without dropout nothing reads the random numbers' state.
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)
+    unused = torch.empty(0, device=query.device)
+    differentiate = getattr(torch.ops.aten, OPERATIONS[1])
+    inputs = (query, key, value, out, lse)
+    d_query, d_key, d_value = differentiate(
+        grad, *inputs, *lengths, 0.0, causal, state, unused, scale=scale
+    )
+    return d_query, d_key, d_value

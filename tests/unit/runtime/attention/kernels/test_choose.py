@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers.attention import flash_backward, flash_forward
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.attention.kernels import (
@@ -19,6 +22,7 @@ from megatron_wlb.runtime.attention.kernels import (
     check_kernel,
     choose_kernel,
     torch_cpu,
+    torch_varlen,
 )
 from megatron_wlb.runtime.attention.kernels import choose as choose_module
 from megatron_wlb.runtime.attention.kernels.choose import Candidate
@@ -42,6 +46,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def install(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> None:
     module = types.ModuleType(name)
     module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name.partition(".")[0], types.ModuleType(name))
     monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -51,8 +56,7 @@ def flash(
 ) -> Any:  # fmt: skip
     """What the flash-attn packages promise, on the CPU; and the log-sum-exp, as early ones."""
     assert causal
-    segments = Segments.of(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
-    assert (segments.max_q, segments.max_k) == (max_seqlen_q, max_seqlen_k)
+    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     flash.deterministic = deterministic  # type: ignore[attr-defined]
     return sdpa_varlen(q, k, v, segments, softmax_scale), None
 
@@ -61,13 +65,13 @@ def test_auto_on_the_cpu_is_torch_s_flash_attention_and_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert choose_kernel("auto", CPU) is torch_cpu_varlen
+    assert choose_kernel("auto", CPU).kernel is torch_cpu_varlen
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
         "attention kernel: torch-cpu (cpu, float32, 4 query and 2 key/value heads"
     )
     assert line.count("it needs a GPU, and the device is cpu") == 1
-    assert "not flash-attn-3 or torch or flash-attn-2 or transformer-engine: it needs" in line
+    assert "not flash-attn-3 or transformer-engine or torch or flash-attn-2: it needs" in line
 
 
 @pytest.mark.parametrize("name", GPU_KERNELS)
@@ -80,7 +84,7 @@ def test_torch_without_flash_attention_on_the_cpu_runs_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_cpu, "OPERATIONS", ("_no_such_operation",))
-    assert choose_kernel("auto", CPU) is sdpa_varlen
+    assert choose_kernel("auto", CPU).kernel is sdpa_varlen
     with pytest.raises(CompatibilityError, match="has no flash attention for the CPU"):
         choose_kernel("torch-cpu", CPU)
     with pytest.raises(CompatibilityError, match="it runs on the CPU, and the device is cuda"):
@@ -147,7 +151,12 @@ def test_transformer_engine_runs_from_the_version_that_aligns_its_mask(
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("flash-attn-2", "flash_attn"), ("flash-attn-3", "flash_attn_interface")]
+    ("name", "module"),
+    [
+        ("flash-attn-2", "flash_attn"),
+        ("flash-attn-3", "flash_attn_interface"),
+        ("flash-attn-3", "flash_attn_3.flash_attn_interface"),
+    ],
 )
 def test_flash_attn_is_called_as_it_is_meant(
     monkeypatch: pytest.MonkeyPatch, name: str, module: str
@@ -230,7 +239,7 @@ def test_kernel_that_computes_something_else_does_not_run(
         demand = dataclasses.replace(CPU, dtype=dtype)
         assert check_kernel(sdpa_varlen, demand) is None
         caplog.set_level(logging.INFO)
-        assert choose_kernel("auto", demand) is torch_cpu_varlen
+        assert choose_kernel("auto", demand).kernel is torch_cpu_varlen
         assert said in caplog.messages[-1]
         with pytest.raises(CompatibilityError) as raised:
             choose_kernel("torch", demand)
@@ -245,9 +254,29 @@ def test_package_that_fails_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, candidate: Candidate
 ) -> None:
     monkeypatch.setitem(choose_module.CANDIDATES, "flash-attn-3", candidate)
-    assert choose_kernel("auto", CPU) is torch_cpu_varlen
+    assert choose_kernel("auto", CPU).kernel is torch_cpu_varlen
     with pytest.raises(CompatibilityError, match=r"it cannot be set up \(no module named cudnn\)"):
         choose_kernel("flash-attn-3", CPU)
+
+
+def test_time_is_that_of_forward_and_backward() -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor) -> torch.Tensor:
+            time.sleep(3e-3)
+            return query.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            time.sleep(4e-3)
+            return grad
+
+    def slow(query: Any, *rest: Any) -> Any:
+        return sdpa_varlen(Slow.apply(query), *rest)
+
+    lengths = ((9, 5), (20, 5))
+    fast_ms, slow_ms = (choose_module.time_ms(k, CPU, lengths) for k in (sdpa_varlen, slow))
+    assert 0 < fast_ms < 7 <= slow_ms
 
 
 def test_check_leaves_random_numbers_alone() -> None:
@@ -256,21 +285,55 @@ def test_check_leaves_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_torch_varlen_is_called_as_it_is_meant(
-    monkeypatch: pytest.MonkeyPatch, capability: list[tuple[int, int]]
-) -> None:
-    def varlen_attn(
-        q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int,
-        *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
-    ) -> Any:  # fmt: skip
-        assert (window_size, enable_gqa) == ((-1, 0), True)
-        lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": scale}
-        return flash(q, k, v, cu_seq_q, cu_seq_k, **lengths, causal=True)[0]
+@pytest.fixture
+def packed_operations() -> Iterator[None]:
+    """torch's operations for packed segments, which it has for GPUs alone, on the CPU."""
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    def forward(
+        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, dropout: float,
+        causal: bool, debug: bool, *, scale: float,
+    ) -> Any:  # fmt: skip
+        assert not dropout and not debug
+        segments = segments_of(cu_q, cu_k, max_q, max_k)
+        out, lse = flash_forward(q, k, v, segments, scale, causal)
+        return out, lse, q.new_empty(0), q.new_empty(0), q.new_empty(0)
+
+    def backward(
+        grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int,
+        max_k: int, dropout: float, causal: bool, rng: Any, unused: Any, *, scale: float,
+    ) -> Any:  # fmt: skip
+        assert not dropout
+        segments = segments_of(cu_q, cu_k, max_q, max_k)
+        return flash_backward(grad, q, k, v, out, lse, segments, scale, causal)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+def segments_of(cu_q: Any, cu_k: Any, max_q: int, max_k: int) -> Segments:
+    segments = Segments(
+        tuple(cu_q.diff().tolist()), tuple(cu_k.diff().tolist()), cu_q, cu_k, max_q, max_k
+    )
+    assert (max(segments.lengths_q), max(segments.lengths_k)) == (max_q, max_k)
+    return segments
+
+
+@pytest.mark.parametrize("num_groups", [8, 2])
+def test_torch_s_operations_are_called_as_they_are_meant(
+    packed_operations: None, capability: list[tuple[int, int]], num_groups: int
+) -> None:
+    """Grouped heads, a scale and the causal mask, with the parameters that all versions have."""
     assert CANDIDATES["torch"].obstacle(HOPPER) is None
-    demand = Demand(torch.device("cpu"), torch.float32, 8, 2, 64)
+    demand = Demand(torch.device("cpu"), torch.float32, 8, num_groups, 64)
     assert check_kernel(CANDIDATES["torch"].build(demand), demand) is None
+
+
+def test_torch_without_packed_operations_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_varlen, "OPERATIONS", ("_no_such_operation",))
+    assert "has no packed flash attention" in str(CANDIDATES["torch"].obstacle(HOPPER))
 
 
 def test_transformer_engine_is_called_as_it_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
 
 HEAD_DIM = 4
 KERNELS = [sdpa_varlen, torch_cpu_varlen]
-on_every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+on_every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=["sdpa", "torch-cpu"])
 
 
 def draw(num_tokens: int, num_heads: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
