@@ -92,7 +92,8 @@ def run_of(
     """Describes the run of these settings; ``cost`` replaces the analytic one.
 
     Its memory is what the modules of this runtime keep on the CPU; on a GPU, whose norms are single
-    kernels, they keep less.
+    kernels, they keep less. What attention's backward works in is counted of a kernel that
+    ``--wlb-attention-kernel`` names.
     """
     wlb = config.wlb
     if wlb.wlb_memory_gib is not None:
