@@ -111,7 +111,8 @@ def run_of(
     """Describes the run of these settings; ``cost`` replaces the analytic one.
 
     Its memory is what the modules of this runtime keep on the CPU; on a GPU, whose norms are single
-    kernels, they keep less.
+    kernels, they keep less. What attention's backward works in is counted of a kernel that
+    ``--wlb-attention-kernel`` names.
     """
     wlb, micro_batch_size = config.wlb, config.training.micro_batch_size
     num_windows, ramp = batch(config, dp_size)

@@ -11,6 +11,7 @@ from megatron_wlb.cost.activations import ActivationModel, Kernels, Operation
 from megatron_wlb.cost.memory import num_communicators, overhead_gib
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.workspace import WORKSPACES
+from megatron_wlb.schedule.order import Action
 
 H, G, D = 8, 2, 128
 LLAMA_70B = ModelShape(
@@ -87,7 +88,6 @@ def test_context_parallel_rank_expands_the_gradients_of_all_keys() -> None:
     # Of a local token: 4.5 keys, and 2 chunks of each document on each of 4 ranks.
     expected = space.total(1, 4.5, 8 * DOCUMENTS / TOKENS)
     copy = 4.5 * 2 * 2 * G * D
-    # Without it gradients of one chunk, and what is sent and received instead of the copy's.
     residual = 2 * 8192 / 8 + 2 * H * D
     assert more == pytest.approx(residual + 2 * copy + 2 * H * D + expected)
     assert less < more
@@ -98,9 +98,6 @@ def test_slice_s_kernel_works_on_the_keys_before_it_too() -> None:
         shape = dataclasses.replace(LLAMA_70B, num_layers=2)
         memory = MemoryModel(shape, TP8, kernels="fused", attention_kernel=kernel)
         unit = Unit(1000, Slice(0, start, start + 1000, start + 1000))
-        # Its slices' actions beside the whole buffers of the document.
-        from megatron_wlb.schedule.order import Action
-
         (use,) = memory._uses(0, [Action("B", 0, 0)], [unit], [0.0])
         return use.peak
 
