@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 from _common import parser_of
+
 from _gpu_report import page, results
 from _gpu_report.parts import PARTS, Part, parts_called
 from _gpu_report.running import run_part
-
 from megatron_wlb.errors import ConfigError, run_program
 
 ROOT = Path(__file__).parents[2]

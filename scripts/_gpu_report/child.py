@@ -7,9 +7,9 @@ import traceback
 from pathlib import Path
 
 import torch
+
 from _gpu_report.parts import PARTS
 from _gpu_report.results import CPU, Results
-
 from megatron_wlb.bench.rates import machine_name
 
 

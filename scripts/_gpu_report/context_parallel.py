@@ -7,12 +7,12 @@ from typing import Any
 
 import bench_cp
 import numpy as np
-from _gpu_report.drawing import TINY as SAYS_TINY
+
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.machine import TINY, demand, heads, measured_attention
 from _gpu_report.results import Results
-
 from megatron_wlb.bench.attention_rates import AttentionTimer
+from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.attention.kernels import CANDIDATES
 from megatron_wlb.study.plot_attention import plot_shardings
@@ -34,27 +34,32 @@ def measure(results: Results) -> None:
                 f"{profile.kernel}, of the profile, cannot run now: {kernel}; give --again "
                 "--parts profile"
             )
-        scale = TINY if results.tiny else 1
-        longest = max(WINDOWS) // scale
+        longest = max(WINDOWS) // (TINY if results.tiny else 1)
         # Single rows of the remainder see their whole document again: 2 windows more keys.
         timer = AttentionTimer(kernel, wanted, longest, 4 * longest, SEED)
         results.put("clock", timer.clock)
         results.put("machine", profile.machine)
-        number, repeats = (1, 1) if results.tiny else (NUM_MICRO_BATCHES, REPEATS)
-        typical = np.min if results.tiny else np.median
-
-        def case(window: int, cp_size: int) -> dict[str, Any]:
-            found = [
-                bench_cp.run_micro_batch(lengths, cp_size, profile, timer, repeats, typical)
-                for lengths in bench_cp.windows(window, number, scale, SEED)
-            ]
-            size = {"model": shape, "window": window // scale, "cp": cp_size}
-            return size | bench_cp.summary(found)
-
         for window in WINDOWS:
             for cp_size in CP_SIZES[: 1 if results.tiny else None]:
-                key = f"{shape}, {window}, CP {cp_size}"
-                results.once(key, lambda w=window, c=cp_size: case(w, c))
+                results.once(
+                    f"{shape}, {window}, CP {cp_size}",
+                    lambda n=shape, w=window, c=cp_size, p=profile, t=timer: (
+                        {"model": n} | case(w, c, p, t, tiny=results.tiny)
+                    ),
+                )
+
+
+def case(
+    window: int, cp_size: int, profile: AttentionProfile, timer: AttentionTimer, *, tiny: bool
+) -> dict[str, Any]:
+    """All shardings of some windows; the tiny form divides lengths."""
+    scale, number, repeats = (TINY, 1, 1) if tiny else (1, NUM_MICRO_BATCHES, REPEATS)
+    typical = np.min if tiny else np.median
+    found = [
+        bench_cp.run_micro_batch(lengths, cp_size, profile, timer, repeats, typical)
+        for lengths in bench_cp.windows(window, number, scale, SEED)
+    ]
+    return {"window": window // scale, "cp": cp_size, **bench_cp.summary(found)}
 
 
 def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
@@ -63,23 +68,20 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
         return ["No case was measured to its end."]
     names = bench_cp.SHARDINGS[1:]
     rows = []
-    for case in cases:
-        speedup, degree = case["speedup_over_per_sequence"], case["exact_flop_imbalance"]
+    for one in cases:
+        speedup, degree = one["speedup_over_per_sequence"], one["exact_flop_imbalance"]
         rows.append([
-            f"{case['model']}, {case['window']:,} tokens, CP {case['cp']}",
+            f"{one['model']}, {one['window']:,} tokens, CP {one['cp']}",
             f"{degree['per-sequence']:.2f} / {degree['per-document']:.3f}",
             *(f"{speedup[name]:.3f}" for name in names),
-            f"{case['adaptive_picks_winner']:.0%}",
+            f"{one['adaptive_picks_winner']:.0%}",
         ])  # fmt: skip
-    losses = [loss for case in cases for loss in case["adaptive_losses"]]
+    losses = [loss for one in cases for loss in one["adaptive_losses"]]
     right = sum(loss == 0 for loss in losses) / len(losses)
     near = sum(loss < 0.01 for loss in losses) / len(losses)
     verdict = "as wanted" if right >= WANTED_SHARE else f"{WANTED_SHARE:.0%} are wanted"
-    title = "Attention of one layer under each sharding"
-    shown = {
-        "cases": cases, "clock": figures["clock"], "small": False,
-        "machine": SAYS_TINY if pictures.tiny else figures["machine"],
-    }  # fmt: skip
+    machine = pictures.said_of(figures["machine"])
+    shown = {"cases": cases, "clock": figures["clock"], "small": False, "machine": machine}
     return [
         "Speed-up of attention over per-sequence sharding: forward and backward, the slowest rank, "
         f"{cases[0]['num_micro_batches']} windows of the reference distribution a case. FLOPs: the "
@@ -91,5 +93,6 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
         f"`adaptive` chose the faster of its two in {right:.0%} of {len(losses)} micro-batches "
         f"({verdict}), and lost less than 1 % in {near:.0%}. The ring of TransformerEngine is not "
         "measured: it needs a GPU for each rank.",
-        *pictures.add("cp", f"{title} (measured)", lambda path: plot_shardings(shown, path)),
-    ]
+        *pictures.add("cp", "Attention of one layer under each sharding",
+                      lambda path, _: plot_shardings(shown, path)),
+    ]  # fmt: skip

@@ -21,14 +21,16 @@ class Pictures:
     folder: Path
     tiny: bool
 
-    def add(self, name: str, title: str, draw: Callable[[Path], None]) -> list[str]:
-        """Draws one; the page's lines for it."""
+    def add(self, name: str, title: str, draw: Callable[[Path, str], None]) -> list[str]:
+        """Draws one by its path and title; the page's lines for it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        draw(self.folder / f"gpu-{name}.png")
-        return ["", f"![{self.title(title)}](images/gpu-{name}.png)"]
+        title = f"{title} ({TINY})" if self.tiny else title
+        draw(self.folder / f"gpu-{name}.png", title)
+        return ["", f"![{title}](images/gpu-{name}.png)"]
 
-    def title(self, title: str) -> str:
-        return f"{title} ({TINY})" if self.tiny else title
+    def said_of(self, machine: str) -> str:
+        """The machine, as a picture is to name it."""
+        return f"{machine}, {TINY}" if self.tiny else machine
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.results import Results
-
 from megatron_wlb.runtime.doctor import examine
 
 QUERY = (

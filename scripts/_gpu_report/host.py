@@ -10,18 +10,25 @@ from typing import Any
 
 import psutil
 import torch
+
 from _gpu_report import training
 from _gpu_report.drawing import Pictures, curves, table
 from _gpu_report.results import CPU, Results
 
 ROOT = Path(__file__).parents[2]
-LARGE = ("--num-layers", "4", "--hidden-size", "4096", "--num-attention-heads", "32",
-         "--seq-length", "8192", "--global-batch-size", "8", "--wlb-packing", "hold")  # fmt: skip
+LARGE = (
+    "--num-layers", "4", "--hidden-size", "4096", "--num-attention-heads", "32",
+    "--seq-length", "8192", "--global-batch-size", "8", "--wlb-packing", "hold",
+)  # fmt: skip
 """Layers of 7B's size, to see gaps between kernels of real length."""
-SMALL = ("--num-layers", "2", "--hidden-size", "256", "--num-attention-heads", "4",
-         "--seq-length", "2048", "--global-batch-size", "4", "--wlb-packing", "wlb")  # fmt: skip
-TINY_MODEL = ("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2",
-              "--seq-length", "256", "--global-batch-size", "2", "--wlb-packing", "wlb")  # fmt: skip
+SMALL = (
+    "--num-layers", "2", "--hidden-size", "256", "--num-attention-heads", "4",
+    "--seq-length", "2048", "--global-batch-size", "4", "--wlb-packing", "wlb",
+)  # fmt: skip
+TINY_MODEL = (
+    "--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2",
+    "--seq-length", "256", "--global-batch-size", "2", "--wlb-packing", "wlb",
+)  # fmt: skip
 WARM_UP, LOOKED_AT = 3, 4
 """Steps before any figure; steps under the profiler."""
 RAGGED, EVERY = 500, 25
@@ -41,6 +48,7 @@ def measure(results: Results) -> None:
     if "steps" not in results.figures:
         one = training.trainer([*flags, *large], device)
         training.train(one, 1 if tiny else WARM_UP)
+        results.put("model", " ".join(large))
         results.put("waits", waits(one) if device != CPU else None)
         results.put("steps", busy(one, 1 if tiny else LOOKED_AT))
         del one
@@ -134,7 +142,7 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
              f"{one['spans']:,}", f"{one['longest_gap_us']:,.0f}"]
             for n, one in enumerate(figures["steps"], 1) if one["whole_us"]
         ]  # fmt: skip
-        text += ["Training steps of four layers of 7B's size, under torch's profiler, which slows "
+        text += [f"Training steps with `{figures['model']}`, under torch's profiler, which slows "
                  "the host.", "",
                  *table(["step", "first to last kernel, ms", "a kernel runs", "kernels",
                          "longest gap, µs"], rows)]  # fmt: skip
@@ -154,12 +162,11 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
             for name in ("reserved", "allocated")
         }
         growth = gib["reserved"][int(memory[-1]["steps"])] - next(iter(gib["reserved"].values()))
-        title = pictures.title("Memory over ragged steps of a small model (measured)")
         text += ["", f"Over {memory[-1]['steps']} steps of unequal lengths the allocator's memory "
                  f"grows by {growth:.2f} GiB after the first {memory[0]['steps']}, with "
                  f"{memory[-1]['retries']:.0f} retries. (On a CPU: the process's.)"]  # fmt: skip
         text += pictures.add(
-            "memory", "Memory over ragged steps",
-            lambda path: curves(path, title, {"": gib}, "steps", "GiB"),
+            "memory", "Memory over ragged steps of a small model (measured)",
+            lambda path, title: curves(path, title, {"": gib}, "steps", "GiB"),
         )  # fmt: skip
     return text or ["No step was measured to its end."]

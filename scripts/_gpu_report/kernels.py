@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from _gpu_report.drawing import Pictures, curves, table
-from _gpu_report.machine import TINY, demand, heads, in_turns
-from _gpu_report.results import Results
 from bench_cp import windows
 from helpers.attention import errors_over_bf16
 
+from _gpu_report.drawing import Pictures, curves, table
+from _gpu_report.machine import TINY, demand, heads, in_turns
+from _gpu_report.results import Results
 from megatron_wlb.bench.attention_rates import AttentionTimer
 from megatron_wlb.cost.attention import BACKWARD_FLOPS, forward_flops, pairs
 from megatron_wlb.runtime.attention.kernels import CANDIDATES, Demand, Segments, VarlenKernel
 
 WINDOWS = tuple(8192 * 2**n for n in range(5))
-REPEATS = 5
+NUM_WINDOWS, REPEATS = 4, 5
 LENGTHS_Q, LENGTHS_K = (5, 300, 1, 64, 129), (5, 700, 90, 64, 131)
 """Segments that kernels are compared on: whole documents, and later parts of some."""
 MOST_ERROR = 2.0
@@ -39,11 +39,10 @@ def measure(results: Results) -> None:
             key = f"{name}, {shape}"
             results.once(key, lambda k=made, w=wanted: {"errors": errors(k, w)})
             for window in WINDOWS:
-                scaled = window // TINY if results.tiny else window
+                documents = windows(window, NUM_WINDOWS, TINY if results.tiny else 1, SEED)
                 results.once(
-                    f"{key}, {window}",
-                    lambda k=made, w=wanted, n=scaled: speeds(k, w, n),
-                )  # fmt: skip
+                    f"{key}, {window}", lambda k=made, w=wanted, d=documents: speeds(k, w, d)
+                )
 
 
 def errors(kernel: VarlenKernel, wanted: Demand) -> dict[str, float]:
@@ -78,32 +77,38 @@ def one_by_one(kernel: VarlenKernel, lengths: Sequence[int], device: torch.devic
     return run
 
 
-def speeds(kernel: VarlenKernel, wanted: Demand, window: int) -> dict[str, Any]:
-    """µs and TFLOP/s of a window of reference documents, of them one by one, and of one long one.
+def speeds(
+    kernel: VarlenKernel, wanted: Demand, batches: Sequence[tuple[int, ...]]
+) -> dict[str, Any]:
+    """µs and TFLOP/s of windows of documents, of these one by one, and of one as long as a window.
 
-    All in turns; the median counts. FLOPs are those of exact causal pairs.
+    All in turns; each window's median counts. FLOPs are those of exact causal pairs.
     """
-    (documents,) = windows(window, 1, 1, SEED)
-    calls = {
-        "packed": (kernel, documents),
-        "one by one": (one_by_one(kernel, documents, wanted.device), documents),
-        "one document": (kernel, (window,)),
-    }
-    timers = {
-        name: (AttentionTimer(one, wanted, window, window, SEED), np.array(lengths))
-        for name, (one, lengths) in calls.items()
-    }
-    names = list(timers)
-    times_us: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for number in in_turns(len(names), REPEATS + 1):
-        timer, lengths = timers[names[number]]
-        times_us[names[number]].append(timer(lengths, lengths))
-    found: dict[str, Any] = {"window": window, "documents": len(documents)}
-    for name, (_, lengths) in timers.items():
-        us = np.median(times_us[name][1:], axis=0)  # the first warms up
-        flops = forward_flops(
-            wanted.num_heads, wanted.head_dim, float(pairs(lengths, lengths).sum())
+    window = sum(batches[0])
+    calls = [
+        call
+        for lengths in batches
+        for call in (
+            ("packed", kernel, lengths),
+            ("one by one", one_by_one(kernel, lengths, wanted.device), lengths),
+            ("one document", kernel, (window,)),
         )
+    ]
+    timers = [
+        (AttentionTimer(one, wanted, window, window, SEED), np.array(lengths))
+        for _, one, lengths in calls
+    ]
+    times_us: list[list[tuple[float, float]]] = [[] for _ in timers]
+    for number in in_turns(len(timers), REPEATS + 1):
+        timer, lengths = timers[number]
+        times_us[number].append(timer(lengths, lengths))
+    found: dict[str, Any] = {"window": window, "documents": sum(map(len, batches)) / len(batches)}
+    for name in ("packed", "one by one", "one document"):
+        own = [n for n, call in enumerate(calls) if call[0] == name]
+        # The first turn warms up.
+        us = np.sum([np.median(times_us[n][1:], axis=0) for n in own], axis=0)
+        num_pairs = sum(float(pairs(timers[n][1], timers[n][1]).sum()) for n in own)
+        flops = forward_flops(wanted.num_heads, wanted.head_dim, num_pairs)
         found[name] = {
             "forward_us": float(us[0]),
             "backward_us": float(us[1]),
@@ -137,7 +142,7 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
             total_us = [one["forward_us"] + one["backward_us"] for one in (packed, alone)]
             kernel = key.rpartition(", ")[0]
             speed.append([
-                kernel, f"{found['window']:,}", str(found["documents"]),
+                kernel, f"{found['window']:,}", f"{found['documents']:.1f}",
                 f"{packed['forward_tflops']:.1f}", f"{packed['backward_tflops']:.1f}",
                 f"{dense['tflops']:.1f}", f"{packed['tflops'] / dense['tflops']:.0%}",
                 f"{total_us[1] / total_us[0]:.2f}",
@@ -154,12 +159,11 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
         return text
     columns = ["kernel", "window, tokens", "documents", "forward, TFLOP/s", "backward, TFLOP/s",
                "one document, TFLOP/s", "packed over it", "packed over one by one"]  # fmt: skip
-    text += ["", "A window of reference documents, packed in one call. FLOPs are those of exact "
-             "causal pairs. Rates of one document of the whole window stand beside, and how much "
+    text += ["", f"{NUM_WINDOWS} windows of reference documents, each packed in one call. FLOPs "
+             "are those of exact causal pairs. Rates of one document of the whole window stand beside, and how much "
              "faster the packed call is than a call for each document.", "",
              *table(columns, speed)]  # fmt: skip
-    title = pictures.title("Attention of reference documents, forward and backward (measured)")
     return text + pictures.add(
-        "kernels", "Attention of reference documents",
-        lambda path: curves(path, title, panels, "window", "TFLOP/s", of_tokens=True),
+        "kernels", "Attention of reference documents, both passes (measured)",
+        lambda path, title: curves(path, title, panels, "window", "TFLOP/s", of_tokens=True),
     )  # fmt: skip

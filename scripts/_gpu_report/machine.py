@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from _gpu_report.results import CPU, Results
 
+from _gpu_report.results import CPU, Results
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.errors import ConfigError
@@ -19,8 +19,8 @@ Heads: TypeAlias = tuple[int, int, int]
 
 HEADS: dict[str, Heads] = {"7B, TP 8": (4, 4, 128), "70B, TP 8": (8, 1, 128)}
 """LLaMA2-7B has 32 key/value heads; LLaMA2-70B has 64 query heads and 8 key/value heads."""
-TINY_HEADS: dict[str, Heads] = {"7B, TP 8": (1, 1, 128)}
-TINY = 128
+TINY_HEADS: dict[str, Heads] = {"tiny": (1, 1, 128)}
+TINY = 256
 """By what the tiny form divides lengths."""
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from _sections import wrapped
+
 from _gpu_report import results
 from _gpu_report.drawing import TINY, Pictures, table
 from _gpu_report.parts import PARTS
-from _sections import wrapped
-
 from megatron_wlb.files import write_text
 
 PAGE = "gpu.md"

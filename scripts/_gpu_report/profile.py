@@ -6,19 +6,19 @@ import contextlib
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.machine import Heads, hardware_path, heads
 from _gpu_report.results import Results
-
 from megatron_wlb.cli.main import main as wlb
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.cost.hardware import FIGURES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.study.plot_attention import plot_attention
 
-LONGEST, TINY_LONGEST = 160 * 1024, 1280
+LONGEST, TINY_LONGEST = 160 * 1024, 640
 """The longest window of Figure 14, in tokens."""
 REPEATS, TINY_REPEATS = 5, 1
 
@@ -38,9 +38,7 @@ def profiled(results: Results, of: Heads) -> dict[str, Any]:
     Raises :class:`ConfigError` where ``wlb profile`` ends with an error, which it has told.
     """
     path = hardware_path(results.out)
-    longest, repeats = (
-        (TINY_LONGEST, TINY_REPEATS) if results.tiny else (LONGEST, REPEATS)
-    )
+    longest, repeats = (TINY_LONGEST, TINY_REPEATS) if results.tiny else (LONGEST, REPEATS)
     flags = ["--out", str(path), "--device", results.device, "--dtype", "bfloat16", "--no-plot"]
     flags += ["--heads", f"{of[0]}/{of[1]}x{of[2]}", "--longest", str(longest)]
     flags += ["--repeats", str(repeats), "--force", "--json"]
@@ -71,11 +69,11 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
         pairs = [" / ".join(rates[n : n + 2]) for n in range(0, len(rates), 2)]
         pairs += [""] * (4 - len(pairs))
         rows.append([shape, profile.kernel, f"{longest:,}", *pairs, f"{profile.error:.1%}"])
-        title = pictures.title(f"Attention, {shape} (measured)")
-        name = f"attention-{shape.split(',')[0].lower()}"
+        profile = replace(profile, machine=pictures.said_of(profile.machine))
         shown += pictures.add(
-            name, title, lambda path, one=profile: plot_attention(one, path)
-        )
+            f"attention-{shape.partition(',')[0].lower()}", f"Attention, {shape} (measured)",
+            lambda path, _, one=profile: plot_attention(one, path),
+        )  # fmt: skip
     columns = ["heads", "kernel", "keys", "16 queries", "128", "1024", "half of the keys",
                "off the grid"]  # fmt: skip
     last = list(figures.values())[-1:]

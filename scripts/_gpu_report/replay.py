@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
+
+from _sections import Row, Section, plot
 
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.machine import TINY, hardware_path
 from _gpu_report.results import Results
-from _sections import Row, Section, plot
-
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.study import paper
 from megatron_wlb.study.paper import Effort, K, Pair
+from megatron_wlb.study.plot import shown_tokens
 
 PACKINGS: dict[str, Pair] = {
     "original, adaptive": ("original", "adaptive"),
@@ -46,13 +47,14 @@ def measure(results: Results) -> None:
         layouts = {OF_7B: layouts[OF_7B]}
     for (model, window), layout in layouts.items():
         results.once(
-            f"figure-12, {model.upper()}-{window // K}K",
+            f"figure-12, {model.upper()}-{shown_tokens(window // scale)}",
             lambda m=model, w=window, at=layout: of_layout(m, w // scale, at, effort),
         )
     results.once("figure-13", lambda: of_techniques(128 * K // scale, effort))
     for window in paper.WINDOWS[: 1 if results.tiny else None]:
         results.once(
-            f"figure-14, {window // K}K", lambda w=window: of_window(w, w // scale, effort)
+            f"figure-14, {shown_tokens(window // scale)}",
+            lambda w=window: of_window(w, w // scale, effort),
         )
 
 
@@ -89,8 +91,8 @@ def of_window(window: int, scaled: int, effort: Effort) -> list[dict[str, Any]]:
     base = paper.scenario("7b", scaled, paper.TABLE_1[OF_7B], hardware=effort.hardware)
     pair: Pair = ("wlb:2", "adaptive")
     found = paper.speedups(base, [pair], effort, _step)
-    printed = paper.FIGURE_14.get(window)
-    return [row(f"{window // K}K", found[paper.PLAIN], found[pair], printed)]
+    printed = paper.FIGURE_14.get(scaled)
+    return [row(shown_tokens(scaled), found[paper.PLAIN], found[pair], printed)]
 
 
 def _step() -> None:
@@ -101,8 +103,8 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
     text = [
         "Work a second over Plain-4D (`original`, per-sequence) by the project's simulator, which "
         "takes attention, matrix products and memory bandwidth as measured here. Links and "
-        "overlaps are assumed ([simulator.md](simulator.md)). A figure without *measured* in its "
-        "name is therefore *simulated*. Ranges are over seeds.",
+        "overlaps are assumed. So these speed-ups are *simulated* with measured kernels "
+        "([simulator.md](simulator.md)). Ranges are over seeds.",
     ]
     for number, about in (
         (12, "Figure 12: packings at the layouts of Table 1"),
@@ -140,8 +142,12 @@ def _figure(
             name = layout if number == 12 else one.name
             groups.setdefault(group, []).append(Row(name, one.value, one.lowest, one.highest,
                                                     one.paper))  # fmt: skip
-    title = pictures.title(about.replace("`", "").replace(", 7B", " of 7B"))
-    section = Section(f"figure-{number}", title, "", "speed-up over Plain-4D", named and
-                      [one for _, one in named], (), "", groups=groups)  # fmt: skip
-    picture = pictures.add(f"figure-{number}", title, lambda path: plot(section, path))
+    section = Section(
+        f"figure-{number}", "", "", "speed-up over Plain-4D", [one for _, one in named], (), "",
+        groups=groups,
+    )  # fmt: skip
+    picture = pictures.add(
+        f"figure-{number}", about.replace("`", ""),
+        lambda path, title: plot(replace(section, title=title), path),
+    )  # fmt: skip
     return ["", *table(["", "speed-up", "paper", "MFU", "peak GiB"], cells), *picture]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+
 from _gpu_report import results
 from _gpu_report.parts import Part
 

@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from test_gpu_smoke import train
+
 from _gpu_report import training
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.results import CPU, Results
-from test_gpu_smoke import train
 
 PACKINGS = ("original", "hold", "slim")
 NUM_STEPS, TINY_STEPS = 20, 3

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.results import Results
 
@@ -24,18 +25,17 @@ class Recorder:
         self.errors: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.name not in self.outcomes]
+        items[:] = [item for item in items if item.nodeid not in self.outcomes]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.errors.append(f"{report.nodeid}: {_last_line(report)}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.rpartition("::")[2]
         if report.when != "call" and report.passed:
             return  # the call's outcome counts, unless what is around it is not well
         why = "" if report.passed else _last_line(report)
-        self.outcomes[name] = {"outcome": report.outcome, "why": why}
+        self.outcomes[report.nodeid] = {"outcome": report.outcome, "why": why}
         self._results.put("outcomes", self.outcomes)
 
 
@@ -55,7 +55,7 @@ def measure(results: Results) -> None:
     code = pytest.main([*own, str(TESTS)], plugins=[recorder])
     results.put("errors", recorder.errors)
     results.put("counts", dict(Counter(one["outcome"] for one in recorder.outcomes.values())))
-    if code not in (*range(2), NO_TESTS_LEFT) and not recorder.errors:
+    if code not in (0, 1, NO_TESTS_LEFT) and not recorder.errors:
         raise RuntimeError(f"pytest ended with {code!r}")
 
 

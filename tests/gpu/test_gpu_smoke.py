@@ -60,7 +60,9 @@ def train(folder: Path, corpus: Path, name: str, *flags: str) -> list[float]:
     command += ["--nproc-per-node", "1", __file__, str(folder / name), str(folder / "weights")]
     command += ["--data-path", str(corpus), "--train-iters", str(NUM_STEPS), "--lr", "0.003"]
     command += ["--global-batch-size", "4", "--seq-length", "512", "--hidden-size", "64", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # Megatron may be on the path instead of installed.
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     finished = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
     )
