@@ -76,7 +76,7 @@ def _measure(chosen: list[Part], options: argparse.Namespace) -> None:
         elif found is not None and found["status"] == "done" and found["tiny"] == options.tiny:
             print(f"{place}: done before ({path})", flush=True)
             continue
-        limit_s = min(part.limit_s, options.limit or part.limit_s)
+        limit_s = options.limit or part.limit_s
         left_s = (options.minutes or 1e9) * 60 - (time.monotonic() - start_s)
         if limit_s > left_s:
             print(f"{place}: not started; it may take {limit_s / 60:.1f} min, {left_s / 60:.1f} "
@@ -108,7 +108,7 @@ def _options() -> argparse.Namespace:
         "--minutes", type=float, metavar="M", help="start no part whose limit no longer fits"
     )
     parser.add_argument(
-        "--limit", type=float, metavar="SECONDS", help="kill each part after so long, if not before"
+        "--limit", type=float, metavar="SECONDS", help="kill each part after so long, not at its own limit"
     )
     parser.add_argument("--again", action="store_true", help="redo parts that are done")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, tiny: says nothing of a GPU")

@@ -24,7 +24,7 @@ class Pictures:
     def add(self, name: str, title: str, draw: Callable[[Path, str], None]) -> list[str]:
         """Draws one by its path and title; the page's lines for it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        title = f"{title} ({TINY})" if self.tiny else title
+        title = f"Tiny, on a CPU: {title}" if self.tiny else title
         draw(self.folder / f"gpu-{name}.png", title)
         return ["", f"![{title}](images/gpu-{name}.png)"]
 

@@ -160,8 +160,8 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
     columns = ["kernel", "window, tokens", "documents", "forward, TFLOP/s", "backward, TFLOP/s",
                "one document, TFLOP/s", "packed over it", "packed over one by one"]  # fmt: skip
     text += ["", f"{NUM_WINDOWS} windows of reference documents, each packed in one call. FLOPs "
-             "are those of exact causal pairs. Rates of one document of the whole window stand beside, and how much "
-             "faster the packed call is than a call for each document.", "",
+             "are those of exact causal pairs. Rates of one document of the whole window stand "
+             "beside, and how much faster the packed call is than a call for each document.", "",
              *table(columns, speed)]  # fmt: skip
     return text + pictures.add(
         "kernels", "Attention of reference documents, both passes (measured)",

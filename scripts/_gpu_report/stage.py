@@ -10,10 +10,12 @@ import bench_cp
 
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.results import Results
+from megatron_wlb.cost import ModelShape
 
 STAGES = {"7B": ("7b", 8, 8), "70B": ("70b", 8, 5)}
 """Name -> model, TP size, layers: 7B in 4 stages, 70B in 16."""
-TINY_STAGES = {"tiny": ("tiny", 1, 1)}
+TINY_MODEL = ModelShape(64, 128, 1, 2, 2, 32, 128, gated=True)
+TINY_STAGES = {"tiny": (TINY_MODEL, 1, 1)}
 WINDOWS, REPEATS = (8192, 32768), 5
 SEED = 1
 
@@ -41,10 +43,11 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
     rows = []
     for key, found in figures.items():
         for row in found:
-            time = [f"{row[f'{kind}_us'] / 1e3:,.2f}" for kind in ("measured", "modelled")]
-            size = [f"{row[f'{kind}_bytes'] / 2**20:,.0f}" for kind in ("measured", "modelled")]
+            pairs = [(row[f"{kind}_us"], 1e3, 2) for kind in ("measured", "modelled")]
+            pairs += [(row[f"{kind}_bytes"], 2**20, 0) for kind in ("measured", "modelled")]
+            cells = ["" if n is None else f"{n / unit:,.{digits}f}" for n, unit, digits in pairs]
             rows.append([key.partition(",")[0], row["what"], f"{row['tokens']:,}",
-                         str(row["documents"]), *time, *size])  # fmt: skip
+                         str(row["documents"]), *cells])  # fmt: skip
     columns = ["stage", "what", "tokens", "documents", "ms, measured", "ms, modelled",
                "MiB, measured", "MiB, modelled"]  # fmt: skip
     return table(columns, rows)
