@@ -108,7 +108,7 @@ def _options() -> argparse.Namespace:
         "--minutes", type=float, metavar="M", help="start no part whose limit no longer fits"
     )
     parser.add_argument(
-        "--limit", type=float, metavar="SECONDS", help="kill each part after so long, not at its own limit"
+        "--limit", type=float, metavar="SECONDS", help="of each part (default: see --list)"
     )
     parser.add_argument("--again", action="store_true", help="redo parts that are done")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, tiny: says nothing of a GPU")

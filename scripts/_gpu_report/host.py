@@ -100,7 +100,8 @@ def busy(one: Any, num_steps: int) -> list[dict[str, float]]:
         spans = [
             (event.time_range.start, event.time_range.end)
             for event in profiler.events()
-            if event.device_type == kind
+            # Ranges that somebody named lie over kernels, and over the gaps between them.
+            if event.device_type == kind and not event.is_user_annotation
         ]
         rows.append(covered(spans))
     return rows

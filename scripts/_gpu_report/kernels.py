@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,12 +37,21 @@ def measure(results: Results) -> None:
                 results.put(f"{name}, {shape}", {"obstacle": made})
                 continue
             key = f"{name}, {shape}"
-            results.once(key, lambda k=made, w=wanted: {"errors": errors(k, w)})
+            results.once(key, lambda k=made, w=wanted: tried(lambda: {"errors": errors(k, w)}))
             for window in WINDOWS:
                 documents = windows(window, NUM_WINDOWS, TINY if results.tiny else 1, SEED)
                 results.once(
-                    f"{key}, {window}", lambda k=made, w=wanted, d=documents: speeds(k, w, d)
+                    f"{key}, {window}",
+                    lambda k=made, w=wanted, d=documents: tried(lambda: speeds(k, w, d)),
                 )
+
+
+def tried(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``run`` returns, or why it failed: one kernel's error leaves the others to measure."""
+    try:
+        return run()
+    except (RuntimeError, ValueError) as error:  # memory that does not suffice is one
+        return {"obstacle": f"it fails ({' '.join(str(error).split())[:200]})"}
 
 
 def errors(kernel: VarlenKernel, wanted: Demand) -> dict[str, float]:

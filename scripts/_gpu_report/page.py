@@ -16,7 +16,7 @@ from megatron_wlb.files import write_text
 PAGE = "gpu.md"
 NOTHING = (
     "**There are no measured figures yet.** Nothing of this project has run on a GPU so far: all "
-    "is written, and tested as far as a CPU allows."
+    "is written, and tested as far as a CPU allows. One command makes the figures, and this page."
 )
 TINY_WARNING = (
     f"**This is the {TINY}.** It shows that the command works. Sizes are hundreds of times smaller "
@@ -56,8 +56,6 @@ def _lines(found: Mapping[str, Mapping[str, Any]], images: Path) -> list[str]:
         text += [NOTHING, ""]
     if found:
         text += _summary(found)
-    else:
-        text += ["One command makes the figures and this page:", ""]
     text += _how()
     for name, one in found.items():
         part = PARTS[name]

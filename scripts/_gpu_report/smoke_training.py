@@ -15,9 +15,9 @@ from _gpu_report.results import CPU, Results
 PACKINGS = ("original", "hold", "slim")
 NUM_STEPS, TINY_STEPS = 20, 3
 WINDOW = 512
-FP32_RELATIVE = 1e-3
-"""Sums in another order, over some optimizer steps."""
-BF16_ABSOLUTE = 0.1
+FP32_RELATIVE = 3e-3
+"""Sums in another order; Adam's steps are as long for the smallest gradients as for others."""
+BF16_ABSOLUTE = 0.15
 """Rounding of weights and activations, in nats."""
 
 
