@@ -85,7 +85,7 @@ def plot(section: Section, path: Path) -> None:
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     figure.suptitle(f"{section.title} (simulated)", fontsize=13, fontweight="bold", color=INK)
     axes = figure.subplots()
-    colours = (BLUE, ORANGE, "#009E73", "#CC79A7")
+    colours = (BLUE, ORANGE, "#009E73", "#CC79A7", "#56B4E9")
     size = 0.8 / len(groups)
     highest = section.base
     for number, (name, rows) in enumerate(groups.items()):

@@ -76,7 +76,9 @@ def train(
     ]
     command += ["--data-path", str(corpus), "--train-iters", str(NUM_STEPS), "--lr", "0.003"]
     command += ["--global-batch-size", "4", "--seq-length", "512", "--hidden-size", "64", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    # Megatron may be on the path instead of installed.
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
     finished = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
     )

@@ -121,6 +121,38 @@ def _scores(
         yield q, k, v, scores.masked_fill(~seen, -torch.inf) if causal else scores
 
 
+def by_definition(
+    inputs: Sequence[torch.Tensor],
+    lengths_q: Sequence[int],
+    lengths_k: Sequence[int],
+    scale: float,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Output, dQ, dK and dV of :func:`document_attention` in ``dtype``; ``inputs`` are query, key,
+    value and the output's gradient.
+    """
+    query, key, value, grad = (t.to(dtype) for t in inputs)
+    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+    out = document_attention(*leaves, lengths_q, lengths_k, scale)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def errors_over_bf16(
+    found: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    lengths_q: Sequence[int],
+    lengths_k: Sequence[int],
+    scale: float,
+) -> list[float]:
+    """Errors of output, dQ, dK and dV over those of the definition itself in bf16."""
+    exact = by_definition(inputs, lengths_q, lengths_k, scale, torch.float64)
+    plain = by_definition(inputs, lengths_q, lengths_k, scale, torch.bfloat16)
+    return [
+        float((ours.double() - true).norm() / (reference.double() - true).norm())
+        for ours, reference, true in zip(found, plain, exact, strict=True)
+    ]
+
+
 def in_slices(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -1,0 +1,150 @@
+"""The page of the results: ``gpu.md`` and its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from _sections import wrapped
+
+from _gpu_report import results
+from _gpu_report.drawing import TINY, Pictures, table
+from _gpu_report.parts import PARTS
+from megatron_wlb.files import write_text
+
+PAGE = "gpu.md"
+NOTHING = (
+    "**There are no measured figures yet.** Nothing of this project has run on a GPU so far: all "
+    "is written, and tested as far as a CPU allows. One command makes the figures, and this page."
+)
+TINY_WARNING = (
+    f"**This is the {TINY}.** It shows that the command works. Sizes are hundreds of times smaller "
+    "and the kernels are others."
+)
+WHEELS = (
+    "megatron-core==0.16.1", "six", "regex", "pydantic", "pydantic_core", "annotated-types",
+    "typing-inspection", "psutil", "rich", "markdown-it-py", "mdurl", "Pygments",
+)  # fmt: skip
+"""What a machine with torch, numpy, matplotlib, pyyaml, tqdm, pytest and hypothesis lacks."""
+
+
+def found_in(out: Path) -> dict[str, dict[str, Any]]:
+    """The results that are there, by part in their order."""
+    read = {name: results.read(out / f"{name}.json") for name in PARTS}
+    return {name: one for name, one in read.items() if one is not None}
+
+
+def make(found: Mapping[str, Mapping[str, Any]], docs: Path) -> Path:
+    """Writes the page and its pictures below ``docs``; the page's path."""
+    docs.mkdir(parents=True, exist_ok=True)
+    path = docs / PAGE
+    write_text(path, "\n".join(map(wrapped, _lines(found, docs / "images"))) + "\n")
+    return path
+
+
+def _lines(found: Mapping[str, Mapping[str, Any]], images: Path) -> list[str]:
+    tiny = any(one["tiny"] for one in found.values())
+    text = ["# What one GPU says", ""]
+    if tiny:
+        text += [TINY_WARNING, ""]
+    elif found:
+        machines = dict.fromkeys(str(one.get("machine", "")) for one in found.values())
+        text += [f"Measured on: {'; '.join(machines)}. Do not edit this page by hand: "
+                 "`scripts/gpu_report` makes it.", ""]  # fmt: skip
+    else:
+        text += [NOTHING, ""]
+    if found:
+        text += _summary(found)
+    text += _how()
+    for name, one in found.items():
+        part = PARTS[name]
+        text += ["", f"## {part.title}", "", *_state(one)]
+        for line in part.wrong(one["figures"]):
+            text.append(f"- **Wrong:** {line}")
+        if one["figures"]:
+            # Figures of a form or machine of its own never pass for another's.
+            text += ["", *part.lines(one["figures"], Pictures(images, bool(one["tiny"])))]
+    return text
+
+
+def _state(one: Mapping[str, Any]) -> list[str]:
+    how = f"{one['status'].capitalize()} in {one['seconds'] / 60:.1f} minutes"
+    if one["status"] != "done":
+        # A part that was at work when its machine was taken away says so itself.
+        how = {"running": "Did not come to its end"}.get(one["status"], how)
+        how += f": {one['why']}" if one.get("why") else ""
+        how += ". What it had found by then is below" if one["figures"] else ""
+    form = f" ({TINY})" if one["tiny"] else ""
+    return [f"{how}{form}."]
+
+
+def _summary(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    rows = []
+    for name, part in PARTS.items():
+        one = found.get(name)
+        status = "not run" if one is None else one["status"]
+        if one is not None and part.wrong(one["figures"]):
+            status += ", **wrong**"
+        rows.append([part.title, part.tells, status])
+    return [*table(["part", "what it tells", "state"], rows), ""]
+
+
+def _how() -> list[str]:
+    minutes = sum(part.limit_s for part in PARTS.values()) / 60
+    rows = [
+        [f"`{name}`", part.tells, f"{part.limit_s / 60:.0f} min",
+         ", ".join(["a GPU"] * part.needs_gpu + [f"`{other}`" for other in part.after])]
+        for name, part in PARTS.items()
+    ]  # fmt: skip
+    return [
+        "## How to make it",
+        "",
+        "```bash",
+        "scripts/gpu_report                            # all parts, then this page",
+        "scripts/gpu_report --minutes 9                # as much as fits; start it again to go on",
+        "scripts/gpu_report --parts kernels,profile    # some parts; --again redoes them",
+        "scripts/gpu_report --page                     # the page alone, from results that exist",
+        "scripts/gpu_report --tiny --out /tmp/report   # on a CPU: does the command work?",
+        "```",
+        "",
+        "It needs one GPU of compute capability 8.0 or later with 40 GB, a checkout of this "
+        "project, and no network. It takes the Python that is there (`PYTHON=/path/to/python3` "
+        "names one) and installs nothing. Results go to `runs/gpu`, one JSON file a part, written "
+        "as they come. A part that is done is not done again, and one that was cut off goes on "
+        f"where it was. The limits below add up to {minutes:.0f} minutes; most parts end earlier. "
+        "The exit status is 1 only if something was computed wrong.",
+        "",
+        *table(["part", "what it tells", "at most", "needs"], rows),
+        "",
+        "### Without a network",
+        "",
+        "The machine has to have torch for CUDA (with Triton), numpy, matplotlib, PyYAML, tqdm, "
+        "pytest and Hypothesis. The rest comes as wheels. On a machine with a network, in this "
+        "checkout (here for Python 3.12 on x86-64):",
+        "",
+        "```bash",
+        "pip download --dest wheels --no-deps --only-binary=:all: --python-version 3.12 \\",
+        "  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\",
+        "  --platform manylinux2014_x86_64 -c constraints.txt \\",
+        *_shell_lines(WHEELS),
+        "```",
+        "",
+        "Then bring the checkout and `wheels` to the machine with the GPU:",
+        "",
+        "```bash",
+        "pip install --no-index --no-deps wheels/*.whl",
+        "scripts/gpu_report",
+        "```",
+        "",
+        "flash-attn and TransformerEngine make two more kernels. They are built for one version of "
+        "torch, so build their wheels with `pip wheel --no-deps --no-build-isolation` where the "
+        "same torch is installed ([installing.md](installing.md)). The report runs without them "
+        "and says so.",
+    ]
+
+
+def _shell_lines(words: tuple[str, ...]) -> list[str]:
+    """Words of a command in lines of six."""
+    lines = [" ".join(words[n : n + 6]) for n in range(0, len(words), 6)]
+    return [f"  {line}" + (" \\" if line is not lines[-1] else "") for line in lines]

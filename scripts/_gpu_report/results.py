@@ -1,0 +1,84 @@
+"""What a part has found, in a file that is whole at any moment."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import write_text
+
+CPU = "cpu"
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What a part's file says, or None where there is no file.
+
+    Raises :class:`ConfigError` for a file that is none of the report's.
+    """
+    if not path.exists():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if {"part", "status", "tiny", "figures", "seconds"} <= set(content):
+            return content
+    except (ValueError, TypeError):
+        pass
+    raise ConfigError(f"{path} is no result of the report; move it away, or give another --out")
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """All of it or nothing, see :func:`write_text`."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+class Results:
+    """The file of a part that is measured now. Each figure is written as soon as it is known.
+
+    Goes on from what an earlier start of the same form left on the same machine. A part asks
+    :meth:`once` for what takes long, so that a start that was cut off costs only what it was at.
+    """
+
+    def __init__(self, out: Path, part: str, *, tiny: bool, machine: str) -> None:
+        self.path = out / f"{part}.json"
+        self.out, self.tiny = out, tiny
+        self._content: dict[str, Any] = {
+            "part": part, "status": "running", "why": "", "tiny": tiny, "machine": machine,
+            "seconds": 0.0, "figures": {},
+        }  # fmt: skip
+        left = read(self.path)
+        if left is not None and (left["tiny"], left.get("machine")) == (tiny, machine):
+            self._content |= {name: left[name] for name in ("seconds", "figures")}
+        self._before_s = float(self._content["seconds"])
+        self._start_s = time.monotonic()
+        self._write()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = self._content["figures"]
+        return figures
+
+    @property
+    def device(self) -> str:
+        """Where the part measures, by torch's name."""
+        return CPU if self.tiny else "cuda"
+
+    def put(self, name: str, value: Any) -> None:
+        self.figures[name] = value
+        self._write()
+
+    def once(self, name: str, make: Callable[[], Any]) -> None:
+        """Puts what ``make`` returns, unless it is there already."""
+        if name not in self.figures:
+            self.put(name, make())
+
+    def end(self, status: str, why: str = "") -> None:
+        self._content |= {"status": status, "why": why}
+        self._write()
+
+    def _write(self) -> None:
+        self._content["seconds"] = round(self._before_s + time.monotonic() - self._start_s, 1)
+        write(self.path, self._content)

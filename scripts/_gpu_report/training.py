@@ -1,0 +1,65 @@
+"""The embedded trainer in the part's own process, on one device and uneven documents."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.data.lengths import sample_lengths
+
+CORPUS = "texts"
+SEED = 1
+WORDS = ("ab", "cde", "fgh ", "the ", "sun ", "x. ")
+
+
+def corpus(folder: Path, window: int, num_windows: int) -> Path:
+    """Texts of the reference distribution's lengths, in bytes; the corpus's prefix."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(SEED)
+    with (folder / "texts.jsonl").open("w", encoding="utf-8") as stream:
+        for length in sample_lengths("reference", num_windows, seed=SEED, window=window).tolist():
+            text = "".join(random.choice(WORDS, length))[:length]
+            stream.write(json.dumps({"text": text}) + "\n")
+    build_corpus([folder / "texts.jsonl"], folder / CORPUS, force=True)
+    return folder / CORPUS
+
+
+def join_world(flags: Sequence[str], device: str) -> str:
+    """A world of this process alone, as torchrun would make it; the device's name for the trainer.
+
+    Must run before Megatron is imported.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    from megatron_wlb.runtime.trainer import distributed
+    from megatron_wlb.settings.command_line import parse
+
+    chosen = distributed.choose_device(device)
+    distributed.initialize(parse(flags), chosen)
+    return chosen
+
+
+def trainer(flags: Sequence[str], device: str) -> Any:
+    """A trainer in that world."""
+    from megatron_wlb.runtime.trainer.loop import Trainer
+    from megatron_wlb.settings.command_line import parse
+
+    return Trainer(parse(flags), device)
+
+
+def train(one: Any, num_steps: int) -> None:
+    """Runs so many steps. The plan of each is of other lengths."""
+    for _ in range(num_steps):
+        plan = one.planner.next_plan()
+        assert plan is not None, "the corpus is long enough"
+        one.train_step(plan)
