@@ -125,10 +125,16 @@ def train(
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
             losses.append(runner.run(plan).mean)
+            hooked = [chunk for chunk in model.chunks if chunk.use_forward_hook]
             for chunk in model.chunks:
                 chunk.eval()
+            for chunk in hooked:
+                # Before the update there is nothing to gather, and the gathering after it is due.
+                chunk.disable_forward_pre_hook(param_sync=False)
             with torch.no_grad():
                 evaluated.append(runner.run(plan, forward_only=True).mean)
+            for chunk in hooked:
+                chunk.enable_forward_pre_hook()
             gradients.append(
                 tuple(
                     p.main_grad.reshape(-1)[slice(*span)].numpy().copy()

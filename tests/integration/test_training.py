@@ -57,6 +57,16 @@ def test_evaluation_leaves_training_alone_and_follows_it(tmp_path: Path, corpus:
     assert last < first - 0.1
 
 
+def test_gathering_in_the_forward_pass_changes_no_loss(tmp_path: Path, corpus: Path) -> None:
+    flags = TINY | {"data_path": corpus, "split": "70,30", "lr": 1e-2, "train_iters": 4}
+    flags |= {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+    flags |= {"eval_interval": 2, "eval_iters": 2}
+    plain = train(tmp_path, 2, flags, "plain")
+    gathered = train(tmp_path, 2, flags | {"overlap_param_gather": True}, "gathered")
+    assert losses(gathered) == losses(plain)
+    assert evaluations(gathered) == evaluations(plain)
+
+
 def test_bf16_run_learns_as_fp32_does(tmp_path: Path, corpus: Path) -> None:
     flags = TINY | {"data_path": corpus, "lr": 1e-2, "train_iters": 25}
     flags |= {"use_distributed_optimizer": True}
