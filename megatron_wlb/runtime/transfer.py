@@ -97,7 +97,7 @@ def open_group(
     ranks: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> torch.distributed.ProcessGroup:
     """Makes this rank's group; all ranks of the world call it together, each with its own ranks."""
-    opened = None
+    opened: torch.distributed.ProcessGroup | None = None
     for members in sorted(set(of_all_ranks(tuple(ranks)))):  # all take part in making every group
         made = torch.distributed.new_group(list(members), timeout=timeout, backend=backend)
         opened = made if members == tuple(ranks) else opened

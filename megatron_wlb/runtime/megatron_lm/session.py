@@ -7,6 +7,7 @@ the data: planner, evaluation plans, step runner.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import logging
 import time
@@ -176,10 +177,11 @@ class Session:
         return [groups.pp.size(), groups.tp.size(), groups.dp_cp.size()]
 
     def close(self) -> None:
-        """Writes what is left and ends the thread that plans; a second call does nothing."""
-        self.catch_up()
+        """Ends the thread that plans and writes what is left; a second call does nothing."""
         if self._plans is not None:
             self._plans.close()
+        with contextlib.suppress(RuntimeError):  # of a device that failed, which is told already
+            self.catch_up()
 
     def _training_plans(self, plans: PlanAhead) -> Iterator[StepPlan]:
         while True:
