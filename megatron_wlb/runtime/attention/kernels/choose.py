@@ -194,14 +194,15 @@ def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
     milliseconds; the random-number streams are left alone.
     """
     for lengths in PROBLEMS:
-        reason = _mistake(kernel, demand, _Problem.of(demand, *lengths))
+        problem = Problem.of(demand, *lengths)
+        reason = problem.mistake(partial(problem.solve, kernel, demand.dtype))
         if reason is not None:
             return reason
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
+class Problem:
     """Inputs of a kernel, drawn alike each time."""
 
     query: torch.Tensor
@@ -212,7 +213,7 @@ class _Problem:
     segments: Segments
 
     @classmethod
-    def of(cls, demand: Demand, lengths_q: Sequence[int], lengths_k: Sequence[int]) -> _Problem:
+    def of(cls, demand: Demand, lengths_q: Sequence[int], lengths_k: Sequence[int]) -> Problem:
         generator = torch.Generator(demand.device).manual_seed(0)
 
         def draw(lengths: Sequence[int], *heads: int) -> torch.Tensor:
@@ -236,19 +237,19 @@ class _Problem:
         out = kernel(query, pair[:, 0], pair[:, 1], self.segments, scale)
         return [out.detach(), *torch.autograd.grad(out, inputs, self.grad.to(dtype))]
 
-
-def _mistake(kernel: VarlenKernel, demand: Demand, problem: _Problem) -> str | None:
-    try:
-        found = problem.solve(kernel, demand.dtype)
-    except Exception as error:
-        return f"it fails on a small problem ({_one_line(error)})"
-    expected = problem.solve(sdpa.sdpa_varlen, torch.float32)
-    tolerance = 8 * torch.finfo(demand.dtype).eps
-    for what, a, b in zip(("output", "dQ", "dK and dV"), found, expected, strict=True):
-        off = float((a.float() - b).abs().max() / b.abs().max())
-        if not off <= tolerance:
-            return f"its {what} is wrong on a small problem, by {off:.1e} of the largest value"
-    return None
+    def mistake(self, solve: Callable[[], list[torch.Tensor]]) -> str | None:
+        """What is wrong with a solution, or None."""
+        try:
+            found = solve()
+        except Exception as error:
+            return f"it fails on a small problem ({_one_line(error)})"
+        expected = self.solve(sdpa.sdpa_varlen, torch.float32)
+        tolerance = 8 * torch.finfo(self.query.dtype).eps
+        for what, a, b in zip(("output", "dQ", "dK and dV"), found, expected, strict=True):
+            off = float((a.float() - b).abs().max() / b.abs().max())
+            if not off <= tolerance:
+                return f"its {what} is wrong on a small problem, by {off:.1e} of the largest value"
+        return None
 
 
 def _timed(kernel: VarlenKernel, demand: Demand) -> Verdict:
@@ -267,7 +268,7 @@ def time_ms(
     Takes some tens of passes, a tenth of a second on a GPU for 32 heads of 128, and as much memory
     as attention in one layer; that is given back.
     """
-    problem = _Problem.of(demand, *lengths)
+    problem = Problem.of(demand, *lengths)
     on_gpu = demand.device.type == "cuda"
     means_s = []
     for num_passes in (3, 5, 5, 5):  # the first to warm up: packages compile and choose
