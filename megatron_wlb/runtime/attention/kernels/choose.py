@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -43,6 +44,8 @@ class Candidate:
     obstacle: Callable[[Demand], str | None]
     """Why it cannot run what is demanded, or None."""
     build: Callable[[Demand], VarlenKernel]
+    build_lse: Callable[[Demand], VarlenKernel] | None = None
+    """Makes it of a package's inner functions, which other versions may lack; tried first."""
     is_reference: bool = False
     """Whether others are compared with it, not it with others."""
     breaks: tuple[int, ...] = ()
@@ -57,6 +60,11 @@ class Candidate:
             reason = self.obstacle(demand)
             if reason is not None:
                 return reason
+            if self.build_lse is not None:
+                with contextlib.suppress(Exception):
+                    kernel = self.build_lse(demand)
+                    if check_kernel(kernel, demand) is None:
+                        return kernel
             kernel = self.build(demand)
         except Exception as error:
             return f"it cannot be set up ({_one_line(error)})"
@@ -64,10 +72,14 @@ class Candidate:
 
 
 CANDIDATES: dict[str, Candidate] = {
-    "flash-attn-3": Candidate(partial(flash.obstacle, 3), partial(flash.build, 3)),
+    "flash-attn-3": Candidate(
+        partial(flash.obstacle, 3), partial(flash.build, 3), partial(flash.build_lse, 3)
+    ),
     "transformer-engine": Candidate(transformer_engine.obstacle, transformer_engine.build),
     "torch": Candidate(torch_varlen.obstacle, torch_varlen.build),
-    "flash-attn-2": Candidate(partial(flash.obstacle, 2), partial(flash.build, 2)),
+    "flash-attn-2": Candidate(
+        partial(flash.obstacle, 2), partial(flash.build, 2), partial(flash.build_lse, 2)
+    ),
     "torch-cpu": Candidate(
         torch_cpu.obstacle, lambda _: torch_cpu.torch_cpu_varlen, breaks=torch_cpu.BREAKS
     ),
@@ -87,7 +99,7 @@ TIMED_PROBLEM = (
     (4096, 1531, 1024, 700, 333, 257, 128, 123),
     (8192, 1531, 1024, 700, 333, 257, 128, 123),
 )
-"""Those that it is timed with: whole documents, and the later half of one of 8192 tokens."""
+"""The lengths that it is timed with: whole documents, and the later half of one of 8192 tokens."""
 TIE = 0.03
 """By how much a faster kernel must be faster than one before it in :data:`CANDIDATES`."""
 
@@ -209,7 +221,7 @@ class Problem:
     pair: torch.Tensor
     """Keys and values are strided halves of one tensor, as under context parallelism."""
     grad: torch.Tensor
-    """Of the output."""
+    """The output's gradient."""
     segments: Segments
 
     @classmethod
