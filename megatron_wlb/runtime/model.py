@@ -32,6 +32,7 @@ from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.planning.from_config import padded_vocab_size
 from megatron_wlb.runtime.attention.core import AttentionOptions, DocumentAttention, check_config
+from megatron_wlb.runtime.attention.head_start import least_bytes
 from megatron_wlb.runtime.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.emulation import cpu
@@ -234,7 +235,12 @@ def attention_options(
     name, kernel = choose(config.wlb.wlb_attention_kernel, demand)
     wlb = config.wlb
     return AttentionOptions(
-        kernel, num_head_groups, wlb.wlb_cp_keep_gathered, wlb.wlb_cp_reduce_in_fp32, name
+        kernel,
+        num_head_groups,
+        wlb.wlb_cp_keep_gathered,
+        wlb.wlb_cp_reduce_in_fp32,
+        least_bytes(kernel, demand),
+        name,
     )
 
 

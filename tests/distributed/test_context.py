@@ -60,7 +60,9 @@ def definition(lengths: Sequence[int], inputs: Sequence[Any], dtype: Any) -> lis
     return [t.double() for t in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
 
 
-def ours(layout: RankLayout, inputs: Sequence[Any], **options: Any) -> list[Any]:
+def ours(
+    layout: RankLayout, inputs: Sequence[Any], kernel: str = "sdpa", **options: Any
+) -> list[Any]:
     """Output, dQ, dK and dV of the local tokens."""
     import torch
 
@@ -71,6 +73,7 @@ def ours(layout: RankLayout, inputs: Sequence[Any], **options: Any) -> list[Any]
     )
     from megatron_wlb.runtime.attention.kernels import Segments
     from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
 
     local = torch.from_numpy(layout.tokens)
     query, key, value, grad = (t[local] for t in inputs)
@@ -78,7 +81,7 @@ def ours(layout: RankLayout, inputs: Sequence[Any], **options: Any) -> list[Any]
     rest = (
         Segments.of(layout.lengths_q.tolist(), layout.lengths_k.tolist()),
         KeyGather.of(layout, "cpu"),
-        sdpa_varlen,
+        torch_cpu_varlen if kernel == "torch-cpu" else sdpa_varlen,
         SCALE,
         ContextParallel(torch.distributed.group.WORLD, **options),
     )
@@ -87,6 +90,21 @@ def ours(layout: RankLayout, inputs: Sequence[Any], **options: Any) -> list[Any]
     with torch.no_grad():  # as in evaluation
         assert torch.equal(context_attention(*leaves, *rest), results[0])
     return results
+
+
+def head_starts(layout: RankLayout, inputs: Sequence[Any], num_groups: int) -> list[list[Any]]:
+    """Runs that begin with near keys: in one head group, in several, and with far keys kept."""
+    from megatron_wlb.runtime.attention import head_start
+
+    joined = mock.Mock(wraps=head_start.join)
+    runs = []
+    with mock.patch.multiple(head_start, LINK_SHARE=0, join=joined):
+        for groups, keep in ((1, False), (num_groups, True)):
+            options = {"num_head_groups": groups, "keep_gathered": keep, "head_start_bytes": 0}
+            runs.append(ours(layout, inputs, "torch-cpu", **options))
+    has_far = len(set(layout.key_rows)) > len(layout.tokens)
+    assert (joined.call_count > 0) == has_far
+    return runs
 
 
 def layout_of(lengths: Sequence[int], sharding: Sharding) -> RankLayout:
@@ -113,6 +131,7 @@ def worst_errors(lengths: Sequence[int]) -> dict[str, float]:
                 for keep in (False, True)
             ]
             runs.append(ours(layout, inputs, reduce_in_fp32=True))
+            runs += head_starts(layout, inputs, num_groups)
             error = max(
                 float((a - b[local]).abs().max())
                 for run in runs
@@ -124,7 +143,9 @@ def worst_errors(lengths: Sequence[int]) -> dict[str, float]:
     return found
 
 
-def low_precision_errors(lengths: Sequence[int], sharding: Sharding) -> list[list[list[float]]]:
+def low_precision_errors(
+    lengths: Sequence[int], sharding: Sharding, has_head_start: bool
+) -> list[list[list[float]]]:
     """Of output, dQ, dK and dV: ``(ours, the definition's)`` Σ of squared errors in bf16."""
     import torch
 
@@ -135,7 +156,8 @@ def low_precision_errors(lengths: Sequence[int], sharding: Sharding) -> list[lis
         plain = definition(lengths, inputs, torch.bfloat16)
         layout = layout_of(lengths, sharding)
         local = torch.from_numpy(layout.tokens)
-        found = ours(layout, inputs)
+        runs = head_starts(layout, inputs, 1) if has_head_start else [ours(layout, inputs)]
+        found = runs[0]
         sums.append(
             [
                 [float(((t - e[local]) ** 2).sum()) for t in (mine.double(), p[local])]
@@ -314,11 +336,12 @@ def test_context_attention_is_attention_by_definition(
         assert {case: error for case, error in found.items() if not error < 1e-12} == {}
 
 
+@pytest.mark.parametrize("has_head_start", [False, True])
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 def test_context_attention_in_bf16_is_as_good_as_bf16_by_definition(
-    gloo: GlooPool, sharding: Sharding
+    gloo: GlooPool, sharding: Sharding, has_head_start: bool
 ) -> None:
-    ranks = gloo.run(4, low_precision_errors, padded(LENGTHS, 4), sharding)
+    ranks = gloo.run(4, low_precision_errors, padded(LENGTHS, 4), sharding, has_head_start)
     sums = np.sum(ranks, axis=0)  # [groups, what, (ours, definition)]
     assert (sums > 0).all()
     ratio = np.sqrt(sums[..., 0] / sums[..., 1])
@@ -345,11 +368,12 @@ def test_attention_holds_one_copy_of_keys_and_values(
             assert measured == formula
 
 
-def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
-    """In the order in which a GPU's streams are given work; waits come as late as they can."""
+def ordered(events: list[str], kernel: Any, **options: Any) -> None:
+    """Notes the order in which a GPU's streams are given work, forward and then backward."""
     import torch
 
     from megatron_wlb.runtime.attention import context_parallel as context
+    from megatron_wlb.runtime.attention import head_start
     from megatron_wlb.runtime.attention.context_parallel import (
         ContextParallel,
         KeyGather,
@@ -357,29 +381,24 @@ def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
     )
     from megatron_wlb.runtime.attention.kernels import Segments
 
-    events: list[str] = []
-
     def collective(name: str) -> Any:
         def start(out: Any, _: Any, *, group: Any, async_op: bool) -> Any:
             assert async_op
-            number = sum(event.startswith(name) for event in events)
+            passed = events.index("---") if "---" in events else 0
+            number = sum(event.startswith(name) for event in events[passed:])
             events.append(f"{name} {number}")
             out.zero_()
             return mock.Mock(wait=lambda: events.append(f"wait for {name} {number}"))
 
         return start
 
-    def kernel(*args: Any) -> Any:
-        events.append("kernel")
-        out = lean_kernel(*args)
-        out.register_hook(lambda grad: events.append("kernel backward"))
-        return out
-
     layout = rank_layout([16], 2, 0, Sharding())
     query, key, value, grad = tensors(8, 2, torch.float32)
     group = mock.Mock(**{"size.return_value": 2})
-    with mock.patch.multiple(
-        context, _all_gather=collective("gather"), _reduce_scatter=collective("reduce")
+    replaced = {"_all_gather": collective("gather"), "_reduce_scatter": collective("reduce")}
+    with (
+        mock.patch.multiple(context, **replaced),
+        mock.patch.object(head_start, "LINK_SHARE", 0),
     ):
         out = context_attention(
             query.requires_grad_(),
@@ -389,18 +408,60 @@ def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
             KeyGather.of(layout, "cpu"),
             kernel,
             SCALE,
-            ContextParallel(group, num_head_groups=2),
+            ContextParallel(group, **options),
         )
-        assert events == [
-            "gather 0", "gather 1", "wait for gather 0", "kernel", "wait for gather 1", "kernel",
-        ]  # fmt: skip
-        events.clear()
+        events.append("---")
         out.backward(grad)
+
+
+def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
+    """Waits come as late as they can."""
+    events: list[str] = []
+
+    def kernel(*args: Any) -> Any:
+        events.append("kernel")
+        out = lean_kernel(*args)
+        out.register_hook(lambda grad: events.append("kernel backward"))
+        return out
+
+    ordered(events, kernel, num_head_groups=2)
     assert events == [
+        "gather 0", "gather 1", "wait for gather 0", "kernel", "wait for gather 1", "kernel",
+        "---",
         "gather 0", "gather 1", "wait for gather 0", "kernel backward", "reduce 0",
         "wait for gather 1", "kernel backward", "reduce 1",
         "wait for reduce 0", "wait for reduce 1",
     ]  # fmt: skip
+
+
+def test_near_keys_are_attended_to_while_the_first_head_group_is_exchanged() -> None:
+    from megatron_wlb.runtime.attention.kernels.base import LseKernel
+    from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+
+    assert isinstance(torch_cpu_varlen, LseKernel)
+    events: list[str] = []
+
+    def told(function: Any, name: str) -> Any:
+        def call(*args: Any, causal: bool) -> Any:
+            events.append(f"{'' if causal else 'far '}{name}")
+            return function(*args, causal=causal)
+
+        return call
+
+    kernel = LseKernel(
+        told(torch_cpu_varlen.forward, "forward"), told(torch_cpu_varlen.backward, "backward")
+    )
+    ordered(events, kernel, num_head_groups=2, head_start_bytes=0)
+    assert events == [
+        "gather 0", "gather 1", "forward", "wait for gather 0", "far forward",
+        "wait for gather 1", "forward",
+        "---",
+        "gather 0", "gather 1", "backward", "wait for gather 0", "far backward", "reduce 0",
+        "wait for gather 1", "backward", "reduce 1", "wait for reduce 0", "wait for reduce 1",
+    ]  # fmt: skip
+    events.clear()
+    ordered(events, kernel, num_head_groups=2, head_start_bytes=10**6)
+    assert events[:4] == ["gather 0", "gather 1", "wait for gather 0", "forward"]
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])

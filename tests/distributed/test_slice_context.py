@@ -106,9 +106,11 @@ def run(tokens: Tokens, sharding: Sharding, fault: bool = False, **options: Any)
 
     from megatron_wlb.runtime.attention.context_parallel import ContextParallel, context_attention
     from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
     from megatron_wlb.runtime.attention.slices import LayerSlice, SliceStore
 
     parallel = ContextParallel(torch.distributed.group.WORLD, **options)
+    kernel = sdpa_varlen if parallel.head_start_bytes is None else torch_cpu_varlen
     store = SliceStore()
 
     def attend(unit: Unit, numbers: np.ndarray) -> tuple[Any, list[Any], np.ndarray]:
@@ -118,8 +120,8 @@ def run(tokens: Tokens, sharding: Sharding, fault: bool = False, **options: Any)
         gather = params.gather
         if fault:  # The slice's keys are a token off.
             gather = dataclasses.replace(gather, slice_rows=gather.slice_rows.roll(1))
-        layer = LayerSlice(params.slice, 1, sdpa_varlen, SCALE)
-        rest = (params.segments, gather, sdpa_varlen, SCALE, parallel, layer)
+        layer = LayerSlice(params.slice, 1, kernel, SCALE)
+        rest = (params.segments, gather, kernel, SCALE, parallel, layer)
         return context_attention(*leaves, *rest), leaves, local
 
     store.begin(forward_only=False)
@@ -147,11 +149,21 @@ def worst_errors(cp_size: int) -> dict[str, float]:
         tokens = Tokens.of(cp_size, num_groups, torch.float64)
         expected = tokens.definition(torch.float64)
         for sharding in SHARDINGS:
-            for head_groups, keep in ((1, False), (num_groups, True), (num_groups, False)):
-                *mine, local = run(
-                    tokens, sharding, num_head_groups=head_groups, keep_gathered=keep
-                )
-                found[f"{sharding} G={num_groups}/{head_groups} {keep}"] = max(
+            for head_groups, keep, least_bytes in (
+                (1, False, None),
+                (num_groups, True, 0),
+                (num_groups, False, None),
+                (num_groups, False, 0),
+            ):
+                with mock.patch("megatron_wlb.runtime.attention.head_start.LINK_SHARE", 0):
+                    *mine, local = run(
+                        tokens,
+                        sharding,
+                        num_head_groups=head_groups,
+                        keep_gathered=keep,
+                        head_start_bytes=least_bytes,
+                    )
+                found[f"{sharding} G={num_groups}/{head_groups} {keep} {least_bytes}"] = max(
                     float((a - b[local]).abs().max()) for a, b in zip(mine, expected, strict=True)
                 )
     return found
@@ -234,7 +246,7 @@ def exchanged(cp_size: int, sharding: Sharding, in_slices: bool) -> list[dict[st
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_slices_over_ranks_are_attention_by_definition(gloo: GlooPool, cp_size: int) -> None:
     for found in gloo.run(cp_size, worst_errors, cp_size):
-        assert len(found) == len(SHARDINGS) * (3 + 3 + 2)
+        assert len(found) == len(SHARDINGS) * (3 + 4 + 4)
         # fp64 sums of up to some hundred terms of order 1.
         assert {case: error for case, error in found.items() if not error < 1e-12} == {}
 

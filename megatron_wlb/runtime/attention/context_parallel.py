@@ -11,6 +11,9 @@ A slice's keys and values are gathered with the others, once, and go to the docu
 is whole on every rank. The gradients there are this rank's part. Those of the slice's own rows are
 reduced with the others when its backward pass runs: the same bytes as without slices.
 
+The first exchange may have a *head start*: see
+:mod:`megatron_wlb.runtime.attention.head_start`.
+
 With several *head groups* each of these happens once a group of key/value heads, and the
 communication of the next group runs while the present one is computed.
 
@@ -22,9 +25,10 @@ key/value heads, ``D`` head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +36,9 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.runtime.attention.head_start import JoinedCall, NearKeys, pays
 from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.base import LseKernel
 from megatron_wlb.runtime.attention.slices import KernelCall, LayerSlice
 from megatron_wlb.runtime.transfer import to_device
 from megatron_wlb.sharding import RankLayout
@@ -47,12 +53,12 @@ _all_gather, _reduce_scatter = (
 )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class KeyGather:
     """Index tensors of one micro-batch, made once and used by every layer."""
 
-    num_rows: int
-    """Rows that an all-gather returns, T."""
+    layout: RankLayout
+    """The tokens that are no slice's."""
     rows: torch.Tensor
     """``[Tk]`` int64: the row of each key that the kernel takes."""
     first: torch.Tensor
@@ -85,7 +91,7 @@ class KeyGather:
             is_unseen[slice_rows] = False
         unseen, most = np.flatnonzero(is_unseen), len(layout.tokens)
         return cls(
-            layout.num_tokens,
+            layout,
             to_device(layout.key_rows, device),
             to_device(first, device),
             to_device(unseen, device) if len(unseen) else None,
@@ -97,6 +103,19 @@ class KeyGather:
             None if slice_rows is None else to_device(slice_rows, device),
             group,
         )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that an all-gather returns, T."""
+        return self.layout.num_tokens
+
+    @cached_property
+    def split(self) -> tuple[NearKeys, KeyGather]:
+        """The near keys, and where the far ones are."""
+        device = self.rows.device
+        near, far = NearKeys.of(self.layout, device)
+        slice_rows = None if self.slice_rows is None else self.slice_rows.numpy(force=True)
+        return near, KeyGather.of(far, device, slice_rows, self.group)
 
     @property
     def has_others(self) -> bool:
@@ -115,13 +134,15 @@ class ContextParallel:
     """Keep gathered keys and values for the backward pass instead of gathering them again."""
     reduce_in_fp32: bool = False
     """Sum the gradients of keys and values in fp32, over chunks and ranks."""
+    head_start_bytes: int | None = None
+    """The least that the first head group exchanges to begin with near keys; None is never."""
 
 
 @dataclass(slots=True)
 class _Part:
     """One head group between forward and backward."""
 
-    calls: list[KernelCall]
+    calls: list[KernelCall | JoinedCall]
     """Calls for the slice's chunks, and then one for all other tokens, if there are any."""
     pair: torch.Tensor
     """``[Tk, 2, G/g, D]``: key and value of the last call are its halves."""
@@ -205,13 +226,25 @@ class _Run:
     ) -> Iterator[_Part]:
         """Each head group's part, with graphs of its own if gradients are enabled."""
         opened = () if self.cut is None else self._heads(self.cut.fill(key).pair)
-        pairs = self._gathered(key, value, opened=opened)
+        parts = self._head_start(query, key)
+        begun: list[JoinedCall] = []
+
+        def begin() -> None:
+            if parts is not None:
+                kernel, first = cast(LseKernel, self.kernel), self._heads(query)[0]
+                local = self._heads(key)[0], self._heads(value)[0]
+                begun.append(JoinedCall(kernel, parts, self.scale, first[self._num_own :], local))
+
+        pairs = self._gathered(key, value, begin, parts is not None, opened=opened)
         for number, (group_query, pair) in enumerate(zip(self._heads(query), pairs, strict=True)):
-            calls = []
+            calls: list[KernelCall | JoinedCall] = []
             if self.cut is not None:
                 own = group_query[: self._num_own]
-                calls = self.cut.attend(opened[number], own, keep=keep)
-            if self.segments is not None:
+                calls += self.cut.attend(opened[number], own, keep=keep)
+            if begun and number == 0:
+                begun[0].add(pair)
+                calls.append(begun[0])
+            elif self.segments is not None:
                 rest = group_query[self._num_own :]
                 whole = rest, pair[:, 0], pair[:, 1], self.segments
                 calls.append(KernelCall.of(self.kernel, *whole, self.scale, keep))
@@ -231,8 +264,18 @@ class _Run:
             opened = self._heads(sums)
         pairs = [part.pair for part in parts]
         gathered = iter(pairs)
+        joined = parts[0].calls[-1] if parts[0].calls else None
+
+        def begin() -> None:
+            if isinstance(joined, JoinedCall):
+                first = self._heads(grad)[0][self._num_own :]
+                joined.begin_backward(first, (self._heads(key)[0], self._heads(value)[0]))
+
+        is_joined = isinstance(joined, JoinedCall)
         if self.gather.has_others and not self.parallel.keep_gathered:
-            gathered = self._gathered(key, value, into=pairs)
+            gathered = self._gathered(key, value, begin, is_joined, into=pairs)
+        else:
+            begin()
         grads_query, reducing = [], []
         for number, (part, pair, grad_out) in enumerate(
             zip(parts, gathered, self._heads(grad), strict=True)
@@ -240,22 +283,45 @@ class _Run:
             own, own_rows = [], None
             if self.cut is not None:
                 calls = part.calls[: len(self.cut.slice.chunks)]
-                own = self.cut.differentiate(calls, grad_out[: self._num_own], opened[number])
+                own = self.cut.differentiate(
+                    cast(list[KernelCall], calls), grad_out[: self._num_own], opened[number]
+                )
                 own_rows = self.cut.rows(opened[number])
             halves: list[torch.Tensor] = []
+            near: list[torch.Tensor] = []
+            gather = self.gather
             if self.segments is not None:
-                grad_query, *halves = part.calls[-1].backward(grad_out[self._num_own :])
+                call, rest = part.calls[-1], grad_out[self._num_own :]
+                if isinstance(call, JoinedCall):
+                    grad_query, halves, near = call.backward(rest, pair)
+                    gather = gather.split[1]
+                else:
+                    grad_query, *halves = call.backward(rest)
                 own.append(grad_query)
             _free(pair)
             grads_query.append(_joined(own, dim=0))
-            reducing.append(self._start_reduce(pair, halves, own_rows))
-            del halves, own
+            reducing.append(self._start_reduce(pair, gather, halves, near, own_rows))
+            del halves, near, own
         for _, _, work in reducing:
             work.wait()
         if self.cut is not None:
             self.cut.turned()
         local = _joined([local for local, _, _ in reducing], dim=2).to(pairs[0].dtype)
         return _joined(grads_query), local[:, 0], local[:, 1]
+
+    def _head_start(self, query: torch.Tensor, key: torch.Tensor) -> NearKeys | None:
+        """The parts of the first head group's keys, if it pays to begin with the near ones."""
+        parallel, least_bytes = self.parallel, self.parallel.head_start_bytes
+        if self.segments is None or least_bytes is None or not isinstance(self.kernel, LseKernel):
+            return None
+        received_bytes = 2 * key.nbytes * (parallel.group.size() - 1)
+        if not pays(
+            received_bytes / parallel.num_head_groups,
+            query.nbytes / parallel.num_head_groups,
+            least_bytes,
+        ):
+            return None
+        return self.gather.split[0]
 
     def _heads(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``[…, heads, D]`` in head groups: query heads go with their key/value heads."""
@@ -265,14 +331,17 @@ class _Run:
         self,
         key: torch.Tensor,
         value: torch.Tensor,
+        begin: Callable[[], None],
+        is_split: bool,
         *,
         opened: Sequence[torch.Tensor] = (),
         into: list[torch.Tensor] | None = None,
     ) -> Iterator[torch.Tensor]:
         """Each head group's ``[Tk, 2, G/g, D]``, the next one's collective under way.
 
-        ``opened`` are the buffers in which a slice's rows are written. ``into`` are tensors as
-        those given, whose storage was freed: they are filled again.
+        ``begin`` works while the first one's is. Where that has a head start (``is_split``), it has
+        far keys only. ``opened`` are the buffers in which a slice's rows are written. ``into`` are
+        tensors as those given, whose storage was freed: they are filled again.
         """
         groups = list(zip(self._heads(key), self._heads(value), strict=True))
         started = self._start_gather(*groups[0])
@@ -282,15 +351,18 @@ class _Run:
                 started = self._start_gather(*groups[number + 1])
             else:
                 del started
+            if number == 0:
+                begin()
             work.wait()
             del sent, work
+            index = (self.gather.split[1] if is_split and number == 0 else self.gather).rows
             if self.cut is not None and opened:
                 self.cut.write(opened[number], rows, self.gather.slice_rows)
             if into is None:
-                pair = rows.index_select(0, self.gather.rows)
+                pair = rows.index_select(0, index)
             else:
                 pair = into[number]
-                _refill(pair, rows, self.gather.rows)
+                _refill(pair, rows, index)
             del rows
             yield pair
 
@@ -304,29 +376,38 @@ class _Run:
         return rows, local, work
 
     def _start_reduce(
-        self, pair: torch.Tensor, halves: Sequence[torch.Tensor], own: torch.Tensor | None
+        self,
+        pair: torch.Tensor,
+        gather: KeyGather,
+        halves: Sequence[torch.Tensor],
+        near: Sequence[torch.Tensor],
+        own: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Gradients ``[Tk, G/g, D]`` ×2 -> the sum over ranks of the local ones' ``[T/CP, 2, …]``.
 
-        ``pair`` is what they are the gradients of. ``own`` ``[n, 2, G/g, D]`` are the slice's.
-        In fp32 where that is asked for. Also what is sent, and the work.
+        ``pair`` is what they are the gradients of, ``gather`` where it is from. ``near`` are those
+        of near keys and values, if these were attended to apart. ``own`` ``[n, 2, G/g, D]`` are the
+        slice's. In fp32 where that is asked for. Also what is sent, and the work.
         """
         exact = torch.promote_types(pair.dtype, torch.float32)
         dtype = exact if self.parallel.reduce_in_fp32 else pair.dtype
         make = pair.new_empty if halves else pair.new_zeros
-        rows = make(self.gather.num_rows, *pair.shape[1:], dtype=dtype)
+        rows = make(gather.num_rows, *pair.shape[1:], dtype=dtype)
         num_local = len(rows) // self.parallel.group.size()
         # Rows are filled by one pass that reads each gradient once: most rows have one only.
         for grad, to in zip(halves, rows.unbind(1), strict=False):
             if dtype == grad.dtype:
-                torch.index_select(grad, 0, self.gather.first, out=to)
+                torch.index_select(grad, 0, gather.first, out=to)
             else:  # through a copy, of as few rows as is received
-                parts = torch.split(to, num_local), torch.split(self.gather.first, num_local)
+                parts = torch.split(to, num_local), torch.split(gather.first, num_local)
                 for part, first in zip(*parts, strict=True):
                     part.copy_(grad.index_select(0, first))
-            if self.gather.unseen is not None:
-                to.index_fill_(0, self.gather.unseen, 0.0)
-            for places, rows_again in self.gather.again:
+            if gather.unseen is not None:
+                to.index_fill_(0, gather.unseen, 0.0)
+            for places, rows_again in gather.again:
+                to.index_add_(0, rows_again, grad[places].to(dtype))
+        for grad, to in zip(near, rows.unbind(1), strict=False):
+            for places, rows_again in self.gather.split[0].rounds:
                 to.index_add_(0, rows_again, grad[places].to(dtype))
         if own is not None:
             assert self.gather.slice_rows is not None

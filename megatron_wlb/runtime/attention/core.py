@@ -86,6 +86,8 @@ class AttentionOptions:
     """Whether gathered keys and values are kept for the backward pass under CP."""
     reduce_in_fp32: bool = False
     """Whether gradients of keys and values are summed in fp32 under CP."""
+    head_start_bytes: int | None = None
+    """The least that is exchanged under CP for attention to begin with a rank's own keys."""
     kernel_name: str = ""
 
 
@@ -178,7 +180,11 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 options.kernel,
                 self.softmax_scale,
                 ContextParallel(
-                    group, options.num_head_groups, options.keep_gathered, options.reduce_in_fp32
+                    group,
+                    options.num_head_groups,
+                    options.keep_gathered,
+                    options.reduce_in_fp32,
+                    options.head_start_bytes,
                 ),
                 run,
             )

@@ -48,17 +48,28 @@ class Segments:
         """
         queries = tuple(map(int, lengths_q))
         keys = queries if lengths_k is None else tuple(map(int, lengths_k))
-        if not queries or len(queries) != len(keys):
-            raise PlanError(
-                f"attention over {len(queries)} runs of queries and {len(keys)} of keys; give each "
-                "run of queries its keys"
-            )
-        for q, k in zip(queries, keys, strict=True):
+        for q, k in zip(queries, keys, strict=False):
             if not 1 <= q <= k:
                 raise PlanError(
                     f"attention of {q} queries to {k} keys; a segment needs a query, and a key for "
                     "each"
                 )
+        return cls.of_unlike(queries, keys, device)
+
+    @classmethod
+    def of_unlike(
+        cls, lengths_q: Sequence[int], lengths_k: Sequence[int], device: torch.device | str
+    ) -> Segments:
+        """Segments of which queries see all keys, so that these may be fewer.
+
+        Raises :class:`PlanError` for none, or not as many runs of queries as of keys.
+        """
+        queries, keys = tuple(lengths_q), tuple(lengths_k)
+        if not queries or len(queries) != len(keys):
+            raise PlanError(
+                f"attention over {len(queries)} runs of queries and {len(keys)} of keys; give each "
+                "run of queries its keys"
+            )
         return cls(
             queries, keys, _starts(queries, device), _starts(keys, device), max(queries), max(keys)
         )

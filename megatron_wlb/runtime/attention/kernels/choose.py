@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -43,6 +44,8 @@ class Candidate:
     obstacle: Callable[[Demand], str | None]
     """Why it cannot run what is demanded, or None."""
     build: Callable[[Demand], VarlenKernel]
+    build_lse: Callable[[Demand], VarlenKernel] | None = None
+    """Makes it of a package's inner functions, which other versions may lack; tried first."""
     is_reference: bool = False
     """Whether others are compared with it, not it with others."""
     breaks: tuple[int, ...] = ()
@@ -57,6 +60,11 @@ class Candidate:
             reason = self.obstacle(demand)
             if reason is not None:
                 return reason
+            if self.build_lse is not None:
+                with contextlib.suppress(Exception):
+                    kernel = self.build_lse(demand)
+                    if check_kernel(kernel, demand) is None:
+                        return kernel
             kernel = self.build(demand)
         except Exception as error:
             return f"it cannot be set up ({_one_line(error)})"
@@ -64,10 +72,14 @@ class Candidate:
 
 
 CANDIDATES: dict[str, Candidate] = {
-    "flash-attn-3": Candidate(partial(flash.obstacle, 3), partial(flash.build, 3)),
+    "flash-attn-3": Candidate(
+        partial(flash.obstacle, 3), partial(flash.build, 3), partial(flash.build_lse, 3)
+    ),
     "transformer-engine": Candidate(transformer_engine.obstacle, transformer_engine.build),
     "torch": Candidate(torch_varlen.obstacle, torch_varlen.build),
-    "flash-attn-2": Candidate(partial(flash.obstacle, 2), partial(flash.build, 2)),
+    "flash-attn-2": Candidate(
+        partial(flash.obstacle, 2), partial(flash.build, 2), partial(flash.build_lse, 2)
+    ),
     "torch-cpu": Candidate(
         torch_cpu.obstacle, lambda _: torch_cpu.torch_cpu_varlen, breaks=torch_cpu.BREAKS
     ),
@@ -87,7 +99,7 @@ TIMED_PROBLEM = (
     (4096, 1531, 1024, 700, 333, 257, 128, 123),
     (8192, 1531, 1024, 700, 333, 257, 128, 123),
 )
-"""Those that it is timed with: whole documents, and the later half of one of 8192 tokens."""
+"""The lengths that it is timed with: whole documents, and the later half of one of 8192 tokens."""
 TIE = 0.03
 """By how much a faster kernel must be faster than one before it in :data:`CANDIDATES`."""
 
@@ -194,25 +206,26 @@ def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
     milliseconds; the random-number streams are left alone.
     """
     for lengths in PROBLEMS:
-        reason = _mistake(kernel, demand, _Problem.of(demand, *lengths))
+        problem = Problem.of(demand, *lengths)
+        reason = problem.mistake(partial(problem.solve, kernel, demand.dtype))
         if reason is not None:
             return reason
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
+class Problem:
     """Inputs of a kernel, drawn alike each time."""
 
     query: torch.Tensor
     pair: torch.Tensor
     """Keys and values are strided halves of one tensor, as under context parallelism."""
     grad: torch.Tensor
-    """Of the output."""
+    """The output's gradient."""
     segments: Segments
 
     @classmethod
-    def of(cls, demand: Demand, lengths_q: Sequence[int], lengths_k: Sequence[int]) -> _Problem:
+    def of(cls, demand: Demand, lengths_q: Sequence[int], lengths_k: Sequence[int]) -> Problem:
         generator = torch.Generator(demand.device).manual_seed(0)
 
         def draw(lengths: Sequence[int], *heads: int) -> torch.Tensor:
@@ -236,19 +249,19 @@ class _Problem:
         out = kernel(query, pair[:, 0], pair[:, 1], self.segments, scale)
         return [out.detach(), *torch.autograd.grad(out, inputs, self.grad.to(dtype))]
 
-
-def _mistake(kernel: VarlenKernel, demand: Demand, problem: _Problem) -> str | None:
-    try:
-        found = problem.solve(kernel, demand.dtype)
-    except Exception as error:
-        return f"it fails on a small problem ({_one_line(error)})"
-    expected = problem.solve(sdpa.sdpa_varlen, torch.float32)
-    tolerance = 8 * torch.finfo(demand.dtype).eps
-    for what, a, b in zip(("output", "dQ", "dK and dV"), found, expected, strict=True):
-        off = float((a.float() - b).abs().max() / b.abs().max())
-        if not off <= tolerance:
-            return f"its {what} is wrong on a small problem, by {off:.1e} of the largest value"
-    return None
+    def mistake(self, solve: Callable[[], list[torch.Tensor]]) -> str | None:
+        """What is wrong with a solution, or None."""
+        try:
+            found = solve()
+        except Exception as error:
+            return f"it fails on a small problem ({_one_line(error)})"
+        expected = self.solve(sdpa.sdpa_varlen, torch.float32)
+        tolerance = 8 * torch.finfo(self.query.dtype).eps
+        for what, a, b in zip(("output", "dQ", "dK and dV"), found, expected, strict=True):
+            off = float((a.float() - b).abs().max() / b.abs().max())
+            if not off <= tolerance:
+                return f"its {what} is wrong on a small problem, by {off:.1e} of the largest value"
+        return None
 
 
 def _timed(kernel: VarlenKernel, demand: Demand) -> Verdict:
@@ -267,7 +280,7 @@ def time_ms(
     Takes some tens of passes, a tenth of a second on a GPU for 32 heads of 128, and as much memory
     as attention in one layer; that is given back.
     """
-    problem = _Problem.of(demand, *lengths)
+    problem = Problem.of(demand, *lengths)
     on_gpu = demand.device.type == "cuda"
     means_s = []
     for num_passes in (3, 5, 5, 5):  # the first to warm up: packages compile and choose

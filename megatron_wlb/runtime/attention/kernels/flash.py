@@ -12,17 +12,56 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, VarlenKernel, packed_kernel
+from megatron_wlb.runtime.attention.kernels.base import (
+    Demand,
+    LseKernel,
+    Segments,
+    VarlenKernel,
+    packed_kernel,
+)
 
 _MODULES = {
     2: ("flash_attn",),
     3: ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """How the functions are called that the public one is made of."""
+
+    modules: tuple[str, ...]
+    forward: str
+    backward: str
+    causal: str
+    """What the backward pass calls the causal mask."""
+    forward_options: dict[str, Any]
+    backward_options: dict[str, Any]
+
+
+_INNER = {
+    2: _Inner(
+        ("flash_attn.flash_attn_interface",),
+        "_flash_attn_varlen_forward",
+        "_flash_attn_varlen_backward",
+        "causal",
+        {"dropout_p": 0.0},
+        {
+            "dropout_p": 0.0,
+            "window_size_left": -1,
+            "window_size_right": -1,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+        },
+    ),
+    3: _Inner(_MODULES[3], "_flash_attn_forward", "_flash_attn_backward", "is_causal", {}, {}),
 }
 _NEEDED = ("causal", "softmax_scale", "deterministic", "cu_seqlens_k", "max_seqlen_k")
 
@@ -67,9 +106,65 @@ def build(version: int, demand: Demand) -> VarlenKernel:
     return packed_kernel(attend, *lengths, "softmax_scale")
 
 
+def build_lse(version: int, demand: Demand) -> VarlenKernel:
+    """The same kernel by the package's inner functions, which tell log-sum-exps.
+
+    Their parameters are those of version 2.7 and later, and of version 3 from 2025 on. Raises
+    whatever the package does if they are others, when it is called.
+    """
+    inner = _INNER[version]
+    module = _module(inner.modules)
+    forward, backward = getattr(module, inner.forward), getattr(module, inner.backward)
+
+    def lengths(s: Segments, scale: float) -> dict[str, Any]:
+        return {
+            "cu_seqlens_q": s.cu_seqlens_q,
+            "cu_seqlens_k": s.cu_seqlens_k,
+            "max_seqlen_q": s.max_q,
+            "max_seqlen_k": s.max_k,
+            "softmax_scale": scale,
+        }
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        said = lengths(segments, scale) | inner.forward_options
+        out, lse, *_ = forward(query, key, value, causal=causal, **said)
+        return out, lse
+
+    def differentiate(
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        d_query, d_key, d_value = (torch.empty_like(t) for t in (query, key, value))
+        said = lengths(segments, scale) | inner.backward_options | {inner.causal: causal}
+        said |= {"dq": d_query, "dk": d_key, "dv": d_value}
+        backward(grad, query, key, value, out, lse, deterministic=demand.deterministic, **said)
+        return d_query, d_key, d_value
+
+    return LseKernel(attend, differentiate)
+
+
 def _function(version: int) -> Callable[..., Any]:
-    *others, last = _MODULES[version]
+    function: Callable[..., Any] = _module(_MODULES[version]).flash_attn_varlen_func
+    return function
+
+
+def _module(names: Sequence[str]) -> Any:
+    *others, last = names
     for name in others:
         with contextlib.suppress(ModuleNotFoundError):
-            return importlib.import_module(name).flash_attn_varlen_func  # type: ignore[no-any-return]
-    return importlib.import_module(last).flash_attn_varlen_func  # type: ignore[no-any-return]
+            return importlib.import_module(name)
+    return importlib.import_module(last)

@@ -15,6 +15,7 @@ import torch
 from helpers.attention import flash_backward, flash_forward
 
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.attention.head_start import check_parts
 from megatron_wlb.runtime.attention.kernels import (
     CANDIDATES,
     Demand,
@@ -25,6 +26,7 @@ from megatron_wlb.runtime.attention.kernels import (
     torch_varlen,
 )
 from megatron_wlb.runtime.attention.kernels import choose as choose_module
+from megatron_wlb.runtime.attention.kernels.base import LseKernel
 from megatron_wlb.runtime.attention.kernels.choose import Candidate
 from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
 from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
@@ -167,6 +169,82 @@ def test_flash_attn_is_called_as_it_is_meant(
         kernel = CANDIDATES[name].build(demand)
         assert check_kernel(kernel, demand) is None
         assert flash.deterministic is deterministic  # type: ignore[attr-defined]
+
+
+def inner_functions(monkeypatch: pytest.MonkeyPatch, version: int, *, is_old: bool) -> None:
+    """The inner functions of flash-attn as their sources have them, and the public one."""
+
+    def lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int) -> Any:
+        return segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+    def forward_2(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+    ) -> Any:  # fmt: skip
+        segments = lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return (*flash_forward(q, k, v, segments, softmax_scale, causal), None, None)
+
+    def backward_2(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any,
+        cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+        dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
+        window_size_right: int, softcap: float, alibi_slopes: Any, deterministic: bool,
+    ) -> Any:  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        segments = lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        found = flash_backward(dout, q, k, v, out, softmax_lse, segments, softmax_scale, causal)
+        for given, gradient in zip((dq, dk, dv), found, strict=True):
+            given.copy_(gradient)
+        return torch.empty(0)
+
+    def forward_3(
+        q: Any, k: Any, v: Any, k_new: Any = None, *, cu_seqlens_q: Any, cu_seqlens_k: Any,
+        max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool = False,
+    ) -> Any:  # fmt: skip
+        rest = (max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal)
+        return forward_2(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest)
+
+    def backward_3(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None, sequed_q: Any = None, sequed_k: Any = None,
+        max_seqlen_q: Any = None, max_seqlen_k: Any = None, dq: Any = None, dk: Any = None,
+        dv: Any = None, softmax_scale: Any = None, is_causal: bool = False,
+        window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+        deterministic: bool = False, sm_margin: int = 0,
+    ) -> Any:  # fmt: skip
+        return backward_2(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, 0.0, softmax_scale, is_causal, window_size_left, window_size_right,
+            softcap, None, deterministic,
+        )  # fmt: skip
+
+    name = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_3.flash_attn_interface"}[version]
+    for module in (name, "flash_attn"):
+        install(monkeypatch, module, flash)
+    functions = {2: (forward_2, backward_2), 3: (forward_3, backward_3)}[version]
+    kind = "_varlen" if version == 2 else ""
+    for passed, function in zip(("forward", "backward"), functions, strict=True):
+        monkeypatch.setattr(
+            sys.modules[name], f"_flash_attn{kind}_{passed}", missing if is_old else function,
+            raising=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_flash_attn_tells_log_sum_exps_where_its_inner_functions_fit(
+    monkeypatch: pytest.MonkeyPatch, version: int, is_old: bool
+) -> None:
+    """An older package runs by its public function."""
+    inner_functions(monkeypatch, version, is_old=is_old)
+    candidate = dataclasses.replace(
+        CANDIDATES[f"flash-attn-{version}"], obstacle=lambda demand: None
+    )
+    kernel = candidate.make(CPU)
+    assert isinstance(kernel, LseKernel) == (not is_old)
+    assert not isinstance(kernel, str) and check_kernel(kernel, CPU) is None
+    if isinstance(kernel, LseKernel):
+        assert check_parts(kernel, CPU) is None
 
 
 def test_determinism_that_needs_a_setting_is_asked_for(capability: list[Any]) -> None:
