@@ -6,11 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import colormaps
-
-from megatron_wlb.study import plot
-from megatron_wlb.study.plot import GREY
-
 TINY = "tiny form on a CPU: says nothing of a GPU"
 
 
@@ -51,6 +46,10 @@ def curves(
     of_tokens: bool = False,
 ) -> None:
     """Panels of named lines; ``of_tokens`` draws numbers of tokens on a logarithmic axis."""
+    from matplotlib import colormaps  # takes a second, which only the page needs
+
+    from megatron_wlb.study import plot
+
     figure = plot.new_figure(title, height=1.2 + 3.2 * len(panels))
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
@@ -61,7 +60,7 @@ def curves(
             one.plot(list(points), list(points.values()), label=name, **style)
         one.set_ylabel(y)
         one.set_ylim(bottom=0)
-        one.grid(axis="y", color=GREY, lw=0.8)
+        one.grid(axis="y", color=plot.GREY, lw=0.8)
         plot.set_title(one, panel)
         if of_tokens:
             one.set_xscale("log", base=2)

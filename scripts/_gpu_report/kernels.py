@@ -38,11 +38,14 @@ def measure(results: Results) -> None:
                 continue
             key = f"{name}, {shape}"
             results.once(key, lambda k=made, w=wanted: tried(lambda: {"errors": errors(k, w)}))
+            scale, number, repeats = (TINY, 1, 1) if results.tiny else (1, NUM_WINDOWS, REPEATS)
             for window in WINDOWS:
-                documents = windows(window, NUM_WINDOWS, TINY if results.tiny else 1, SEED)
+                documents = windows(window, number, scale, SEED)
                 results.once(
                     f"{key}, {window}",
-                    lambda k=made, w=wanted, d=documents: tried(lambda: speeds(k, w, d)),
+                    lambda k=made, w=wanted, d=documents, n=repeats: tried(
+                        lambda: speeds(k, w, d, n)
+                    ),
                 )
 
 
@@ -87,7 +90,7 @@ def one_by_one(kernel: VarlenKernel, lengths: Sequence[int], device: torch.devic
 
 
 def speeds(
-    kernel: VarlenKernel, wanted: Demand, batches: Sequence[tuple[int, ...]]
+    kernel: VarlenKernel, wanted: Demand, batches: Sequence[tuple[int, ...]], repeats: int
 ) -> dict[str, Any]:
     """µs and TFLOP/s of windows of documents, of these one by one, and of one as long as a window.
 
@@ -108,7 +111,7 @@ def speeds(
         for _, one, lengths in calls
     ]
     times_us: list[list[tuple[float, float]]] = [[] for _ in timers]
-    for number in in_turns(len(timers), REPEATS + 1):
+    for number in in_turns(len(timers), repeats + 1):
         timer, lengths = timers[number]
         times_us[number].append(timer(lengths, lengths))
     found: dict[str, Any] = {"window": window, "documents": sum(map(len, batches)) / len(batches)}
@@ -168,7 +171,7 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
         return text
     columns = ["kernel", "window, tokens", "documents", "forward, TFLOP/s", "backward, TFLOP/s",
                "one document, TFLOP/s", "packed over it", "packed over one by one"]  # fmt: skip
-    text += ["", f"{NUM_WINDOWS} windows of reference documents, each packed in one call. FLOPs "
+    text += ["", "Windows of reference documents, each packed in one call. FLOPs "
              "are those of exact causal pairs. Rates of one document of the whole window stand "
              "beside, and how much faster the packed call is than a call for each document.", "",
              *table(columns, speed)]  # fmt: skip

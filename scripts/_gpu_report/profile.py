@@ -18,7 +18,7 @@ from megatron_wlb.cost.hardware import FIGURES
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.study.plot_attention import plot_attention
 
-LONGEST, TINY_LONGEST = 160 * 1024, 640
+LONGEST, TINY_LONGEST = 160 * 1024, 512
 """The longest window of Figure 14, in tokens."""
 REPEATS, TINY_REPEATS = 5, 1
 
