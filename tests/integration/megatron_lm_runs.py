@@ -16,7 +16,7 @@ from trainer_runs import Finished, Flags, Run, read_metrics, start
 PATH = os.environ.get("MEGATRON_LM_PATH")
 needs_megatron_lm = pytest.mark.skipif(
     PATH is None or not Path(PATH, "pretrain_gpt.py").is_file(),
-    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM core_v0.16.1",
+    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM",
 )
 
 WINDOW = 128

@@ -1,6 +1,6 @@
 """Megatron-LM's own recipes, against Megatron-LM's own converter and parser.
 
-``MEGATRON_LM_PATH`` is a checkout of core_v0.16.1.
+``MEGATRON_LM_PATH`` is a checkout.
 """
 
 from __future__ import annotations
