@@ -41,7 +41,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and machine")
     add_model_flag(group, required=True)
     flag(group, "--hardware NAME|FILE", "the machine", "h100-sxm")
-    about = f"what tensors may take on a device (default: {MEMORY_SHARE:.0%}% of what is left)"
+    share = f"{MEMORY_SHARE:.0%}% of its memory"
+    about = (
+        f"what tensors may take on a device (default: {share} without context and communicators)"
+    )
     flag(group, "--memory-gib GIB", about)
     add_cost_file(group, ", also of the hardware's attention")
 

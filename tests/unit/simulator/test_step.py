@@ -245,7 +245,7 @@ def test_analytic_costs_count_layers_ends_transfers_and_reduction():
     assert costs.update_us[1] == pytest.approx(38 * parameters / (3350e3 * 0.896))
     gathered = 2 * parameters * 7 / 8
     assert sharded.update_us[1] == pytest.approx(
-        costs.update_us[1] / 8 + 10 + gathered / (50e3 * 0.778)
+        costs.update_us[1] / 8 + 10 + gathered / (4 * 50e3 * 0.778)
     )
     assert costs.embedding_us > 10
     untied = dataclasses.replace(SHAPE, tied_embeddings=False)
