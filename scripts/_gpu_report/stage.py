@@ -25,7 +25,7 @@ def measure(results: Results) -> None:
 
     scale = 128 if results.tiny else 1
     for name, (model, tp_size, num_layers) in (TINY_STAGES if results.tiny else STAGES).items():
-        for window in WINDOWS:
+        for window in WINDOWS[: 1 if results.tiny else None]:
             results.once(
                 f"{name}, {window}",
                 lambda m=model, t=tp_size, n=num_layers, w=window: [
@@ -44,7 +44,7 @@ def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:
     for key, found in figures.items():
         for row in found:
             pairs = [(row[f"{kind}_us"], 1e3, 2) for kind in ("measured", "modelled")]
-            pairs += [(row[f"{kind}_bytes"], 2**20, 0) for kind in ("measured", "modelled")]
+            pairs += [(row[f"{kind}_bytes"], 2**20, 1) for kind in ("measured", "modelled")]
             cells = ["" if n is None else f"{n / unit:,.{digits}f}" for n, unit, digits in pairs]
             rows.append([key.partition(",")[0], row["what"], f"{row['tokens']:,}",
                          str(row["documents"]), *cells])  # fmt: skip
