@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
