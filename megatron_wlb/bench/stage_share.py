@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_wlb.bench.attention_rates import Clock, measure_attention, named_kernel
+from megatron_wlb.bench.attention_rates import Clock, measure_attention
 from megatron_wlb.bench.hardware_file import base_of, hardware_content, measured_hardware
 from megatron_wlb.bench.live_bytes import LiveBytes
 from megatron_wlb.bench.rates import machine_name, measure_rates
@@ -219,13 +219,13 @@ def _machines(
     shape: ModelShape, device: str, name: str | None, longest: int, repeats: int, seed: int
 ) -> tuple[Hardware, Hardware, str]:
     """The machine as its file says and as it is measured now, and the name of its kernel."""
-    from megatron_wlb.runtime.attention.kernels import Demand
+    from megatron_wlb.runtime.attention.kernels import Demand, choose_kernel
 
     name = name or base_of(device, torch.cuda.get_device_name() if device == "cuda" else "")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     heads = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels
     demand, machine = Demand(torch.device(device), dtype, *heads), machine_name(device)
-    kernel, _ = named_kernel("auto", demand)
+    kernel = choose_kernel("auto", demand).name
     profile = measure_attention(
         demand, kernel, longest=max(2, longest), repeats=repeats, machine=machine, seed=seed
     )

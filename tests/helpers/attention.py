@@ -133,7 +133,8 @@ def by_definition(
     """
     query, key, value, grad = (t.to(dtype) for t in inputs)
     leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-    out = document_attention(*leaves, lengths_q, lengths_k, scale)
+    q, k, v = leaves
+    out = document_attention(q, k, v, lengths_q, lengths_k, scale)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
