@@ -132,9 +132,8 @@ def by_definition(
     value and the output's gradient.
     """
     query, key, value, grad = (t.to(dtype) for t in inputs)
-    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-    q, k, v = leaves
-    out = document_attention(q, k, v, lengths_q, lengths_k, scale)
+    query, key, value = leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+    out = document_attention(query, key, value, lengths_q, lengths_k, scale)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
