@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,13 @@ def asks_for_plans(words: Sequence[str]) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds our flags to Megatron's parser, in a group of their own, with their defaults."""
+    """Adds our flags to Megatron's parser, in a group of their own, with their defaults.
+
+    Help texts with a bare per cent sign, which some versions have, are made printable.
+    """
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"%%|%(?!\(\w+\))", "%%", action.help)
     add_flags(parser, "workload balance (megatron-wlb)", WlbConfig, defaults=True)
     return parser
 

@@ -97,3 +97,10 @@ def test_flags_have_the_defaults_of_the_settings_and_a_group_of_their_own() -> N
 )
 def test_any_flag_of_ours_but_the_device_asks_for_plans(words: list[str], asks: bool) -> None:
     assert arguments.asks_for_plans(words) is asks
+
+
+def test_help_with_a_bare_per_cent_sign_is_printed() -> None:
+    """As of a flag of 0.18, by which its own ``--help`` ends in an error."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fraction", default=7, help="(50%) of %(default)s, 3%% more")
+    assert "(50%) of 7, 3% more" in arguments.add_arguments(parser).format_help()
