@@ -64,9 +64,9 @@ class ShareRow:
     documents: int
     measured_us: float
     modelled_us: float
-    """With the device's rates and attention measured, as ``wlb profile`` does."""
+    """By the device's rates and attention, measured as ``wlb profile`` does."""
     assumed_us: float
-    """With the hardware file that comes with the project."""
+    """By the hardware file that comes with the project."""
     measured_bytes: int | None = None
     """The most that the micro-batch added while it ran; of the total alone."""
     modelled_bytes: int | None = None

@@ -49,7 +49,7 @@ class ForwardTimes:
     tp_us: float
     """Tensor-parallel collectives."""
     tp_backward_us: float
-    """Those of the backward pass, that are not hidden."""
+    """What is not hidden of those of the backward pass."""
     cp_us: float = 0.0
     """Context-parallel exchange that is not hidden."""
     cp_copy_us: float = 0.0

@@ -127,7 +127,7 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         {"pipeline_model_parallel_size": 4, "overlap_p2p_comm": False},
         {"num_virtual_stages_per_pipeline_rank": None, "overlap_p2p_comm": False},
         {"dataloader_type": "single"},
-        {"eval_global_batch_size": 16, "eval_micro_batch_size": 1},
+        {"eval_global_batch_size": 16, "eval_micro_batch_size": 2},
         {"ckpt_format": "torch"},
         {"bf16": False, "dist_ckpt_optim_fully_reshardable": True},
         {"bf16": False, "save": None},
