@@ -6,7 +6,7 @@ operation's precision):
 * matrix products: 2 FLOPs a weight and token, over TP and CP;
 * causal attention: ``2 · heads · dim · d²`` FLOPs a document, over TP and CP;
 * TP: two all-gathers or reduce-scatters of ``[tokens / CP, h]`` a part (an all-reduce is as much).
-  Nothing hides them, as ``--tp-comm-overlap`` is refused;
+  Nothing hides them, as ``--tp-comm-overlap`` is turned off;
 * CP: the other ranks' K and V, and the copy of all ranks' into the order that the attention kernel
   takes. The exchange of the first of ``g`` head groups is not hidden, that of the others is for the
   machine's ``cp_overlap``;
