@@ -73,7 +73,7 @@ def test_slices_gain_most_over_best_fit_and_need_less_memory() -> None:
     assert slim.peak_gib < 1.1 * best_fit.peak_gib < hold.peak_gib
     assert slim.units > 2 * best_fit.units
     # Variation of forwards and backwards: windows are worse backward, slices even in both.
-    assert 0.3 < best_fit.spread[0, 1] < best_fit.spread[1, 1]
+    assert 0.15 < best_fit.spread[0, 1] < best_fit.spread[1, 1]
     assert slim.spread[:, 1].max() < 0.05
     assert (slim.spread[:, 0] < best_fit.spread[:, 0]).all()
 
