@@ -271,7 +271,8 @@ def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
         )
         return present
     for layer in layers:
-        layer.options = replace(layer.options, kernel=options.kernel, kernel_name=saved)
+        # All that depends on the kernel; a layer keeps what it gathers by its own recomputation.
+        layer.options = replace(options, keep_gathered=layer.options.keep_gathered)
     logger.info("attention kernel: %s in place of %s, as in the checkpoint", saved, present)
     return saved
 

@@ -143,7 +143,10 @@ def test_demanded_kernel_is_not_timed(gloo: GlooPool) -> None:
 
 
 def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
-    """What a run settles on whose first rank has a layer and whose second one has none."""
+    """What a run settles on whose first rank has a layer and whose second one has none.
+
+    Of its kernels only ``sdpa`` could begin with near keys.
+    """
     import torch
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -157,12 +160,18 @@ def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
         num_layers=1, hidden_size=32, num_attention_heads=2, attention_dropout=0.0,
         cuda_graph_scope=[],
     )  # fmt: skip
-    options = model.attention_options(config, core)
+
+    def least_bytes(kernel: object, _: object) -> int | None:
+        return 7 if kernel is sdpa_varlen else None
+
+    lines: list[str] = []
+    with mock.patch.object(model, "least_bytes", least_bytes):
+        options = model.attention_options(config, core)
     chunk = torch.nn.Module()
     if torch.distributed.get_rank() == 0:
         chunk.layer = DocumentAttention(core, 1, AttnMaskType.causal, "self", options=options)
-    lines: list[str] = []
     with (
+        mock.patch.object(model, "least_bytes", least_bytes),
         mock.patch.object(model.logger, "info", lambda line, *a: lines.append(line % a)),
         mock.patch.object(model.logger, "warning", lambda line, *a: lines.append(line % a)),
     ):
@@ -170,6 +179,7 @@ def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
     for layer in chunk.children():
         options = layer.options
         assert options.kernel_name == name
+        assert options.head_start_bytes == least_bytes(options.kernel, None)
     return name, options.kernel is sdpa_varlen, lines
 
 
