@@ -74,25 +74,33 @@ def prepare(args: argparse.Namespace) -> None:
     """Sets what plans need of Megatron, before its own checks.
 
     Tokens of ragged micro-batches weigh the same only if the step is divided by them once. So the
-    loss is a sum over tokens where Megatron's is a mean, and so large that fp16 asks for two things
-    more. Loss scales are smaller by the power of two next to a step's tokens: then the numbers that
-    pass through the model are as large as in a mean. And gradients are added up in fp32, as
-    dividing them by the tokens would bring fp16 ones below its smallest number.
+    loss is a sum over tokens where Megatron's is a mean, and fp16 asks for two things more. One is
+    that gradients are added up in fp32, as dividing them by the tokens would bring fp16 ones below
+    its smallest number; the other is :func:`scale_losses`.
     """
     guards.turn_off(args)
     args.calculate_per_token_loss = True
     args.dataloader_type = "external"
     if args.fp16:
         args.accumulate_allreduce_grads_in_fp32 = True
-        step_windows = args.global_batch_size or args.micro_batch_size * args.world_size
-        shift = (step_windows * args.seq_length - 1).bit_length()
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
-            if getattr(args, name) is not None:
-                setattr(args, name, getattr(args, name) * 2.0**-shift)
-        logger.info(
-            "--fp16: gradients are added up in fp32; loss scales are 2^%d smaller, as the loss is "
-            "a sum over the tokens of a step", shift,
-        )  # fmt: skip
+
+
+def scale_losses(args: argparse.Namespace) -> None:
+    """Makes loss scales of fp16 smaller by the power of two next to a step's tokens.
+
+    Then the numbers that pass through the model are as large as in a mean. To be called after
+    Megatron's own checks, which fill in the sizes of the batch that are not given.
+    """
+    if not args.fp16:
+        return
+    shift = (args.global_batch_size * args.seq_length - 1).bit_length()
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        if getattr(args, name) is not None:
+            setattr(args, name, getattr(args, name) * 2.0**-shift)
+    logger.info(
+        "--fp16: gradients are added up in fp32; loss scales are 2^%d smaller, as the loss is a "
+        "sum over the tokens of a step", shift,
+    )  # fmt: skip
 
 
 def config_of(args: argparse.Namespace) -> Config:

@@ -64,7 +64,12 @@ class Hooks:
             patches.wrap(module, name, getattr(self, name.lstrip("_")))
 
     def save_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Collects what is ours on all ranks, of which Megatron may ask only some for a state."""
+        """Collects what is ours on all ranks, of which Megatron may ask only some for a state.
+
+        Before, what is still to be written of the steps in it: a run that goes on from here does
+        not run them again.
+        """
+        self.session.catch_up()
         settings = self.session.args
         rng: Any = rng_state()
         is_distributed = settings.ckpt_format == "torch_dist"

@@ -98,6 +98,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
         raise CheckpointError(error)
     arguments.prepare(args)
     checked = _megatrons_own_checks(original, args, *rest, **kwargs)
+    arguments.scale_losses(args)
     config = arguments.config_of(args)
     layout_guards.check(config, args.world_size)
     layout_guards.check_micro_batches(config, args.world_size)

@@ -138,8 +138,9 @@ def test_gradients_of_keys_summed_in_fp32_take_more_in_backward() -> None:
 
     def most(reduce_in_fp32: bool) -> float:
         layout = Parallelism(cp_size=4, tp_size=2)
-        options = {"reduce_in_fp32": reduce_in_fp32}
-        model = ActivationModel(LLAMA, layout, Recompute(), 2, "fused", **options)
+        model = ActivationModel(
+            LLAMA, layout, Recompute(), 2, "fused", reduce_in_fp32=reduce_in_fp32
+        )
         return exchange(model).backward
 
     def exchange(model: ActivationModel) -> Operation:

@@ -104,3 +104,20 @@ def test_help_with_a_bare_per_cent_sign_is_printed() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fraction", default=7, help="(50%) of %(default)s, 3%% more")
     assert "(50%) of 7, 3% more" in arguments.add_arguments(parser).format_help()
+
+
+def test_fp16_scales_losses_by_the_batch_that_megatron_filled_in() -> None:
+    """Sizes may be missing before its checks: of the batch, or given as --encoder-seq-length."""
+    scales = {"loss_scale": None, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0}
+    sizes = dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length"))
+    args = argparse.Namespace(fp16=True, world_size=4, **scales, **sizes)
+    arguments.prepare(args)
+    assert args.accumulate_allreduce_grads_in_fp32 and args.calculate_per_token_loss
+    args.micro_batch_size, args.global_batch_size, args.seq_length = 2, 8, 500
+    arguments.scale_losses(args)
+    assert {name: getattr(args, name) for name in scales} == {
+        "loss_scale": None, "initial_loss_scale": 2.0**20, "min_loss_scale": 2.0**-12,
+    }  # fmt: skip
+    args.loss_scale = 1024.0
+    arguments.scale_losses(args)
+    assert args.loss_scale == 0.25
