@@ -138,7 +138,8 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
     model.install(_patches, config)
-    _patches.replace(training, "dummy_train_step", schedule.skip_step)
+    skip = functools.partial(schedule.skip_step, _session)
+    _patches.replace(training, "dummy_train_step", skip)
     checkpoint.Hooks(_session).install(_patches)
     log.Log(_session).install(_patches)
 

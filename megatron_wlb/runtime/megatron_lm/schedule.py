@@ -72,11 +72,15 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
     return run
 
 
-def skip_step(data_iterator: Any) -> None:
-    """Megatron's ``dummy_train_step`` for ``--iterations-to-skip``: the plan is taken, not run."""
+def skip_step(session: Session, data_iterator: Any) -> None:
+    """Megatron's ``dummy_train_step`` for ``--iterations-to-skip``: the plan is taken, not run.
+
+    No line comes after it that would tell of the step before, should the run end with it.
+    """
     rerun = get_rerun_state_machine()
     while rerun.should_run_forward_backward(data_iterator):
         next(data_iterator_of(data_iterator))
+    session.catch_up()
 
 
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
