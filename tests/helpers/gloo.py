@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -273,6 +274,7 @@ def _warm_up() -> None:
     import helpers.preload  # noqa: F401  # loud, should the fork server have failed
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported, which no collection need look at
 
 
 def _run_case(rank: int, size: int, rendezvous: str, request: bytes) -> Any:
@@ -283,6 +285,7 @@ def _run_case(rank: int, size: int, rendezvous: str, request: bytes) -> Any:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # what holds a group in a cycle, whose thread would look for messages for ever
     store = dist.FileStore(rendezvous, size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     function, args = pickle.loads(request)
