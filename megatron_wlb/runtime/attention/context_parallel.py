@@ -114,7 +114,9 @@ class KeyGather:
         """The near keys, and where the far ones are."""
         device = self.rows.device
         near, far = NearKeys.of(self.layout, device)
-        slice_rows = None if self.slice_rows is None else self.slice_rows.numpy(force=True)
+        slice_rows = None
+        if self.slice_rows is not None:  # On the host: a GPU would have to be waited for.
+            slice_rows = self.layout.token_rows[: len(self.slice_rows)]
         return near, KeyGather.of(far, device, slice_rows, self.group)
 
     @property

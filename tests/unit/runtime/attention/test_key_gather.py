@@ -1,0 +1,20 @@
+"""Where a rank's near and far keys are, of a micro-batch that begins with a slice."""
+
+from __future__ import annotations
+
+from helpers.waits import recorded
+
+from megatron_wlb.sharding import Sharding, rank_layout
+
+
+def test_split_of_keys_waits_for_nothing_on_the_device() -> None:
+    from megatron_wlb.runtime.attention.context_parallel import KeyGather
+
+    layout = rank_layout([24, 8], 2, 1, Sharding("per-document"))
+    slice_rows = layout.token_rows[:24]
+    gather = KeyGather.of(layout.split(24)[1], "cpu", slice_rows)
+    with recorded() as places:
+        _, far = gather.split
+    assert places == set()
+    assert far.slice_rows is not None
+    assert far.slice_rows.tolist() == slice_rows.tolist()
