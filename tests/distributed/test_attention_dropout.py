@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,43 +13,53 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import FULL, HEAD_GROUPS, SELECTIVE, WORKLOAD, Layout, Oracle
 from helpers.ranks import scatter_for, sliced_for, train
+from helpers.shards import RankRun
 
 from megatron_wlb.settings.command_line import parse
 
 SDPA = "--wlb-attention-kernel sdpa"
 DROPOUT = f"--attention-dropout 0.2 {SDPA}"
+ONE = Layout("llama", 2)
 
 
-@pytest.mark.parametrize("plan_for", [scatter_for, sliced_for], ids=["whole", "slices"])
-@pytest.mark.parametrize(
-    "layout",
-    [{}, {"pp": 2}, {"cp": 2, "sharding": "hybrid", "flags": HEAD_GROUPS}],
-    ids=["pp1", "pp2", "cp2"],
-)
-def test_dropout_is_drawn_again_alike(
-    gloo: GlooPool, oracle: Oracle, layout: dict[str, Any], plan_for: Any
-) -> None:
+CP2 = Layout("llama", 2, cp=2, sharding="hybrid", extra=HEAD_GROUPS)
+CASES = {
+    "pp1": (ONE, scatter_for, (FULL, SELECTIVE)),
+    "pp2": (Layout("llama", 2, pp=2), scatter_for, (FULL, SELECTIVE)),
+    "cp2": (CP2, scatter_for, (SELECTIVE,)),
+    "slices": (ONE, sliced_for, (FULL,)),
+}
+
+
+def runs_of(
+    gloo: GlooPool, oracle: Oracle, case: Layout, extra: str, plan_for: Any = scatter_for
+) -> list[RankRun]:
+    initial = oracle(case).initial
+    case = replace(case, extra=f"{case.extra} {extra}")
+    given = case.config, WORKLOAD, initial, contextlib.nullcontext, plan_for
+    return gloo.run(case.world_size, train, *given)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dropout_is_drawn_again_alike(gloo: GlooPool, oracle: Oracle, name: str) -> None:
     """Losses and gradients of a run that computes activations again are those of one that keeps
-    them, to the bit. The evaluation between steps draws nothing.
+    them, to the bit.
     """
-    layout = dict(layout)
-    flags = layout.pop("flags", "")
-    initial = oracle(Layout("llama", 2, **layout)).initial
+    case, plan_for, recomputations = CASES[name]
+    kept = runs_of(gloo, oracle, case, DROPOUT, plan_for)
+    for recompute in recomputations:
+        again = runs_of(gloo, oracle, case, f"{DROPOUT} {recompute}", plan_for)
+        for ours, theirs in zip(again, kept, strict=True):
+            assert ours.losses == theirs.losses
+            for pair in zip(ours.gradients, theirs.gradients, strict=True):
+                assert all(np.array_equal(a, b) for a, b in zip(*pair, strict=True))
 
-    def run(extra: str) -> Any:
-        case = Layout("llama", 2, extra=f"{flags} {extra}", **layout)
-        given = case.config, WORKLOAD, initial, contextlib.nullcontext, plan_for
-        return gloo.run(case.world_size, train, *given)
 
-    kept = run(DROPOUT)
-    for recompute in (FULL, SELECTIVE):
-        for rank, again in zip(kept, run(f"{DROPOUT} {recompute}"), strict=True):
-            assert again.losses == rank.losses
-            for ours, theirs in zip(again.gradients, rank.gradients, strict=True):
-                assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    without = run(SDPA)
-    assert kept[-1].losses[0] != without[-1].losses[0]
-    assert kept[-1].evaluated[0] == without[-1].evaluated[0]  # before the first update
+def test_dropout_is_for_training_alone(gloo: GlooPool, oracle: Oracle) -> None:
+    """Evaluated before the first update, the model is the same with and without."""
+    (with_it,), (without,) = (runs_of(gloo, oracle, ONE, extra) for extra in (DROPOUT, SDPA))
+    assert with_it.losses[0] != without.losses[0]
+    assert with_it.evaluated[0] == without.evaluated[0]
 
 
 def set_up(config: Any) -> None:
@@ -91,7 +102,7 @@ def drawn_in_attention(shared: bool) -> list[float]:
         options=core.AttentionOptions(sdpa_varlen, dropping=kernel),
     )  # fmt: skip
     rank = parallel_state.get_context_parallel_rank()
-    _, params = local_params([8], np.arange(8), "cpu", rank, 2, Sharding())
+    _, params = local_params([8], np.arange(8), "cpu", cp_rank=rank, cp_size=2, sharding=Sharding())
     qkv = [torch.randn(4, 1, 1, 4) for _ in range(3)]
 
     @contextlib.contextmanager

@@ -337,10 +337,11 @@ def test_every_guard_is_tested() -> None:
 
 
 def test_all_that_cannot_run_is_told_at_once() -> None:
-    flags = "--global-batch-size 7 --attention-dropout 0.1 --lr 1e-3 --min-lr 1 --save-interval 2"
+    flags = "--global-batch-size 7 --max-position-embeddings 9 --lr 1e-3 --min-lr 1 "
+    flags += "--save-interval 2"
     with pytest.raises(ConfigError) as caught:
         check_all(flags, 2)
-    told = ["--attention-dropout", "--min-lr", "--save-interval", "--global-batch-size"]
+    told = ["--max-position-embeddings", "--min-lr", "--save-interval", "--global-batch-size"]
     assert [line.split()[0] for line in str(caught.value).splitlines()] == told
     report = caught.value.report(" (rank 1)")
     assert [line.split(": ")[0] for line in report.splitlines()] == ["error (rank 1)"] * 4

@@ -34,7 +34,6 @@ def test_words_of_what_runs_pass(more: str) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--attention-dropout 1.5", r"^--attention-dropout is 1.5.*\[0, 1\)"),
         ("--softmax-type=learnable", "^--softmax-type learnable does not work"),
         ("--sft", "^--sft does not work"),
         ("--position-embedding-type mrope", "^--position-embedding-type mrope does not work"),
@@ -79,6 +78,8 @@ def test_settings_that_are_not_given_are_megatrons() -> None:
     at = FINE.split().index("--attention-dropout")
     config = words.settings([*FINE.split()[:at], *FINE.split()[at + 2 :]], 4)
     assert config.model.attention_dropout == 0.1
+    with pytest.raises(ConfigError, match=r"^--attention-dropout is 1.5.*\[0, 1\)"):
+        words.settings([*FINE.split(), "--attention-dropout", "1.5"], 4)
     config = words.settings([*FINE.split(), "--swiglu", "--fp16", "--global-batch-size", "16"], 8)
     assert config.model.ffn_hidden_size == 2048
     assert config.training.bf16 and config.training.global_batch_size == 16
