@@ -175,7 +175,7 @@ def choose_kernel(name: str, demand: Demand) -> ChosenKernel:
     )
     if demand.dropout and times_ms[chosen] == math.inf:
         logger.warning(
-            "attention runs %s, which holds the probabilities of all pairs: no kernel of packed "
+            "attention runs %s, which may hold the probabilities of all pairs: no kernel of packed "
             "attention can run here with --attention-dropout %g; train in bf16, install "
             "flash-attn 2 or TransformerEngine, or give --attention-dropout 0",
             chosen,

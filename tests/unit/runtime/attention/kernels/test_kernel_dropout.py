@@ -44,6 +44,25 @@ def test_sdpa_with_dropout_is_in_the_mean_what_it_is_without(probability: float)
     assert not torch.equal(outputs[0], outputs[1])
 
 
+def test_sdpa_with_dropout_holds_what_queries_may_see() -> None:
+    """In blocks, whose masks leave out the later keys; the output is the same."""
+    segments, length = Segments.of([1300, 2]), 1302
+    torch.manual_seed(5)
+    query = torch.randn(length, 2, 8, requires_grad=True)
+    key, value = (torch.randn(length, 1, 8, requires_grad=True) for _ in range(2))
+    held: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        out = dropping(1e-12, query, key, value, segments, 0.3)
+    assert sum(held.values()) < 0.75 * 12 * 2 * 1300**2  # three numbers of each pair in fp32
+    torch.testing.assert_close(out, sdpa_varlen(query, key, value, segments, 0.3))
+
+
 def test_auto_with_dropout_passes_over_kernels_without_it_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
