@@ -192,7 +192,7 @@ def measure_attention(
     """
     if repeats < 1:
         raise ConfigError(f"repeats is {repeats}; give at least 1")
-    name, kernel = choose_kernel(kernel_name, demand)
+    name, kernel, *_ = choose_kernel(kernel_name, demand)
     key_bytes, mixed_bytes = KEY_BYTES, 2 * longest * _token_bytes(demand)  # each document twice
     while True:
         try:

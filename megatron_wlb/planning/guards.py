@@ -44,7 +44,7 @@ _AT_MOST = (
 _WITHIN = (
     # Half-open.
     ((0, 2**32), "seed"),
-    ((0, 1), "adam_beta1 adam_beta2 sgd_momentum hidden_dropout"),
+    ((0, 1), "adam_beta1 adam_beta2 sgd_momentum hidden_dropout attention_dropout"),
     (
         (0, math.inf),
         "lr weight_decay adam_eps clip_grad norm_epsilon init_method_std "
@@ -213,11 +213,6 @@ def _check_model(config: Config) -> Iterator[str]:
         )
     if config.parallel.sequence_parallel and m.hidden_size % tp:
         yield f"--hidden-size {m.hidden_size} is not divisible by TP {tp}"
-    if m.attention_dropout:
-        yield (
-            f"--attention-dropout is {m.attention_dropout}, but packed attention has none; set it "
-            "to 0 (long-context pretraining recipes do)"
-        )
     yield from _check_positions(config)
     rows = m.max_position_embeddings
     if rows is not None and rows < config.data.seq_length:

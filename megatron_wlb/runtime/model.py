@@ -223,6 +223,7 @@ def attention_options(
         num_groups,
         core.kv_channels,
         core.deterministic_mode,
+        core.attention_dropout,
     )
     num_head_groups = config.wlb.wlb_cp_overlap_groups
     if num_head_groups is None:
@@ -232,7 +233,7 @@ def attention_options(
             f"--wlb-cp-overlap-groups is {num_head_groups}, which does not divide the {num_groups} "
             "key/value heads of a TP rank; use a divisor"
         )
-    name, kernel = choose(config.wlb.wlb_attention_kernel, demand)
+    name, kernel, dropping = choose(config.wlb.wlb_attention_kernel, demand)
     wlb = config.wlb
     return AttentionOptions(
         kernel,
@@ -241,6 +242,8 @@ def attention_options(
         wlb.wlb_cp_reduce_in_fp32,
         least_bytes(kernel, demand),
         name,
+        dropping,
+        config.training.seed,
     )
 
 

@@ -69,7 +69,7 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = setting(False, "separate output weights")
     make_vocab_size_divisible_by: int = setting(128, "vocabulary is padded to this × TP")
     hidden_dropout: float = setting(0.0, "dropout after attention and MLP")
-    attention_dropout: float = setting(0.0, "must be 0: packed attention has no dropout")
+    attention_dropout: float = setting(0.0, "dropout of attention's probabilities")
     init_method_std: float = setting(0.02, "standard deviation of initial weights")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ def kernel_called(name: str, wanted: Demand) -> VarlenKernel:
     reason = CANDIDATES[name].obstacle(wanted)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    return choose_kernel(name, wanted).kernel
+    chosen = choose_kernel(name, wanted)
+    return chosen.dropping or chosen.kernel
 
 
 def tensors(num_groups: int, head_dim: int, num_q: int, num_k: int) -> list[torch.Tensor]:
@@ -66,6 +68,28 @@ def test_kernel_is_attention_by_definition(name: str, num_groups: int, head_dim:
     out = kernel(*leaves, Segments.of(lengths_q, lengths_k, "cuda"), SCALE)
     found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
     assert_as_good_as_bf16(found, inputs, lengths_q, lengths_k)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("num_groups", [8, 2])
+def test_dropout_is_none_in_the_mean(name: str, num_groups: int) -> None:
+    """Of many draws; and one state of the random numbers gives one output. The gradients are
+    checked where kernels are chosen.
+    """
+    wanted = replace(demand(num_groups, 64), dropout=0.2)
+    kernel = kernel_called(name, wanted)
+    lengths_q, lengths_k = [5, 300, 1, 64], [5, 700, 90, 64]
+    inputs = tensors(num_groups, 64, sum(lengths_q), sum(lengths_k))
+    segments = Segments.of(lengths_q, lengths_k, "cuda")
+    state = torch.cuda.get_rng_state()
+    draws = torch.stack([kernel(*inputs[:3], segments, SCALE).float() for _ in range(400)])
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(kernel(*inputs[:3], segments, SCALE).float(), draws[0])
+    assert not torch.equal(draws[0], draws[1])
+    expected = kernel_called(name, replace(wanted, dropout=0.0))(*inputs[:3], segments, SCALE)
+    off = (draws.mean(0) - expected.float()).abs()
+    # Kernels compare 8 random bits and round to bf16: both are off by less than a hundredth.
+    assert (off < 6 * draws.std(0) / len(draws) ** 0.5 + 0.01 * (1 + expected.abs())).all()
 
 
 @pytest.mark.parametrize("name", CANDIDATES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -58,11 +58,16 @@ def flash_forward(
     segments: Segments,
     scale: float,
     causal: bool,
+    factors: Callable[[torch.Tensor], torch.Tensor] = torch.ones_like,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp ``[H, Tq]`` by their definition, as flash kernels give them."""
+    """Output and log-sum-exp ``[H, Tq]`` by their definition, as flash kernels give them.
+
+    ``factors`` gives those of a segment's probabilities, ``[H, q, k]``: dropout's.
+    """
     outputs, lses = [], []
     for q, _, v, scores in _scores(query, key, value, segments, scale, causal):
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).to(q.dtype))
+        weights = scores.softmax(dim=-1) * factors(scores)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype))
         lses.append(scores.logsumexp(dim=-1))
     return torch.cat(outputs), torch.cat(lses, dim=1)
 
@@ -77,6 +82,7 @@ def flash_backward(
     segments: Segments,
     scale: float,
     causal: bool,
+    factors: Callable[[torch.Tensor], torch.Tensor] = torch.ones_like,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients by the output and log-sum-exp that are given, as flash kernels compute them."""
     parts: list[list[torch.Tensor]] = [[], [], []]
@@ -90,11 +96,12 @@ def flash_backward(
     ):
         weights = (scores - total.unsqueeze(-1)).exp()
         delta = (g * o).sum(-1).t().unsqueeze(-1)
-        d_scores = weights * (torch.einsum("qhd,khd->hqk", g, v) - delta) * scale
+        factor = factors(scores)
+        d_scores = weights * (torch.einsum("qhd,khd->hqk", g, v) * factor - delta) * scale
         parts[0].append(torch.einsum("hqk,khd->qhd", d_scores, k))
         shared = (
             torch.einsum("hqk,qhd->khd", d_scores, q),
-            torch.einsum("hqk,qhd->khd", weights, g),
+            torch.einsum("hqk,qhd->khd", weights * factor, g),
         )
         for kept, heads in zip(parts[1:], shared, strict=True):
             kept.append(heads.view(len(heads), key.shape[1], -1, key.shape[2]).sum(2))

@@ -55,7 +55,7 @@ CONFIG: dict[str, tuple[int, Flags, list[str]]] = {
         {"rampup_batch_size": [2, 2, 100]},
         ["--rampup-batch-size is for the launcher", "leave it out"],
     ),
-    "attention-dropout": (1, {"attention_dropout": 0.1}, ["is 0.1", "set it to 0"]),
+    "attention-dropout": (1, {"attention_dropout": 1.0}, ["is 1.0", "[0, 1)"]),
     "context-parallel": (
         3,
         {"context_parallel_size": 2},

@@ -59,11 +59,11 @@ def test_what_a_new_user_mistypes_is_one_line(name: str, corpus: Path, tmp_path:
 
 def test_all_refusals_are_told_in_one_run(corpus: Path, tmp_path: Path) -> None:
     flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "sft": True}
-    flags |= {"fp4_format": "e2m1", "bf16": True, "no_rope_fusion": None, "attention_dropout": 0.1}
+    flags |= {"fp4_format": "e2m1", "bf16": True, "no_rope_fusion": None, "qk_clip": True}
     ended = launch(tmp_path, 1, flags).wait()
     assert ended.code == ConfigError.exit_code
     told = [line.split()[1] for line in ended.errors]
-    assert told == ["--attention-dropout", "--fp4-format", "--sft", "without"]
+    assert told == ["--qk-clip", "--fp4-format", "--sft", "without"]
 
 
 def test_a_resumed_run_explains_megatrons_second_loss(corpus: Path, tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
         },
     ),
     # Ranks of unequal lengths draw unequally many random numbers.
-    "dp2-wlb": (2, {"wlb_packing": "wlb", "use_distributed_optimizer": True}),
+    "dp2-wlb": (
+        2,
+        {"wlb_packing": "wlb", "use_distributed_optimizer": True, "attention_dropout": 0.1},
+    ),
     # Optimizer state is spread over context-parallel ranks too.
     "cp2-hybrid": (
         2,

@@ -110,7 +110,7 @@ def test_forecast_of_original_gains_nothing() -> None:
             "lower --seq-length, recompute",
         ),
         (["--tensor-model-parallel-size", "16"], "64 processes were started, but TP 16"),
-        (["--attention-dropout", "0.1"], "packed attention has none"),
+        (["--attention-dropout", "1"], r"--attention-dropout is 1.*\[0, 1\)"),
         (
             ["--pipeline-model-parallel-size", "8", "--tensor-model-parallel-size", "4"],
             "between PP",
@@ -219,7 +219,7 @@ def test_dry_run_reads_the_file_of_settings(
     assert status == 2 and "--sft does not work" in said
 
 
-def test_dry_run_refuses_megatrons_default_of_attention_dropout(
+def test_dry_run_takes_megatrons_default_of_attention_dropout(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
@@ -227,7 +227,7 @@ def test_dry_run_refuses_megatrons_default_of_attention_dropout(
     text = (FOLDER / "550m-64k.yaml").read_text()
     path.write_text(text.replace("  --attention-dropout: 0.0\n", ""))
     status, said = dry_run(capsys, path)
-    assert status == 2 and "give --attention-dropout 0 (Megatron's default is 0.1)" in said
+    assert status == 0 and json.loads(said)["packing"]
 
 
 def test_dry_run_is_of_the_corpora_that_are_there(

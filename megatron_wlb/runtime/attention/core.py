@@ -25,6 +25,7 @@ from megatron_wlb.runtime.attention.context_parallel import (
     KeyGather,
     context_attention,
 )
+from megatron_wlb.runtime.attention.dropout import own_numbers
 from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.attention.slices import LayerSlice, Slice, slice_attention
 from megatron_wlb.runtime.transfer import to_device
@@ -80,6 +81,7 @@ class AttentionOptions:
     """How attention runs; the same in all layers."""
 
     kernel: VarlenKernel
+    """Without dropout."""
     num_head_groups: int = 1
     """Groups of key/value heads whose communication and computation overlap under CP."""
     keep_gathered: bool = False
@@ -89,6 +91,10 @@ class AttentionOptions:
     head_start_bytes: int | None = None
     """The least that is exchanged under CP for attention to begin with a rank's own keys."""
     kernel_name: str = ""
+    dropping: VarlenKernel | None = None
+    """The kernel with the model's dropout, for training; None without dropout."""
+    seed: int = 0
+    """Where this run's random numbers start."""
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
@@ -164,31 +170,46 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 f"attention over {self.config.context_parallel_size} context-parallel ranks got a "
                 f"micro-batch that is{'' if gather else ' not'} divided over ranks"
             )
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        qkv = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        options = self.options
+        if self.training and options.dropping is not None:
+            with own_numbers(options.seed):
+                out = self._attend(*qkv, params, group, options.dropping)
+        else:
+            out = self._attend(*qkv, params, group, options.kernel)
+        return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, D] -> [T/CP, 1, H·D]
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: PlanSeqParams,
+        group: torch.distributed.ProcessGroup | None,
+        kernel: VarlenKernel,
+    ) -> torch.Tensor:
         run, options = None, self.options
         if params.slice is not None:
-            run = LayerSlice(params.slice, self.layer_number, options.kernel, self.softmax_scale)
-        if group is None or gather is None:
-            out = self._alone(query, key, value, params.segments, run)
-        else:
-            out = context_attention(
-                query,
-                key,
-                value,
-                params.segments,
-                gather,
-                options.kernel,
-                self.softmax_scale,
-                ContextParallel(
-                    group,
-                    options.num_head_groups,
-                    options.keep_gathered,
-                    options.reduce_in_fp32,
-                    options.head_start_bytes,
-                ),
-                run,
-            )
-        return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, D] -> [T/CP, 1, H·D]
+            run = LayerSlice(params.slice, self.layer_number, kernel, self.softmax_scale)
+        if group is None or params.gather is None:
+            return self._alone(query, key, value, params.segments, run, kernel)
+        return context_attention(
+            query,
+            key,
+            value,
+            params.segments,
+            params.gather,
+            kernel,
+            self.softmax_scale,
+            ContextParallel(
+                group,
+                options.num_head_groups,
+                options.keep_gathered,
+                options.reduce_in_fp32,
+                options.head_start_bytes,
+            ),
+            run,
+        )
 
     def _alone(
         self,
@@ -197,17 +218,18 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         value: torch.Tensor,
         segments: Segments | None,
         run: LayerSlice | None,
+        kernel: VarlenKernel,
     ) -> torch.Tensor:
         """Attention of the slice and of all whole documents, with all tokens on this rank."""
         if segments is None:
             assert run is not None
             return slice_attention(query, key, value, run)
         if run is None:
-            return self.options.kernel(query, key, value, segments, self.softmax_scale)
+            return kernel(query, key, value, segments, self.softmax_scale)
         counts = [run.slice.num_queries, sum(segments.lengths_q)]
         (q, query), (k, key), (v, value) = (torch.split(t, counts) for t in (query, key, value))
         own = slice_attention(q, k, v, run)
-        whole = self.options.kernel(query, key, value, segments, self.softmax_scale)
+        whole = kernel(query, key, value, segments, self.softmax_scale)
         return torch.cat([own, whole])
 
 
@@ -231,7 +253,6 @@ def check_config(config: TransformerConfig) -> None:
 
 
 _HONOURED: tuple[tuple[str, Any, str], ...] = (
-    ("attention_dropout", 0.0, "its kernels have no dropout"),
     ("window_size", None, "documents are attended to whole, and the plan's cost assumes it"),
     ("multi_latent_attention", False, "its keys and values have other shapes than one head's"),
     ("experimental_attention_variant", None, "only causal softmax attention is known here"),

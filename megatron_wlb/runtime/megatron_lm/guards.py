@@ -140,10 +140,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--mtp-standalone", "its stage has a schedule of its own"),
     Refusal("--window-size", "packed attention is causal over whole documents"),
     Refusal(
-        "--attention-dropout", "packed attention has none",
-        "give --attention-dropout 0 (Megatron's default is 0.1)",
-    ),
-    Refusal(
         "--position-embedding-type", "positions are by document",
         "use rope, learned_absolute or none", ("rope", "learned_absolute", "none"),
     ),

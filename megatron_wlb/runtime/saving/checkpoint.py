@@ -46,7 +46,7 @@ REQUIRED = (
 """Settings that must be equal when a run resumes, with those of the model and the number of
 processes. Megatron would take some from the checkpoint, whatever the command line says."""
 
-TOLD = ("clip_grad", "hidden_dropout")
+TOLD = ("clip_grad", "hidden_dropout", "attention_dropout")
 """Settings that may differ, but not unnoticed, with those by which plans are made."""
 
 FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}

@@ -115,10 +115,6 @@ REFUSED = [
         "--hidden-size 63 --kv-channels 8 --tensor-model-parallel-size 2 --sequence-parallel", 2,
         ["--hidden-size 63", "not divisible by TP 2"],
     ),
-    (
-        "--attention-dropout 0.1", 1,
-        ["--attention-dropout is 0.1", "has none", "set it to 0"],
-    ),
     ("--rotary-percent 1.5", 1, ["--rotary-percent is 1.5", "(0, 1]"]),
     ("--lr 0.1 --min-lr 0.2", 1, ["--min-lr is 0.2", "[0, 0.1]", "up to --lr"]),
     (
@@ -138,6 +134,7 @@ REFUSED = [
     ("--seed 4294967296", 1, ["--seed is 4294967296", "[0, 4294967296)"]),
     ("--hidden-dropout 1.0", 1, ["--hidden-dropout is 1.0", "[0, 1)"]),
     ("--hidden-dropout -0.1", 1, ["--hidden-dropout is -0.1", "[0, 1)"]),
+    ("--attention-dropout 1.0", 1, ["--attention-dropout is 1.0", "[0, 1)"]),
     (
         "--seq-length 512 --max-position-embeddings 511", 1,
         ["--max-position-embeddings is 511", "below --seq-length 512", "window's length"],
@@ -340,10 +337,11 @@ def test_every_guard_is_tested() -> None:
 
 
 def test_all_that_cannot_run_is_told_at_once() -> None:
-    flags = "--global-batch-size 7 --attention-dropout 0.1 --lr 1e-3 --min-lr 1 --save-interval 2"
+    flags = "--global-batch-size 7 --max-position-embeddings 9 --lr 1e-3 --min-lr 1 "
+    flags += "--save-interval 2"
     with pytest.raises(ConfigError) as caught:
         check_all(flags, 2)
-    told = ["--attention-dropout", "--min-lr", "--save-interval", "--global-batch-size"]
+    told = ["--max-position-embeddings", "--min-lr", "--save-interval", "--global-batch-size"]
     assert [line.split()[0] for line in str(caught.value).splitlines()] == told
     report = caught.value.report(" (rank 1)")
     assert [line.split(": ")[0] for line in report.splitlines()] == ["error (rank 1)"] * 4

@@ -230,3 +230,11 @@ class Demand:
     head_dim: int
     deterministic: bool = False
     """Whether gradients must be the same bits each time."""
+    dropout: float = 0.0
+    """The probability with which an attention probability is dropped, in [0, 1). A kernel draws
+    from torch's generator of the device, anew at each call, and multiplies what it keeps by
+    ``1 / (1 - dropout)``."""
+
+
+NO_DROPOUT = "it has no dropout"
+"""An obstacle."""

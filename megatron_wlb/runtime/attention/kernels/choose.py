@@ -6,8 +6,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -35,6 +35,9 @@ class ChosenKernel(NamedTuple):
 
     name: str
     kernel: VarlenKernel
+    """Without dropout."""
+    dropping: VarlenKernel | None = None
+    """With the demanded dropout; None where none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class Candidate:
     """Numbers of queries from which on it computes in larger blocks."""
 
     def make(self, demand: Demand) -> VarlenKernel | str:
-        """The kernel, checked; or in one line why this process cannot run it.
+        """The kernel with the demanded dropout, checked; or in one line why this process cannot
+        run it.
 
         Whatever a package fails with is such a reason: an error would leave other ranks waiting.
         """
@@ -60,6 +64,9 @@ class Candidate:
             reason = self.obstacle(demand)
             if reason is not None:
                 return reason
+            if demand.dropout:
+                kernel = self.build(demand)
+                return check_dropout(kernel, demand) or kernel
             if self.build_lse is not None:
                 with contextlib.suppress(Exception):
                     kernel = self.build_lse(demand)
@@ -83,7 +90,7 @@ CANDIDATES: dict[str, Candidate] = {
     "torch-cpu": Candidate(
         torch_cpu.obstacle, lambda _: torch_cpu.torch_cpu_varlen, breaks=torch_cpu.BREAKS
     ),
-    "sdpa": Candidate(lambda _: None, lambda _: sdpa.sdpa_varlen, is_reference=True),
+    "sdpa": Candidate(lambda _: None, sdpa.build, is_reference=True),
 }
 """What ``auto`` takes first that can run, where kernels are not timed or are equally fast."""
 
@@ -107,31 +114,35 @@ TIE = 0.03
 def choose_kernel(name: str, demand: Demand) -> ChosenKernel:
     """The kernel called ``name``, or with ``auto`` the fastest that can run.
 
-    A kernel runs only after :func:`check_kernel`. On a GPU ``auto`` times all that pass; a kernel
-    is as slow as on its slowest rank. On the CPU it takes the first of :data:`CANDIDATES`, so that
-    it is the same in each run. One log line says which one runs, the times, and why none before it
-    in the table. In a world of ranks all of them call this (before Megatron builds chunks, in which
-    ranks wait for each other) and get the same kernel, one that all can run: another would compute
-    other numbers, and a slower one would make all others wait. They talk once.
+    A kernel runs only after :func:`check_kernel`, and with dropout after :func:`check_dropout`. On
+    a GPU ``auto`` times all that pass; a kernel is as slow as on its slowest rank. On the CPU it
+    takes the first of :data:`CANDIDATES`, so that it is the same in each run. One log line says
+    which one runs, the times, and why none before it in the table. In a world of ranks all of them
+    call this (before Megatron builds chunks, in which ranks wait for each other) and get the same
+    kernel, one that all can run: another would compute other numbers, and a slower one would make
+    all others wait. They talk once.
 
     Raises:
         CompatibilityError: on every rank, if the named kernel cannot run this on any, with the
             reason, or if ranks name different ones.
     """
-    kernels: dict[str, VarlenKernel] = {}
+    kernels: dict[str, ChosenKernel] = {}
     mine: dict[str, Verdict] = {}
     for candidate_name, candidate in CANDIDATES.items():
         if name not in ("auto", candidate_name):
             continue
-        made = candidate.make(demand)
-        if isinstance(made, str):
-            mine[candidate_name] = made
+        made = candidate.make(replace(demand, dropout=0.0))
+        dropping = candidate.make(demand) if demand.dropout else None
+        if isinstance(made, str) or isinstance(dropping, str):
+            mine[candidate_name] = str(made if isinstance(made, str) else dropping)
             continue
-        kernels[candidate_name] = made
+        kernels[candidate_name] = ChosenKernel(candidate_name, made, dropping)
         mine[candidate_name] = 0.0
         if name == "auto" and demand.device.type == "cuda":
             # The reference is for where no other runs.
-            mine[candidate_name] = math.inf if candidate.is_reference else _timed(made, demand)
+            mine[candidate_name] = (
+                math.inf if candidate.is_reference else _timed(dropping or made, demand)
+            )
     names, verdicts = zip(*of_all_ranks((name, mine)), strict=True)
     if len(set(names)) > 1:
         raise CompatibilityError(
@@ -162,7 +173,15 @@ def choose_kernel(name: str, demand: Demand) -> ChosenKernel:
         if name == "auto"
         else "; as demanded",
     )
-    return ChosenKernel(chosen, kernels[chosen])
+    if demand.dropout and times_ms[chosen] == math.inf:
+        logger.warning(
+            "attention runs %s, which may hold the probabilities of all pairs: no kernel of packed "
+            "attention can run here with --attention-dropout %g; train in bf16, install "
+            "flash-attn 2 or TransformerEngine, or give --attention-dropout 0",
+            chosen,
+            demand.dropout,
+        )
+    return kernels[chosen]
 
 
 def _reasons(chosen: str, agreed: Mapping[str, Verdict]) -> list[str]:
@@ -213,6 +232,64 @@ def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
     return None
 
 
+DROPPED_DOCUMENTS = 8
+"""Documents of the problem that dropout is checked with, each as long as a head has dimensions."""
+DROPPED_OFF = 1 / 128
+"""By how much the dropped share may be off, besides chance: kernels compare 8 random bits."""
+
+
+def check_dropout(kernel: VarlenKernel, demand: Demand) -> str | None:
+    """What the dropout of ``kernel`` does wrong on a small problem, or None.
+
+    The values are rows of the identity. So the output is the probabilities, which shows the dropped
+    ones: they must be as many as demanded, and output and gradients must be those of the others. It
+    draws alike each time; the random-number streams are left alone.
+    """
+    problem = Problem.of(demand, *[[demand.head_dim] * DROPPED_DOCUMENTS] * 2)
+    values = torch.eye(demand.head_dim, device=demand.device).repeat(DROPPED_DOCUMENTS, 1)
+    problem.pair[:, 1] = values.unsqueeze(1)
+    try:
+        with _drawn_alike(demand.device):
+            found = problem.solve(kernel, demand.dtype)
+    except Exception as error:
+        return f"it fails with dropout on a small problem ({_one_line(error)})"
+
+    def by_document(tensor: torch.Tensor) -> torch.Tensor:  # [Tq, H, D] -> [documents, H, q, D]
+        return tensor.view(DROPPED_DOCUMENTS, -1, *tensor.shape[1:]).transpose(1, 2)
+
+    is_kept = by_document(found[0] != 0)  # [documents, H, q, k]
+    is_seen = torch.ones(is_kept.shape[-2:], dtype=torch.bool, device=demand.device).tril()
+    seen = is_kept[:, :, is_seen]
+    share, expected = 1 - seen.float().mean().item(), demand.dropout
+    if abs(share - expected) > DROPPED_OFF + 6 * math.sqrt(expected / seen.numel()):
+        return f"it drops {share:.4f} of attention's probabilities where {expected} is asked for"
+
+    def dropped(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> torch.Tensor:
+        times = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
+        q, k, v = (by_document(t) for t in (query, key, value))
+        scores = (q @ k.mT * scale).masked_fill(~is_seen, -math.inf)
+        out: torch.Tensor = scores.softmax(-1) * is_kept / (1 - demand.dropout) @ v
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return problem.mistake(lambda: found, dropped)
+
+
+@contextlib.contextmanager
+def _drawn_alike(device: torch.device) -> Iterator[None]:
+    """Starts the device's random numbers at a known place, and leaves them as they were."""
+    is_cuda = device.type == "cuda"
+    with torch.random.fork_rng([torch.cuda.current_device()] if is_cuda else []):
+        torch.cuda.manual_seed(0) if is_cuda else torch.default_generator.manual_seed(0)
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Inputs of a kernel, drawn alike each time."""
@@ -249,13 +326,17 @@ class Problem:
         out = kernel(query, pair[:, 0], pair[:, 1], self.segments, scale)
         return [out.detach(), *torch.autograd.grad(out, inputs, self.grad.to(dtype))]
 
-    def mistake(self, solve: Callable[[], list[torch.Tensor]]) -> str | None:
+    def mistake(
+        self,
+        solve: Callable[[], list[torch.Tensor]],
+        reference: VarlenKernel = sdpa.sdpa_varlen,
+    ) -> str | None:
         """What is wrong with a solution, or None."""
         try:
             found = solve()
         except Exception as error:
             return f"it fails on a small problem ({_one_line(error)})"
-        expected = self.solve(sdpa.sdpa_varlen, torch.float32)
+        expected = self.solve(reference, torch.float32)
         tolerance = 8 * torch.finfo(self.query.dtype).eps
         for what, a, b in zip(("output", "dQ", "dK and dV"), found, expected, strict=True):
             off = float((a.float() - b).abs().max() / b.abs().max())
@@ -267,7 +348,8 @@ class Problem:
 def _timed(kernel: VarlenKernel, demand: Demand) -> Verdict:
     """The kernel's time, or why it has none."""
     try:
-        return time_ms(kernel, demand)
+        with _drawn_alike(demand.device):
+            return time_ms(kernel, demand)
     except Exception as error:  # as in Candidate.make
         return f"it fails on a problem of {sum(TIMED_PROBLEM[0])} tokens ({_one_line(error)})"
 

@@ -4,7 +4,7 @@ Version 3 is a module of its own where it was built from the sources' folder ``h
 have it in the package ``flash_attn_3``, some of them in both places.
 
 Both align a causal mask to the bottom right (version 2 since 2.1), and take a flag for a
-deterministic backward pass (since 2.4.1).
+deterministic backward pass (since 2.4.1). Version 3 has no dropout.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron_wlb.runtime.attention.kernels.base import (
+    NO_DROPOUT,
     Demand,
     LseKernel,
     Segments,
@@ -89,6 +90,8 @@ def obstacle(version: int, demand: Demand) -> str | None:
         return reason
     if version == 3 and torch.cuda.get_device_capability(demand.device)[0] != 9:
         return "it needs a GPU of compute capability 9.x (Hopper)"
+    if version == 3 and demand.dropout:
+        return NO_DROPOUT
     try:
         parameters = inspect.signature(_function(version)).parameters
     except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch
@@ -101,7 +104,8 @@ def obstacle(version: int, demand: Demand) -> str | None:
 
 
 def build(version: int, demand: Demand) -> VarlenKernel:
-    attend = partial(_function(version), causal=True, deterministic=demand.deterministic)
+    drops = {"dropout_p": demand.dropout} if demand.dropout else {}
+    attend = partial(_function(version), causal=True, deterministic=demand.deterministic, **drops)
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return packed_kernel(attend, *lengths, "softmax_scale")
 

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 
 from megatron_wlb.runtime.attention.kernels.base import (
+    NO_DROPOUT,
     Demand,
     LseKernel,
     Segments,
@@ -40,7 +41,7 @@ def obstacle(demand: Demand) -> str | None:
         return f"it runs on the CPU, and the device is {demand.device.type}"
     if not all(hasattr(torch.ops.aten, name) for name in OPERATIONS):
         return f"torch {torch.__version__} has no flash attention for the CPU"
-    return None
+    return NO_DROPOUT if demand.dropout else None
 
 
 def _forward(

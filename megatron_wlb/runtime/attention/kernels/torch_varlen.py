@@ -8,9 +8,17 @@ is deterministic under ``torch.use_deterministic_algorithms``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from megatron_wlb.runtime.attention.kernels.base import Demand, LseKernel, Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.base import (
+    Demand,
+    LseKernel,
+    Segments,
+    VarlenKernel,
+    packed_kernel,
+)
 from megatron_wlb.runtime.attention.kernels.flash import flash_obstacle
 
 OPERATIONS = ("_flash_attention_forward", "_flash_attention_backward")
@@ -37,7 +45,16 @@ def deterministic_mode() -> bool:
 
 
 def build(demand: Demand) -> VarlenKernel:
-    return LseKernel(_forward, _backward)
+    if not demand.dropout:
+        return LseKernel(_forward, _backward)
+
+    # By torch's own derivative, which keeps the random numbers' state between the two operations.
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **packed: Any) -> Any:
+        *lengths, scale = packed.values()
+        operation = getattr(torch.ops.aten, OPERATIONS[0])
+        return operation(query, key, value, *lengths, demand.dropout, True, False, scale=scale)
+
+    return packed_kernel(attend, "cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "scale")
 
 
 def _forward(

@@ -55,7 +55,7 @@ def build(demand: Demand) -> VarlenKernel:
             num_heads,
             head_dim,
             num_gqa_groups=num_groups,
-            attention_dropout=0.0,
+            attention_dropout=demand.dropout,
             qkv_format="thd",
             attn_mask_type=_MASK,
             softmax_scale=scale,

@@ -1,0 +1,207 @@
+"""Dropout drops what it should, in kernels that have it; others are passed over."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.attention import flash_backward, flash_forward
+from test_choose import CPU, HOPPER, install, segments_of
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.attention.kernels import CANDIDATES, Demand, Segments, choose_kernel
+from megatron_wlb.runtime.attention.kernels import choose as choose_module
+from megatron_wlb.runtime.attention.kernels.choose import check_dropout
+from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+
+DROPPING = replace(CPU, dropout=0.1)
+
+
+def dropping(probability: float, *inputs: Any) -> torch.Tensor:
+    return sdpa_varlen(*inputs, dropout=probability)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_sdpa_with_dropout_is_in_the_mean_what_it_is_without(probability: float) -> None:
+    segments = Segments.of([1, 7, 3], [1, 7, 9])
+    torch.manual_seed(5)
+    query = torch.randn(11, 4, 16)
+    key, value = torch.randn(2, 17, 2, 16).unbind()
+    draws = [dropping(probability, query, key, value, segments, 0.3) for _ in range(3000)]
+    outputs = torch.stack(draws)
+    off = (outputs.mean(0) - sdpa_varlen(query, key, value, segments, 0.3)).abs()
+    error = outputs.std(0) / math.sqrt(len(outputs))
+    assert (off < 5 * error).all() and (error > 0).all()
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_sdpa_with_dropout_holds_what_queries_may_see() -> None:
+    """In blocks, whose masks leave out the later keys; the output is the same."""
+    segments, length = Segments.of([1300, 2]), 1302
+    torch.manual_seed(5)
+    query = torch.randn(length, 2, 8, requires_grad=True)
+    key, value = (torch.randn(length, 1, 8, requires_grad=True) for _ in range(2))
+    held: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        out = dropping(1e-12, query, key, value, segments, 0.3)
+    assert sum(held.values()) < 0.75 * 12 * 2 * 1300**2  # three numbers of each pair in fp32
+    torch.testing.assert_close(out, sdpa_varlen(query, key, value, segments, 0.3))
+
+
+def test_auto_with_dropout_passes_over_kernels_without_it_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    chosen = choose_kernel("auto", DROPPING)
+    assert chosen.name == "sdpa" and chosen.kernel is sdpa_varlen and chosen.dropping is not None
+    (line,) = caplog.messages  # and no warning: the CPU has no other
+    assert line.startswith("attention kernel: sdpa") and "not torch-cpu: it has no dropout" in line
+    with pytest.raises(CompatibilityError, match="torch-cpu cannot run: it has no dropout"):
+        choose_kernel("torch-cpu", DROPPING)
+
+
+def test_no_dropout_leaves_the_choice_as_it_is() -> None:
+    assert choose_kernel("auto", CPU) == ("torch-cpu", torch_cpu_varlen, None)
+
+
+def test_flash_attn_3_says_that_it_has_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert CANDIDATES["flash-attn-3"].obstacle(replace(HOPPER, dropout=0.1)) == "it has no dropout"
+
+
+def test_reference_left_alone_on_a_gpu_is_a_warning_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the GPU is stood in for, and the kernel's problems are solved on the CPU."""
+    sdpa = replace(CANDIDATES["sdpa"], obstacle=lambda demand: None)
+    monkeypatch.setattr(sdpa.__class__, "make", lambda self, demand: sdpa.build(demand))
+    monkeypatch.setattr(choose_module, "CANDIDATES", {"sdpa": sdpa})
+    choose_kernel("auto", HOPPER)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    choose_kernel("auto", replace(HOPPER, dropout=0.1))
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "--attention-dropout 0.1; train in bf16, install flash-attn 2" in said
+
+
+def by_another_pattern(*inputs: Any) -> torch.Tensor:
+    """The output of one draw with the gradients of another."""
+    out, other = (dropping(0.1, *inputs) for _ in range(2))
+    return other + (out - other).detach()
+
+
+def not_scaled(*inputs: Any) -> torch.Tensor:
+    return dropping(0.1, *inputs) * 0.9
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (partial(dropping, 0.1), None),
+        (torch_cpu_varlen, "it drops 0.0000 of"),
+        (partial(dropping, 0.2), "where 0.1 is asked for"),
+        (not_scaled, "its output is wrong"),
+        (by_another_pattern, "is wrong"),
+        (lambda *_: 1 / 0, "it fails with dropout on a small problem (division by zero)"),
+    ],
+)
+def test_dropout_that_is_something_else_does_not_pass(kernel: Any, said: str | None) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        state = torch.get_rng_state()
+        found = check_dropout(kernel, replace(DROPPING, dtype=dtype))
+        assert found is None if said is None else said in str(found)
+        assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
+
+
+@pytest.fixture
+def packed_operations() -> Iterator[None]:
+    """torch's operations for packed segments on the CPU; the state of random numbers passes from
+    the first to the second.
+    """
+
+    def factors(probability: float, like: torch.Tensor) -> torch.Tensor:
+        return (torch.rand_like(like) >= probability) / (1 - probability)
+
+    def forward(
+        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, dropout: float,
+        causal: bool, debug: bool, *, scale: float,
+    ) -> Any:  # fmt: skip
+        state = torch.get_rng_state()
+        segments = segments_of(cu_q, cu_k, max_q, max_k)
+        found = flash_forward(q, k, v, segments, scale, causal, partial(factors, dropout))
+        return (*found, state, q.new_empty(0), q.new_empty(0))
+
+    def backward(
+        grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int,
+        max_k: int, dropout: float, causal: bool, rng: Any, unused: Any, *, scale: float,
+    ) -> Any:  # fmt: skip
+        segments = segments_of(cu_q, cu_k, max_q, max_k)
+        with torch.random.fork_rng([]):
+            torch.set_rng_state(rng)
+            return flash_backward(
+                grad, q, k, v, out, lse, segments, scale, causal, partial(factors, dropout)
+            )
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("num_groups", [8, 2])
+def test_torch_s_operations_drop_forward_and_backward_alike(
+    packed_operations: None, num_groups: int
+) -> None:
+    demand = Demand(torch.device("cpu"), torch.float32, 8, num_groups, 64, dropout=0.2)
+    assert check_dropout(CANDIDATES["torch"].build(demand), demand) is None
+
+
+def test_flash_attn_2_is_asked_for_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+        deterministic: bool,
+    ) -> Any:  # fmt: skip
+        segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return dropping(dropout_p, q, k, v, segments, softmax_scale)
+
+    install(monkeypatch, "flash_attn", flash)
+    candidate = replace(CANDIDATES["flash-attn-2"], obstacle=lambda demand: None)
+    kernel = candidate.make(DROPPING)
+    assert not isinstance(kernel, str) and check_dropout(kernel, DROPPING) is None
+
+
+def test_transformer_engine_is_asked_for_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DotProductAttention:
+        def __init__(self, *_: Any, attention_dropout: float, softmax_scale: float, **others: Any):
+            self.dropout, self.scale = attention_dropout, softmax_scale
+            # It would fork Megatron's stream, which is equal on context-parallel ranks.
+            assert "get_rng_state_tracker" not in others
+
+        def __call__(
+            self, q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_kv: Any,
+            max_seqlen_q: int, max_seqlen_kv: int, **_: Any,
+        ) -> Any:  # fmt: skip
+            segments = segments_of(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+            return dropping(self.dropout, q, k, v, segments, self.scale).flatten(1)
+
+    module = types.ModuleType("transformer_engine.pytorch")
+    module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+    assert check_dropout(CANDIDATES["transformer-engine"].build(DROPPING), DROPPING) is None
