@@ -66,6 +66,27 @@ def test_slices_compute_what_one_process_does(gloo: GlooPool, oracle: Oracle, ca
     assert differences(expected, runs_of(gloo, case, expected.initial)) == []
 
 
+@contextlib.contextmanager
+def with_head_start(runner) -> Iterator[None]:
+    """Attention begins with near keys in each micro-batch, as on GPUs where that pays."""
+    from megatron_wlb.runtime.attention import head_start
+
+    for gpt in runner.model.gpts:
+        for layer in gpt.decoder.layers:
+            core = layer.self_attention.core_attention
+            core.options = dataclasses.replace(core.options, head_start_bytes=0)
+    joined = mock.Mock(wraps=head_start.join)
+    with mock.patch.multiple(head_start, LINK_SHARE=0, join=joined):
+        yield
+    assert joined.called
+
+
+def test_slices_compute_the_same_with_a_head_start(gloo: GlooPool, oracle: Oracle) -> None:
+    case = Layout("llama", 1, pp=2, cp=2, sharding="hybrid", extra=HEAD_GROUPS)
+    expected = oracle(case)
+    assert differences(expected, runs_of(gloo, case, expected.initial, with_head_start)) == []
+
+
 def test_sliced_plans_are_awkward() -> None:
     """That the cases are what they seem."""
     for case in CASES:
