@@ -20,6 +20,13 @@ OUTCOMES = {
 }
 
 
+_POOL = pytest.StashKey[GlooPool]()
+
+
+def _tier(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "unit: runs in the process of pytest")
 
@@ -27,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks each test with its tier; skips the ``gpu`` tier where there is no GPU."""
     for item in items:
-        item.add_marker(item.path.relative_to(TESTS).parts[0])
+        item.add_marker(_tier(item))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         import torch
@@ -38,10 +45,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def gloo() -> Iterator[GlooPool]:
+def gloo(pytestconfig: pytest.Config) -> Iterator[GlooPool]:
     """Worlds of gloo ranks: ``gloo.run(4, function, *args)``."""
     with GlooPool() as pool:
+        pytestconfig.stash[_POOL] = pool
         yield pool
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends the ranks with their tier: idle ones take a third of a core, looking for messages."""
+    pool = item.config.stash.get(_POOL, None)
+    if pool is not None and nextitem is not None and _tier(item) != _tier(nextitem):
+        pool.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
