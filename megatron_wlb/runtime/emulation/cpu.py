@@ -83,7 +83,10 @@ def _to_cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 @functools.wraps(_type)
 def _type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     result = _type(tensor, *args, **kwargs)
-    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+    if not isinstance(result, str):
+        return result
+    # Under a mode of torch's, which calls this again by its name, it is named already.
+    return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.')}"
 
 
 _TENSOR: dict[str, Callable[..., Any]] = {

@@ -28,6 +28,11 @@ own = [vars(torch.Tensor).copy(), *(getattr(torch, name) for name in cpu._MAKERS
 cpu.install(); cpu.install()
 x = torch.zeros(3, device="cuda")
 assert cpu.installed() and x.device.type == "cpu" and x.type() == "torch.cuda.FloatTensor"
+class Mode(torch.overrides.TorchFunctionMode):  # calls what it is asked for by its name
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+with Mode():
+    assert x.type() == "torch.cuda.FloatTensor"
 assert x.cuda() is x and x.to("cuda").device.type == "cpu" and torch.cuda.device_count() == 1
 assert not torch.cuda.is_available()
 assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0  # --log-memory-to-tensorboard
