@@ -81,7 +81,7 @@ class AttentionOptions:
     """How attention runs; the same in all layers."""
 
     kernel: VarlenKernel
-    """Without dropout."""
+    """The kernel, which drops nothing."""
     num_head_groups: int = 1
     """Groups of key/value heads whose communication and computation overlap under CP."""
     keep_gathered: bool = False

@@ -35,9 +35,9 @@ class ChosenKernel(NamedTuple):
 
     name: str
     kernel: VarlenKernel
-    """Without dropout."""
+    """The kernel, which drops nothing."""
     dropping: VarlenKernel | None = None
-    """With the demanded dropout; None where none is."""
+    """The same kernel where dropout is demanded; None where none is."""
 
 
 @dataclass(frozen=True, slots=True)
