@@ -26,7 +26,7 @@ from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
-from megatron_wlb.data.ramp import Ramp
+from megatron_wlb.data.ramp import LinearRamp, Ramp, StepRamp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner, Stream
@@ -94,6 +94,9 @@ def batch(config: Config, dp_size: int) -> tuple[int, Ramp | None]:
     :class:`ConfigError` for a ramp that is none.
     """
     t, ramp = config.training, None
+    if t.step_batch_size_schedule is not None:
+        growing = StepRamp.parse(t.step_batch_size_schedule, config.data.seq_length)
+        return growing.sizes[-1], growing
     multiple = t.micro_batch_size * dp_size if t.decrease_batch_size_if_needed else 1
     if t.rampup_batch_size:
         if len(t.rampup_batch_size) != 3:
@@ -101,7 +104,7 @@ def batch(config: Config, dp_size: int) -> tuple[int, Ramp | None]:
                 f"--rampup-batch-size has {len(t.rampup_batch_size)} numbers; give START INCREMENT "
                 "SAMPLES"
             )
-        ramp = Ramp(*t.rampup_batch_size, t.global_batch_size, multiple)
+        ramp = LinearRamp(*t.rampup_batch_size, t.global_batch_size, multiple)
     return t.global_batch_size // multiple * multiple, ramp
 
 
@@ -264,9 +267,11 @@ def make_evaluation_planner(
     """Plans the validation documents (or those of ``split``), the same ones at each evaluation.
 
     Balanced and whole, but nothing is held back for balance, so that each evaluation is of the
-    documents that arrive in its steps. Their batches do not grow.
+    documents that arrive in its steps. Their batches are the global one from the start.
     """
-    training = dataclasses.replace(config.training, rampup_batch_size=())
+    training = dataclasses.replace(
+        config.training, rampup_batch_size=(), step_batch_size_schedule=None
+    )
     config = dataclasses.replace(config, training=training)
     if config.wlb.wlb_packing != "slim":  # which holds back nothing as it is
         wlb = dataclasses.replace(

@@ -364,7 +364,8 @@ def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:
         if size % multiple:
             flag = "--global-batch-size is"
             if size != num_windows:
-                flag = "--rampup-batch-size leads to a batch of"
+                assert ramp is not None
+                flag = f"{ramp.flag} leads to a batch of"
             yield (
                 f"{flag} {size}, which {divisor} does not divide; every data-parallel rank runs "
                 f"the same number of micro-batches: use a multiple of {multiple}"

@@ -118,6 +118,9 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, ...] = setting(
         (), "START INCREMENT SAMPLES: batches that grow to the global one; for the launcher"
     )
+    step_batch_size_schedule: str | None = setting(
+        None, '"TOKENS:WINDOWS …" from which batches grow; for the launcher, from Megatron-LM 0.18'
+    )
     decrease_batch_size_if_needed: bool = setting(
         False, "round batches down to what --micro-batch-size × DP divides; for the launcher"
     )

@@ -76,5 +76,6 @@ def test_slices_go_on_from_a_checkpoint_and_run_again(corpus: Path, tmp_path: Pa
     resumed = {"load": "ck", "ckpt_step": 4, "wlb_metrics": "resumed"}
     finish(launch(tmp_path, 2, flags | resumed))
     expected = losses(tmp_path / "metrics")
-    assert list(expected) == [1, 2, 4, 5, 6]
+    # The third until Megatron-LM 0.18, the second from then on.
+    assert list(expected) in ([1, 2, 4, 5, 6], [1, 3, 4, 5, 6])
     assert losses(tmp_path / "resumed") == {step: expected[step] for step in (5, 6)}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_wlb.data.ramp import StepRamp
 from megatron_wlb.runtime.megatron_lm import guards
 from megatron_wlb.settings.command_line import add_flags
 from megatron_wlb.settings.config import Config, WlbConfig, from_flat
@@ -46,7 +47,7 @@ _SAME = (
 READ = frozenset(
     {
         *_SAME, *_OURS, "bf16", "optimizer", "disable_bias_linear", "no_overlap_p2p_communication",
-        "data_path", "rampup_batch_size",
+        "data_path", "rampup_batch_size", "step_batch_size_schedule",
     }
 )  # fmt: skip
 """Settings, besides those that begin with ``wlb_``, that :func:`config_of` takes of Megatron's."""
@@ -93,7 +94,10 @@ def scale_losses(args: argparse.Namespace) -> None:
     """
     if not args.fp16:
         return
-    shift = (args.global_batch_size * args.seq_length - 1).bit_length()
+    windows, schedule = args.global_batch_size, getattr(args, "step_batch_size_schedule", None)
+    if schedule is not None:
+        windows = StepRamp.parse(schedule, args.seq_length).sizes[-1]
+    shift = (windows * args.seq_length - 1).bit_length()
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         if getattr(args, name) is not None:
             setattr(args, name, getattr(args, name) * 2.0**-shift)
@@ -119,7 +123,9 @@ def config_of(args: argparse.Namespace) -> Config:
         args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm
     )
     values["data_path"] = tuple(args.data_path or ())
-    values["rampup_batch_size"] = tuple(map(int, args.rampup_batch_size or ()))
+    values["step_batch_size_schedule"] = getattr(args, "step_batch_size_schedule", None)
+    if args.rampup_batch_size and not guards.ignores_ramps(args):
+        values["rampup_batch_size"] = tuple(map(int, args.rampup_batch_size))
     if values["split"] is None:  # each split has its own corpora
         del values["split"]
     return from_flat(values)

@@ -85,6 +85,15 @@ def _defers_gathered(args: argparse.Namespace) -> bool:
     )
 
 
+def ignores_ramps(args: argparse.Namespace) -> bool:
+    """Whether Megatron ignores ``--rampup-batch-size``, as it does from 0.18 on."""
+    return hasattr(args, "step_batch_size_schedule")
+
+
+def _ramps_in_vain(args: argparse.Namespace) -> bool:
+    return bool(args.rampup_batch_size) and ignores_ramps(args)
+
+
 def _no_data(args: argparse.Namespace) -> bool:
     names = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
     return all(not getattr(args, name, None) for name in names)
@@ -192,7 +201,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     # The batch.
-    Refusal("--step-batch-size-schedule", "batches grow by --rampup-batch-size only", "use that"),
     Refusal("--eval-global-batch-size", _AS_IN_TRAINING, refused=_evaluates_otherwise("global")),
     Refusal("--eval-micro-batch-size", _AS_IN_TRAINING, refused=_evaluates_otherwise("micro")),
     # The data.
@@ -258,6 +266,11 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal(
         "--ddp-average-in-collective",
         "a loss per token divides gradients once, by the tokens of the step",
+    ),
+    Refusal(
+        "--rampup-batch-size",
+        "this version of Megatron-LM ignores it, and has --step-batch-size-schedule instead",
+        refused=_ramps_in_vain,
     ),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),

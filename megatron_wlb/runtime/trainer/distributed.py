@@ -45,7 +45,9 @@ def initialize(config: Config, device: str) -> int:
             "RANK is not set; start the trainer with torchrun, e.g. "
             "torchrun --nproc-per-node 2 -m megatron_wlb.pretrain_gpt …"
         )
-    for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
+    for name in (
+        "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"
+    ):  # fmt: skip
         if getattr(config.training, name):
             raise ConfigError(
                 f"{flag_of(name)} is for the launcher (docs/megatron-lm.md), this trainer has one "

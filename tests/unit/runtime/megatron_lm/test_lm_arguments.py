@@ -121,3 +121,6 @@ def test_fp16_scales_losses_by_the_batch_that_megatron_filled_in() -> None:
     args.loss_scale = 1024.0
     arguments.scale_losses(args)
     assert args.loss_scale == 0.25
+    args.step_batch_size_schedule = "0:8 1M:16"  # 2¹³ tokens, where --global-batch-size says none
+    arguments.scale_losses(args)
+    assert args.loss_scale == 0.25 * 2.0**-13

@@ -75,7 +75,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--tensor-parallel-num-weight-shards": {"tensor_parallel_num_weight_shards": 6},
     "--expert-tensor-parallel-num-weight-shards": {"expert_tensor_parallel_num_weight_shards": 6},
-    "--step-batch-size-schedule": {"step_batch_size_schedule": "0:8 1K:16"},
     "--eval-global-batch-size": {"eval_global_batch_size": 8},
     "--eval-micro-batch-size": {"eval_micro_batch_size": 4},
     "--data-path": {"data_path": None},
@@ -201,6 +200,11 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
         ({"tp_comm_overlap": True}, "--tp-comm-overlap has no effect"),
         ({"ddp_average_in_collective": True}, "--ddp-average-in-collective has no effect"),
         ({"dataloader_type": "single"}, ""),
+        ({"rampup_batch_size": [2, 2, 9]}, ""),
+        (
+            {"rampup_batch_size": [2, 2, 9], "step_batch_size_schedule": None},
+            "--rampup-batch-size 2 2 9 has no effect with --wlb-packing: this version",
+        ),
     ],
 )
 def test_flag_without_effect_is_one_warning(
