@@ -67,11 +67,19 @@ class StageCosts:
         return cls.shared(cost, [1 / num_stages] * num_stages)
 
     @classmethod
+    def by_layers(cls, cost: StageCost, layout: Parallelism) -> StageCosts:
+        """Gives every stage its layers' share of such a cost."""
+        if layout.stage_layers is None:
+            return cls.even(cost, layout.num_stages)
+        num_layers = sum(layout.stage_layers)
+        return cls.shared(cost, [layers / num_layers for layers in layout.stage_layers])
+
+    @classmethod
     def shared(cls, cost: StageCost, shares: Sequence[float]) -> StageCosts:
         """Divides a cost of the whole model in shares, such as layers of a stage ÷ all layers."""
         for share in shares:
-            if not share > 0:
-                raise ConfigError(f"a stage's share of the model is {share}; give more than 0")
+            if not share >= 0:
+                raise ConfigError(f"a stage's share of the model is {share}; give at least 0")
         parts = {share: _part(cost, *[share] * len(fields(Work))) for share in shares}
         return cls(tuple(parts[share] for share in shares))
 

@@ -196,14 +196,14 @@ class Workload:
         """Makes the planner of at least so many steps.
 
         Where there is a pipeline, settings may shape its steps, or choose the number of units, by
-        ``costs``; by equal stages and sends that take no time if these are not given.
+        ``costs``; by stages' layers and sends that take no time if these are not given.
         """
         made, p = self.packer(packing), self.layout
         shaper = None
         slicer = self._slicer(packing, costs) if packing.name == "slim" else None
         if packing.shaped and p is not None and p.pp_size > 1:
             shaper = Shaper(
-                costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
+                costs or StepCosts(StageCosts.by_layers(self.cost, p)),
                 p,
                 num_micro_batches=each_rank(self.num_micro_batches, p.dp_size),
                 max_tokens=made.limits.max_tokens,
@@ -227,7 +227,7 @@ class Workload:
         multiple = max(1, min(SLICE_MULTIPLE, self.window // SLICES_OF_A_WINDOW))
         return Slicer(
             self.cost,
-            costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
+            costs or StepCosts(StageCosts.by_layers(self.cost, p)),
             p,
             num_micro_batches=each,
             max_tokens=packing.max_tokens,

@@ -217,6 +217,8 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
     num_queries, num_keys = sum(segments.lengths_q), sum(segments.lengths_k)
     forward = backward = 0.0
     for gpt in model.gpts:
+        if not gpt.decoder.layers:
+            continue
         attention = gpt.decoder.layers[0].self_attention
         core, heads = attention.core_attention, attention.num_attention_heads_per_partition
         groups = attention.num_query_groups_per_partition

@@ -318,8 +318,8 @@ def test_impossible_costs_and_layouts_are_refused():
         even(2, reduce_us=(1.0, float("nan")))
     with pytest.raises(ConfigError, match="reduce_us has 3 entries; give one for each of the 2"):
         even(2, reduce_us=(1.0, 2.0, 3.0))
-    with pytest.raises(ConfigError, match="share of the model is 0"):
-        StageCosts.shared(COST, [1.0, 0.0])
+    with pytest.raises(ConfigError, match="share of the model is -1"):
+        StageCosts.shared(COST, [2.0, -1.0])
     with pytest.raises(ConfigError, match="there are none"):
         StageCosts(())
     with pytest.raises(ConfigError, match="groups of 2 leave 1"):
