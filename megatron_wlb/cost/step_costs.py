@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.analytic import AnalyticModel
-from megatron_wlb.cost.document import DocumentCost, Work
+from megatron_wlb.cost.document import DocumentCost, WithoutDocuments, Work
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
@@ -207,7 +207,8 @@ def _part(cost: StageCost, *shares: float) -> StageCost:
             raise ConfigError(f"a stage's share of the model is {share}; give a positive number")
     if isinstance(cost, DocumentCost):
         values = zip(shares, cost.as_dict().items(), strict=True)
-        return DocumentCost(**{name: share * us for share, (name, us) in values})
+        part = {name: share * us for share, (name, us) in values}
+        return DocumentCost(**part) if any(shares[:-1]) else WithoutDocuments(**part)
     return _Part(cost, shares)
 
 

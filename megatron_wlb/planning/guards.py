@@ -155,8 +155,17 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
         )
     else:
         yield from _check_split(config)
-    if vpp is None and not any(_check_split(config)) and p.vpp_size > 1:  # of a layout
-        vpp = p.vpp_size
+    if not any(_check_split(config)):
+        if vpp is None and p.vpp_size > 1:  # of a layout
+            vpp = p.vpp_size
+        stages = p.split.layers(m.num_layers, pp, p.vpp_size)
+        if empty := [rank for rank in range(1, pp - 1) if not any(stages[rank::pp])]:
+            yield (
+                f"--pipeline-model-parallel-layout {p.pipeline_model_parallel_layout} leaves "
+                f"pipeline rank {empty[0]} without a layer: Megatron saves checkpoints of a rank "
+                "without weights, but cannot load them; give each rank between the first and the "
+                "last a layer"
+            )
     if vpp is None and p.microbatch_group_size_per_virtual_pipeline_stage is not None:
         yield (
             "--microbatch-group-size-per-virtual-pipeline-stage is "

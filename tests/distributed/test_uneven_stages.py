@@ -20,7 +20,7 @@ CASES = {
     "accounts-vpp": Layout("mixed", 4, pp=2, vpp=2, extra=f"--num-layers 6 {ACCOUNTS}"),
     "layout-vpp": Layout("llama", 4, pp=2, extra=f"{LAYOUT} Et|t|tt|L {FULL}"),
     "chunk-without-anything": Layout("gpt2", 4, pp=2, dp=2, extra=f"{LAYOUT} E|tt||ttL {GATHER}"),
-    "rank-without-anything": Layout("gpt2", 4, pp=4, extra=f"{LAYOUT} E||tttt|L"),
+    "ends-without-layers": Layout("gpt2", 4, pp=4, extra=f"{LAYOUT} E|tt|tt|L"),
 }
 
 
@@ -35,7 +35,7 @@ def test_uneven_stages_compute_what_one_process_does(
 
 
 def test_slices_pass_through_uneven_stages(gloo: GlooPool, oracle: Oracle) -> None:
-    case = CASES["rank-without-anything"]
+    case = CASES["ends-without-layers"]
     expected = oracle(case)
     runs = gloo.run(
         case.world_size, train, case.config, WORKLOAD, expected.initial, nullcontext, sliced_for

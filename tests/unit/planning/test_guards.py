@@ -84,6 +84,11 @@ REFUSED = [
         ["--decoder-last-pipeline-num-layers 3 of --num-layers 6 leave 3 layers for 2 other"],
     ),
     (
+        "--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-model-parallel-layout "
+        "Et||t*3|L", 4,
+        ["-layout Et||t*3|L leaves pipeline rank 1 without a layer", "give each rank between"],
+    ),
+    (
         "--pipeline-model-parallel-size 2 --num-layers 4 --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 2 --pipeline-model-parallel-layout "
         "Et*3|tL", 2,
