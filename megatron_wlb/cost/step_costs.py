@@ -298,7 +298,7 @@ def analytic_costs(
 
 
 def _collective_us(machine: Hardware, num_bytes: float, num_ranks: int, num_devices: int) -> float:
-    if num_ranks == 1:
+    if num_ranks == 1 or not num_bytes:  # such as a stage without weights
         return 0.0
     return machine.latency_us + machine.transfer_us(num_bytes, num_devices, num_ranks)
 

@@ -52,6 +52,11 @@ class Model:
     chunks: list[torch.nn.Module]
     gpts: list[GPTModel]
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are; a chunk may have none."""
+        return next(p for gpt in self.gpts for p in gpt.parameters()).device
+
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
         """All weights are up to date inside, and no forward pass gathers any.
