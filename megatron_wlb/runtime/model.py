@@ -55,7 +55,8 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where its weights are; a chunk may have none."""
-        return next(p for gpt in self.gpts for p in gpt.parameters()).device
+        first: torch.Tensor = next(p for gpt in self.gpts for p in gpt.parameters())
+        return first.device
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
