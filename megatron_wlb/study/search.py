@@ -48,6 +48,8 @@ MOST_CHUNKS = 8
 SAMPLE_WINDOWS = 64
 """Windows of documents of which the coarse pass takes the average micro-batch."""
 FULL = Recompute("full", "uniform", 1)
+MOST_UNLIKE_CHUNKS = 4
+"""The most VPP that is tried where layers do not divide over the pipeline ranks."""
 LEAST_GAIN = 1.002
 """By how much the coarse pass must gain by unlike stages for these to be refined too."""
 
@@ -394,9 +396,9 @@ def _needs_unlike_stages(shape: ModelShape, layout: Parallelism) -> bool:
 
     Without virtual stages any number of layers can.
     """
-    short = -shape.num_layers % layout.num_stages
+    short, few = -shape.num_layers % layout.num_stages, layout.vpp_size <= MOST_UNLIKE_CHUNKS
     divides = shape.num_layers % layout.pp_size == 0 or shape.num_layers < layout.pp_size
-    return not (divides or shape.layers) and (layout.vpp_size == 1 or short <= 2)
+    return not (divides or shape.layers) and (layout.vpp_size == 1 or (short <= 2 and few))
 
 
 def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Candidate | None:
