@@ -11,10 +11,8 @@ from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.model import require_layers
 from megatron_wlb.settings.command_line import parse
 
-CONFIG = parse(
-    "--num-layers 6 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt||t*3L"
-    .split()
-)  # fmt: skip
+FLAGS = "--num-layers 6 --pipeline-model-parallel-size 2"
+CONFIG = parse([*FLAGS.split(), "--pipeline-model-parallel-layout", "Et|tt||t*3L"])
 
 
 def built(rank: int, *layers: int) -> Any:
