@@ -93,7 +93,10 @@ def fill_defaults(args: argparse.Namespace) -> None:
     if getattr(args, "pp_size", 0) is None and p.pipeline_model_parallel_size > 1:
         args.pp_size = p.pipeline_model_parallel_size
         if args.vpp_size is None:
-            args.vpp_size = p.num_virtual_stages_per_pipeline_rank
+            args.vpp_size = p.vpp_size if p.vpp_size > 1 else None
+        if (args.vpp_size or 1) == p.vpp_size:
+            sizes = model.shape.num_layers, args.pp_size, p.vpp_size
+            args.stage_layers = p.split.uneven(*sizes)
 
 
 def numbers_of_micro_batches(args: argparse.Namespace) -> list[int]:
@@ -184,7 +187,8 @@ def limits(args: argparse.Namespace) -> dict[str, int | None]:
 def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batches: int) -> Workload:
     """What the flags describe, for one N. Raises :class:`WLBError` where it cannot be packed."""
     documents.check(window=args.window, long_documents=args.long_documents)
-    sizes = {name: getattr(args, name) for name in ("dp_size", "pp_size", "vpp_size")}
+    names = "dp_size", "pp_size", "vpp_size", "stage_layers"
+    sizes = {name: getattr(args, name, None) for name in names}
     given = {name: size for name, size in sizes.items() if size is not None}
     return Workload(
         source=documents,

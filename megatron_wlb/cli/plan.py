@@ -240,6 +240,7 @@ def _json(found: Search, flags: recipe.Flags, command: str) -> dict[str, Any]:
 def _layout(of: Run | Rejected) -> dict[str, Any]:
     sizes = {name: getattr(of.parallelism, name) for name in SIZES}
     return sizes | {
+        "stage_layers": of.parallelism.stage_layers,
         "num_micro_batches": of.num_micro_batches,
         "recompute": of.recompute.granularity or "none",
     }

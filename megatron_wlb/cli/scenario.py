@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import fields
 from pathlib import Path
 
 from megatron_wlb.cli.flags import flag
@@ -22,6 +23,8 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import recompute
 from megatron_wlb.planning.run import MEMORY_SHARE, Run
 from megatron_wlb.reading import MOST_DEVICES, whole_number
+from megatron_wlb.settings.config import ParallelConfig, flag_of
+from megatron_wlb.settings.split import PipelineSplit
 
 RECOMPUTE = {
     "none": Recompute(),
@@ -29,6 +32,15 @@ RECOMPUTE = {
     "full": Recompute("full", "uniform", 1),
 }
 """Core attention, or every layer for itself."""
+
+SPLIT = {
+    "decoder_first_pipeline_num_layers": " N",
+    "decoder_last_pipeline_num_layers": " N",
+    "account_for_embedding_in_pipeline_split": "",
+    "account_for_loss_in_pipeline_split": "",
+    "pipeline_model_parallel_layout": " LAYOUT",
+}
+"""Flags of uneven stages, with what their values are called."""
 
 MACHINES = """\
 machine:
@@ -59,6 +71,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         ("dp", "data-parallel replicas"),
     ):
         flag(group, f"--{size}-size N", f"{text} (default: --model's, or 1)")
+    about_settings = {f.name: str(f.metadata["help"]) for f in fields(ParallelConfig)}
+    for name, value in SPLIT.items():
+        flag(group, f"{flag_of(name)}{value}", f"{about_settings[name]} (as --model, if none)")
     about = "of a step over all replicas: --global-batch-size ÷ --micro-batch-size"
     flag(group, "--num-micro-batches N", f"{about} (default: --model's, or PP × DP)")
     add_micro_batch_size(group)
@@ -75,15 +90,30 @@ def fill_layout(args: argparse.Namespace) -> None:
         ("tp_size", p.tensor_model_parallel_size),
         ("cp_size", p.context_parallel_size),
         ("pp_size", p.pipeline_model_parallel_size),
-        ("vpp_size", p.num_virtual_stages_per_pipeline_rank or 1),
     ):
         if getattr(args, name) is None:
             setattr(args, name, size)
+    _fill_stages(args, model)
     if args.dp_size is None:
         args.dp_size = _dp_size(args, model)
     size = fill_micro_batch_size(args, model)
     if args.num_micro_batches is None:
         args.num_micro_batches = model.num_micro_batches(size) or args.pp_size * args.dp_size
+
+
+def _fill_stages(args: argparse.Namespace, model: Model) -> None:
+    """Fills VPP and each stage's layers: those of the flags, else those of ``--model`` where its
+    pipeline is the one that is simulated.
+    """
+    split, p = PipelineSplit.of(args), model.config.parallel
+    pp_size = whole_number("--pp-size", args.pp_size, 1, MOST_DEVICES)
+    same = p.pipeline_model_parallel_size == pp_size and args.vpp_size in (None, p.vpp_size)
+    if not split.given and same:
+        split = p.split
+    if args.vpp_size is None:
+        args.vpp_size = split.vpp_size(pp_size) or p.num_virtual_stages_per_pipeline_rank or 1
+    vpp_size = whole_number("--vpp-size", args.vpp_size, 1, MOST_DEVICES)
+    args.stage_layers = split.uneven(model.shape.num_layers, pp_size, vpp_size)
 
 
 def _dp_size(args: argparse.Namespace, model: Model) -> int:
@@ -112,6 +142,7 @@ def run_of(args: argparse.Namespace) -> Run:
         *(args.tp_size, args.cp_size, args.pp_size, args.vpp_size, args.dp_size),
         sequence_parallel=args.tp_size > 1,
         group_size=config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        stage_layers=args.stage_layers,
     )
     return Run(
         padded_vocabulary(shape, layout.tp_size),

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_wlb.cost.document import DocumentCost
+from megatron_wlb.cost.document import DocumentCost, WithoutDocuments
 from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Attention, Layer, Precision, Precisions, Runs, slices
@@ -142,6 +142,8 @@ class AnalyticModel:
 
     def stage_cost(self, stage: Stage) -> DocumentCost:
         """Cost of a document in a virtual stage."""
+        if not (stage.layers or stage.first or stage.last):
+            return WithoutDocuments()
         recompute = self.recompute
         (first,) = slices(stage.layers, [recompute.recomputed_layers(stage.num_layers)])
         linear_us, backward_us, attention_us = self._layers_us(stage.layers)

@@ -140,3 +140,16 @@ class DocumentCost:
         known = [f.name for f in fields(cls)]
         check_names("document cost: ", "coefficient", values, known, known[:4])
         return cls(**{n: real_number(f"document cost: {n}", v) for n, v in values.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutDocuments(DocumentCost):
+    """What documents cost in a stage without layers and ends: nothing, which balances nothing."""
+
+    forward_linear_us: float = 0.0
+    forward_quadratic_us: float = 0.0
+    backward_linear_us: float = 0.0
+    backward_quadratic_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert not self.document_us(1)

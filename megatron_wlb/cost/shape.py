@@ -149,7 +149,7 @@ class Parallelism:
     """Micro-batches that a chunk runs in a row with VPP; ``pp_size`` if not given."""
     stage_layers: tuple[int, ...] | None = None
     """Layers of each virtual stage (chunk ``c`` of rank ``r`` is ``c · PP + r``), where they are
-    not all the same; the first and last may have none."""
+    not all the same; some may have none."""
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size"):
@@ -175,11 +175,11 @@ class Parallelism:
         layers = self.stage_layers
         if layers is not None:
             fits = len(layers) == num and sum(layers) == shape.num_layers
-            if not fits or min(layers) < 0 or 0 in layers[1:-1]:
+            if not fits or min(layers) < 0:
                 raise ConfigError(
                     f"stage_layers {', '.join(map(str, layers))} do not spread "
                     f"{shape.num_layers} layers over {num} model chunks (PP × VPP); give each its "
-                    "number, which may be 0 at the ends only"
+                    "number"
                 )
         elif shape.num_layers % num:
             raise ConfigError(

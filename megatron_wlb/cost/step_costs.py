@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.analytic import AnalyticModel
-from megatron_wlb.cost.document import DocumentCost, Work
+from megatron_wlb.cost.document import DocumentCost, WithoutDocuments, Work
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
@@ -67,11 +67,19 @@ class StageCosts:
         return cls.shared(cost, [1 / num_stages] * num_stages)
 
     @classmethod
+    def by_layers(cls, cost: StageCost, layout: Parallelism) -> StageCosts:
+        """Gives every stage its layers' share of such a cost."""
+        if layout.stage_layers is None:
+            return cls.even(cost, layout.num_stages)
+        num_layers = sum(layout.stage_layers)
+        return cls.shared(cost, [layers / num_layers for layers in layout.stage_layers])
+
+    @classmethod
     def shared(cls, cost: StageCost, shares: Sequence[float]) -> StageCosts:
         """Divides a cost of the whole model in shares, such as layers of a stage ÷ all layers."""
         for share in shares:
-            if not share > 0:
-                raise ConfigError(f"a stage's share of the model is {share}; give more than 0")
+            if not share >= 0:
+                raise ConfigError(f"a stage's share of the model is {share}; give at least 0")
         parts = {share: _part(cost, *[share] * len(fields(Work))) for share in shares}
         return cls(tuple(parts[share] for share in shares))
 
@@ -199,7 +207,8 @@ def _part(cost: StageCost, *shares: float) -> StageCost:
             raise ConfigError(f"a stage's share of the model is {share}; give a positive number")
     if isinstance(cost, DocumentCost):
         values = zip(shares, cost.as_dict().items(), strict=True)
-        return DocumentCost(**{name: share * us for share, (name, us) in values})
+        part = {name: share * us for share, (name, us) in values}
+        return DocumentCost(**part) if any(shares[:-1]) else WithoutDocuments(**part)
     return _Part(cost, shares)
 
 
@@ -289,7 +298,7 @@ def analytic_costs(
 
 
 def _collective_us(machine: Hardware, num_bytes: float, num_ranks: int, num_devices: int) -> float:
-    if num_ranks == 1:
+    if num_ranks == 1 or not num_bytes:  # such as a stage without weights
         return 0.0
     return machine.latency_us + machine.transfer_us(num_bytes, num_devices, num_ranks)
 

@@ -65,15 +65,18 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
 
 
 def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
+    """Raises :class:`ConfigError` for layers that do not divide as flags say."""
     p = config.parallel
+    pp_size, vpp_size = p.pipeline_model_parallel_size, p.vpp_size
     return Parallelism(
         tp_size=p.tensor_model_parallel_size,
         cp_size=p.context_parallel_size,
-        pp_size=p.pipeline_model_parallel_size,
-        vpp_size=p.num_virtual_stages_per_pipeline_rank or 1,
+        pp_size=pp_size,
+        vpp_size=vpp_size,
         dp_size=dp_size,
         sequence_parallel=p.sequence_parallel,
         group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
+        stage_layers=p.split.uneven(config.model.num_layers, pp_size, vpp_size),
     )
 
 

@@ -147,12 +147,25 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
                     "where data-parallel ranks run documents together (--wlb-packing slim "
                     "--wlb-dp-merge auto); leave it out"
                 )
-    if pp > m.num_layers:
+    vpp = p.num_virtual_stages_per_pipeline_rank
+    if pp > m.num_layers and not p.split.given:
         yield (
             f"--pipeline-model-parallel-size is {pp}, but there are only {m.num_layers} layers; "
             f"use at most {m.num_layers} stages"
         )
-    vpp = p.num_virtual_stages_per_pipeline_rank
+    else:
+        yield from _check_split(config)
+    if not any(_check_split(config)):
+        if vpp is None and p.vpp_size > 1:  # of a layout
+            vpp = p.vpp_size
+        stages = p.split.layers(m.num_layers, pp, p.vpp_size)
+        if empty := [rank for rank in range(1, pp - 1) if not any(stages[rank::pp])]:
+            yield (
+                f"--pipeline-model-parallel-layout {p.pipeline_model_parallel_layout} leaves "
+                f"pipeline rank {empty[0]} without a layer: Megatron saves checkpoints of a rank "
+                "without weights, but cannot load them; give each rank between the first and the "
+                "last a layer"
+            )
     if vpp is None and p.microbatch_group_size_per_virtual_pipeline_stage is not None:
         yield (
             "--microbatch-group-size-per-virtual-pipeline-stage is "
@@ -176,14 +189,16 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
                 "stages and --no-overlap-p2p-communication: Megatron's exchange of shapes mixes up "
                 "activations and gradients there; leave one of the flags out"
             )
-    chunks = pp * (vpp or 1)
-    if pp <= m.num_layers and m.num_layers % chunks:
-        yield (
-            f"--num-layers is {m.num_layers}, which PP {pp} × VPP {vpp or 1} = {chunks} model "
-            f"chunks do not divide; use a multiple of {chunks}"
-        )
     if p.sequence_parallel and tp == 1:
         yield ("--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out")
+
+
+def _check_split(config: Config) -> Iterator[str]:
+    p = config.parallel
+    try:
+        p.split.layers(config.model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _check_model(config: Config) -> Iterator[str]:
@@ -321,13 +336,15 @@ def _check_recompute(config: Config) -> Iterator[str]:
             "--recompute-num-layers, e.g. 1"
         )
         return
-    chunks = p.pipeline_model_parallel_size * (p.num_virtual_stages_per_pipeline_rank or 1)
-    layers = config.model.num_layers // chunks
-    if method == "uniform" and layers % num_layers:
+    if method != "uniform" or any(_check_split(config)):
+        return
+    chunks = p.split.layers(config.model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)
+    if undivided := sorted({layers for layers in chunks if layers % num_layers}):
         # Megatron would index beyond the chunk's last layer.
         yield (
-            f"--recompute-num-layers is {num_layers}, which does not divide the {layers} layers of "
-            "a model chunk; use a divisor of it, or --recompute-method block"
+            f"--recompute-num-layers is {num_layers}, which does not divide the "
+            f"{', '.join(map(str, undivided))} layers of model chunks; use a divisor of each, or "
+            "--recompute-method block"
         )
 
 
@@ -378,7 +395,7 @@ def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_interleaved(config: Config, num_micro_batches: int) -> Iterator[str]:
     """Checks that a rank's micro-batches divide over virtual stages as Megatron asks."""
-    if config.parallel.num_virtual_stages_per_pipeline_rank is None:
+    if config.parallel.vpp_size == 1:
         return
     pp = config.parallel.pipeline_model_parallel_size
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or pp

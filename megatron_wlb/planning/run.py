@@ -50,6 +50,7 @@ from megatron_wlb.planning.slicing import SLICE_MULTIPLE, SLICES_OF_A_WINDOW, Me
 from megatron_wlb.reading import real_number, whole_number
 from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.schedule.order import schedule
+from megatron_wlb.settings import split
 from megatron_wlb.sharding.layout import length_multiple
 from megatron_wlb.sharding.select import MODES, Mode, Prediction, Selector, predict
 from megatron_wlb.sharding.shard import Kind, Sharding
@@ -196,14 +197,14 @@ class Workload:
         """Makes the planner of at least so many steps.
 
         Where there is a pipeline, settings may shape its steps, or choose the number of units, by
-        ``costs``; by equal stages and sends that take no time if these are not given.
+        ``costs``; by stages' layers and sends that take no time if these are not given.
         """
         made, p = self.packer(packing), self.layout
         shaper = None
         slicer = self._slicer(packing, costs) if packing.name == "slim" else None
         if packing.shaped and p is not None and p.pp_size > 1:
             shaper = Shaper(
-                costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
+                costs or StepCosts(StageCosts.by_layers(self.cost, p)),
                 p,
                 num_micro_batches=each_rank(self.num_micro_batches, p.dp_size),
                 max_tokens=made.limits.max_tokens,
@@ -227,7 +228,7 @@ class Workload:
         multiple = max(1, min(SLICE_MULTIPLE, self.window // SLICES_OF_A_WINDOW))
         return Slicer(
             self.cost,
-            costs or StepCosts(StageCosts.even(self.cost, p.num_stages)),
+            costs or StepCosts(StageCosts.by_layers(self.cost, p)),
             p,
             num_micro_batches=each,
             max_tokens=packing.max_tokens,
@@ -522,7 +523,8 @@ def read_cost(
 
 
 def title(p: Parallelism) -> str:
-    """Only what is divided: ``TP 8 × PP 4``."""
+    """Only what is divided: ``TP 8 × PP 4``, and the layers of stages that are unlike."""
     sizes = (("TP", p.tp_size), ("CP", p.cp_size), ("PP", p.pp_size), ("VPP", p.vpp_size),
              ("DP", p.dp_size))  # fmt: skip
-    return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one device"
+    said = " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one device"
+    return said if p.stage_layers is None else f"{said} (layers {split.title(p.stage_layers)})"

@@ -152,7 +152,7 @@ def _least_us(
 
     The least of several runs, because all that others do on the machine only adds time.
     """
-    device = next(model.gpts[0].parameters()).device
+    device = model.device
     times = torch.zeros(len(lengths), 2, dtype=torch.float64, device=device)
     for row, length in enumerate(lengths):
         # All ranks must run equally often: the number follows from the length alone.
@@ -175,7 +175,7 @@ def _shard(model: Model) -> dict[str, Any]:
 def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[float, float]:
     """Seconds of forward and of backward of a micro-batch through this rank's chunks."""
     config = model.config
-    device = next(model.gpts[0].parameters()).device
+    device = model.device
     _, params = local_params(
         lengths, np.concatenate([np.arange(n) for n in lengths]), device, **_shard(model)
     )
@@ -210,13 +210,15 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
     Under context parallelism of this rank's part of it; communication is not timed.
     """
     config = model.config
-    device = next(model.gpts[0].parameters()).device
+    device = model.device
     _, params = local_params([length], np.arange(length), device, **_shard(model))
     segments = params.segments
     assert segments is not None
     num_queries, num_keys = sum(segments.lengths_q), sum(segments.lengths_k)
     forward = backward = 0.0
     for gpt in model.gpts:
+        if not gpt.decoder.layers:
+            continue
         attention = gpt.decoder.layers[0].self_attention
         core, heads = attention.core_attention, attention.num_attention_heads_per_partition
         groups = attention.num_query_groups_per_partition

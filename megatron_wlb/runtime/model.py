@@ -52,6 +52,12 @@ class Model:
     chunks: list[torch.nn.Module]
     gpts: list[GPTModel]
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are; a chunk may have none."""
+        first: torch.Tensor = next(p for gpt in self.gpts for p in gpt.parameters())
+        return first.device
+
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
         """All weights are up to date inside, and no forward pass gathers any.
@@ -79,7 +85,8 @@ _ALIKE = (
     "qk_layernorm add_qkv_bias rotary_interleaved hidden_dropout attention_dropout init_method_std "
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "sequence_parallel bf16 recompute_granularity recompute_method recompute_num_layers "
-    "deterministic_mode"
+    "deterministic_mode account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+    "pipeline_model_parallel_layout"
 )
 """Settings that Megatron's configuration calls as we do."""
 
@@ -87,7 +94,7 @@ _ALIKE = (
 def transformer_config(config: Config) -> TransformerConfig:
     """Megatron's configuration of the model, with what ragged micro-batches need."""
     model, parallel, training = config.model, config.parallel, config.training
-    vpp = parallel.num_virtual_stages_per_pipeline_rank
+    vpp = parallel.vpp_size if parallel.vpp_size > 1 else None
     overlap = vpp is not None and not parallel.no_overlap_p2p_communication
     dtype = torch.bfloat16 if training.bf16 else torch.float32
     settings = config.flat()
@@ -95,6 +102,8 @@ def transformer_config(config: Config) -> TransformerConfig:
     core = TransformerConfig(
         **{name: settings[name] for name in _ALIKE.split()},
         num_query_groups=model.num_query_groups if model.group_query_attention else None,
+        num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.swiglu,
         activation_func=torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
@@ -199,6 +208,22 @@ def require_document_attention(gpt: GPTModel) -> None:
                 f"Megatron built {installed.__name__} where DocumentAttention was specified; this "
                 "Megatron is not one that megatron-wlb knows"
             )
+
+
+def require_layers(config: Config, model: Model) -> None:
+    """Raises :class:`CompatibilityError` where Megatron built chunks of other layers than plans,
+    memory and costs are made for.
+    """
+    p = config.parallel
+    stages = p.split.layers(config.model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)
+    planned = list(stages[model.groups.pp.rank() :: model.groups.pp.size()])
+    built = [len(gpt.decoder.layers) for gpt in model.gpts]
+    if built != planned:
+        raise CompatibilityError(
+            f"Megatron built model chunks of {built} layers on pipeline rank "
+            f"{model.groups.pp.rank()}, but plans are for {planned}; this Megatron divides layers "
+            "otherwise than one that megatron-wlb knows"
+        )
 
 
 def attention_options(
@@ -323,7 +348,9 @@ def build_model(config: Config, vocab_size: int) -> Model:
     chunks: list[torch.nn.Module] = list(gpts)
     if config.training.bf16:
         chunks = [Float16Module(core, chunk) for chunk in chunks]
-    return Model(core, groups, _wrap(config, core, chunks), gpts)
+    model = Model(core, groups, _wrap(config, core, chunks), gpts)
+    require_layers(config, model)
+    return model
 
 
 def _wrap(

@@ -12,6 +12,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_wlb.settings.split import PipelineSplit
+
 
 def setting(default: Any, help: str) -> Any:
     """A dataclass field with the text that ``--help`` shows."""
@@ -85,6 +87,21 @@ class ParallelConfig:
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
         None, "micro-batches that a chunk runs in a row with VPP; PP if not given"
     )
+    decoder_first_pipeline_num_layers: int | None = setting(
+        None, "layers of the first pipeline rank; the others share the rest"
+    )
+    decoder_last_pipeline_num_layers: int | None = setting(
+        None, "layers of the last pipeline rank; the others share the rest"
+    )
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, "the embedding counts as a layer where layers are divided over stages"
+    )
+    account_for_loss_in_pipeline_split: bool = setting(
+        False, "LM head and loss count as a layer where layers are divided over stages"
+    )
+    pipeline_model_parallel_layout: str | None = setting(
+        None, "stages one by one, of embedding E, layers t and loss L, as in 'Et*3|(t*4|)*2t*3L'"
+    )
     context_parallel_size: int = setting(
         1, "CP: ranks over which each micro-batch's tokens are divided"
     )
@@ -103,6 +120,20 @@ class ParallelConfig:
         None, "nccl on GPUs, gloo on CPUs if not given"
     )
     distributed_timeout_minutes: int = setting(10, "after which a collective gives up")
+
+    @property
+    def split(self) -> PipelineSplit:
+        """How layers are divided over stages."""
+        return PipelineSplit.of(self)
+
+    @property
+    def vpp_size(self) -> int:
+        """Model chunks a pipeline rank, of the layout or the flag; 1 where neither says any.
+
+        Raises :class:`ConfigError` for a layout that cannot be.
+        """
+        of_layout = self.split.vpp_size(self.pipeline_model_parallel_size)
+        return max(1, of_layout or self.num_virtual_stages_per_pipeline_rank or 1)
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class _Clock:
         self._cost, self._layout = workload.cost, workload.layout
         if self._layout is not None:
             self._graph = workload.graph
-            self._stages = StageCosts.even(self._cost, self._graph.num_stages)
+            self._stages = StageCosts.by_layers(self._cost, self._layout)
 
     def devices_us(self, plan: StepPlan) -> float:
         p, ranks = self._layout, plan.micro_batches

@@ -38,8 +38,7 @@ DEFAULT_VOCAB_SIZE = 32000
 
 _NOT_MODELLED = {
     "--yaml-cfg", "--num-experts", "--multi-latent-attention", "--mtp-num-layers",
-    "--pipeline-model-parallel-layout", "--use-torch-fsdp2", "--use-megatron-fsdp",
-    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--use-torch-fsdp2", "--use-megatron-fsdp",
     "--hybrid-override-pattern", "--cpu-offloading-num-layers",
 }  # fmt: skip
 _PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
@@ -97,7 +96,14 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
     said, _ = taken_out(_PER_VIRTUAL_STAGE, others)
     if said is not None:
         layers = int(said) if said.isdecimal() else 0
-        stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+        split = config.parallel.split
+        if split.has_ends or split.has_layout:
+            raise ConfigError(
+                f"{_PER_VIRTUAL_STAGE} is {said}, but other flags say how many layers stages have; "
+                "use --num-virtual-stages-per-pipeline-rank, or a layout of so many stages"
+            )
+        of_all = config.model.num_layers + split.accounts
+        stage = of_all // config.parallel.pipeline_model_parallel_size
         if layers < 1 or stage % layers:
             raise ConfigError(
                 f"{_PER_VIRTUAL_STAGE} is {said}, which does not divide the {stage} layers of a "

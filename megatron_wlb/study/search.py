@@ -6,6 +6,9 @@ Three passes, each over fewer candidates and each more exact::
                 ──▶ one step of even micro-batches each            (coarse)
                 ──▶ many steps of real documents of the best       (refined)
 
+Stages have as many layers each. Where that cannot be, they are balanced by time; and the best
+layouts are also tried so, where the coarse pass gains by it.
+
 Everything is *simulated* and deterministic: the same arguments give the same ranking.
 """
 
@@ -31,6 +34,7 @@ from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
+from megatron_wlb.study.stages import balanced_layers
 
 T = TypeVar("T")
 Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]
@@ -44,6 +48,10 @@ MOST_CHUNKS = 8
 SAMPLE_WINDOWS = 64
 """Windows of documents of which the coarse pass takes the average micro-batch."""
 FULL = Recompute("full", "uniform", 1)
+MOST_UNLIKE_CHUNKS = 4
+"""The most VPP that is tried where layers do not divide over the pipeline ranks."""
+LEAST_GAIN = 1.002
+"""By how much the coarse pass must gain by unlike stages for these to be refined too."""
 
 
 @dataclass(frozen=True)
@@ -209,17 +217,21 @@ def search(
             progress(what, number, len(items))
 
     layouts = told("memory", [*_layouts(space)])
-    runs = [one for layout in layouts for one in _runs(space, layout)]
+    sample = _sample(source, space.window, seeds[0], long_documents)
+    runs = [one for layout in layouts for one in _runs(space, layout, sample)]
     rejected = [one for one in runs if isinstance(one, Rejected)]
     possible = [one for one in runs if not isinstance(one, Rejected)]
     if not possible:
         raise ConfigError(_nothing(space, rejected))
-    sample = _sample(source, space.window, seeds[0], long_documents)
     candidates = [
         Candidate(scenario, max_tokens, _coarse_mfu(space, scenario, sample))
         for scenario, max_tokens in told("coarse", possible)
     ]
-    candidates.sort(key=lambda c: (-c.mfu, _order(c.scenario)))
+    candidates.sort(key=_coarse_order)
+    refining = candidates[:num_refined]
+    balanced = [better for one in refining if (better := _balanced(space, one, sample))]
+    refining += sorted(balanced, key=_coarse_order)[: -(-num_refined // 2)]
+    candidates = sorted([*candidates, *balanced], key=_coarse_order)
 
     def simulate(candidate: Candidate, variants: Sequence[PackingSettings]) -> list[Choice]:
         sharding = space.sharding if candidate.scenario.parallelism.cp_size > 1 else "per-sequence"
@@ -237,12 +249,12 @@ def search(
 
     plain = [name for name in space.packings if not name.endswith(SHAPED)]
     refined: list[Choice] = []
-    for candidate in told("refined", candidates[:num_refined]):
+    for candidate in told("refined", refining):
         p = candidate.scenario.parallelism
-        for refining in run_with(p.pp_size, p.vpp_size, plain or space.packings)[-1:]:
-            refined += simulate(candidate, [_variant(refining, candidate, candidate.windows)])
+        for packing in run_with(p.pp_size, p.vpp_size, plain or space.packings)[-1:]:
+            refined += simulate(candidate, [_variant(packing, candidate, candidate.windows)])
     refined = _ranked(refined, max_delay)
-    for choice in told("tuned", refined[:num_tuned]):
+    for choice in told("tuned", _of_unlike_layouts(refined)[:num_tuned]):
         known = choice.outcome.setting  # and what has a few tokens of S_max more or less
         new = [
             v for v in _variants(space, choice.candidate)
@@ -273,6 +285,20 @@ def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
     return sorted(choices, key=order)
 
 
+def _coarse_order(candidate: Candidate) -> tuple[object, ...]:
+    return -candidate.mfu, _order(candidate.scenario)
+
+
+def _of_unlike_layouts(choices: Sequence[Choice]) -> list[Choice]:
+    """The first of each layout, whichever layers its stages have."""
+    first: dict[object, Choice] = {}
+    for choice in choices:
+        run = choice.candidate.scenario
+        layout = replace(run.parallelism, stage_layers=None)
+        first.setdefault((layout, run.num_micro_batches, run.recompute), choice)
+    return [*first.values()]
+
+
 def _original(choices: Sequence[Choice]) -> Choice | None:
     plain = [c for c in choices if c.outcome.setting.name == "original" and c.fits]
     return max(plain, key=lambda choice: choice.outcome.mfu, default=None)
@@ -281,7 +307,8 @@ def _original(choices: Sequence[Choice]) -> Choice | None:
 def _order(scenario: Run) -> tuple[int, ...]:
     """Settles ties: the simplest layout first."""
     p = scenario.parallelism
-    return p.pp_size, p.vpp_size, p.cp_size, p.tp_size, scenario.num_micro_batches
+    sizes = p.pp_size, p.vpp_size, p.cp_size, p.tp_size, scenario.num_micro_batches
+    return *sizes, p.stage_layers is not None
 
 
 def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
@@ -320,7 +347,9 @@ def _layouts(space: Space) -> Iterator[Parallelism]:
                 yield layout
 
 
-def _runs(space: Space, layout: Parallelism) -> Iterator[tuple[Run, int] | Rejected]:
+def _runs(
+    space: Space, layout: Parallelism, sample: Sequence[int]
+) -> Iterator[tuple[Run, int] | Rejected]:
     """Each N with a layout: what can run, with the S_max that fits, or why it cannot."""
     shape = padded_vocabulary(space.shape, layout.tp_size)
     max_tp = space.max_tp or space.hardware.devices_per_node
@@ -329,6 +358,9 @@ def _runs(space: Space, layout: Parallelism) -> Iterator[tuple[Run, int] | Rejec
         yield Rejected(layout, 0, space.recompute[0], "topology", reason)
         return
     try:
+        if _needs_unlike_stages(shape, layout):
+            stages = balanced_layers(shape, space.hardware, layout, Recompute(), sample)
+            layout = replace(layout, stage_layers=stages)
         layout.layers_of_stages(shape)
     except ConfigError as error:
         yield Rejected(layout, 0, space.recompute[0], "divisibility", str(error))
@@ -357,6 +389,36 @@ def _runs(space: Space, layout: Parallelism) -> Iterator[tuple[Run, int] | Rejec
             yield run, max_tokens
             if max_tokens >= DEFAULT_WINDOWS * space.window:
                 break  # More recomputation only takes time.
+
+
+def _needs_unlike_stages(shape: ModelShape, layout: Parallelism) -> bool:
+    """Whether layers do not divide over the pipeline ranks, but could with one or two for the ends.
+
+    Without virtual stages any number of layers can.
+    """
+    short, few = -shape.num_layers % layout.num_stages, layout.vpp_size <= MOST_UNLIKE_CHUNKS
+    divides = shape.num_layers % layout.pp_size == 0 or shape.num_layers < layout.pp_size
+    return not (divides or shape.layers) and (layout.vpp_size == 1 or (short <= 2 and few))
+
+
+def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Candidate | None:
+    """The candidate with stages balanced by time, where the coarse pass gains by that."""
+    run = candidate.scenario
+    p = run.parallelism
+    if p.pp_size == 1 or p.stage_layers is not None or run.shape.layers:
+        return None
+    stages = balanced_layers(run.shape, run.hardware, p, run.recompute, sample)
+    if len(set(stages)) == 1:
+        return None
+    unlike = replace(run, parallelism=replace(p, stage_layers=stages))
+    mfu = _coarse_mfu(space, unlike, sample)
+    if mfu < LEAST_GAIN * candidate.mfu:
+        return None
+    try:
+        max_tokens = unlike.max_tokens()
+    except ConfigError:
+        return None
+    return Candidate(unlike, max_tokens, mfu) if max_tokens >= run.window else None
 
 
 def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:

@@ -5,6 +5,7 @@ A recipe is a YAML file in the form of Megatron-LM's ``model_config.yaml``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
@@ -16,10 +17,12 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.recipe import quoted
+from megatron_wlb.settings.split import LAYOUT, flags_of
 
 Value: TypeAlias = bool | int | float | str | list[str | int]
 Flags: TypeAlias = Mapping[str, Value]
 """A flag and its value; True for a bare one, a list where it takes several."""
+VPP = "--num-virtual-stages-per-pipeline-rank"
 
 
 def model_flags(shape: ModelShape) -> Flags:
@@ -57,21 +60,24 @@ def _given(flags: Mapping[str, Value | None]) -> Flags:
 def layout_flags(scenario: Run) -> Flags:
     """How the model is divided, and what is recomputed.
 
-    Raises :class:`ConfigError` for unlike layers or stages, which no flag here says.
+    Raises :class:`ConfigError` for unlike layers, which no flag here says.
     """
     p, recompute = scenario.parallelism, scenario.recompute
-    if scenario.shape.layers or len(set(p.layers_of_stages(scenario.shape))) > 1:
+    if scenario.shape.layers:
         raise ConfigError(
-            f"a recipe has {scenario.shape.num_layers} equal layers, as many in each stage; these "
-            "are unlike, so give a model without layers and a layout without stage_layers"
+            f"a recipe has {scenario.shape.num_layers} equal layers; these are unlike, so give a "
+            "model without layers"
         )
+    uneven = flags_of(p.layers_of_stages(scenario.shape), p.vpp_size)
     return _given(
         {
             "--tensor-model-parallel-size": p.tp_size,
             "--context-parallel-size": p.cp_size,
             "--pipeline-model-parallel-size": p.pp_size,
             "--sequence-parallel": p.sequence_parallel,
-            "--num-virtual-stages-per-pipeline-rank": p.vpp_size if p.vpp_size > 1 else None,
+            # A layout has VPP in it.
+            VPP: p.vpp_size if p.vpp_size > 1 and LAYOUT not in uneven else None,
+            **uneven,
             "--use-distributed-optimizer": True,
             "--overlap-grad-reduce": scenario.overlap_grad_reduce,
             "--recompute-granularity": recompute.granularity,
@@ -142,5 +148,7 @@ def recipe(
             text = yaml.safe_dump(value).splitlines()[0]
             if isinstance(value, list):  # As Megatron's recipes write several values of a flag.
                 text = f"[{' '.join(map(str, value))}]"
+            elif flag == LAYOUT:  # which two shells read where Megatron runs recipes
+                text = re.sub(r"[|()]", r"\\\\\g<0>", text)
             lines.append(f"  {flag}: {text}")
     return "\n".join(lines) + "\n"

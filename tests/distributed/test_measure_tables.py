@@ -57,6 +57,7 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
     [
         (1, ""),
         (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+        (2, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt||tL"),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --hidden-dropout 0.1"),
         (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
     ],

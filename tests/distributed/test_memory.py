@@ -32,6 +32,7 @@ GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 2"
 QK_NORM = f"{GROUPED} --qk-layernorm --add-qkv-bias"
 PP = "--pipeline-model-parallel-size 2"
 VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+ACCOUNTS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 CP = "--context-parallel-size 2"
@@ -77,11 +78,15 @@ CASES = {
     "pp-bf16": (f"{GROUPED} {PP} {BF16}", RAGGED),
     "pp-selective": (f"{PP} {SELECTIVE}", RAGGED),
     "pp-full": (f"{LLAMA} {PP} {FULL}", RAGGED),
+    "pp-uneven": (f"{LLAMA} {PP} --decoder-last-pipeline-num-layers 1", RAGGED),
+    "pp-ends-only": (f"{GROUPED} {PP} --pipeline-model-parallel-layout Et*4|L", RAGGED),
     # Interleaved.
     "vpp": (f"{LLAMA} {VPP}", RAGGED),
     "vpp-selective": (f"{VPP} {SELECTIVE}", [*RISING, [200], [100]]),
     "vpp-full": (f"{LLAMA} {VPP} {FULL}", RAGGED),
     "vpp-full-gpt": (f"{VPP} {FULL}", RAGGED),
+    "vpp-uneven": (f"{VPP} --num-layers 6 {ACCOUNTS}", RAGGED),
+    "vpp-empty-chunk": (f"{LLAMA} {PP} --pipeline-model-parallel-layout Et|tt||tL", RAGGED),
 }
 
 

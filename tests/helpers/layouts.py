@@ -87,8 +87,8 @@ class Layout:
 
     @property
     def config(self) -> Config:
-        flags = [*COMMON.split(), *MODELS[self.model].split(), *self.extra.split()]
-        flags += ["--num-layers", str(max(4, self.pp * self.vpp))]
+        flags = [*COMMON.split(), *MODELS[self.model].split()]
+        flags += ["--num-layers", str(max(4, self.pp * self.vpp)), *self.extra.split()]
         flags += ["--global-batch-size", str(self.num_micro_batches * self.dp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--tensor-model-parallel-size", self.tp[0]]

@@ -82,11 +82,12 @@ def load(config: Config, model: Any, state: State) -> tuple[list[Held], list[Any
     import torch
 
     stages, stage = model.groups.pp.size(), model.groups.pp.rank()
-    layers = config.model.num_layers // (stages * len(model.gpts))
+    p = config.parallel
+    layers = p.split.layers(config.model.num_layers, stages, len(model.gpts))
     tied = not config.model.untie_embeddings_and_output_weights
     named = []
     for chunk, gpt in enumerate(model.gpts):
-        first = (chunk * stages + stage) * layers
+        first = sum(layers[: chunk * stages + stage])
         named += [(whole_name(n, first, tied), p) for n, p in gpt.named_parameters()]
     tp = model.groups.tp
     held = held_by(state, named, tp.rank(), tp.size(), config.model.swiglu)

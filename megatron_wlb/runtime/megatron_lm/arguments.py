@@ -36,7 +36,9 @@ _SAME = (
     # The layout.
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
-    "distributed_backend",
+    "distributed_backend", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
     # The batch, and what its memory depends on.
     "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed", "seed",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "deterministic_mode",

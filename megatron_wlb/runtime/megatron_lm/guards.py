@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
+from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,15 @@ class Refusal:
         return f"{self.given(args)} does not work with --wlb-packing: {self.reason}; {self.remedy}"
 
 
+def _has_chunks(args: argparse.Namespace) -> bool:
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    split = PipelineSplit(pipeline_model_parallel_layout=layout)
+    return (split.vpp_size(args.pipeline_model_parallel_size) or 1) > 1
+
+
 def _mixes_up(args: argparse.Namespace) -> bool:
     names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    is_virtual = any(getattr(args, name, None) is not None for name in names)
+    is_virtual = any(getattr(args, name, None) is not None for name in names) or _has_chunks(args)
     return args.pipeline_model_parallel_size == 2 and is_virtual and not args.overlap_p2p_comm
 
 
@@ -108,7 +115,6 @@ def _evaluates_otherwise(kind: str) -> Condition:
 
 
 _DENSE = "cost and memory models know dense transformer layers only"
-_EVEN = "cost and memory models divide the layers evenly"
 _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
 _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
@@ -186,13 +192,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
     Refusal(
-        "--pipeline-model-parallel-layout", _EVEN, "use --num-virtual-stages-per-pipeline-rank"
-    ),
-    Refusal("--decoder-first-pipeline-num-layers", _EVEN),
-    Refusal("--decoder-last-pipeline-num-layers", _EVEN),
-    Refusal("--account-for-embedding-in-pipeline-split", _EVEN),
-    Refusal("--account-for-loss-in-pipeline-split", _EVEN),
-    Refusal(
         "--use-torch-fsdp2",
         "a loss per token divides gradients by the tokens of the step, it leaves them undivided",
         "use --use-distributed-optimizer",
@@ -247,6 +246,12 @@ REFUSALS: tuple[Refusal, ...] = (
 WITH_SLICES: tuple[Refusal, ...] = (
     Refusal("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK),
     Refusal("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK),
+    Refusal(
+        "--pipeline-model-parallel-layout",
+        _ONE_CHUNK,
+        "give as many stages as PP",
+        refused=_has_chunks,
+    ),
     Refusal(
         "--defer-embedding-wgrad-compute",
         "it pairs forward and backward passes in one order, slices run backward last to first",

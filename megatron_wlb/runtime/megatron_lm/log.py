@@ -15,7 +15,7 @@ import torch
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning.from_config import schedule_graph
+from megatron_wlb.planning.from_config import parallelism, schedule_graph
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
@@ -159,12 +159,13 @@ class Log:
     def predicted_us(self, plan: StepPlan) -> float:
         """Predicts both passes of the slowest data-parallel rank by a replay.
 
-        Micro-batches take what the cost model says, in equal shares on all chunks; collectives of
-        data parallelism and the update are not in it.
+        Micro-batches take what the cost model says, on all chunks in the shares of their layers;
+        collectives of data parallelism and the update are not in it.
         """
         # Slices have orders of their own, other steps the order of as many micro-batches.
         graph = schedule_graph(self.session.config, len(plan.micro_batches[0]) or 1)
-        return slowest_us(plan, StageCosts.even(self.session.cost, graph.num_stages), graph)
+        layout = parallelism(self.session.config)
+        return slowest_us(plan, StageCosts.by_layers(self.session.cost, layout), graph)
 
     @cached_property
     def _peak_tflops(self) -> float:

@@ -29,7 +29,7 @@ from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.model import of_chunks
-from megatron_wlb.runtime.model import Model, settle_kernel
+from megatron_wlb.runtime.model import Model, require_layers, settle_kernel
 from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, tell_changes
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings import allocator
@@ -102,6 +102,7 @@ class Session:
         """Takes what Megatron has built; a second call with the same does nothing."""
         if self._chunks is not chunks:
             self._chunks, self.model = chunks, of_chunks(chunks)
+            require_layers(self.config, self.model)
 
     def open_data(self) -> tuple[Iterator[StepPlan] | None, ...]:
         """Plans for training, validation and test, as Megatron's external data loaders.

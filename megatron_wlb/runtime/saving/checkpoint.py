@@ -38,7 +38,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 REQUIRED = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank", "context_parallel_size", "use_distributed_optimizer",
+    "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+    "context_parallel_size", "use_distributed_optimizer",
     "micro_batch_size", "global_batch_size", "bf16", "optimizer", "lr", "min_lr",
     "lr_decay_style", "lr_warmup_iters", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
     "sgd_momentum",

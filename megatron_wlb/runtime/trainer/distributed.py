@@ -89,7 +89,7 @@ def initialize_groups(config: Config) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=p.tensor_model_parallel_size,
         pipeline_model_parallel_size=p.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=p.num_virtual_stages_per_pipeline_rank,
+        virtual_pipeline_model_parallel_size=p.vpp_size if p.vpp_size > 1 else None,
         context_parallel_size=p.context_parallel_size,
     )
     seed(config)

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_wlb.cost import (
     AnalyticModel,
+    DocumentCost,
     Hardware,
     MemoryModel,
     ModelShape,
@@ -17,6 +18,7 @@ from megatron_wlb.cost import (
 )
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precision, Precisions, slices
+from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import model_identity
 from megatron_wlb.errors import ConfigError
 
@@ -125,6 +127,19 @@ def test_uneven_stages_of_equal_layers_hold_their_share(
     assert sum(MemoryModel(shape, even).num_parameters(rank) for rank in range(2)) == sum(
         memory.num_parameters(rank) for rank in range(4)
     )
+
+
+def test_measured_costs_are_spread_over_chunks_of_which_one_has_no_layers() -> None:
+    shape = dataclasses.replace(PLAIN, num_layers=8)
+    layout = Parallelism(pp_size=2, vpp_size=2, stage_layers=(2, 5, 0, 1))
+    measured = DocumentCost(1.0, 0.5, 2.0, 1.5, micro_batch_us=40.0)
+    spread = StageCosts.spread(measured, analytic(shape, layout)).times_us([[30, 12]])
+    by_layers = StageCosts.by_layers(measured, layout).times_us([[30, 12]])
+    for times_us in (spread, by_layers):
+        assert times_us.sum() == pytest.approx(measured.total_us([30, 12]))
+    assert spread[:, 2].sum() == pytest.approx(40 / 4)  # what a micro-batch takes besides
+    assert by_layers[:, 2].sum() == 0
+    assert by_layers[:, 1] == pytest.approx(5 * by_layers[:, 3])
 
 
 def test_block_recompute_runs_the_first_layers_of_each_stage_again() -> None:

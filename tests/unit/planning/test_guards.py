@@ -80,6 +80,21 @@ REFUSED = [
         ["--num-layers is 4", "PP 3 × VPP 1 = 3", "use a multiple of 3"],
     ),
     (
+        "--pipeline-model-parallel-size 3 --num-layers 6 --decoder-last-pipeline-num-layers 3", 3,
+        ["--decoder-last-pipeline-num-layers 3 of --num-layers 6 leave 3 layers for 2 other"],
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-model-parallel-layout "
+        "Et||t*3|L", 4,
+        ["-layout Et||t*3|L leaves pipeline rank 1 without a layer", "give each rank between"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers 4 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 2 --pipeline-model-parallel-layout "
+        "Et*3|tL", 2,
+        ["--recompute-num-layers is 2", "does not divide the 1, 3 layers of", "use a divisor"],
+    ),
+    (
         "--sequence-parallel", 1,
         ["--sequence-parallel", "-size of at least 2", "leave it out"],
     ),
@@ -158,7 +173,7 @@ REFUSED = [
     (
         f"{PP2_VPP2} --num-layers 12 --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 2", 2,
-        ["--recompute-num-layers is 2", "the 3 layers of a model chunk", "use a divisor"],
+        ["--recompute-num-layers is 2", "the 3 layers of model chunks", "use a divisor"],
     ),
     ("--seq-length 1", 1, ["--seq-length is 1", "at least 2 tokens"]),
     (
@@ -302,6 +317,12 @@ def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1, 8),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", 1, 8),
         ("--save out --save-interval 1", 1, 8),
+        ("--pipeline-model-parallel-size 3 --num-layers 1 "
+         "--pipeline-model-parallel-layout E|t|L", 3, 8),
+        ("--pipeline-model-parallel-size 2 --num-layers 6 --pipeline-model-parallel-layout "
+         "Et|tt|tt|tL --microbatch-group-size-per-virtual-pipeline-stage 4", 2, 8),
+        ("--pipeline-model-parallel-size 2 --num-layers 6 --decoder-first-pipeline-num-layers 4 "
+         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 2, 8),
         ("--wlb-shape on --wlb-packing wlb", 1, 8),
         ("--wlb-long-documents slice --wlb-packing slim --wlb-units 3", 1, 8),
         ("--micro-batch-size 2 --seq-length 512 --wlb-max-tokens 1024", 2, 2),

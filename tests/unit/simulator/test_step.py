@@ -259,6 +259,10 @@ def test_analytic_costs_count_layers_ends_transfers_and_reduction():
     ).reduce_buckets
     # Megatron divides the first stage only: of a million parameters for each of 64 ranks.
     assert buckets == (-(-memory.stage_parameters(0) // 64_000_000), 1, 1, 1) and buckets[0] > 2
+    # A chunk without layers takes no time and no gradients; it passes activations on.
+    empty, _ = analytic(Parallelism(pp_size=2, vpp_size=2, dp_size=8, stage_layers=(2, 6, 0, 4)))
+    assert empty.stages.times_us([[500, 20]])[:, 2].tolist() == [[0.0], [0.0]]
+    assert empty.reduce_us[2] == 0 < min(empty.reduce_us[:2])
     alone, _ = analytic(Parallelism())
     assert alone.reduce_us == (0.0,) and alone.p2p_us([9000]) == 0.0
     assert alone.update_us[0] > 0
@@ -318,8 +322,8 @@ def test_impossible_costs_and_layouts_are_refused():
         even(2, reduce_us=(1.0, float("nan")))
     with pytest.raises(ConfigError, match="reduce_us has 3 entries; give one for each of the 2"):
         even(2, reduce_us=(1.0, 2.0, 3.0))
-    with pytest.raises(ConfigError, match="share of the model is 0"):
-        StageCosts.shared(COST, [1.0, 0.0])
+    with pytest.raises(ConfigError, match="share of the model is -1"):
+        StageCosts.shared(COST, [2.0, -1.0])
     with pytest.raises(ConfigError, match="there are none"):
         StageCosts(())
     with pytest.raises(ConfigError, match="groups of 2 leave 1"):

@@ -47,6 +47,9 @@ def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Fl
             "wlb:3",
         ),
         (ODD, Parallelism(pp_size=2), FULL, "hold:4+shape"),
+        (ODD, Parallelism(pp_size=4, stage_layers=(4, 3, 3, 2)), FULL, "original"),
+        (ODD, Parallelism(pp_size=4, stage_layers=(3, 4, 3, 2)), FULL, "original"),
+        (ODD, Parallelism(pp_size=2, vpp_size=2, stage_layers=(3, 4, 4, 1)), FULL, "original"),
         (replace(ODD, rotary_percent=0.0), Parallelism(), Recompute("selective"), "fixed-greedy:2"),
     ],
 )
@@ -101,27 +104,27 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     layout = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
     scenario = Run(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
     variant = PackingSettings.parse("wlb:3", 4096, 6144)
+    uneven = replace(layout, stage_layers=(9, 8, 10, 5))
     parts = {
-        "Balance": recipe.balance_flags(scenario, variant.flags(), "hybrid", "my machine.yaml")
+        "Layout": recipe.layout_flags(replace(scenario, parallelism=uneven)),
+        "Balance": recipe.balance_flags(scenario, variant.flags(), "hybrid", "my machine.yaml"),
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.recipe(parts, 32, 8, ""))
-    command = shlex.split(recipe.command(parts["Balance"], 32, 8))
+    flags = {flag: value for part in parts.values() for flag, value in part.items()}
+    command = shlex.split(recipe.command(flags, 32, 8))
     words = command[command.index("megatron_wlb.pretrain_gpt") + 1 :]
     assert list(read_recipe(path, {}).arguments) == words
+    # Megatron's script has two shells read the value, which a pipe would end.
+    assert r"--pipeline-model-parallel-layout: Et*9\\|t*8\\|t*10\\|t*5L" in path.read_text()
     wlb = parse(words).wlb
     assert wlb.wlb_queue_thresholds == (1024, 2048, 3072)
     assert wlb.wlb_hardware == "my machine.yaml"
 
 
-def test_unlike_layers_and_stages_are_no_recipe() -> None:
+def test_unlike_layers_are_no_recipe() -> None:
     unlike = replace(ODD, layers=((12, replace(ODD, ffn_hidden_size=500).layer),))
-    for shape, layout in (
-        (unlike, Parallelism()),
-        (ODD, Parallelism(pp_size=2, stage_layers=(5, 7))),
-    ):
-        scenario = Run(shape, load_hardware("h200"), layout, 4096, 8)
-        with pytest.raises(ConfigError, match="12 equal layers, as many in each stage"):
-            recipe.layout_flags(scenario)
+    with pytest.raises(ConfigError, match="12 equal layers; these are unlike"):
+        recipe.layout_flags(Run(unlike, load_hardware("h200"), Parallelism(), 4096, 8))
     even = Run(ODD, load_hardware("h200"), Parallelism(pp_size=2, stage_layers=(6, 6)), 4096, 8)
     assert recipe.layout_flags(even)["--pipeline-model-parallel-size"] == 2

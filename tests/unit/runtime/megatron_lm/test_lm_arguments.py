@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.runtime.megatron_lm import arguments
 from megatron_wlb.settings.config import Config, WlbConfig
 
@@ -29,6 +30,9 @@ CHECKED: dict[str, Any] = {
     "bf16": True, "recompute_granularity": "selective", "recompute_method": None,
     "recompute_num_layers": None, "split": "99,1,0", "seq_length": 512,
     "data_path": ["0.5", "a", "0.5", "b"], "lr": 3e-4, "optimizer": "adam",
+    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
 }  # fmt: skip
 
 
@@ -64,6 +68,22 @@ def test_no_overlap_is_told_only_where_there_are_virtual_stages() -> None:
     found = config(virtual_pipeline_model_parallel_size=None)
     assert not found.parallel.no_overlap_p2p_communication
     assert found.parallel.num_virtual_stages_per_pipeline_rank is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, None),
+        ({"decoder_last_pipeline_num_layers": 8, "num_layers": 14}, (1, 1, 1, 4) * 2),
+        ({"account_for_embedding_in_pipeline_split": True, "num_layers": 15}, (1, *[2] * 7)),
+        ({"pipeline_model_parallel_layout": "Ett|(t|)*6L"}, (2, *[1] * 6, 0)),
+    ],
+)
+def test_layers_of_stages_are_those_of_megatrons_flags(
+    changes: dict[str, Any], layers: tuple[int, ...] | None
+) -> None:
+    found = parallelism(config(**changes))
+    assert (found.pp_size, found.vpp_size, found.stage_layers) == (4, 2, layers)
 
 
 def test_splits_with_their_own_paths_need_no_shares() -> None:

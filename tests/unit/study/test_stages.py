@@ -1,0 +1,92 @@
+"""Stages balanced by time: against all ways to divide the layers, and in a search."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megatron_wlb.cost import AnalyticModel, ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.study.search import Search, Space, search
+from megatron_wlb.study.stages import balanced_layers
+
+H100 = load_hardware("h100-sxm")
+SHAPE = ModelShape(
+    hidden_size=1024, ffn_hidden_size=2560, num_layers=8, num_attention_heads=8,
+    num_query_groups=4, kv_channels=128, vocab_size=64000, gated=True, rms_norm=True,
+    linear_bias=False, tied_embeddings=False,
+)  # fmt: skip
+"""Its LM head takes as long as several layers."""
+LENGTHS = [900, 300, 2000]
+
+
+def slowest_us(layout: Parallelism, layers: tuple[int, ...]) -> float:
+    unlike = replace(layout, stage_layers=layers)
+    costs = AnalyticModel(SHAPE, H100, unlike, Recompute()).stage_costs()
+    us = [cost.total_us(LENGTHS) for cost in costs]
+    return max(sum(us[rank :: layout.pp_size]) for rank in range(layout.pp_size))
+
+
+@pytest.mark.parametrize(
+    "layout", [Parallelism(pp_size=2), Parallelism(pp_size=4), Parallelism(pp_size=2, vpp_size=2)]
+)
+def test_no_other_division_has_a_faster_slowest_rank(layout: Parallelism) -> None:
+    found = balanced_layers(SHAPE, H100, layout, Recompute(), LENGTHS)
+    all_of_them = [
+        layers
+        for layers in itertools.product(range(9), repeat=layout.num_stages)
+        if sum(layers) == SHAPE.num_layers
+    ]
+    assert found in all_of_them
+    best_us = min(slowest_us(layout, layers) for layers in all_of_them)
+    assert slowest_us(layout, found) == pytest.approx(best_us)
+    even = (SHAPE.num_layers // layout.num_stages,) * layout.num_stages
+    assert slowest_us(layout, even) > 1.1 * best_us
+    assert found[-1] == min(found) < max(found)
+
+
+def test_ranks_between_the_ends_have_a_layer() -> None:
+    few = replace(SHAPE, num_layers=3, vocab_size=128)
+    layout = Parallelism(pp_size=4)
+    layers = balanced_layers(few, H100, layout, Recompute(), LENGTHS)
+    assert sum(layers) == 3
+    assert min(layers[1:3]) == 1
+
+
+def find(shape: ModelShape, **fixed: int) -> Search:
+    space = Space(
+        shape, H100, 4, 4096, (8,), packings=("original", "hold"), memory_gib=60.0,
+        fixed={"tp_size": 1, "cp_size": 1, "pp_size": 4} | fixed,
+    )  # fmt: skip
+    source = LengthSource.of_distribution("reference")
+    return search(space, source, num_refined=2, num_tuned=1, steps=2)
+
+
+def test_unlike_stages_are_ranked_where_they_gain() -> None:
+    found = find(SHAPE, vpp_size=1)
+    best = found.best.candidate.scenario.parallelism.stage_layers
+    assert best is not None
+    assert best[-1] < 2
+    by_stages = {c.candidate.scenario.parallelism.stage_layers: c.outcome for c in found.ranked}
+    assert by_stages[best].mfu > 1.1 * by_stages[None].mfu
+    # Tuned once, though both were refined.
+    assert sum(c.candidate.scenario.parallelism.stage_layers is None for c in found.ranked) == 1
+
+
+def test_stages_stay_alike_where_a_layer_less_gains_nothing() -> None:
+    """Negative control: a head that takes less than half a layer."""
+    found = find(replace(SHAPE, num_layers=16, vocab_size=1024), vpp_size=1)
+    assert {c.scenario.parallelism.stage_layers for c in found.candidates} == {None}
+
+
+def test_layers_that_do_not_divide_have_unlike_stages() -> None:
+    """As of models that leave room for embedding and loss: 14 layers, and one at each end."""
+    shape = replace(SHAPE, num_layers=14, vocab_size=1024)
+    found = {c.scenario.parallelism for c in find(shape).candidates}
+    stages = {p.vpp_size: p.stage_layers for p in found}
+    assert stages.keys() == {1, 2, 4}
+    assert stages[1] is not None
+    assert sorted(stages[1]) == [3, 3, 4, 4]
+    assert all(sum(layers or ()) == 14 for layers in stages.values())
