@@ -46,7 +46,7 @@ _SAME = (
 READ = frozenset(
     {
         *_SAME, *_OURS, "bf16", "optimizer", "disable_bias_linear", "no_overlap_p2p_communication",
-        "data_path", "rampup_batch_size",
+        "data_path", "rampup_batch_size", "window_size", "window_attn_skip_freq",
     }
 )  # fmt: skip
 """Settings, besides those that begin with ``wlb_``, that :func:`config_of` takes of Megatron's."""
@@ -118,6 +118,9 @@ def config_of(args: argparse.Namespace) -> Config:
     values["no_overlap_p2p_communication"] = (
         args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm
     )
+    values["window_size"] = tuple(args.window_size or ())
+    skipped = args.window_attn_skip_freq  # parsed: a number or a list
+    values["window_attn_skip_freq"] = None if skipped is None else str(skipped)
     values["data_path"] = tuple(args.data_path or ())
     values["rampup_batch_size"] = tuple(map(int, args.rampup_batch_size or ()))
     if values["split"] is None:  # each split has its own corpora
