@@ -9,8 +9,9 @@ operation's precision):
 * TP: two all-gathers or reduce-scatters of ``[tokens / CP, h]`` a part (an all-reduce is as much).
   Nothing hides them, as ``--tp-comm-overlap`` is turned off;
 * CP: the other ranks' K and V, and the copy of all ranks' into the order that the attention kernel
-  takes (all of them; with a sliding window less is exchanged, by the lengths). The exchange of the first of ``g`` head groups is not hidden, that of the others is for the
-  machine's ``cp_overlap``;
+  takes; of all keys, though with a sliding window long documents exchange fewer. The exchange of
+  the first of ``g`` head groups is not hidden, that of the others is for the machine's
+  ``cp_overlap``;
 * element-wise operations: what they read and write, at memory bandwidth.
 
 The first stage has the embedding besides, the last one the LM head and its fp32 loss. Sends between
@@ -24,7 +25,7 @@ part's output is not.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields, replace
 
 from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.exchange import default_head_groups
@@ -177,8 +178,10 @@ class AnalyticModel:
 
     def cost(self) -> DocumentCost:
         """Cost of a document in the whole model: the sum over its stages."""
-        stages = [astuple(stage)[:-1] for stage in self.stage_costs()]
-        return DocumentCost(*map(sum, zip(*stages, strict=True)), self.shape.reach_tokens)
+        stages = self.stage_costs()
+        names = [f.name for f in fields(DocumentCost)][:-1]
+        sums = {name: sum(getattr(stage, name) for stage in stages) for name in names}
+        return replace(stages[0], **sums)
 
     @property
     def _devices(self) -> int:

@@ -8,7 +8,7 @@ Layers of a sliding window, which WLB-LLM does not have, compute less: see :func
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 from megatron_wlb.errors import ConfigError
@@ -180,11 +180,12 @@ class DocumentCost:
 
     def scaled(self, *shares: float) -> DocumentCost:
         """Shares of the coefficients, in their order; of what a layer saves no more than all."""
-        *parts, forward_us, backward_us = (
-            share * us for share, us in zip(shares, list(asdict(self).values())[:-1], strict=True)
-        )
-        saved_us = min(forward_us, parts[1]), min(backward_us, parts[3])
-        return DocumentCost(*parts, *saved_us, self.reach_tokens)
+        names = [f.name for f in fields(self)][:-1]
+        us = {n: share * getattr(self, n) for share, n in zip(shares, names, strict=True)}
+        for sign in ("forward", "backward"):
+            saved, whole = f"{sign}_unseen_us", f"{sign}_quadratic_us"
+            us[saved] = min(us[saved], us[whole])
+        return replace(self, **us)
 
     def as_dict(self) -> dict[str, float]:
         """The coefficients, JSON-able; inverse of :meth:`from_dict`."""
@@ -196,8 +197,7 @@ class DocumentCost:
         """Reads coefficients. Raises :class:`ConfigError` for a missing, unknown or wrong one."""
         known = [f.name for f in fields(cls)]
         check_names("document cost: ", "coefficient", values, known, known[:4])
-        reach = {n: v for n, v in values.items() if n == "reach_tokens"}
-        return cls(
-            **{n: real_number(f"document cost: {n}", v) for n, v in values.items() if n not in reach},
-            **reach,
-        )
+        read: dict[str, Any] = dict(values)
+        for name in set(values) - {"reach_tokens"}:
+            read[name] = real_number(f"document cost: {name}", values[name])
+        return cls(**read)

@@ -142,9 +142,7 @@ class StageCosts:
                     + (1 - BACKWARD_OVERHEAD) * overhead_us
                 )
                 result[1, stage] = (
-                    cost.backward_linear_us * tokens
-                    + backward_us
-                    + BACKWARD_OVERHEAD * overhead_us
+                    cost.backward_linear_us * tokens + backward_us + BACKWARD_OVERHEAD * overhead_us
                 )
                 continue
             if id(cost) not in seen:

@@ -31,8 +31,8 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner, Stream
 from megatron_wlb.planning.run import Run, read_cost
-from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.reading import real_number
 from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.settings.config import Config

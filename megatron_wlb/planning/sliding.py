@@ -17,7 +17,7 @@ from megatron_wlb.reading import shown
 from megatron_wlb.settings.config import ModelConfig
 
 _EXPRESSION = 10_000
-"""The most characters of an expression, and entries of what it says."""
+"""The most characters of an expression, and entries of a list that it says."""
 
 
 def reach_tokens(model: ModelConfig) -> int | None:
@@ -92,11 +92,10 @@ def _value(node: ast.expr) -> int | list[int]:
     if isinstance(node, ast.BinOp):
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
+            return (left + right)[:_EXPRESSION]
         if isinstance(node.op, ast.Mult):
             if isinstance(left, int):
                 left, right = right, left
-            if isinstance(left, list) and isinstance(right, int):
-                if len(left) * right <= _EXPRESSION:
-                    return left * right
+            if isinstance(left, list) and isinstance(right, int) and right <= _EXPRESSION:
+                return (left * right)[:_EXPRESSION]
     raise ValueError

@@ -118,8 +118,8 @@ def config_of(args: argparse.Namespace) -> Config:
     values["no_overlap_p2p_communication"] = (
         args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm
     )
-    values["window_size"] = tuple(args.window_size or ())
-    skipped = args.window_attn_skip_freq  # parsed: a number or a list
+    values["window_size"] = tuple(getattr(args, "window_size", None) or ())
+    skipped = getattr(args, "window_attn_skip_freq", None)  # parsed: a number or a list
     values["window_attn_skip_freq"] = None if skipped is None else str(skipped)
     values["data_path"] = tuple(args.data_path or ())
     values["rampup_batch_size"] = tuple(map(int, args.rampup_batch_size or ()))
