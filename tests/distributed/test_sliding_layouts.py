@@ -13,26 +13,23 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, HEAD_GROUPS, KEEP, SELECTIVE, SHARDED, WORKLOAD, Layout, Oracle
+from helpers.layouts import FULL, HEAD_GROUPS, KEEP, SELECTIVE, WORKLOAD, Layout, Oracle
 from helpers.ranks import build_runner, scatter_for, sliced_for, train
 from helpers.shards import differences
 
 CP = Layout("sliding", 4, cp=2, sharding="per-document", extra=HEAD_GROUPS)
 CASES = [
     Layout("sliding", 5),
-    Layout("sliding-skip", 3, tp="2", extra=SELECTIVE),
     Layout("sliding-list", 4, pp=2, vpp=2, extra=FULL),
     CP,
     Layout("sliding-skip", 4, cp=2, sharding="per-sequence", extra=KEEP),
-    Layout("sliding-list", 3, cp=4, sharding="hybrid", extra="--wlb-cp-reduce-in-fp32"),
-    Layout("sliding-skip", 4, pp=2, tp="2sp", cp=2, sharding="adaptive", extra=SELECTIVE),
-    Layout("sliding", 3, dp=2, pp=2, cp=2, sharding="per-document", extra=f"{SHARDED} {FULL}"),
+    Layout("sliding-skip", 3, tp="2sp", cp=2, sharding="hybrid", extra=SELECTIVE),
+    Layout("sliding", 3, pp=2, cp=2, sharding="per-document", extra="--wlb-cp-reduce-in-fp32"),
 ]
 IN_SLICES = [
     Layout("sliding", 1),
-    Layout("sliding-skip", 1, pp=2, extra=FULL),
-    Layout("sliding-list", 1, pp=2, cp=2, sharding="per-document", extra=HEAD_GROUPS),
-    Layout("sliding-skip", 1, cp=4, sharding="per-sequence", extra=KEEP),
+    Layout("sliding-list", 1, pp=2, cp=2, sharding="per-document", extra=f"{HEAD_GROUPS} {FULL}"),
+    Layout("sliding-skip", 1, cp=2, sharding="per-sequence", extra=KEEP),
 ]
 
 
