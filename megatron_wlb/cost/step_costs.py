@@ -85,6 +85,9 @@ class StageCosts:
         micro-batch takes besides its documents is spread evenly.
         """
         whole, stages = model.cost(), model.stage_costs()
+        if whole.reach_tokens is not None and not isinstance(cost, DocumentCost):
+            known = {stage: _Like(cost, stage, whole, 1 / len(stages)) for stage in set(stages)}
+            return cls(tuple(known[stage] for stage in stages))
         names = [f.name for f in fields(DocumentCost)][:-1]
         parts: dict[tuple[float, ...], StageCost] = {}
         result = []
@@ -218,6 +221,27 @@ class _Part:
         work = self.cost.work(lengths)
         parts = (getattr(work, f.name) for f in fields(Work))
         return Work(*(share * part for share, part in zip(self.shares, parts, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """The part of a cost that a stage has by a model's, where that depends on the lengths: stages
+    have unlike shares of layers with a sliding window.
+    """
+
+    cost: StageCost
+    stage: DocumentCost
+    whole: DocumentCost
+    overhead: float
+
+    def work(self, lengths: Iterable[int]) -> Work:
+        lengths = list(lengths)
+        work, stage, whole = (of.work(lengths) for of in (self.cost, self.stage, self.whole))
+        parts = {"overhead_us": self.overhead * work.overhead_us}
+        for name in [f.name for f in fields(Work)][:-1]:
+            share = getattr(stage, name) / (getattr(whole, name) or 1.0)
+            parts[name] = share * getattr(work, name)
+        return Work(**parts)
 
 
 def _part(cost: StageCost, *shares: float) -> StageCost:

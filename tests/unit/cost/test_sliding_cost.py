@@ -94,6 +94,23 @@ def test_stages_have_the_windows_of_their_layers(recompute: Recompute) -> None:
     assert spread == pytest.approx(costs.times_us([[900]]), rel=1e-9)
 
 
+def test_measured_table_is_spread_by_the_windows_of_stages() -> None:
+    """A table of the model's own times gives each stage its own time at every length."""
+    model = AnalyticModel(mixed("2"), CPU, Parallelism(pp_size=4), Recompute())
+    whole = model.cost()
+    lengths = [64 * 2**n for n in range(8)]
+    works = [whole.work([n]) for n in lengths]
+    table = ProfiledCost(
+        model_identity(mixed("2")), 1, 1,
+        tuple(Row(n, w.forward_attention_us, w.backward_attention_us)
+              for n, w in zip(lengths, works, strict=True)),
+        tuple(Row(n, w.forward_linear_us, w.backward_linear_us)
+              for n, w in zip(lengths, works, strict=True)),
+    )  # fmt: skip
+    spread = StageCosts.spread(table, model).times_us([[64], [8192]])
+    assert spread == pytest.approx(StageCosts(model.stage_costs()).times_us([[64], [8192]]))
+
+
 def test_coefficients_are_read_as_they_are_written() -> None:
     for shape in (PLAIN, EVERY, mixed("2")):
         cost = analytic_cost(shape, CPU)
