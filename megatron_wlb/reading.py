@@ -272,7 +272,7 @@ def path_of_flag(text: str) -> Path:
 
 
 class Several(argparse.Action):
-    """A flag that takes a list: ``16 32``, ``16,32`` and ``16, 32`` are the same.
+    """A flag that takes a list: ``16 32``, ``16,32``, ``16, 32`` and ``(16,32)`` are the same.
 
     ``of`` makes a value of each word. A corpus that comes after the list is no part of it, but goes
     to the parser's ``prefixes``. Raises :class:`ConfigError` for words that are no values.
@@ -293,7 +293,7 @@ class Several(argparse.Action):
         if corpora and hasattr(namespace, "prefixes"):
             values = [word for word in values if word not in corpora]
             namespace.prefixes = [*(namespace.prefixes or []), *corpora]
-        words = [word for value in values for word in value.split(",") if word]
+        words = [word for value in values for word in value.strip("()").split(",") if word]
         if not words:
             raise ConfigError(f"{option_string} names none; give some, as in a,b or a b")
         try:

@@ -4,12 +4,14 @@ Per device and layer, forward, of a micro-batch (``h`` hidden; bytes and rates a
 operation's precision):
 
 * matrix products: 2 FLOPs a weight and token, over TP and CP;
-* causal attention: ``2 · heads · dim · d²`` FLOPs a document, over TP and CP;
+* causal attention: ``2 · heads · dim · d²`` FLOPs a document, over TP and CP; with a sliding window
+  as many less as :func:`~megatron_wlb.cost.document.unseen` says;
 * TP: two all-gathers or reduce-scatters of ``[tokens / CP, h]`` a part (an all-reduce is as much).
   Nothing hides them, as ``--tp-comm-overlap`` is turned off;
 * CP: the other ranks' K and V, and the copy of all ranks' into the order that the attention kernel
-  takes. The exchange of the first of ``g`` head groups is not hidden, that of the others is for the
-  machine's ``cp_overlap``;
+  takes; of all keys, though with a sliding window long documents exchange fewer. The exchange of
+  the first of ``g`` head groups is not hidden, that of the others is for the machine's
+  ``cp_overlap``;
 * element-wise operations: what they read and write, at memory bandwidth.
 
 The first stage has the embedding besides, the last one the LM head and its fp32 loss. Sends between
@@ -23,7 +25,7 @@ part's output is not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from megatron_wlb.cost.document import DocumentCost, WithoutDocuments
 from megatron_wlb.cost.exchange import default_head_groups
@@ -56,6 +58,8 @@ class ForwardTimes:
     """The copy of what it brings."""
     attention_us: float = 0.0
     """A token²."""
+    unseen_us: float = 0.0
+    """What a sliding window saves of that, a token² beyond its reach."""
 
     @property
     def linear_us(self) -> float:
@@ -103,6 +107,7 @@ class AnalyticModel:
         # Each rank copies the keys and values of all ranks into the order of its kernel.
         copied_bytes = 2 * kv_bytes if p.cp_size > 1 else 0.0
         attention_tflops = machine.reached_tflops(machine.attention_share, attention.peak)
+        pair_us = 2 / (self._devices * attention_tflops * 1e6)
         num_parts = len(layer.parts)
         columns = shape.hidden_size * sum(part.columns for part in layer.parts)
         return ForwardTimes(
@@ -114,7 +119,8 @@ class AnalyticModel:
             self._tp_backward_us(num_parts, num_parts, columns, precisions),
             (1 - machine.cp_overlap * self._beside_attention(layer)) * exchange_us,
             machine.memory_us(copied_bytes),
-            2 * layer.query_size / (self._devices * attention_tflops * 1e6),
+            layer.query_size * pair_us,
+            layer.windowed_query_size * pair_us,
         )
 
     def embedding(self) -> ForwardTimes:
@@ -146,10 +152,10 @@ class AnalyticModel:
             return WithoutDocuments()
         recompute = self.recompute
         (first,) = slices(stage.layers, [recompute.recomputed_layers(stage.num_layers)])
-        linear_us, backward_us, attention_us = self._layers_us(stage.layers)
-        again_us, _, again_attention_us = self._layers_us(first)
+        linear_us, backward_us, attention_us, unseen_us = self._layers_us(stage.layers)
+        again_us, _, again_attention_us, again_unseen_us = self._layers_us(first)
         if recompute.granularity == "selective":
-            again_attention_us = attention_us
+            again_attention_us, again_unseen_us = attention_us, unseen_us
         ends = ((self.embedding(), stage.first), (self.head(), stage.last))
         linear_us += sum(part.linear_us for part, has in ends if has)
         backward_us += sum(part.backward_linear_us for part, has in ends if has)
@@ -160,6 +166,10 @@ class AnalyticModel:
             attention_us,
             backward_us + again_us,
             BACKWARD_ATTENTION * attention_us + again_attention_us,
+            0.0,
+            unseen_us,
+            BACKWARD_ATTENTION * unseen_us + again_unseen_us,
+            self.shape.reach_tokens,
         )
 
     def stage_costs(self) -> tuple[DocumentCost, ...]:
@@ -170,8 +180,10 @@ class AnalyticModel:
 
     def cost(self) -> DocumentCost:
         """Cost of a document in the whole model: the sum over its stages."""
-        stages = [stage.as_dict() for stage in self.stage_costs()]
-        return DocumentCost(**{name: sum(us[name] for us in stages) for name in stages[0]})
+        stages = self.stage_costs()
+        names = [f.name for f in fields(DocumentCost)][:-1]
+        sums = {name: sum(getattr(stage, name) for stage in stages) for name in names}
+        return replace(stages[0], **sums)
 
     @property
     def _devices(self) -> int:
@@ -188,12 +200,16 @@ class AnalyticModel:
         num = self.num_head_groups or min(map(default_head_groups, key_heads), default=1)
         return (num - 1) / num
 
-    def _layers_us(self, runs: Runs) -> tuple[float, float, float]:
-        """Linear µs a token, forward and backward, and attention µs a token², of layers."""
+    def _layers_us(self, runs: Runs) -> tuple[float, float, float, float]:
+        """Linear µs a token, forward and backward, and µs a token² of attention and of what it is
+        spared, of layers.
+        """
         times = [(num, self.layer(layer)) for num, layer in runs]
         linear_us = sum((num * layer.linear_us for num, layer in times), 0.0)
         backward_us = sum((num * layer.backward_linear_us for num, layer in times), 0.0)
-        return linear_us, backward_us, sum((num * layer.attention_us for num, layer in times), 0.0)
+        attention_us = sum((num * layer.attention_us for num, layer in times), 0.0)
+        unseen_us = sum((num * layer.unseen_us for num, layer in times), 0.0)
+        return linear_us, backward_us, attention_us, unseen_us
 
     def _longer_us(self, layer: Layer) -> float:
         """By how much the exchange of gradients takes longer in fp32 than in their own dtype."""

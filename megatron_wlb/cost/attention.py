@@ -66,6 +66,14 @@ def pairs(queries: Ints, keys: Ints, tile_queries: int = 1, tile_keys: int = 1) 
     return tiles * (tile_queries * tile_keys)
 
 
+def pairs_in_reach(queries: Ints, keys: Ints, reach_tokens: int) -> Ints:
+    """The exact pairs where a query sees ``reach_tokens`` keys at most, its own the last."""
+    # The others are those of a chunk that ends as much earlier: causal again.
+    beyond = np.maximum(keys - reach_tokens, 0)
+    seen: Ints = pairs(queries, keys) - pairs(np.minimum(queries, beyond), beyond)
+    return seen
+
+
 def forward_flops(num_heads: int, head_dim: int, num_pairs: float) -> float:
     """QKᵀ and PV, a multiplication and an addition each."""
     return 4.0 * num_heads * head_dim * num_pairs
@@ -97,6 +105,39 @@ class AnalyticAttention:
         pair_us = forward_flops(self.num_heads, self.head_dim, 1) / (self.tflops * 1e6)
         forward = (pairs(queries, keys, self.tile, self.tile) + overhead) * pair_us
         return forward, BACKWARD_FLOPS * forward
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingAttention:
+    """The mean over layers of which some have a sliding window.
+
+    A chunk takes there what its pairs do at the rate of the same queries with only the keys in
+    reach, causally: how much better or worse kernels run a window is not measured.
+    """
+
+    latency: AttentionLatency
+    """Of a layer without a window."""
+    reach_tokens: int
+    """The most keys that a query sees in the others, its own too."""
+    share: float
+    """How many of the layers these are."""
+
+    @property
+    def call_us(self) -> tuple[float, float]:
+        return self.latency.call_us
+
+    def chunk_us(self, queries: Ints, keys: Ints) -> tuple[Floats, Floats]:
+        in_reach = np.minimum(keys, queries + self.reach_tokens - 1)
+        seen = pairs_in_reach(queries, keys, self.reach_tokens) / pairs(queries, in_reach)
+        windowed = self.latency.chunk_us(queries, in_reach)
+        if self.share == 1:
+            return seen * windowed[0], seen * windowed[1]
+        whole = self.latency.chunk_us(queries, keys)
+        forward, backward = (
+            (1 - self.share) * full + self.share * seen * near
+            for full, near in zip(whole, windowed, strict=True)
+        )
+        return forward, backward
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 This is WLB-LLM's Equation 2: ``W_l`` (matrix products, element-wise operations, collectives) grows
 with the tokens of a micro-batch, ``W_a`` (causal attention) with the square of each document.
+Layers of a sliding window, which WLB-LLM does not have, compute less: see :func:`unseen`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,28 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import check_names, real_number
+from megatron_wlb.reading import check_names, real_number, whole_number
 
 LEAST_US, MOST_US = 1e-12, 1e12
 """Limits of a time that is given or measured: sums of more than eleven days overflow."""
+ROUNDING = 1e-9
+"""By how much sums of the same numbers may differ."""
 
 
 def imbalance(times_us: Sequence[float]) -> float:
     """``max · N / Σ`` of times (WLB-LLM §3.2); 1 is perfect, as are no times at all."""
     total_us = sum(times_us)
     return max(times_us) * len(times_us) / total_us if total_us else 1.0
+
+
+def unseen(length: int, reach_tokens: int | None) -> int:
+    """What of a document's ``length²`` is not computed where a query sees ``reach_tokens`` keys.
+
+    Half of ``length²`` are the pairs of causal attention: Σ over queries of the tokens up to each.
+    With a reach it is Σ of the lesser of both, so half of ``length² - (length - reach)²``.
+    """
+    beyond = 0 if reach_tokens is None else max(0, length - reach_tokens)
+    return beyond * beyond
 
 
 class CostModel(Protocol):
@@ -92,10 +105,26 @@ class DocumentCost:
     """µs a token²."""
     micro_batch_us: float = 0.0
     """Time that a micro-batch takes besides its documents, forward plus backward."""
+    forward_unseen_us: float = 0.0
+    """What of ``forward_quadratic_us`` layers of a sliding window save, µs a token² of
+    :func:`unseen`."""
+    backward_unseen_us: float = 0.0
+    reach_tokens: int | None = None
+    """The most keys that a query sees in these layers."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            real_number(f"document cost: {name}", value, 0, MOST_US)
+            if name == "reach_tokens":
+                whole_number(f"document cost: {name}", 1 if value is None else value, 1)
+            else:
+                real_number(f"document cost: {name}", value, 0, MOST_US)
+        for sign in ("forward", "backward"):
+            saved, whole = (getattr(self, f"{sign}_{of}_us") for of in ("unseen", "quadratic"))
+            if saved > whole * (1 + ROUNDING) or (saved and self.reach_tokens is None):
+                raise ConfigError(
+                    f"document cost: {sign}_unseen_us is {saved}; give at most "
+                    f"{sign}_quadratic_us, {whole}, and reach_tokens with it"
+                )
         if self.document_us(1) < LEAST_US:
             raise ConfigError(
                 "document cost: all coefficients are 0, so nothing can be balanced; "
@@ -103,16 +132,22 @@ class DocumentCost:
             )
 
     def forward_us(self, length: int) -> float:
-        return (self.forward_linear_us + self.forward_quadratic_us * length) * length
+        quadratic_us = (self.forward_linear_us + self.forward_quadratic_us * length) * length
+        return quadratic_us - self.forward_unseen_us * unseen(length, self.reach_tokens)
 
     def backward_us(self, length: int) -> float:
-        return (self.backward_linear_us + self.backward_quadratic_us * length) * length
+        quadratic_us = (self.backward_linear_us + self.backward_quadratic_us * length) * length
+        return quadratic_us - self.backward_unseen_us * unseen(length, self.reach_tokens)
 
     def document_us(self, length: int) -> float:
         """Predicts one document's forward plus backward."""
         linear_us = self.forward_linear_us + self.backward_linear_us
         quadratic_us = self.forward_quadratic_us + self.backward_quadratic_us
-        return (linear_us + quadratic_us * length) * length
+        whole_us = (linear_us + quadratic_us * length) * length
+        if self.reach_tokens is None:
+            return whole_us
+        saved_us = self.forward_unseen_us + self.backward_unseen_us
+        return whole_us - saved_us * unseen(length, self.reach_tokens)
 
     def total_us(self, lengths: Iterable[int]) -> float:
         """Predicts the forward plus backward of a micro-batch of such documents."""
@@ -121,25 +156,53 @@ class DocumentCost:
     def work(self, lengths: Iterable[int]) -> Work:
         """Predicts the parts of :meth:`total_us`."""
         lengths = list(lengths)
-        tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        tokens = sum(lengths)
+        forward_us, backward_us = self.attention_us(
+            sum(length * length for length in lengths),
+            sum(unseen(length, self.reach_tokens) for length in lengths),
+        )
         return Work(
             self.forward_linear_us * tokens,
-            self.forward_quadratic_us * squares,
+            forward_us,
             self.backward_linear_us * tokens,
-            self.backward_quadratic_us * squares,
+            backward_us,
             self.micro_batch_us,
         )
 
+    def attention_us(self, squares: Any, saved: Any) -> tuple[Any, Any]:
+        """Both passes' attention of documents, by the sums of their ``length²`` and
+        :func:`unseen`; numbers or arrays.
+        """
+        return (
+            self.forward_quadratic_us * squares - self.forward_unseen_us * saved,
+            self.backward_quadratic_us * squares - self.backward_unseen_us * saved,
+        )
+
+    def scaled(self, *shares: float) -> DocumentCost:
+        """Shares of the coefficients, in their order; of what a layer saves no more than all."""
+        names = [f.name for f in fields(self)][:-1]
+        us = {n: share * getattr(self, n) for share, n in zip(shares, names, strict=True)}
+        for sign in ("forward", "backward"):
+            saved, whole = f"{sign}_unseen_us", f"{sign}_quadratic_us"
+            us[saved] = min(us[saved], us[whole])
+        of_documents = any(share for n, share in us.items() if n != "micro_batch_us")
+        made = DocumentCost if of_documents else WithoutDocuments
+        return made(**us, reach_tokens=self.reach_tokens)
+
     def as_dict(self) -> dict[str, float]:
         """The coefficients, JSON-able; inverse of :meth:`from_dict`."""
-        return asdict(self)
+        values = asdict(self)
+        return values if self.reach_tokens else {name: values[name] for name in list(values)[:5]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DocumentCost:
         """Reads coefficients. Raises :class:`ConfigError` for a missing, unknown or wrong one."""
         known = [f.name for f in fields(cls)]
         check_names("document cost: ", "coefficient", values, known, known[:4])
-        return cls(**{n: real_number(f"document cost: {n}", v) for n, v in values.items()})
+        read: dict[str, Any] = dict(values)
+        for name in set(values) - {"reach_tokens"}:
+            read[name] = real_number(f"document cost: {name}", values[name])
+        return cls(**read)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ def check_sizes(sizes: Any) -> None:
             truth(name, value)
         elif f.type == "float":
             real_number(name, value, 0, 1)
+        elif name == "reach_tokens":
+            whole_number(name, 1 if value is None else value, 1, MOST)
         elif f.type == "int":
             least = 0 if name == "learned_positions" else 1
             whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MOST)
@@ -74,6 +76,9 @@ class Attention:
     qkv_bias: bool = False
     qk_norm: bool = False
     rotary_percent: float = 1.0
+    reach_tokens: int | None = None
+    """The most keys that a query sees, its own the last, with a sliding window; None: all of its
+    document up to its own."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -122,6 +127,7 @@ class FeedForward:
     kv_channels: ClassVar[int] = 0
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
+    reach_tokens: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -164,6 +170,11 @@ class Layer:
     def query_size(self) -> int:
         """Numbers of a token's queries."""
         return sum(part.query_size for part in self.parts)
+
+    @property
+    def windowed_query_size(self) -> int:
+        """Numbers of a token's queries in attention of a sliding window."""
+        return sum(part.query_size for part in self.parts if part.reach_tokens is not None)
 
     @property
     def key_size(self) -> int:

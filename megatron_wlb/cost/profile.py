@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.cost.document import DocumentCost, Work
+from megatron_wlb.cost.document import DocumentCost, Work, unseen
 from megatron_wlb.errors import ConfigError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -42,11 +42,15 @@ class Fit:
     num_samples: int
 
 
-def fit_document_cost(samples: Iterable[Sample]) -> Fit:
+def fit_document_cost(
+    samples: Iterable[Sample], reach_tokens: int | None = None, windowed_share: float = 0.0
+) -> Fit:
     """The non-negative cost with the least squared *relative* errors over ``samples``.
 
     Relative errors, so that short documents count as much as long ones. Each pass is fitted apart
     as ``constant + linear · d + quadratic · d²``; both constants together are ``micro_batch_us``.
+    Layers with a sliding window of ``reach_tokens``, a share of all, are spared what
+    :func:`~megatron_wlb.cost.document.unseen` says of ``d²``.
 
     Raises :class:`ConfigError` for fewer than three distinct lengths, a length below 1, a time that
     is not positive, or times that do not grow with the length.
@@ -66,6 +70,7 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
         )
     lengths = np.array([sample.length for sample in samples], dtype=np.float64)
     powers = lengths[:, None] ** np.arange(3)
+    powers[:, 2] -= [windowed_share * unseen(s.length, reach_tokens) for s in samples]
     forward, forward_errors = _fit_columns(powers, np.array([s.forward_us for s in samples]))
     backward, backward_errors = _fit_columns(powers, np.array([s.backward_us for s in samples]))
     if not any(forward[1:]) and not any(backward[1:]):
@@ -74,8 +79,20 @@ def fit_document_cost(samples: Iterable[Sample]) -> Fit:
             f"{max(lengths):.0f} tokens; measure longer documents"
         )
     errors = np.concatenate([forward_errors, backward_errors])
+    linear_us, square_us, backward_us, backward_square_us = map(
+        float, (*forward[1:], *backward[1:])
+    )
     return Fit(
-        DocumentCost(*map(float, (*forward[1:], *backward[1:], forward[0] + backward[0]))),
+        DocumentCost(
+            linear_us,
+            square_us,
+            backward_us,
+            backward_square_us,
+            float(forward[0] + backward[0]),
+            windowed_share * square_us,
+            windowed_share * backward_square_us,
+            reach_tokens,
+        ),
         mean_error=float(errors.mean()),
         max_error=float(errors.max()),
         num_samples=len(samples),

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from megatron_wlb.cost.document import unseen
 from megatron_wlb.cost.layers import (
     MOST_LAYERS,
     Attention,
@@ -60,10 +61,14 @@ class ModelShape:
     """Whether the LM head is the embedding."""
     dropout: bool = False
     """Whether there is dropout after attention and MLP."""
+    reach_tokens: int | None = None
+    """The most keys that a query sees, its own the last, with a sliding window; None: all of its
+    document up to its own."""
 
     layers: Runs = ()
     """``(number, layer)`` in order, where layers are unlike. The choice of a context-parallel
-    sharding goes by the sizes above all the same."""
+    sharding goes by the sizes above all the same, but by the share of layers with a sliding
+    window."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -74,6 +79,12 @@ class ModelShape:
             raise ConfigError(
                 f"model shape: the runs of layers have {total}, but num_layers is "
                 f"{self.num_layers}; give each layer once"
+            )
+        reaches = {part.reach_tokens for _, layer in self.runs for part in layer.parts} - {None}
+        if not reaches <= {self.reach_tokens}:
+            raise ConfigError(
+                f"model shape: layers reach {', '.join(map(str, sorted(filter(None, reaches))))} "
+                f"tokens, but reach_tokens is {self.reach_tokens}; give all windowed layers that"
             )
 
     @property
@@ -109,14 +120,35 @@ class ModelShape:
         return 2 * self.linear_parameters
 
     def attention_flops(self, length: int) -> int:
-        """FLOPs of a document's forward: QKᵀ and PV over the causal half of ``length²`` pairs."""
-        return 2 * sum(num * layer.query_size for num, layer in self.runs) * length**2
+        """FLOPs of a document's forward: QKᵀ and PV over the causal half of ``length²`` pairs,
+        less what a sliding window leaves out.
+        """
+        whole, windowed = self._query_sizes
+        return 2 * (whole * length**2 - windowed * unseen(length, self.reach_tokens))
+
+    @property
+    def windowed_share(self) -> float:
+        """The share of attention, over all layers, that has a sliding window."""
+        whole, windowed = self._query_sizes
+        return windowed / whole if whole else 0.0
+
+    @property
+    def _query_sizes(self) -> tuple[int, int]:
+        """Numbers of a token's queries: all layers', and those of layers with a sliding window."""
+        runs = self.runs
+        return (
+            sum(num * layer.query_size for num, layer in runs),
+            sum(num * layer.windowed_query_size for num, layer in runs),
+        )
 
     def training_flops(self, lengths: Iterable[int]) -> float:
         """FLOPs of documents' forward and backward; nothing that is computed twice."""
         lengths = list(lengths)
         forward = self.linear_flops * sum(lengths)
-        return 3.0 * (forward + self.attention_flops(1) * sum(n * n for n in lengths))
+        whole, windowed = self._query_sizes
+        squares = whole * sum(n * n for n in lengths)
+        saved = windowed * sum(unseen(n, self.reach_tokens) for n in lengths) if windowed else 0
+        return 3.0 * (forward + 2 * (squares - saved))
 
 
 @dataclass(frozen=True, slots=True)

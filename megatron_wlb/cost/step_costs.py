@@ -9,15 +9,16 @@ Legend: ``S`` virtual stages (chunk ``c`` of rank ``r`` is ``c · PP + r``), ``N
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.analytic import AnalyticModel
-from megatron_wlb.cost.document import DocumentCost, WithoutDocuments, Work
+from megatron_wlb.cost.document import DocumentCost, Work, unseen
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
@@ -80,7 +81,8 @@ class StageCosts:
         for share in shares:
             if not share >= 0:
                 raise ConfigError(f"a stage's share of the model is {share}; give at least 0")
-        parts = {share: _part(cost, *[share] * len(fields(Work))) for share in shares}
+        number = len(fields(DocumentCost)) - 1
+        parts = {share: _part(cost, *[share] * number) for share in shares}
         return cls(tuple(parts[share] for share in shares))
 
     @classmethod
@@ -91,13 +93,21 @@ class StageCosts:
         micro-batch takes besides its documents is spread evenly.
         """
         whole, stages = model.cost(), model.stage_costs()
-        names = [f.name for f in fields(DocumentCost)][:4]
+        if whole.reach_tokens is not None and not isinstance(cost, DocumentCost):
+            known = {stage: _Like(cost, stage, whole, 1 / len(stages)) for stage in set(stages)}
+            return cls(tuple(known[stage] for stage in stages))
+        names = [f.name for f in fields(DocumentCost)][:-1]
         parts: dict[tuple[float, ...], StageCost] = {}
         result = []
         for stage in stages:
-            shares = tuple(getattr(stage, n) / (getattr(whole, n) or 1.0) for n in names)
+            shares = tuple(
+                1 / len(stages)
+                if name == "micro_batch_us"
+                else getattr(stage, name) / (getattr(whole, name) or 1.0)
+                for name in names
+            )
             if shares not in parts:
-                parts[shares] = _part(cost, *shares, 1 / len(stages))
+                parts[shares] = _part(cost, *shares)
             result.append(parts[shares])
         return cls(tuple(result))
 
@@ -122,41 +132,61 @@ class StageCosts:
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
-        pairs = [sum([length * length for length in lengths]) for lengths in micro_batches]
         scale = np.ones((2, num))
         if attention_scale is not None:
             scale = np.broadcast_to(np.asarray(attention_scale, dtype=np.float64), (2, num))
-        forward_pairs, backward_pairs = np.array(pairs, dtype=np.float64) * scale
-        if prefixes is not None:
-            # (prefix + length)² - prefix², of which length² is counted.
-            before = np.array(
-                [
-                    sum([2 * keys * length for keys, length in zip(own, lengths, strict=True)])
-                    for own, lengths in zip(prefixes, micro_batches, strict=True)
-                ],
-                dtype=np.float64,
-            )
-            forward_pairs, backward_pairs = forward_pairs + before, backward_pairs + before
+        squares = _pairs(micro_batches, scale, prefixes, lambda length: length * length)
+        saved: dict[int | None, Floats] = {None: 0 * squares}  # by reach
         result = np.empty((2, len(self.stages), num))
         seen: dict[int, Floats] = {}  # stages with one and the same cost
         for stage, cost in enumerate(self.stages):
             if isinstance(cost, DocumentCost):
-                overhead_us = cost.micro_batch_us
+                overhead_us, reach = cost.micro_batch_us, cost.reach_tokens
+                if reach not in saved:
+                    beyond = partial(unseen, reach_tokens=reach)
+                    saved[reach] = _pairs(micro_batches, scale, prefixes, beyond)
+                forward_us, _ = cost.attention_us(squares[0], saved[reach][0])
+                _, backward_us = cost.attention_us(squares[1], saved[reach][1])
                 result[0, stage] = (
                     cost.forward_linear_us * tokens
-                    + cost.forward_quadratic_us * forward_pairs
+                    + forward_us
                     + (1 - BACKWARD_OVERHEAD) * overhead_us
                 )
                 result[1, stage] = (
-                    cost.backward_linear_us * tokens
-                    + cost.backward_quadratic_us * backward_pairs
-                    + BACKWARD_OVERHEAD * overhead_us
+                    cost.backward_linear_us * tokens + backward_us + BACKWARD_OVERHEAD * overhead_us
                 )
                 continue
             if id(cost) not in seen:
                 seen[id(cost)] = _times(cost, micro_batches, scale, prefixes)
             result[:, stage] = seen[id(cost)]
         return result
+
+
+def _pairs(
+    micro_batches: Sequence[Sequence[int]],
+    scale: Floats,
+    prefixes: Sequence[Sequence[int]] | None,
+    of: Callable[[int], int],
+) -> Floats:
+    """What grows with documents as ``of`` does, of both passes, ``[2, N]``.
+
+    ``scale`` and ``prefixes`` are as in :meth:`StageCosts.times_us`.
+    """
+    pairs = [sum([of(length) for length in lengths]) for lengths in micro_batches]
+    result = np.array(pairs, dtype=np.float64) * scale
+    if prefixes is None:
+        return result
+    # What the document has up to here and had before, of which the length's own is counted.
+    before = [
+        sum(
+            [
+                of(keys + length) - of(keys) - of(length)
+                for keys, length in zip(own, lengths, strict=True)
+            ]
+        )
+        for own, lengths in zip(prefixes, micro_batches, strict=True)
+    ]
+    return result + np.array(before, dtype=np.float64)
 
 
 def _times(
@@ -201,15 +231,35 @@ class _Part:
         return Work(*(share * part for share, part in zip(self.shares, parts, strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """The part of a cost that a stage has by a model's, where that depends on the lengths: stages
+    have unlike shares of layers with a sliding window.
+    """
+
+    cost: StageCost
+    stage: DocumentCost
+    whole: DocumentCost
+    overhead: float
+
+    def work(self, lengths: Iterable[int]) -> Work:
+        lengths = list(lengths)
+        work, stage, whole = (of.work(lengths) for of in (self.cost, self.stage, self.whole))
+        parts = {"overhead_us": self.overhead * work.overhead_us}
+        for name in [f.name for f in fields(Work)][:-1]:
+            share = getattr(stage, name) / (getattr(whole, name) or 1.0)
+            parts[name] = share * getattr(work, name)
+        return Work(**parts)
+
+
 def _part(cost: StageCost, *shares: float) -> StageCost:
+    """``shares`` are of the coefficients of a :class:`DocumentCost`."""
     for share in shares:
         if not (math.isfinite(share) and share >= 0):
             raise ConfigError(f"a stage's share of the model is {share}; give a positive number")
     if isinstance(cost, DocumentCost):
-        values = zip(shares, cost.as_dict().items(), strict=True)
-        part = {name: share * us for share, (name, us) in values}
-        return DocumentCost(**part) if any(shares[:-1]) else WithoutDocuments(**part)
-    return _Part(cost, shares)
+        return cost.scaled(*shares)
+    return _Part(cost, shares[: len(fields(Work))])
 
 
 @dataclass(frozen=True)

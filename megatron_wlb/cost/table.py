@@ -207,6 +207,8 @@ class ProfiledCost:
 def model_identity(shape: ModelShape) -> dict[str, Any]:
     """The sizes by which a measured cost is known to be this model's."""
     sizes = {name: getattr(shape, name) for name in _IDENTITY}
+    if shape.reach_tokens is not None:
+        sizes |= {"reach_tokens": shape.reach_tokens}
     return sizes | ({"layers": repr(shape.layers)} if shape.layers else {})
 
 
@@ -215,7 +217,7 @@ def check_model(measured: Mapping[str, Any], shape: ModelShape) -> None:
     if not isinstance(measured, Mapping):
         raise ConfigError(f"model is {shown(measured)}; give its sizes by name")
     identity = model_identity(shape)
-    for name in (*_IDENTITY, "layers"):
+    for name in (*_IDENTITY, "reach_tokens", "layers"):
         ours, theirs = identity.get(name), measured.get(name)
         if ours != theirs:
             raise ConfigError(

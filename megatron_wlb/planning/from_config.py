@@ -32,6 +32,7 @@ from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner, Stream
 from megatron_wlb.planning.run import Run, read_cost
 from megatron_wlb.planning.slicing import Slicer
+from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.reading import real_number
 from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.settings.config import Config
@@ -44,7 +45,7 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
     """The sizes that the model's FLOPs and memory depend on."""
     m = config.model
     rows = m.max_position_embeddings or config.data.seq_length
-    return ModelShape(
+    shape = ModelShape(
         hidden_size=m.hidden_size,
         ffn_hidden_size=m.ffn_hidden_size or 4 * m.hidden_size,
         num_layers=m.num_layers,
@@ -62,6 +63,7 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         tied_embeddings=not m.untie_embeddings_and_output_weights,
         dropout=m.hidden_dropout > 0,
     )
+    return with_windows(shape, m)
 
 
 def parallelism(config: Config, dp_size: int = 1) -> Parallelism:

@@ -16,6 +16,7 @@ from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.packing import check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planning.from_config import batch
+from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
 from megatron_wlb.settings.config import Config, ModelConfig, flag_of
 
@@ -229,6 +230,10 @@ def _check_model(config: Config) -> Iterator[str]:
     if config.parallel.sequence_parallel and m.hidden_size % tp:
         yield f"--hidden-size {m.hidden_size} is not divisible by TP {tp}"
     yield from _check_positions(config)
+    try:
+        windowed_layers(m)
+    except ConfigError as error:
+        yield str(error)
     rows = m.max_position_embeddings
     if rows is not None and rows < config.data.seq_length:
         yield (

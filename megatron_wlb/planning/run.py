@@ -34,8 +34,10 @@ from megatron_wlb.cost.attention import (
     AnalyticAttention,
     AttentionLatency,
     AttentionProfile,
+    SlidingAttention,
     nearest_profile,
 )
+from megatron_wlb.cost.document import unseen
 from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.memory import GIB, overhead_gib
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
@@ -442,7 +444,10 @@ class Run:
         """
         if self.measured is not None:
             return prediction.forward_imbalance
-        pairs = sum([n * n for n in lengths])
+        reach, share = self.shape.reach_tokens, self.shape.windowed_share
+        pairs: float = sum([n * n for n in lengths])
+        if share:
+            pairs -= share * sum([unseen(n, reach) for n in lengths])
         even_us = self._attention_us * pairs * (1 + BACKWARD_ATTENTION)
         return prediction.latency_us / even_us if even_us else 1.0
 
@@ -470,10 +475,17 @@ class Run:
 
     @cached_property
     def _latency(self) -> AttentionLatency:
-        if self.measured_attention is not None:
-            return replace(self.measured_attention, extrapolate=self.extrapolate)
-        heads = self.shape.num_attention_heads // self.parallelism.tp_size
-        return AnalyticAttention(heads, self.shape.kv_channels, self.hardware.attention_tflops)
+        """A layer's, in the mean over all."""
+        shape, known = self.shape, self.measured_attention
+        latency: AttentionLatency
+        if known is not None:
+            latency = replace(known, extrapolate=self.extrapolate)
+        else:
+            heads = shape.num_attention_heads // self.parallelism.tp_size
+            latency = AnalyticAttention(heads, shape.kv_channels, self.hardware.attention_tflops)
+        if shape.reach_tokens is None:
+            return latency
+        return SlidingAttention(latency, shape.reach_tokens, shape.windowed_share)
 
 
 def _worst_steps(longest: int, num_tokens: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ come to the same plan.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,11 +81,11 @@ class _Work:
     def attention_us(self, lengths: Sequence[int]) -> Floats:
         """Attention times of single documents, ``[2, Q, D]``."""
         result = np.empty((2, len(self._kinds), len(lengths)))
-        squares = np.array(lengths, dtype=np.float64) ** 2
+        whole = np.array(lengths, dtype=np.float64)
         for number, kind in enumerate(self._kinds):
             if isinstance(kind, DocumentCost):
-                result[0, number] = kind.forward_quadratic_us * squares
-                result[1, number] = kind.backward_quadratic_us * squares
+                beyond = np.maximum(whole - (kind.reach_tokens or math.inf), 0)
+                result[:, number] = kind.attention_us(whole**2, beyond**2)
             else:
                 works = [kind.work([length]) for length in lengths]
                 result[0, number] = [work.forward_attention_us for work in works]

@@ -70,32 +70,61 @@ def local_params(
     sharding: Sharding,
     cut: Slice | None = None,
     group: torch.distributed.ProcessGroup | None = None,
+    reach_tokens: int | None = None,
 ) -> tuple[IntArray | slice, PlanSeqParams]:
     """Which tokens of a micro-batch are local, and what attention and RoPE need of them.
 
     ``lengths`` are the tokens of each attention segment, ``positions`` ``[T]`` those of each token
     in its document. ``cut`` is the slice that the first segment is, if it is one. ``group`` are the
-    ranks, if they are others than the model's context-parallel ranks.
+    ranks, if they are others than the model's context-parallel ranks. ``reach_tokens`` are the most
+    keys that a query sees in layers of a sliding window, if there are any.
     """
-    if cp_size == 1:
-        if cut is not None:
-            chunk = Segments.of([cut.stop - cut.start], [cut.stop], device)
-            cut, lengths = replace(cut, chunks=(chunk,)), lengths[1:]
-        segments = Segments.of(lengths, device=device) if lengths or not cut else None
-        return slice(None), PlanSeqParams.of(segments, positions, cut=cut)
-    layout = whole = rank_layout(lengths, cp_size, cp_rank, sharding)
-    slice_rows = None
-    if cut is not None:
-        num_tokens = cut.stop - cut.start
-        chunks, whole = layout.split(num_tokens)
-        slice_rows = layout.token_rows[:num_tokens]
-        own = tuple(Segments.of([q], [cut.start + k], device) for q, k in chunks.tolist())
-        cut = replace(cut, chunks=own)
-    segments = None
-    if len(whole.lengths_q):
-        segments = Segments.of(whole.lengths_q.tolist(), whole.lengths_k.tolist(), device)
-    gather = KeyGather.of(whole, device, slice_rows, group)
-    return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, cut)
+
+    def made(reach: int | None) -> tuple[IntArray | slice, PlanSeqParams]:
+        def segments_of(queries: Sequence[int], keys: Sequence[int]) -> Segments | None:
+            return Segments.of(queries, keys, device, reach) if queries or not cut else None
+
+        if cp_size == 1:
+            whole_cut = None
+            if cut is not None:
+                whole_cut = _cut_in_chunks(cut, [(cut.stop - cut.start,) * 2], device, reach)
+            others = lengths[1:] if cut else lengths
+            params = PlanSeqParams.of(segments_of(others, others), positions, cut=whole_cut)
+            return slice(None), params
+        if cut is None:
+            layout = whole = rank_layout(lengths, cp_size, cp_rank, sharding, reach)
+            own, slice_rows = None, None
+        else:  # All of a slice's keys are exchanged, as every rank's buffer has all of them.
+            layout = rank_layout(lengths, cp_size, cp_rank, sharding)
+            chunks, whole = layout.split(cut.stop - cut.start)
+            whole = whole if reach is None else whole.within(reach)
+            slice_rows = layout.token_rows[: cut.stop - cut.start]
+            own = _cut_in_chunks(cut, chunks.tolist(), device, reach)
+        segments = segments_of(whole.lengths_q.tolist(), whole.lengths_k.tolist())
+        gather = KeyGather.of(whole, device, slice_rows, group)
+        return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, own)
+
+    local, params = made(None)
+    if reach_tokens is None:
+        return local, params
+    sliding = replace(made(reach_tokens)[1], positions=params.positions)
+    return local, replace(params, sliding=sliding)
+
+
+def _cut_in_chunks(
+    cut: Slice,
+    chunks: Sequence[Sequence[int]],
+    device: str | torch.device,
+    reach_tokens: int | None,
+) -> Slice:
+    """``cut`` with its local chunks, of so many queries and keys of the slice itself."""
+    made, first_keys = [], []
+    for q, own in chunks:
+        k = cut.start + own
+        in_reach = k if reach_tokens is None else min(k, q + reach_tokens - 1)
+        made.append(Segments.of([q], [in_reach], device, reach_tokens))
+        first_keys.append(k - in_reach)
+    return replace(cut, chunks=tuple(made), first_keys=tuple(first_keys))
 
 
 class Stage(NamedTuple):
@@ -111,7 +140,7 @@ class BatchBuilder:
     """Builds the batches of one pipeline stage and context-parallel rank.
 
     ``corpora`` are in the order of ``Document.corpus``. Ids from ``vocab_size`` on are an error, as
-    they would index beyond the embedding.
+    they would index beyond the embedding. ``reach_tokens`` is as in :func:`local_params`.
     """
 
     def __init__(
@@ -122,12 +151,14 @@ class BatchBuilder:
         *,
         cp_rank: int = 0,
         cp_size: int = 1,
+        reach_tokens: int | None = None,
     ) -> None:
         self.corpora = corpora
         self.vocab_size = vocab_size
         self.device = device
         self.cp_rank = cp_rank
         self.cp_size = cp_size
+        self.reach_tokens = reach_tokens
         self.slices = SliceStore()
         """The open documents of the step; who runs it begins and ends that."""
         self.groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
@@ -238,6 +269,7 @@ class BatchBuilder:
                 sharding=plan.sharding,
                 cut=self.slices.slice(plan.slice) if plan.slice else None,
                 group=group,
+                reach_tokens=self.reach_tokens,
             )
             known = self._latest[plan.index] = (plan, local, mapped(params, self._pinned))
         return known[1:]

@@ -21,6 +21,7 @@ from megatron_wlb.cost import DocumentCost
 from megatron_wlb.cost.profile import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
+from megatron_wlb.runtime.attention.core import layer_reach, model_reach
 from megatron_wlb.runtime.batch import local_params
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
@@ -52,10 +53,17 @@ def measured_cost(model: Model, window: int, vocab_size: int) -> DocumentCost:
     with _undisturbed(model):
         run_passes(model, lengths[:1], vocab_size)  # the first run of all loads and allocates
         times_us = _least_us(model, lengths, lambda length: run_passes(model, [length], vocab_size))
+    config = model.config
+    reaches = [layer_reach(config, number) for number in range(1, config.num_layers + 1)]
+    windowed = sum(reach is not None for reach in reaches) / len(reaches)
     fit = from_first_rank(
         lambda: fit_document_cost(
-            Sample(length, forward, backward)
-            for length, (forward, backward) in zip(lengths, times_us, strict=True)
+            [
+                Sample(length, forward, backward)
+                for length, (forward, backward) in zip(lengths, times_us, strict=True)
+            ],
+            model_reach(config),
+            windowed,
         )
     )
     logger.info(
@@ -169,7 +177,12 @@ def _least_us(
 def _shard(model: Model) -> dict[str, Any]:
     """Documents measured one by one are divided per document: equally, whatever their length."""
     cp = model.groups.cp
-    return {"cp_rank": cp.rank(), "cp_size": cp.size(), "sharding": Sharding("per-document")}
+    return {
+        "cp_rank": cp.rank(),
+        "cp_size": cp.size(),
+        "sharding": Sharding("per-document"),
+        "reach_tokens": model_reach(model.config),
+    }
 
 
 def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[float, float]:
@@ -212,14 +225,17 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
     config = model.config
     device = model.device
     _, params = local_params([length], np.arange(length), device, **_shard(model))
-    segments = params.segments
-    assert segments is not None
-    num_queries, num_keys = sum(segments.lengths_q), sum(segments.lengths_k)
+    # Layers that are alike, by whether they have a sliding window.
+    layers = [layer.self_attention for gpt in model.gpts for layer in gpt.decoder.layers]
+    kinds = [[layer for layer in layers if (layer.core_attention.reach_tokens is None) == whole]
+             for whole in (True, False)]  # fmt: skip
     forward = backward = 0.0
-    for gpt in model.gpts:
-        if not gpt.decoder.layers:
+    for kind, of_kind in zip(kinds, (params, params.sliding), strict=True):
+        if not kind:
             continue
-        attention = gpt.decoder.layers[0].self_attention
+        assert of_kind is not None and of_kind.segments is not None
+        attention, segments = kind[0], of_kind.segments
+        num_queries, num_keys = sum(segments.lengths_q), sum(segments.lengths_k)
         core, heads = attention.core_attention, attention.num_attention_heads_per_partition
         groups = attention.num_query_groups_per_partition
         query, key, value = (
@@ -232,9 +248,8 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
         output = core.options.kernel(query, key, value, segments, core.softmax_scale)
         middle = _now()
         output.backward(torch.ones_like(output))
-        num_layers = len(gpt.decoder.layers)
-        forward += num_layers * (middle - start)
-        backward += num_layers * (_now() - middle)
+        forward += len(kind) * (middle - start)
+        backward += len(kind) * (_now() - middle)
     return forward, backward
 
 

@@ -31,7 +31,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.planning.from_config import padded_vocab_size
-from megatron_wlb.runtime.attention.core import AttentionOptions, DocumentAttention, check_config
+from megatron_wlb.planning.sliding import windowed_layers
+from megatron_wlb.runtime.attention.core import (
+    AttentionOptions,
+    DocumentAttention,
+    check_config,
+    model_reach,
+)
 from megatron_wlb.runtime.attention.head_start import least_bytes
 from megatron_wlb.runtime.attention.kernels import ChosenKernel, Demand, choose_kernel
 from megatron_wlb.runtime.attention.rope import use_document_positions
@@ -139,6 +145,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         # Megatron refuses variable lengths with its default dispatcher, even for dense models.
         moe_token_dispatcher_type="alltoall",
         cuda_graph_scope=[],
+        window_size=tuple(model.window_size) or None,
+        window_attn_skip_freq=list(map(int, windowed_layers(model))) if model.window_size else None,
     )
     if model.position_embedding_type == "yarn":
         for name, value in settings.items():
@@ -249,6 +257,7 @@ def attention_options(
         core.kv_channels,
         core.deterministic_mode,
         core.attention_dropout,
+        model_reach(core),
     )
     num_head_groups = config.wlb.wlb_cp_overlap_groups
     if num_head_groups is None:

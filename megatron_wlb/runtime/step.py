@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
+from megatron_wlb.runtime.attention.core import model_reach
 from megatron_wlb.runtime.batch import Batch, BatchBuilder, Stage
 from megatron_wlb.runtime.communicator import PlanCommunicator
 from megatron_wlb.runtime.executor import Links, Transfers, run_actions
@@ -121,7 +122,12 @@ class StepRunner:
                 corpus.open_tokens()
         cp = model.groups.cp
         batches = BatchBuilder(
-            corpora.corpora, corpora.vocab_size, device, cp_rank=cp.rank(), cp_size=cp.size()
+            corpora.corpora,
+            corpora.vocab_size,
+            device,
+            cp_rank=cp.rank(),
+            cp_size=cp.size(),
+            reach_tokens=model_reach(model.config),
         )
         return cls(
             model,

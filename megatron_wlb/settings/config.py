@@ -68,6 +68,16 @@ class ModelConfig:
     swiglu: bool = setting(False, "gated MLP with SiLU")
     disable_bias_linear: bool = setting(False, "no bias in linear layers")
     add_qkv_bias: bool = setting(False, "bias in the QKV projection only")
+    window_size: tuple[int, ...] = setting(
+        (),
+        "W 0 or W,0: a sliding window; a query sees W keys of its document before its own. All if "
+        "not given",
+    )
+    window_attn_skip_freq: str | None = setting(
+        None,
+        "with --window-size: N leaves every Nth layer without it; or a list of 1 (has it) and 0 "
+        "for the layers, as in ([1]*3+[0])*2",
+    )
     untie_embeddings_and_output_weights: bool = setting(False, "separate output weights")
     make_vocab_size_divisible_by: int = setting(128, "vocabulary is padded to this × TP")
     hidden_dropout: float = setting(0.0, "dropout after attention and MLP")

@@ -44,6 +44,7 @@ def model_flags(shape: ModelShape) -> Flags:
             "--disable-bias-linear": not shape.linear_bias,
             "--add-qkv-bias": shape.qkv_bias,
             "--qk-layernorm": shape.qk_norm,
+            "--window-size": f"{shape.reach_tokens - 1},0" if shape.reach_tokens else None,
             "--untie-embeddings-and-output-weights": not shape.tied_embeddings,
             "--position-embedding-type": positions,
             "--rotary-percent": rotary if 0 < rotary < 1 else None,

@@ -47,7 +47,9 @@ def check_settings() -> None:
 
     check_config(config())
     check_config(config(attention_dropout=0.1))
-    refused(lambda: check_config(config(window_size=(64, 0))), "window_size is (64, 0)", "to None")
+    check_config(config(window_size=(64, 0)))
+    for size in ((64, -1), (64, 2), (-1, 0)):
+        refused(lambda s=size: check_config(config(window_size=s)), f"{size!r}", "set it to (W, 0)")
     for name, value in (
         ("multi_latent_attention", True),
         ("softmax_type", "learnable"),
@@ -97,6 +99,18 @@ def check_micro_batches() -> None:
     refused(lambda: attention(*qkv, None), "without the micro-batch's document boundaries")
     short = PlanSeqParams.of(Segments.of([4]), np.arange(4))
     refused(lambda: attention(*qkv, None, packed_seq_params=short), "6 tokens where the plan has 4")
+    core = config(window_size=(1, 0), window_attn_skip_freq=[0, 1])
+    wide, narrow = (
+        DocumentAttention(core, number, AttnMaskType.causal, "self", options=options())
+        for number in (1, 2)
+    )
+    refused(lambda: narrow(*qkv, None, packed_seq_params=whole), "layer 2 has a sliding window")
+    _, both = local_params(
+        [4, 2], whole.positions.numpy(), "cpu", sharding=Sharding(), reach_tokens=2
+    )
+    expected = attention(*qkv, None, packed_seq_params=both)
+    assert torch.equal(wide(*qkv, None, packed_seq_params=both), expected)
+    assert not torch.equal(narrow(*qkv, None, packed_seq_params=both), expected)
     _, shard = local_params([8, 4], np.r_[:8, :4], "cpu", cp_rank=1, cp_size=2, sharding=Sharding())
     refused(lambda: attention(*qkv, None, packed_seq_params=shard), "that is divided over ranks")
 

@@ -60,6 +60,7 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
         (2, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt||tL"),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --hidden-dropout 0.1"),
         (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+        (2, "--context-parallel-size 2 --window-size 15,0 --window-attn-skip-freq 2"),
     ],
 )
 def test_tables_serve_the_run_that_they_were_measured_for(
@@ -93,7 +94,7 @@ def fit_as_each_processor_does(flags: str, fails: bool) -> Any:
 
     rank = torch.distributed.get_rank()
 
-    def fit(samples: Any) -> Fit:
+    def fit(samples: Any, *window: Any) -> Fit:
         assert len(list(samples)) > 3
         if fails:
             raise ConfigError(f"rank {rank} cannot fit")

@@ -50,11 +50,15 @@ def tensors(num_groups: int, head_dim: int, num_q: int, num_k: int) -> list[torc
 
 
 def assert_as_good_as_bf16(
-    found: list[torch.Tensor], inputs: list[torch.Tensor], lengths_q: list[int], *keys: list[int]
+    found: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    lengths_q: list[int],
+    *keys: list[int],
+    reach_tokens: int | None = None,
 ) -> None:
     """Errors of at most twice those of the definition itself in bf16."""
     lengths_k = keys[0] if keys else lengths_q
-    ratios = errors_over_bf16(found, inputs, lengths_q, lengths_k, SCALE)
+    ratios = errors_over_bf16(found, inputs, lengths_q, lengths_k, SCALE, reach_tokens)
     assert all(0 < ratio <= 2 for ratio in ratios)
 
 
@@ -68,6 +72,23 @@ def test_kernel_is_attention_by_definition(name: str, num_groups: int, head_dim:
     out = kernel(*leaves, Segments.of(lengths_q, lengths_k, "cuda"), SCALE)
     found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
     assert_as_good_as_bf16(found, inputs, lengths_q, lengths_k)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("num_groups", [8, 2])
+@pytest.mark.parametrize("reach_tokens", [2, 40, 128, 500])
+def test_kernel_with_a_window_is_attention_by_definition(
+    name: str, num_groups: int, reach_tokens: int
+) -> None:
+    kernel = kernel_called(name, replace(demand(num_groups, 128), reach_tokens=reach_tokens))
+    lengths_q = [5, 300, 1, 64, 1290]
+    in_reach = zip(lengths_q, [5, 700, 90, 64, 1290], strict=True)
+    lengths_k = [min(k, q + reach_tokens - 1) for q, k in in_reach]
+    inputs = tensors(num_groups, 128, sum(lengths_q), sum(lengths_k))
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    out = kernel(*leaves, Segments.of(lengths_q, lengths_k, "cuda", reach_tokens), SCALE)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+    assert_as_good_as_bf16(found, inputs, lengths_q, lengths_k, reach_tokens=reach_tokens)
 
 
 @pytest.mark.parametrize("name", CANDIDATES)

@@ -27,10 +27,11 @@ def document_attention(
     lengths_q: Sequence[int],
     lengths_k: Sequence[int],
     scale: float,
+    reach_tokens: int | None = None,
 ) -> torch.Tensor:
     """Each segment alone, its scores written out: ``[Tq, H, D], [Tk, G, D] ×2 -> [Tq, H, D]``.
 
-    Query ``i`` of a segment sees keys ``0 … k - q + i``.
+    Query ``i`` of a segment sees keys ``0 … k - q + i``, the last ``reach_tokens`` of them.
     """
     outputs = []
     first_q = first_k = 0
@@ -42,10 +43,11 @@ def document_attention(
         v = value[first_k : first_k + num_k].repeat_interleave(repeats, dim=1)
         first_q, first_k = first_q + num_q, first_k + num_k
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        seen = (
-            torch.arange(num_k, device=query.device)[None, :]
-            <= torch.arange(num_k - num_q, num_k, device=query.device)[:, None]
-        )
+        at_key = torch.arange(num_k, device=query.device)[None, :]
+        at_query = torch.arange(num_k - num_q, num_k, device=query.device)[:, None]
+        seen = at_key <= at_query
+        if reach_tokens is not None:
+            seen &= at_query - at_key < reach_tokens
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outputs)
@@ -125,6 +127,8 @@ def _scores(
     ):
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        if segments.reach_tokens is not None:
+            seen = seen.triu(len(k) - len(q) + 1 - segments.reach_tokens)
         yield q, k, v, scores.masked_fill(~seen, -torch.inf) if causal else scores
 
 
@@ -134,13 +138,14 @@ def by_definition(
     lengths_k: Sequence[int],
     scale: float,
     dtype: torch.dtype,
+    reach_tokens: int | None = None,
 ) -> list[torch.Tensor]:
     """Output, dQ, dK and dV of :func:`document_attention` in ``dtype``; ``inputs`` are query, key,
     value and the output's gradient.
     """
     query, key, value, grad = (t.to(dtype) for t in inputs)
     query, key, value = leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-    out = document_attention(query, key, value, lengths_q, lengths_k, scale)
+    out = document_attention(query, key, value, lengths_q, lengths_k, scale, reach_tokens)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -150,10 +155,12 @@ def errors_over_bf16(
     lengths_q: Sequence[int],
     lengths_k: Sequence[int],
     scale: float,
+    reach_tokens: int | None = None,
 ) -> list[float]:
     """Errors of output, dQ, dK and dV over those of the definition itself in bf16."""
-    exact = by_definition(inputs, lengths_q, lengths_k, scale, torch.float64)
-    plain = by_definition(inputs, lengths_q, lengths_k, scale, torch.bfloat16)
+    rest = lengths_q, lengths_k, scale
+    exact = by_definition(inputs, *rest, torch.float64, reach_tokens)
+    plain = by_definition(inputs, *rest, torch.bfloat16, reach_tokens)
     return [
         float((ours.double() - true).norm() / (reference.double() - true).norm())
         for ours, reference, true in zip(found, plain, exact, strict=True)
@@ -168,6 +175,7 @@ def in_slices(
     cuts: Sequence[int],
     kernel: VarlenKernel,
     scale: float,
+    reach_tokens: int | None = None,
 ) -> list[torch.Tensor]:
     """Output, dQ, dK and dV of one document in slices: ``cuts`` are 0, where each stops, and ``L``.
 
@@ -177,8 +185,9 @@ def in_slices(
     passes = []
     for start, stop in pairwise(cuts):
         q, k, v = (t[start:stop].detach().requires_grad_() for t in (query, key, value))
-        chunk = Segments.of([stop - start], [stop], query.device)
-        cut = Slice(store, (0, 0), start, stop, cuts[-1], (chunk,))
+        in_reach = min(stop, stop - start + (reach_tokens or stop) - 1)
+        chunk = Segments.of([stop - start], [in_reach], query.device, reach_tokens)
+        cut = Slice(store, (0, 0), start, stop, cuts[-1], (chunk,), (stop - in_reach,))
         out = slice_attention(q, k, v, LayerSlice(cut, 1, kernel, scale))
         passes.append((out, (q, k, v), grad[start:stop]))
     gradients = [torch.autograd.grad(*of_slice) for of_slice in reversed(passes)]

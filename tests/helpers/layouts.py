@@ -45,6 +45,10 @@ MODELS_OF_POSITIONS = {
     "--wlb-yarn-original-max-position-embeddings 16 --wlb-yarn-beta-fast 4 --wlb-yarn-mscale 1.5",
 }
 MODELS |= {name: f"{MODELS['llama']} {flags}" for name, flags in MODELS_OF_POSITIONS.items()}
+# Documents of up to 60 tokens, some within reach as a whole. With four layers the third sees all.
+MODELS["sliding"] = f"{MODELS['llama']} --window-size 3,0"
+MODELS["sliding-skip"] = f"{MODELS['gpt2']} --window-size 12,0 --window-attn-skip-freq 3"
+MODELS["sliding-list"] = f"{MODELS['mixed']} --window-size 6,0 --window-attn-skip-freq [0,1,1,0]"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 OVERLAP = "--overlap-grad-reduce"

@@ -6,6 +6,7 @@ without packing, pipelining or sharding; loss, clipping, AdamW and the learning 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ def run_oracle(config: Config, workload: Workload) -> OracleRun:
     import torch
 
     model = _stock_model(config, workload.vocab_size)
+    _slide(model, config)
     parameters = dict(model.named_parameters())
     initial = _randomise(parameters, config.training.seed)
     t = config.training
@@ -115,6 +117,24 @@ def _backward(model: Any, workload: Workload, step: int) -> float:
         (losses / num_labels).backward()  # type: ignore[no-untyped-call]
         total += losses.item()
     return total / num_labels
+
+
+def _slide(model: Any, config: Config) -> None:
+    """Gives layers with a sliding window a mask of it: which ones, is Megatron's own rule."""
+    import torch
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    size, skipped = config.model.window_size, config.model.window_attn_skip_freq
+    every = None if skipped is None else ast.literal_eval(skipped)
+
+    def in_reach(_layer: Any, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        causal = named["attention_mask"]
+        far = torch.ones_like(causal).tril(-size[0] - 1)  # more than W keys before the query
+        return given, {**named, "attention_mask": causal | far}
+
+    for number, layer in enumerate(model.decoder.layers, start=1):
+        if is_layer_window_attention(size, every, number):
+            layer.register_forward_pre_hook(in_reach, with_kwargs=True)
 
 
 def _stock_model(config: Config, vocab_size: int) -> Any:

@@ -30,6 +30,7 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
     import torch
 
     from megatron_wlb.planning import guards
+    from megatron_wlb.runtime.attention.core import model_reach
     from megatron_wlb.runtime.batch import BatchBuilder
     from megatron_wlb.runtime.model import build_model
     from megatron_wlb.runtime.step import StepRunner
@@ -43,7 +44,12 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
     corpora: Sequence[Any] = [workload.corpus]
     cp = model.groups.cp
     batches = BatchBuilder(
-        corpora, workload.vocab_size, "cpu", cp_rank=cp.rank(), cp_size=cp.size()
+        corpora,
+        workload.vocab_size,
+        "cpu",
+        cp_rank=cp.rank(),
+        cp_size=cp.size(),
+        reach_tokens=model_reach(model.config),
     )
     return StepRunner(model, batches, **options)
 

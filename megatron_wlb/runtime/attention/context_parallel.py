@@ -14,6 +14,9 @@ reduced with the others when its backward pass runs: the same bytes as without s
 The first exchange may have a *head start*: see
 :mod:`megatron_wlb.runtime.attention.head_start`.
 
+With a sliding window a rank sends only what others see, where that is less
+(:attr:`megatron_wlb.sharding.RankLayout.sent`), and takes its own keys from itself.
+
 With several *head groups* each of these happens once a group of key/value heads, and the
 communication of the next group runs while the present one is computed.
 
@@ -68,6 +71,9 @@ class KeyGather:
     again: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     """Pairs of (places in ``rows``, their rows) for rows that come again; each row once in a pair,
     see :attr:`RankLayout.rounds`. At most T/CP a pair, as they are copied on the way."""
+    sent: torch.Tensor | None = None
+    """``[n]`` int64: the local tokens that are sent, filled up to as many as other ranks send; None
+    is all."""
     slice_rows: torch.Tensor | None = None
     """``[n]`` int64: the row of each token of the micro-batch's slice, if it has one."""
     group: torch.distributed.ProcessGroup | None = None
@@ -82,14 +88,18 @@ class KeyGather:
         slice_rows: npt.NDArray[np.int64] | None = None,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> KeyGather:
-        first = np.zeros(layout.num_tokens, dtype=np.int64)
-        is_unseen = np.ones(layout.num_tokens, dtype=bool)
+        first = np.zeros(layout.num_rows, dtype=np.int64)
+        is_unseen = np.ones(layout.num_rows, dtype=bool)
         rounds = layout.rounds
         for places, to in rounds[:1]:
             first[to], is_unseen[to] = places, False
         if slice_rows is not None:
             is_unseen[slice_rows] = False
         unseen, most = np.flatnonzero(is_unseen), len(layout.tokens)
+        sent = None
+        if layout.sent is not None:
+            filler = np.zeros(layout.num_sent - len(layout.sent), dtype=np.int64)
+            sent = to_device(np.concatenate([layout.sent, filler]), device)
         return cls(
             layout,
             to_device(layout.key_rows, device),
@@ -100,14 +110,17 @@ class KeyGather:
                 for places, to in rounds[1:]
                 for at in range(0, len(to), most)
             ),
+            sent,
             None if slice_rows is None else to_device(slice_rows, device),
             group,
         )
 
     @property
-    def num_rows(self) -> int:
-        """Rows that an all-gather returns, T."""
-        return self.layout.num_tokens
+    def num_received(self) -> int:
+        """Rows that an all-gather returns: T, or those of what is sent."""
+        if self.sent is None:
+            return self.layout.num_tokens
+        return self.layout.num_rows - len(self.layout.tokens)
 
     @cached_property
     def split(self) -> tuple[NearKeys, KeyGather]:
@@ -122,7 +135,7 @@ class KeyGather:
     @property
     def has_others(self) -> bool:
         """Whether any rank has tokens that are no slice's."""
-        return self.slice_rows is None or len(self.slice_rows) < self.num_rows
+        return self.slice_rows is None or len(self.slice_rows) < self.layout.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +185,10 @@ def context_attention(
     queries and keys of the local chunks, ``gather`` says where those keys are. The first tokens may
     be those of a slice, ``cut``; ``segments`` are the others, or None where no others are local.
     """
-    if gather.num_rows != len(key) * parallel.group.size():
+    if gather.layout.num_tokens != len(key) * parallel.group.size():
         raise PlanError(
             f"attention got {len(key)} local tokens on each of {parallel.group.size()} "
-            f"context-parallel ranks, where the plan has {gather.num_rows} in all"
+            f"context-parallel ranks, where the plan has {gather.layout.num_tokens} in all"
         )
     run = _Run(segments, gather, kernel, scale, parallel, cut)
     if torch.is_grad_enabled():
@@ -308,13 +321,25 @@ class _Run:
             work.wait()
         if self.cut is not None:
             self.cut.turned()
-        local = _joined([local for local, _, _ in reducing], dim=2).to(pairs[0].dtype)
+        locals_ = [self._own(local, rows) for local, rows, _ in reducing]
+        local = _joined(locals_, dim=2).to(pairs[0].dtype)
         return _joined(grads_query), local[:, 0], local[:, 1]
+
+    def _own(self, reduced: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Gradients of the local keys from those of what was sent, and of all rows here."""
+        if self.gather.sent is None:
+            return reduced
+        assert self.gather.layout.sent is not None
+        num = len(self.gather.layout.sent)  # of the filler there are none
+        own = rows[self.gather.num_received :]
+        return own.index_add(0, self.gather.sent[:num], reduced[:num])
 
     def _head_start(self, query: torch.Tensor, key: torch.Tensor) -> NearKeys | None:
         """The parts of the first head group's keys, if it pays to begin with the near ones."""
         parallel, least_bytes = self.parallel, self.parallel.head_start_bytes
         if self.segments is None or least_bytes is None or not isinstance(self.kernel, LseKernel):
+            return None
+        if self.segments.reach_tokens is not None:  # Queries do not see all far keys.
             return None
         received_bytes = 2 * key.nbytes * (parallel.group.size() - 1)
         if not pays(
@@ -371,10 +396,17 @@ class _Run:
     def _start_gather(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """``[T/CP, G/g, D]`` ×2 -> all ranks' ``[T, 2, G/g, D]``, what is sent, and the work."""
+        """``[T/CP, G/g, D]`` ×2 -> all rows ``[T, 2, G/g, D]``, what is sent, and the work.
+
+        Of keys in reach alone rows are those that all ranks send, and then the local ones.
+        """
         local = torch.stack((key.detach(), value.detach()), dim=1)
-        rows = local.new_empty(self.gather.num_rows, *local.shape[1:])
-        work = _all_gather(rows, local, group=self.parallel.group, async_op=True)
+        rows = local.new_empty(self.gather.layout.num_rows, *local.shape[1:])
+        if self.gather.sent is not None:
+            rows[self.gather.num_received :] = local
+            local = local.index_select(0, self.gather.sent)
+        received = rows[: self.gather.num_received]
+        work = _all_gather(received, local, group=self.parallel.group, async_op=True)
         return rows, local, work
 
     def _start_reduce(
@@ -394,8 +426,8 @@ class _Run:
         exact = torch.promote_types(pair.dtype, torch.float32)
         dtype = exact if self.parallel.reduce_in_fp32 else pair.dtype
         make = pair.new_empty if halves else pair.new_zeros
-        rows = make(gather.num_rows, *pair.shape[1:], dtype=dtype)
-        num_local = len(rows) // self.parallel.group.size()
+        rows = make(gather.layout.num_rows, *pair.shape[1:], dtype=dtype)
+        num_local = len(gather.layout.tokens)
         # Rows are filled by one pass that reads each gradient once: most rows have one only.
         for grad, to in zip(halves, rows.unbind(1), strict=False):
             if dtype == grad.dtype:
@@ -414,8 +446,9 @@ class _Run:
         if own is not None:
             assert self.gather.slice_rows is not None
             rows.index_copy_(0, self.gather.slice_rows, own.to(rows.dtype))
-        local = rows.new_empty(num_local, *rows.shape[1:])
-        work = _reduce_scatter(local, rows, group=self.parallel.group, async_op=True)
+        sums = rows[: gather.num_received]
+        local = rows.new_empty(len(sums) // self.parallel.group.size(), *rows.shape[1:])
+        work = _reduce_scatter(local, sums, group=self.parallel.group, async_op=True)
         return local, rows, work
 
 

@@ -48,6 +48,8 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
     """Where the keys are, if tokens are spread over ranks."""
     slice: Slice | None = None
     """The part of a document that the first tokens are, if they are one."""
+    sliding: PlanSeqParams | None = None
+    """The same for layers of a sliding window, with the keys in reach alone; None without any."""
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +131,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         # number to keep them in fp16's range, and multiplies them again. Here they are fp32.
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.layer_number = layer_number
+        self.reach_tokens = layer_reach(config, layer_number)
+        """The most keys that a query sees; None without a sliding window."""
         # What is computed again in the backward pass is used at once: no need to gather twice.
         again = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
@@ -162,6 +166,14 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 f"attention got {query.shape[0]} tokens where the plan has {params.num_tokens}; "
                 "the ranks do not run the same plan"
             )
+        if self.reach_tokens is not None:
+            if params.sliding is None:
+                raise PlanError(
+                    f"layer {self.layer_number} has a sliding window of {self.reach_tokens} keys, "
+                    "but the micro-batch was made without; the model must be run by megatron-wlb's "
+                    "forward step"
+                )
+            params = params.sliding
         gather, group = params.gather, self.group
         if gather is not None and gather.group is not None:
             group = gather.group
@@ -233,11 +245,39 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         return torch.cat([own, whole])
 
 
+def layer_reach(config: TransformerConfig, layer_number: int) -> int | None:
+    """The most keys that a query sees in a layer, its own too; None without a sliding window.
+
+    Layers count from 1 over the whole model.
+    """
+    if not config.window_size:
+        return None
+    skipped = config.window_attn_skip_freq
+    if isinstance(skipped, int):
+        windowed = layer_number % skipped != 0
+    else:
+        windowed = skipped is None or bool(skipped[layer_number - 1])
+    return config.window_size[0] + 1 if windowed else None
+
+
+def model_reach(config: TransformerConfig) -> int | None:
+    """The same over all layers, of which some may have none."""
+    numbers = range(1, config.num_layers + 1)
+    return max(filter(None, (layer_reach(config, number) for number in numbers)), default=None)
+
+
 def check_config(config: TransformerConfig) -> None:
     """Checks that the model asks of attention nothing that it would silently leave out.
 
     Raises :class:`CompatibilityError` for a setting that cannot be honoured, with the reason.
     """
+    if config.window_size is not None:
+        left, right = config.window_size
+        if left < 0 or right != 0:
+            raise CompatibilityError(
+                f"window_size is {config.window_size!r}, but attention to packed documents is "
+                "causal; set it to (W, 0), W keys before a query's own"
+            )
     for name, honoured, reason in _HONOURED:
         value = getattr(config, name, honoured)
         if value != honoured:
@@ -253,7 +293,6 @@ def check_config(config: TransformerConfig) -> None:
 
 
 _HONOURED: tuple[tuple[str, Any, str], ...] = (
-    ("window_size", None, "documents are attended to whole, and the plan's cost assumes it"),
     ("multi_latent_attention", False, "its keys and values have other shapes than one head's"),
     ("experimental_attention_variant", None, "only causal softmax attention is known here"),
     ("softmax_type", "vanilla", "its kernels know no offset or sink in the softmax"),

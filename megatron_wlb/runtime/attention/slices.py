@@ -2,10 +2,10 @@
 
 A document's slices run forward first to last, and backward last to first (SlimPack §4). In each
 layer a buffer has room for the keys and values of the whole document. A slice's forward pass
-writes its rows, and its queries attend to a view of all rows up to its last. Its backward pass adds
-the gradients of all these rows to a running sum, and hands out those of its own, which are then
-complete: every slice behind it has added its part. Nothing is concatenated, and autograd holds no
-key or value but views of the buffer.
+writes its rows, and its queries attend to a view of all rows up to its last, or with a sliding
+window of those in reach. Its backward pass adds the gradients of all these rows to a running sum,
+and hands out those of its own, which are then complete: every slice behind it has added its part.
+Nothing is concatenated, and autograd holds no key or value but views of the buffer.
 
 A layer of a document of ``L`` tokens holds ``2·L·G·D`` numbers in the activations' dtype from its
 first forward to its last backward, and as many of at least fp32 from its first backward on.
@@ -88,12 +88,23 @@ class Slice:
     length: int
     """Tokens of the whole document."""
     chunks: tuple[Segments, ...] = ()
-    """The local queries, one kernel call each: ``q`` queries, the last of which sees the document's
-    first ``k`` keys."""
+    """The local queries, one kernel call each: ``q`` queries, the last of which sees ``k`` keys of
+    the document up to its own."""
+    first_keys: tuple[int, ...] | None = None
+    """The row of each chunk's first key; 0 if not given."""
 
     @property
     def num_queries(self) -> int:
         return sum(chunk.max_q for chunk in self.chunks)
+
+    @property
+    def key_rows(self) -> list[slice]:
+        """The rows of the document that each chunk sees."""
+        starts = self.first_keys or (0,) * len(self.chunks)
+        return [
+            slice(start, start + chunk.max_k)
+            for start, chunk in zip(starts, self.chunks, strict=True)
+        ]
 
 
 class KernelCall(NamedTuple):
@@ -173,19 +184,13 @@ class LayerSlice:
                 torch.index_select(values, 0, index, out=rows)
 
     def attend(self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool) -> list[KernelCall]:
-        """Each chunk's queries to the buffer's rows up to its last: ``[q, H, D]`` each."""
+        """Each chunk's queries to the buffer's rows that it sees: ``[q, H, D]`` each."""
         queries = torch.split(query, [chunk.max_q for chunk in self.slice.chunks])
         return [
-            KernelCall.of(
-                self.kernel,
-                own,
-                pair[: chunk.max_k, 0],
-                pair[: chunk.max_k, 1],
-                chunk,
-                self.scale,
-                keep,
+            KernelCall.of(self.kernel, own, pair[rows, 0], pair[rows, 1], chunk, self.scale, keep)
+            for own, chunk, rows in zip(
+                queries, self.slice.chunks, self.slice.key_rows, strict=True
             )
-            for own, chunk in zip(queries, self.slice.chunks, strict=True)
         ]
 
     def filled(self) -> None:
@@ -212,11 +217,11 @@ class LayerSlice:
         """Gradients of each chunk's queries; those of keys and values are added to ``grad``."""
         grads_query = []
         parts = torch.split(grad_out, [len(call.out) for call in calls])
-        for call, part in zip(calls, parts, strict=True):
+        for call, part, rows in zip(calls, parts, self.slice.key_rows, strict=True):
             grad_query, *halves = call.backward(part)
             grads_query.append(grad_query)
             for number, half in enumerate(halves):
-                grad[: len(half), number] += half
+                grad[rows, number] += half
         return grads_query
 
     def turned(self) -> None:

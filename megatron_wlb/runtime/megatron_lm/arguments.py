@@ -49,7 +49,8 @@ _SAME = (
 READ = frozenset(
     {
         *_SAME, *_OURS, "bf16", "optimizer", "disable_bias_linear", "no_overlap_p2p_communication",
-        "data_path", "rampup_batch_size", "step_batch_size_schedule",
+        "data_path", "rampup_batch_size", "step_batch_size_schedule", "window_size",
+        "window_attn_skip_freq",
     }
 )  # fmt: skip
 """Settings, besides those that begin with ``wlb_``, that :func:`config_of` takes of Megatron's."""
@@ -124,6 +125,9 @@ def config_of(args: argparse.Namespace) -> Config:
     values["no_overlap_p2p_communication"] = (
         args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm
     )
+    values["window_size"] = tuple(getattr(args, "window_size", None) or ())
+    skipped = getattr(args, "window_attn_skip_freq", None)  # parsed: a number or a list
+    values["window_attn_skip_freq"] = None if skipped is None else str(skipped)
     values["data_path"] = tuple(args.data_path or ())
     values["step_batch_size_schedule"] = getattr(args, "step_batch_size_schedule", None)
     if args.rampup_batch_size and not guards.ignores_ramps(args):

@@ -153,7 +153,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--experimental-attention-variant", _DENSE),
     Refusal("--mtp-num-layers", "prediction further ahead crosses documents"),
     Refusal("--mtp-standalone", "its stage has a schedule of its own"),
-    Refusal("--window-size", "packed attention is causal over whole documents"),
     Refusal(
         "--position-embedding-type", "positions are by document",
         "use rope, learned_absolute or none", ("rope", "learned_absolute", "none"),

@@ -37,6 +37,9 @@ from megatron_wlb.settings.config import Config
 
 logger = logging.getLogger(__name__)
 
+_OF_COSTS = ("window_size", "window_attn_skip_freq")
+"""Megatron's settings that no weight tells of, and that costs depend on."""
+
 
 @dataclass
 class Totals:
@@ -129,7 +132,8 @@ class Session:
             planner = make_planner(self.config, corpora, self.cost, dp_size)
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
-                tell_changes(self.config, self.restored["settings"], self.restored.get("machine"))
+                saved, machine = self.restored["settings"], self.restored.get("machine")
+                tell_changes(self.config, saved, machine, *_OF_COSTS)
                 self.totals = Totals(**self.restored["totals"])
                 logger.info(
                     "documents go on after step %d: %d wait",
@@ -163,7 +167,7 @@ class Session:
             "kernel": self.kernel,
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,
-            "settings": plan_settings(self.config),
+            "settings": plan_settings(self.config, *_OF_COSTS),
             "layout": self.layout(),
         }
 

@@ -79,7 +79,7 @@ def tell_changes(
     which plans are made.
     """
     # What was not yet a setting when it was saved had its default.
-    before = plan_settings(Config()) | dict(saved)
+    before = plan_settings(Config(), *others) | dict(saved)
     if changed := differences(before, plan_settings(config, *others)):
         logger.warning(
             "other settings than the checkpoint's, so steps differ from here on: %s", changed
@@ -113,8 +113,12 @@ def changed_settings(
 ) -> str:
     """:func:`differences` of settings that were filled in, by the flags that make them.
 
-    One that differs though the same was given for it, or nothing, follows from another flag.
+    One that differs though the same was given for it, or nothing, follows from another flag. Lists
+    are equal in any form: a checkpoint may give them back in another.
     """
+    saved, now, given_then, given_now = (
+        json.loads(json.dumps(dict(settings))) for settings in (saved, now, given_then, given_now)
+    )
     then: dict[str, Any] = {}
     here: dict[str, Any] = {}
     for name, value in now.items():

@@ -32,6 +32,13 @@ REFUSED = [
         "--wlb-cp-overlap-groups 2 --wlb-packing slim --wlb-dp-merge off", 2,
         ["--wlb-cp-overlap-groups", "or where data-parallel ranks run documents together"],
     ),
+    ("--window-size 8", 1, ["--window-size is 8;", "give W,0"]),
+    ("--window-size 8,8", 1, ["--window-size is 8,8;", "none behind it"]),
+    ("--window-attn-skip-freq 2", 1, ["--window-attn-skip-freq", "only with --window-size"]),
+    (
+        "--window-size 8,0 --window-attn-skip-freq [1,0]", 1,
+        ["--window-attn-skip-freq is '[1,0]'", "for each of the 4 layers"],
+    ),
     (
         "--wlb-hardware none.yaml", 1,
         ["--wlb-hardware", "none.yaml", "No such file", "give a100 or cpu or h100", "wlb profile"],

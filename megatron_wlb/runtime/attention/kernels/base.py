@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ class Segments:
     A segment is a run of ``q`` queries and the ``k >= q`` keys up to the last of them: query ``i``
     sees keys ``0 … k - q + i`` (a causal mask aligned to the bottom right). ``q == k`` is a whole
     document; fewer queries are a later part of one, as context parallelism has them.
+
+    With a sliding window a query sees the last ``reach_tokens`` of these keys.
     """
 
     lengths_q: tuple[int, ...]
@@ -33,6 +35,8 @@ class Segments:
     """``[segments + 1]`` int32 on the device: where each segment's keys start."""
     max_q: int
     max_k: int
+    reach_tokens: int | None = None
+    """The most keys that a query sees, its own the last; None: all up to its own."""
 
     @classmethod
     def of(
@@ -40,6 +44,7 @@ class Segments:
         lengths_q: Sequence[int],
         lengths_k: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
+        reach_tokens: int | None = None,
     ) -> Segments:
         """Segments of so many queries and keys; as many keys as queries if not given.
 
@@ -54,7 +59,7 @@ class Segments:
                     f"attention of {q} queries to {k} keys; a segment needs a query, and a key for "
                     "each"
                 )
-        return cls.of_unlike(queries, keys, device)
+        return replace(cls.of_unlike(queries, keys, device), reach_tokens=reach_tokens)
 
     @classmethod
     def of_unlike(
@@ -105,7 +110,8 @@ class VarlenKernel(Protocol):
 
 class Forward(Protocol):
     """``causal`` is as in :class:`Segments`; otherwise queries see all keys of their segment, which
-    may be fewer. Returns the output and the log-sum-exp of scores, ``[H, Tq]`` of at least fp32.
+    may be fewer, and there is no sliding window. Returns the output and the log-sum-exp of scores,
+    ``[H, Tq]`` of at least fp32.
     """
 
     def __call__(
@@ -199,7 +205,8 @@ def packed_kernel(
     """The kernel that a package's packed function is.
 
     ``names`` are what it calls the starts of queries and of keys, the longest of each, and the
-    scale. Of several results the first is the output: some versions return the log-sum-exp too.
+    scale; a sliding window is ``window_size`` in all. Of several results the first is the output:
+    some versions return the log-sum-exp too.
     """
 
     def kernel(
@@ -211,7 +218,8 @@ def packed_kernel(
     ) -> torch.Tensor:
         s = segments
         said = (s.cu_seqlens_q, s.cu_seqlens_k, s.max_q, s.max_k, scale)
-        out = attend(query, key, value, **dict(zip(names, said, strict=True)))
+        sliding = {} if s.reach_tokens is None else {"window_size": (s.reach_tokens - 1, 0)}
+        out = attend(query, key, value, **dict(zip(names, said, strict=True)), **sliding)
         return (out[0] if isinstance(out, tuple) else out).view(query.shape)
 
     return kernel
@@ -234,7 +242,10 @@ class Demand:
     """The probability with which an attention probability is dropped, in [0, 1). A kernel draws
     from torch's generator of the device, anew at each call, and multiplies what it keeps by
     ``1 / (1 - dropout)``."""
+    reach_tokens: int | None = None
+    """The most keys that a query sees in layers of a sliding window; None where none has one."""
 
 
 NO_DROPOUT = "it has no dropout"
-"""An obstacle."""
+NO_WINDOW = "it has no sliding window"
+"""Obstacles."""

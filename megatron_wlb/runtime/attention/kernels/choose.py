@@ -101,6 +101,9 @@ PROBLEMS = (
     ((128, 64, 1, 37), (128, 128, 64, 37)),
 )
 """Query and key lengths of the segments that a kernel is checked with."""
+CHECKED_REACH = 50
+"""Keys that a query sees in the checks of a sliding window, besides those demanded, of which so
+short segments may have no more."""
 
 TIMED_PROBLEM = (
     (4096, 1531, 1024, 700, 333, 257, 128, 123),
@@ -220,16 +223,23 @@ def _one_line(error: Exception) -> str:
 def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
     """What ``kernel`` does wrong on small problems with segments of all kinds, or None.
 
-    Some versions take segments with more keys than queries and align their mask to the top left.
-    Compared in fp32, output and gradients, with tolerances of the demanded dtype. Takes
-    milliseconds; the random-number streams are left alone.
+    Some versions take segments with more keys than queries and align their mask to the top left. If
+    a sliding window is demanded, it is tried as well. Compared in fp32, output and gradients, with
+    tolerances of the demanded dtype. Takes milliseconds; the random-number streams are left alone.
     """
-    for lengths in PROBLEMS:
-        problem = Problem.of(demand, *lengths)
-        reason = problem.mistake(partial(problem.solve, kernel, demand.dtype))
-        if reason is not None:
-            return reason
+    for reach in _reaches(demand):
+        for lengths in PROBLEMS:
+            problem = Problem.of(demand, *lengths, reach)
+            reason = problem.mistake(partial(problem.solve, kernel, demand.dtype))
+            if reason is not None:
+                return reason if reach is None else f"with a sliding window {reason}"
     return None
+
+
+def _reaches(demand: Demand) -> list[int | None]:
+    """Without a sliding window, as some layers may be, and with it where it is demanded."""
+    wanted = demand.reach_tokens
+    return [None] if wanted is None else [None, *sorted({min(wanted, CHECKED_REACH), wanted})]
 
 
 DROPPED_DOCUMENTS = 8
@@ -245,7 +255,12 @@ def check_dropout(kernel: VarlenKernel, demand: Demand) -> str | None:
     ones: they must be as many as demanded, and output and gradients must be those of the others. It
     draws alike each time; the random-number streams are left alone.
     """
-    problem = Problem.of(demand, *[[demand.head_dim] * DROPPED_DOCUMENTS] * 2)
+    return next(filter(None, (_dropout(kernel, demand, reach) for reach in _reaches(demand))), None)
+
+
+def _dropout(kernel: VarlenKernel, demand: Demand, reach_tokens: int | None) -> str | None:
+    lengths = [demand.head_dim] * DROPPED_DOCUMENTS
+    problem = Problem.of(demand, lengths, lengths, reach_tokens)
     values = torch.eye(demand.head_dim, device=demand.device).repeat(DROPPED_DOCUMENTS, 1)
     problem.pair[:, 1] = values.unsqueeze(1)
     try:
@@ -259,6 +274,7 @@ def check_dropout(kernel: VarlenKernel, demand: Demand) -> str | None:
 
     is_kept = by_document(found[0] != 0)  # [documents, H, q, k]
     is_seen = torch.ones(is_kept.shape[-2:], dtype=torch.bool, device=demand.device).tril()
+    is_seen = is_seen.triu(1 - (reach_tokens or demand.head_dim))
     seen = is_kept[:, :, is_seen]
     share, expected = 1 - seen.float().mean().item(), demand.dropout
     if abs(share - expected) > DROPPED_OFF + 6 * math.sqrt(expected / seen.numel()):
@@ -302,8 +318,18 @@ class Problem:
     segments: Segments
 
     @classmethod
-    def of(cls, demand: Demand, lengths_q: Sequence[int], lengths_k: Sequence[int]) -> Problem:
+    def of(
+        cls,
+        demand: Demand,
+        lengths_q: Sequence[int],
+        lengths_k: Sequence[int],
+        reach_tokens: int | None = None,
+    ) -> Problem:
+        """Segments of so many queries and keys, or of the keys in reach."""
         generator = torch.Generator(demand.device).manual_seed(0)
+        if reach_tokens is not None:
+            both = zip(lengths_q, lengths_k, strict=True)
+            lengths_k = [min(k, q + reach_tokens - 1) for q, k in both]
 
         def draw(lengths: Sequence[int], *heads: int) -> torch.Tensor:
             shape = (sum(lengths), *heads, demand.head_dim)
@@ -314,7 +340,7 @@ class Problem:
             draw(lengths_q, demand.num_heads),
             draw(lengths_k, 2, demand.num_groups),
             draw(lengths_q, demand.num_heads),
-            Segments.of(lengths_q, lengths_k, demand.device),
+            Segments.of(lengths_q, lengths_k, demand.device, reach_tokens),
         )
 
     def solve(self, kernel: VarlenKernel, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -362,7 +388,8 @@ def time_ms(
     Takes some tens of passes, a tenth of a second on a GPU for 32 heads of 128, and as much memory
     as attention in one layer; that is given back.
     """
-    problem = Problem.of(demand, *lengths)
+    lengths_q, lengths_k = lengths
+    problem = Problem.of(demand, lengths_q, lengths_k, demand.reach_tokens)
     on_gpu = demand.device.type == "cuda"
     means_s = []
     for num_passes in (3, 5, 5, 5):  # the first to warm up: packages compile and choose

@@ -97,7 +97,8 @@ def obstacle(version: int, demand: Demand) -> str | None:
     except (ImportError, OSError, AttributeError) as error:  # OSError: built for another torch
         names = " or ".join(_MODULES[version])
         return f"flash_attn_varlen_func of {names} cannot be imported ({error})"
-    missing = [name for name in _NEEDED if name not in parameters]
+    needed = (*_NEEDED, "window_size") if demand.reach_tokens is not None else _NEEDED
+    missing = [name for name in needed if name not in parameters]
     if missing:
         return f"flash_attn_varlen_func of flash-attn {version} has no {missing[0]}; it is too old"
     return None
@@ -138,6 +139,7 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         said = lengths(segments, scale) | inner.forward_options
+        said |= _sliding(forward, segments, causal)
         out, lse, *_ = forward(query, key, value, causal=causal, **said)
         return out, lse
 
@@ -155,10 +157,25 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         d_query, d_key, d_value = (torch.empty_like(t) for t in (query, key, value))
         said = lengths(segments, scale) | inner.backward_options | {inner.causal: causal}
         said |= {"dq": d_query, "dk": d_key, "dv": d_value}
+        said |= _sliding(backward, segments, causal)
         backward(grad, query, key, value, out, lse, deterministic=demand.deterministic, **said)
         return d_query, d_key, d_value
 
     return LseKernel(attend, differentiate)
+
+
+def _sliding(function: Callable[..., Any], segments: Segments, causal: bool) -> dict[str, Any]:
+    """What a sliding window is called by ``function``: two numbers, or one pair in some versions
+    of 3.
+    """
+    if segments.reach_tokens is None or not causal:
+        return {}
+    left = segments.reach_tokens - 1
+    # torch makes operations of them, whose parameters are in a schema.
+    known = getattr(function, "_schema", None) or inspect.signature(function)
+    if "window_size_left" in str(known):
+        return {"window_size_left": left, "window_size_right": 0}
+    return {"window_size": (left, 0)}
 
 
 def _function(version: int) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
 
 BLOCK_TOKENS = 512
-"""Queries of a call where a segment has more keys than queries.
+"""Queries of a call where a segment has more keys than queries, or a sliding window.
 
 Such a call takes a mask of all its pairs. In blocks, masks stay small and keys that no query of
 the block sees are left out. That halves what dropout on the CPU holds, for whole documents too.
@@ -41,15 +41,18 @@ def sdpa_varlen(
     keys = torch.split(key, list(segments.lengths_k))
     values = torch.split(value, list(segments.lengths_k))
     for q, k, v in zip(queries, keys, values, strict=True):
-        earlier = len(k) - len(q)
-        if not earlier and not (dropout and q.device.type == "cpu"):
+        earlier, reach = len(k) - len(q), segments.reach_tokens or len(k)
+        in_sight = not earlier and len(k) <= reach
+        if in_sight and not (dropout and q.device.type == "cpu"):
             outputs.append(attend(q, k, v, mask=None))
             continue
         stop = earlier
         for block in torch.split(q, BLOCK_TOKENS):
             start, stop = stop, stop + len(block)
-            mask = torch.ones(len(block), stop, dtype=torch.bool, device=q.device).tril(start)
-            outputs.append(attend(block, k[:stop], v[:stop], mask=mask))
+            first = max(0, start + 1 - reach)
+            mask = torch.ones(len(block), stop - first, dtype=torch.bool, device=q.device)
+            mask = mask.tril(start - first).triu(start + 1 - reach - first)
+            outputs.append(attend(block, k[first:stop], v[first:stop], mask=mask))
     return torch.cat(outputs)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from megatron_wlb.runtime.attention.kernels.base import (
     NO_DROPOUT,
+    NO_WINDOW,
     Demand,
     LseKernel,
     Segments,
@@ -41,6 +42,8 @@ def obstacle(demand: Demand) -> str | None:
         return f"it runs on the CPU, and the device is {demand.device.type}"
     if not all(hasattr(torch.ops.aten, name) for name in OPERATIONS):
         return f"torch {torch.__version__} has no flash attention for the CPU"
+    if demand.reach_tokens is not None:
+        return NO_WINDOW
     return NO_DROPOUT if demand.dropout else None
 
 

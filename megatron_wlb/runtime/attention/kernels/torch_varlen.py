@@ -50,9 +50,12 @@ def build(demand: Demand) -> VarlenKernel:
 
     # By torch's own derivative, which keeps the random numbers' state between the two operations.
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **packed: Any) -> Any:
+        left, right = packed.pop("window_size", (None, None))
         *lengths, scale = packed.values()
         operation = getattr(torch.ops.aten, OPERATIONS[0])
-        return operation(query, key, value, *lengths, demand.dropout, True, False, scale=scale)
+        sliding = {"window_size_left": left, "window_size_right": right}
+        dropped = (demand.dropout, True, False)
+        return operation(query, key, value, *lengths, *dropped, scale=scale, **sliding)
 
     return packed_kernel(attend, "cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "scale")
 
@@ -68,7 +71,8 @@ def _forward(
     s = segments
     lengths = (s.cu_seqlens_q, s.cu_seqlens_k, s.max_q, s.max_k)
     attend = getattr(torch.ops.aten, OPERATIONS[0])
-    out, lse, *_ = attend(query, key, value, *lengths, 0.0, causal, False, scale=scale)
+    options = {"scale": scale, **_sliding(s, causal)}
+    out, lse, *_ = attend(query, key, value, *lengths, 0.0, causal, False, **options)
     return out, lse
 
 
@@ -91,6 +95,12 @@ def _backward(
     differentiate = getattr(torch.ops.aten, OPERATIONS[1])
     inputs = (query, key, value, out, lse)
     d_query, d_key, d_value = differentiate(
-        grad, *inputs, *lengths, 0.0, causal, state, unused, scale=scale
+        grad, *inputs, *lengths, 0.0, causal, state, unused, scale=scale, **_sliding(s, causal)
     )
     return d_query, d_key, d_value
+
+
+def _sliding(segments: Segments, causal: bool) -> dict[str, int]:
+    if segments.reach_tokens is None or not causal:
+        return {}
+    return {"window_size_left": segments.reach_tokens - 1, "window_size_right": 0}

@@ -49,7 +49,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--experimental-attention-variant": {"experimental_attention_variant": "dsa"},
     "--mtp-num-layers": {"mtp_num_layers": 1},
     "--mtp-standalone": {"mtp_standalone": True},
-    "--window-size": {"window_size": (128, 0)},
     "--position-embedding-type": {"position_embedding_type": "mrope"},
     "--softmax-type": {"softmax_type": "learnable"},
     "--qk-clip": {"qk_clip": True},

@@ -14,6 +14,7 @@ from megatron_wlb.runtime.saving.resume import (
     differences,
     machine_digest,
     missing_load,
+    plan_settings,
     tell_changes,
 )
 from megatron_wlb.settings.command_line import parse
@@ -113,6 +114,25 @@ def test_changed_settings_blame_flags_that_were_given(flags: str, said: str) -> 
     base = "--seq-length 256 --train-iters 4 --hidden-size 32 --lr 3e-4"
     saved, now = settings(base), settings(base, flags)
     assert changed_settings(filled_in(saved), filled_in(now), saved.flat(), now.flat()) == said
+
+
+def test_windows_are_the_same_in_any_form_of_a_list() -> None:
+    """A checkpoint has a list where settings have a tuple."""
+    now = settings("--window-size 7,0").flat()
+    saved = now | {"window_size": [7, 0]}
+    assert changed_settings(saved, now, saved, now) == ""
+    saved["window_size"] = [8, 0]
+    assert changed_settings(saved, now, saved, now) == "--window-size [8, 0] there, [7, 0] here"
+
+
+def test_other_windows_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Also of a checkpoint from before there were any."""
+    now, names = settings("--window-size 7,0"), ("window_size", "window_attn_skip_freq")
+    tell_changes(now, plan_settings(now, *names), None, *names)
+    tell_changes(settings(""), plan_settings(settings("")), None, *names)
+    assert not caplog.messages
+    tell_changes(now, plan_settings(settings("")), None, *names)
+    assert "--window-size [] there, [7, 0] here" in caplog.text
 
 
 def test_changed_settings_without_a_flag_have_a_name() -> None:

@@ -1,0 +1,101 @@
+"""Which layers have a sliding window and how far it reaches, from Megatron's two flags.
+
+``--window-size W,0`` is flash-attention's ``(left, right)``: a query sees the W keys of its
+document before its own, and its own. ``--window-attn-skip-freq`` says which layers have it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+
+from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.base import MOST_TOKENS
+from megatron_wlb.reading import shown
+from megatron_wlb.settings.config import ModelConfig
+
+_EXPRESSION = 10_000
+"""The most characters of an expression, and entries of a list that it says."""
+
+
+def reach_tokens(model: ModelConfig) -> int | None:
+    """The most keys that a query sees, its own too, in layers of a sliding window.
+
+    None where no layer has one. Raises :class:`ConfigError` as :func:`windowed_layers`.
+    """
+    return model.window_size[0] + 1 if any(windowed_layers(model)) else None
+
+
+def windowed_layers(model: ModelConfig) -> list[bool]:
+    """Whether each layer has a sliding window.
+
+    Raises :class:`ConfigError` for flags that say nothing that can run.
+    """
+    size, given = model.window_size, model.window_attn_skip_freq
+    if not size:
+        if given is not None:
+            raise ConfigError(
+                "--window-attn-skip-freq counts only with --window-size; give both or neither"
+            )
+        return [False] * model.num_layers
+    # TransformerEngine takes any right side as 0; Megatron's own attention looks ahead with it.
+    if len(size) != 2 or size[1] != 0 or not 0 <= size[0] <= MOST_TOKENS:
+        raise ConfigError(
+            f"--window-size is {','.join(map(str, size))}; give W,0: W keys before a query's own, "
+            f"of 0 to {MOST_TOKENS}, and none behind it, as attention is causal"
+        )
+    return [True] * model.num_layers if given is None else _pattern(given, model.num_layers)
+
+
+def with_windows(shape: ModelShape, model: ModelConfig) -> ModelShape:
+    """``shape``, of ``model``, with its sliding windows.
+
+    Raises :class:`ConfigError` as :func:`windowed_layers`.
+    """
+    windowed = windowed_layers(model)
+    slides = dataclasses.replace(shape, reach_tokens=reach_tokens(model))
+    if len(set(windowed)) == 1:
+        return slides
+    kinds = {True: slides.layer, False: shape.layer}
+    runs = [(len(list(own)), kinds[kind]) for kind, own in itertools.groupby(windowed)]
+    return dataclasses.replace(slides, layers=tuple(runs))
+
+
+def _pattern(text: str, num_layers: int) -> list[bool]:
+    """What ``--window-attn-skip-freq`` says of each layer: N, or a list of 0 and 1 that Python
+    would make of sums and multiples of lists.
+    """
+    try:
+        said = _value(ast.parse(text[:_EXPRESSION].strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        said = None
+    if isinstance(said, int) and said >= 1:  # every Nth layer sees all
+        return [layer % said != 0 for layer in range(1, num_layers + 1)]
+    if isinstance(said, list) and len(said) == num_layers and set(said) <= {0, 1}:
+        return [bool(one) for one in said]
+    raise ConfigError(
+        f"--window-attn-skip-freq is {shown(text)}; give N of at least 1, or a list of 1 (window) "
+        f"and 0 (none) for each of the {num_layers} layers, as in ([1]*3+[0])*2"
+    )
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    """A number or list of numbers. Raises :class:`ValueError` for anything else, or too long."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        entries = [_value(entry) for entry in node.elts]
+        if all(isinstance(entry, int) for entry in entries):
+            return entries  # type: ignore[return-value]
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return (left + right)[:_EXPRESSION]
+        if isinstance(node.op, ast.Mult):
+            if isinstance(left, int):
+                left, right = right, left
+            if isinstance(left, list) and isinstance(right, int) and right <= _EXPRESSION:
+                return (left * right)[:_EXPRESSION]
+    raise ValueError

@@ -1,0 +1,95 @@
+"""Commands that predict know sliding windows, from settings, recipes and files of sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wlb.cli.main import main
+
+MODEL = "num_layers: 8\nhidden_size: 1024\nnum_attention_heads: 8\nbf16: true\n"
+SIZES = (
+    "hidden_size: 1024\nffn_hidden_size: 4096\nnum_layers: 8\nnum_attention_heads: 8\n"
+    "num_query_groups: 8\nkv_channels: 128\nvocab_size: 32000\ngated: false\n"
+)
+RECIPE = """\
+ENV_VARS:
+  GPUS_PER_NODE: 4
+MODEL_ARGS:
+  --num-layers: 8
+  --hidden-size: 1024
+  --num-attention-heads: 8
+  --seq-length: 32768
+  --max-position-embeddings: 32768
+  --micro-batch-size: 1
+  --global-batch-size: 8
+  --position-embedding-type: rope
+  --context-parallel-size: 2
+  --bf16: true
+  --data-path: corpus
+  --wlb-packing: hold
+"""
+
+
+def said(capsys: pytest.CaptureFixture[str], argv: list[Any]) -> dict[str, Any]:
+    assert main([*map(str, argv), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def files(folder: Path, text: str, *windows: str) -> list[Path]:
+    paths = []
+    for number, window in enumerate(windows):
+        paths.append(folder / f"{number}.yaml")
+        paths[-1].write_text(text + window)
+    return paths
+
+
+def test_dry_run_of_a_recipe_with_windows_is_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    every = "  --window-size: (511,0)\n"
+    some = f"{every}  --window-attn-skip-freq: ([1]*3+[0])*2\n"
+    paths = files(tmp_path, RECIPE, "", some, every)
+    steps_ms = [said(capsys, ["recipe", "run", path, "--dry-run"])["step_ms"] for path in paths]
+    assert steps_ms[0] > 1.02 * steps_ms[1] > 1.02 * steps_ms[2]
+    argv = ["recipe", "run", str(paths[1]), "--dry-run", "--", "--window-size", "511,3"]
+    assert main(argv) != 0
+    assert "--window-size is 511,3; give W,0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "windows"),
+    [
+        (MODEL, ("window_size: 511,0\nwindow_attn_skip_freq: 4\n", "window_size: 511,0\n")),
+        (SIZES, ("reach_tokens: 512\n",)),
+    ],
+    ids=["settings", "sizes"],
+)
+def test_simulated_step_with_windows_is_faster(
+    text: str, windows: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speeds = []
+    for path in files(tmp_path, text, "", *windows):
+        argv = ["simulate", "--distribution", "reference", "--model", path, "--window", 32768,
+                "--cp-size", 2, "--num-micro-batches", 4, "--steps", 2, "--num-seeds", 1,
+                "--packing", "hold", "--sharding", "adaptive"]  # fmt: skip
+        rows = said(capsys, argv)["rows"]
+        speeds.append(rows[-1]["tokens_per_s"])
+    assert sorted(speeds) == speeds and speeds[-1] > 1.03 * speeds[0]
+
+
+def test_packing_of_a_model_with_windows_is_balanced_by_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fixed windows of tokens are more even, as work is nearly that of tokens."""
+    found = []
+    for path in files(tmp_path, MODEL, "", "window_size: 511,0\n"):
+        argv = ["pack", "--distribution", "reference", "--model", path, "--window", 32768,
+                "--packing", "original", "--num-micro-batches", 4, "--steps", 20]  # fmt: skip
+        found.append(said(capsys, argv)["rows"][0]["imbalance_mean"])
+    assert found[1] - 1 < 0.5 * (found[0] - 1)
