@@ -326,7 +326,9 @@ class Run:
     def length_multiple(self) -> int:
         """What a micro-batch's padded length is a multiple of."""
         p = self.parallelism
-        return length_multiple(p.tp_size, p.cp_size, p.sequence_parallel)
+        spread = p.sequence_parallel and p.tp_size > 1
+        rows = self.shape.row_multiple(spread=spread)
+        return length_multiple(p.tp_size, p.cp_size, p.sequence_parallel, rows)
 
     @cached_property
     def model(self) -> AnalyticModel:

@@ -6,6 +6,7 @@ A recipe is a YAML file in the form of Megatron-LM's ``model_config.yaml``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings import allocator
+from megatron_wlb.settings.config import TrainingConfig, flag_of
 from megatron_wlb.settings.recipe import quoted
 
 Value: TypeAlias = bool | int | float | str | list[str | int]
@@ -54,13 +56,25 @@ def _given(flags: Mapping[str, Value | None]) -> Flags:
     return {flag: x for flag, x in flags.items() if x is not None and x is not False}
 
 
+def fp8_flags(training: TrainingConfig) -> Flags:
+    """FP8 as the settings have it; nothing where they have none."""
+    if training.fp8_format is None:
+        return {}
+    default = TrainingConfig()
+    names = [f.name for f in fields(training) if f.name.startswith("fp8_") or "_bf16" in f.name]
+    given = {name: getattr(training, name) for name in names}
+    return _given({flag_of(n): x for n, x in given.items() if x != getattr(default, n)})
+
+
 def layout_flags(scenario: Run) -> Flags:
     """How the model is divided, and what is recomputed.
 
     Raises :class:`ConfigError` for unlike layers or stages, which no flag here says.
     """
     p, recompute = scenario.parallelism, scenario.recompute
-    if scenario.shape.layers or len(set(p.layers_of_stages(scenario.shape))) > 1:
+    usual = scenario.shape.layer.parts
+    unlike = any(layer.parts != usual for _, layer in scenario.shape.runs)
+    if unlike or len(set(p.layers_of_stages(scenario.shape))) > 1:
         raise ConfigError(
             f"a recipe has {scenario.shape.num_layers} equal layers, as many in each stage; these "
             "are unlike, so give a model without layers and a layout without stage_layers"
@@ -115,7 +129,8 @@ def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
     words = ["torchrun", "--nproc-per-node", str(min(num_devices, devices_per_node))]
     if nodes > 1:
         words += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500".split()
-    words += ["-m", "megatron_wlb.pretrain_gpt"]
+    launcher = ["megatron_wlb.launch", "pretrain_gpt.py"]
+    words += ["-m", *(launcher if "--fp8-format" in flags else ["megatron_wlb.pretrain_gpt"])]
     for flag, value in flags.items():
         values = value if isinstance(value, list) else [value]
         words += [flag] if value is True else [flag, *map(str, values)]

@@ -20,6 +20,7 @@ ALONE = ("--wlb-device",)
 _OURS = {
     # Ours: Megatron's, where the name is another.
     "norm_epsilon": "layernorm_epsilon",
+    "fp8_format": "fp8",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
 }
@@ -39,6 +40,8 @@ _SAME = (
     # The batch, and what its memory depends on.
     "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed", "seed",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "deterministic_mode",
+    "fp8_param_gather", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
     # The data.
     "split", "seq_length",
 )  # fmt: skip
@@ -46,7 +49,7 @@ _SAME = (
 READ = frozenset(
     {
         *_SAME, *_OURS, "bf16", "optimizer", "disable_bias_linear", "no_overlap_p2p_communication",
-        "data_path", "rampup_batch_size",
+        "data_path", "rampup_batch_size", "fp8_recipe",
     }
 )  # fmt: skip
 """Settings, besides those that begin with ``wlb_``, that :func:`config_of` takes of Megatron's."""
@@ -118,6 +121,7 @@ def config_of(args: argparse.Namespace) -> Config:
     values["no_overlap_p2p_communication"] = (
         args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm
     )
+    values["fp8_recipe"] = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
     values["data_path"] = tuple(args.data_path or ())
     values["rampup_batch_size"] = tuple(map(int, args.rampup_batch_size or ()))
     if values["split"] is None:  # each split has its own corpora
