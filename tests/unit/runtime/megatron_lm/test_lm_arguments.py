@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 from typing import Any
 
 import pytest
@@ -29,7 +30,16 @@ CHECKED: dict[str, Any] = {
     "bf16": True, "recompute_granularity": "selective", "recompute_method": None,
     "recompute_num_layers": None, "split": "99,1,0", "seq_length": 512,
     "data_path": ["0.5", "a", "0.5", "b"], "lr": 3e-4, "optimizer": "adam",
+    "fp8": None, "fp8_recipe": "delayed", "fp8_param_gather": False,
+    "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1,
 }  # fmt: skip
+
+
+class Scaling(enum.StrEnum):
+    """As Megatron's, which its parser may leave as it is."""
+
+    blockwise = "blockwise"
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -64,6 +74,13 @@ def test_no_overlap_is_told_only_where_there_are_virtual_stages() -> None:
     found = config(virtual_pipeline_model_parallel_size=None)
     assert not found.parallel.no_overlap_p2p_communication
     assert found.parallel.num_virtual_stages_per_pipeline_rank is None
+
+
+def test_recipe_of_fp8_is_read_as_text() -> None:
+    found = config(fp8="hybrid", fp8_recipe=Scaling.blockwise, fp8_param_gather=True).training
+    assert (found.fp8_format, found.fp8_recipe) == ("hybrid", "blockwise")
+    assert type(found.fp8_recipe) is str and found.fp8_param_gather
+    assert config().training.fp8_format is None
 
 
 def test_splits_with_their_own_paths_need_no_shares() -> None:
