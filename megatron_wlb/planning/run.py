@@ -386,10 +386,16 @@ class Run:
             long_documents,
             self.length_multiple,
             self.parallelism,
-            None if self.memory_gib is None else MemoryLimit(self.memory, self.memory_gib * GIB),
+            self._memory_limit,
             self.micro_batch_size,
             self.ramp,
         )
+
+    @property
+    def _memory_limit(self) -> MemoryLimit | None:
+        if self.memory_gib is None:
+            return None
+        return MemoryLimit(self.memory, self.memory_gib * GIB, self.length_multiple)
 
     def check_reach(self, num_tokens: int | None = None) -> None:
         """Raises :class:`ConfigError` where measured attention ends before so many tokens, or
