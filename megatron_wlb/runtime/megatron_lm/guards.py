@@ -322,21 +322,32 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
             logger.warning(
                 "%s has no effect with --wlb-packing: %s", ignored.given(args), ignored.reason
             )
+    if _scales_over_replicas(args) and args.world_size > _shards(args):
+        logger.warning(
+            "--fp8-format: with delayed scaling data-parallel ranks wait for each other at each "
+            "micro-batch; --tp-only-amax-red spares that"
+        )
 
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     refusals = REFUSALS + (WITH_SLICES if getattr(args, "wlb_packing", None) == "slim" else ())
     yield from (refusal.message(args) for refusal in refusals if refusal.applies(args))
-    shards = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
+    shards = _shards(args)
     if args.world_size % shards:
         yield (
             f"{args.world_size} processes do not divide by TP × PP × CP = {shards}; start a "
             "multiple of that"
         )
+
+
+def _shards(args: argparse.Namespace) -> int:
+    """Over how many processes one model is divided."""
+    size: int = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    return size
 
 
 def turn_off(args: argparse.Namespace) -> None:

@@ -248,6 +248,23 @@ def test_flag_without_effect_is_one_warning(
     assert all(message.startswith(warning) for message in caplog.messages)
 
 
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ({}, True),
+        ({"world_size": 12}, False),  # one replica
+        ({"tp_only_amax_red": True}, False),
+        ({"fp8_recipe": "tensorwise"}, False),
+        ({"fp8": None}, False),
+    ],
+)
+def test_delayed_scaling_over_replicas_is_a_warning(
+    given: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    guards.check(argparse.Namespace(**FINE | {"fp8": "hybrid", "fp8_recipe": "delayed"} | given))
+    assert ["--tp-only-amax-red" in message for message in caplog.messages] == [True] * warned
+
+
 def test_flags_that_cannot_run_are_told_at_once() -> None:
     given = FINE | {"sft": True, "fp4": "e2m1", "world_size": 20, "num_experts": 8}
     with pytest.raises(ConfigError) as raised:
