@@ -137,7 +137,10 @@ def _run(args: argparse.Namespace) -> int:
     scenario, outcome = best.candidate.scenario, best.outcome
     balance = recipe.balance_flags(scenario, outcome.flags, outcome.sharding, args.hardware)
     sections = {
-        "Model": recipe.model_flags(space.shape),
+        "Model": {
+            **recipe.model_flags(space.shape),
+            **recipe.fp8_flags(read_model(args.model).config.training),
+        },
         "Layout": recipe.layout_flags(scenario),
         "Batch": recipe.batch_flags(scenario),
         "Workload balance": balance,

@@ -193,8 +193,13 @@ class ActivationModel:
 
     @property
     def _gathered(self) -> float:
-        """Bytes of a hidden state of all tokens, as matrix products take and give it."""
-        return float(self._bytes.matrix.element_bytes * self.shape.hidden_size)
+        """Bytes of a hidden state of all tokens, as matrix products give it."""
+        return float(self._elementwise * self.shape.hidden_size)
+
+    def _quantised(self, numbers: float) -> float:
+        """Bytes of a product's input in fewer bits, as it is and transposed; 0 in those it has."""
+        matrix = self._bytes.matrix.element_bytes
+        return 2.0 * matrix * numbers if matrix < self._elementwise else 0.0
 
     @property
     def _collective(self) -> float:
@@ -277,11 +282,13 @@ class ActivationModel:
 
     def _into(self, name: str, product: float, columns: int, *, bias: bool) -> Operation:
         """A matrix product from the hidden state to ``product`` bytes, which are kept."""
+        taken = self._quantised(self.shape.hidden_size)
+        gradient = self._quantised(columns / self.parallelism.tp_size)
         return Operation(
             name,
             product,
-            forward=self._collective + (product if bias else 0.0),
-            backward=self._hidden + product + self._gathered + self._collective,
+            forward=self._collective + (product if bias else 0.0) + taken,
+            backward=self._hidden + product + self._gathered + self._collective + taken + gradient,
             weight_bytes=self._weight(self.shape.hidden_size, columns),
         )
 
@@ -293,8 +300,11 @@ class ActivationModel:
         return Operation(
             name,
             product,
-            forward=self._gathered,
-            backward=self._hidden + self._collective + product,
+            forward=self._gathered + self._quantised(rows / self.parallelism.tp_size),
+            backward=self._hidden
+            + self._collective
+            + product
+            + self._quantised(self.shape.hidden_size),
             weight_bytes=self._weight(rows, self.shape.hidden_size),
         )
 
@@ -372,7 +382,9 @@ class ActivationModel:
             operations[-1] = replace(
                 operations[-1], cached=operations[-1].cached + (e * k if apart else 0.0)
             )
-        return [*operations, attention, self._out_of("projection", e * q, part.rows)]
+        matrix = self._bytes.matrix
+        copy = matrix.element_bytes * q if matrix.keeps_copies else 0.0
+        return [*operations, attention, self._out_of("projection", e * q + copy, part.rows)]
 
     def _context_attention(self, part: Attention, kept: float, gradients: float) -> Operation:
         """Attention over CP ranks, in one head group.

@@ -106,7 +106,7 @@ class AnalyticModel:
         exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size, p.cp_size)
         # Each rank copies the keys and values of all ranks into the order of its kernel.
         copied_bytes = 2 * kv_bytes if p.cp_size > 1 else 0.0
-        attention_tflops = machine.reached_tflops(machine.attention_share, attention.peak)
+        attention_tflops = machine.reached_tflops("attention_share", attention.peak)
         pair_us = 2 / (self._devices * attention_tflops * 1e6)
         num_parts = len(layer.parts)
         columns = shape.hidden_size * sum(part.columns for part in layer.parts)
@@ -218,7 +218,7 @@ class AnalyticModel:
         return (max(_FP32, own_bytes) / own_bytes - 1) * self.layer(layer).cp_us
 
     def _matrix_us(self, num_weights: int, precision: Precision) -> float:
-        tflops = self.hardware.reached_tflops(self.hardware.linear_share, precision.peak)
+        tflops = self.hardware.reached_tflops(precision.share, precision.peak)
         return 2 * num_weights / (self._devices * tflops * 1e6)
 
     def _elementwise_us(self, num_bytes: float) -> float:

@@ -69,12 +69,18 @@ class Hardware:
     """2²⁰ bytes that a process takes on the device before any tensor; 0 if not given."""
     communicator_mib: float = 0.0
     """2²⁰ bytes of buffers of one communicator between devices; 0 if not given."""
+    fp8_peak_tflops: float | None = None
+    """10¹² FLOP/s of dense matrix products in FP8, on a machine that has them."""
+    fp8_linear_share: float | None = None
+    """Share of that peak that matrix products of training reach, casts to FP8 included."""
     attention: tuple[AttentionProfile, ...] = ()
     """Measured attention kernels, where there are any."""
 
     def __post_init__(self) -> None:
         for name in FIGURES:
             what, value = f"hardware: {name}", getattr(self, name)
+            if value is None and name.startswith("fp8_"):
+                continue
             if name == "devices_per_node":
                 whole_number(what, value, 1, MOST_DEVICES)
             else:
@@ -82,22 +88,31 @@ class Hardware:
                 most = 1 if name.endswith(("_share", "_overlap")) else MOST
                 real_number(what, value, least, most)
 
-    def reached_tflops(self, share: float, peak: str = "peak_tflops") -> float:
-        """10¹² FLOP/s: a share of the peak of a precision, or :class:`ConfigError` without it."""
-        tflops: float | None = getattr(self, peak, None)
-        if tflops is None:
-            raise ConfigError(f"hardware: there is no figure {peak}; name the peak of a precision")
-        return tflops * share
+    def reached_tflops(self, share: str, peak: str = "peak_tflops") -> float:
+        """10¹² FLOP/s: a share of the peak of a precision, both figures by name.
+
+        Raises :class:`ConfigError` for a figure that this machine does not have.
+        """
+        reached = 1.0
+        for name in (peak, share):
+            value: float | None = getattr(self, name, None)
+            if value is None:
+                raise ConfigError(
+                    f"hardware: there is no figure {name}; give a machine that has one, such as "
+                    "h100-sxm, or add it to the file"
+                )
+            reached *= value
+        return reached
 
     @property
     def linear_tflops(self) -> float:
         """10¹² FLOP/s that matrix products reach in the precision of training."""
-        return self.reached_tflops(self.linear_share)
+        return self.reached_tflops("linear_share")
 
     @property
     def attention_tflops(self) -> float:
         """10¹² FLOP/s that attention reaches in the precision of training."""
-        return self.reached_tflops(self.attention_share)
+        return self.reached_tflops("attention_share")
 
     def memory_us(self, num_bytes: float) -> float:
         """Time that element-wise operations need to read and write so many bytes."""

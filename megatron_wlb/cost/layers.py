@@ -43,6 +43,15 @@ class Precision:
     element_bytes: int
     peak: str = "peak_tflops"
     """Figure of the hardware file, for an operation that is bound by FLOPs."""
+    share: str = "linear_share"
+    """Figure of the hardware file: the share of that peak that matrix products reach."""
+    weight_bytes: int | None = None
+    """Bytes of a weight of matrix products with all its copies; those of training if not given."""
+    keeps_copies: bool = False
+    """Whether matrix products keep copies of inputs that are kept by others too."""
+    rows: tuple[int, int] = (1, 1)
+    """What the tokens of a rank must be a multiple of that enter matrix products: whole ones, and
+    those that sequence parallelism spreads."""
 
     def __post_init__(self) -> None:
         whole_number("precision: element_bytes", self.element_bytes, 1, 8)

@@ -139,10 +139,22 @@ class MemoryModel:
         num = self.num_parameters(pp_rank)
         state = FP32 * (2 if self.optimizer == "adam" else 1) + (FP32 if self.bf16 else 0)
         return StateBytes(
-            weights=num * self._element_bytes,
+            weights=num * self._element_bytes + self._copies_bytes(pp_rank),
             gradients=num * FP32,
             optimizer=-(-num * state // self._state_shards),
         )
+
+    def _copies_bytes(self, pp_rank: int) -> int:
+        """What weights take besides, of layers whose products take another precision."""
+        shape, p = self.shape, self.parallelism
+        total = 0
+        for stage in self._stages[pp_rank :: p.pp_size]:
+            for num, layer in stage.layers:
+                matrix = layer.precisions and layer.precisions.matrix
+                if matrix and matrix.weight_bytes is not None:
+                    weights = num * shape.hidden_size * layer.matrix_numbers // p.tp_size
+                    total += weights * (matrix.weight_bytes - self._element_bytes)
+        return total
 
     def tape(self, pp_rank: int, chunk: int) -> Tape:
         """What one of a rank's chunks keeps and needs, operation by operation."""

@@ -5,6 +5,7 @@ Names are Megatron's. Plain values; the runtime makes them from its settings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -97,6 +98,11 @@ class ModelShape:
     def runs(self) -> Runs:
         """All layers in order."""
         return self.layers or ((self.num_layers, self.layer),)
+
+    def row_multiple(self, *, spread: bool) -> int:
+        """What a rank's tokens must be a multiple of; ``spread`` by sequence parallelism."""
+        precisions = [layer.precisions for _, layer in self.runs if layer.precisions]
+        return math.lcm(*(p.matrix.rows[spread] for p in precisions))
 
     @property
     def norm_vectors(self) -> int:

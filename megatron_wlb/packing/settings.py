@@ -206,7 +206,7 @@ class PackingSettings:
             windows = f"{micro_batch_size} windows" if micro_batch_size > 1 else "a window"
             raise ConfigError(
                 f"max_tokens (S_max) {s_max} has no room for {windows} of {window} padded to a "
-                f"multiple of {length_multiple} (TP, 2 · CP); raise it"
+                f"multiple of {length_multiple} (TP, 2 · CP, FP8); raise it"
             )
         limits = Limits(
             num_micro_batches,

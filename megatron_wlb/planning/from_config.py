@@ -20,9 +20,12 @@ from megatron_wlb.cost import (
     analytic_cost,
     load_hardware,
 )
+from megatron_wlb.cost.fp8 import fp8_products
 from megatron_wlb.cost.hardware import LEAST, MOST
+from megatron_wlb.cost.layers import Precisions, slices
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StepCosts
+from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
@@ -63,7 +66,25 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         tied_embeddings=not m.untie_embeddings_and_output_weights,
         dropout=m.hidden_dropout > 0,
     )
-    return with_windows(shape, m)
+    shape = with_windows(shape, m)
+    return shape if config.training.fp8_format is None else _in_fp8(config, shape)
+
+
+def _in_fp8(config: Config, shape: ModelShape) -> ModelShape:
+    """``shape`` with matrix products in FP8, but for first and last layers that stay out of it."""
+    t, num = config.training, shape.num_layers
+    element_bytes = 2 if t.bf16 else FP32
+    matrix = fp8_products(
+        t.fp8_recipe, param_gather=t.fp8_param_gather, element_bytes=element_bytes
+    )
+    precisions = dataclasses.replace(Precisions.same(element_bytes), matrix=matrix)
+    outside = t.num_layers_at_start_in_bf16, t.num_layers_at_end_in_bf16
+    first, last = outside if t.first_last_layers_bf16 else (0, 0)
+    first = min(first, num)
+    last = min(last, num - first)
+    head, inner, tail = slices(shape.runs, (first, num - first - last, last))
+    within = [(n, dataclasses.replace(layer, precisions=precisions)) for n, layer in inner]
+    return dataclasses.replace(shape, layers=(*head, *within, *tail))
 
 
 def parallelism(config: Config, dp_size: int = 1) -> Parallelism:

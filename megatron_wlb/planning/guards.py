@@ -32,7 +32,11 @@ _AT_LEAST = (
         "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple "
         "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings",
     ),
-    (0, "lr_warmup_iters eval_interval wlb_max_age wlb_verify_plan_interval"),
+    (
+        0,
+        "lr_warmup_iters eval_interval wlb_max_age wlb_verify_plan_interval "
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+    ),
 )
 _AT_MOST = (
     (MOST_LAYERS, "num_layers"),

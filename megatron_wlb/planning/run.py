@@ -329,7 +329,9 @@ class Run:
     def length_multiple(self) -> int:
         """What a micro-batch's padded length is a multiple of."""
         p = self.parallelism
-        return length_multiple(p.tp_size, p.cp_size, p.sequence_parallel)
+        spread = p.sequence_parallel and p.tp_size > 1
+        rows = self.shape.row_multiple(spread=spread)
+        return length_multiple(p.tp_size, p.cp_size, p.sequence_parallel, rows)
 
     @cached_property
     def model(self) -> AnalyticModel:
@@ -387,10 +389,16 @@ class Run:
             long_documents,
             self.length_multiple,
             self.parallelism,
-            None if self.memory_gib is None else MemoryLimit(self.memory, self.memory_gib * GIB),
+            self._memory_limit,
             self.micro_batch_size,
             self.ramp,
         )
+
+    @property
+    def _memory_limit(self) -> MemoryLimit | None:
+        if self.memory_gib is None:
+            return None
+        return MemoryLimit(self.memory, self.memory_gib * GIB, self.length_multiple)
 
     def check_reach(self, num_tokens: int | None = None) -> None:
         """Raises :class:`ConfigError` where measured attention ends before so many tokens, or

@@ -82,10 +82,14 @@ class MemoryLimit(NamedTuple):
 
     model: MemoryModel
     limit_bytes: float
+    multiple: int = 1
+    """What units are padded to a multiple of."""
 
     def peak_bytes(self, units: Units, layout: Parallelism) -> float:
         """The most that any rank of the pipeline holds in a step of these units, all its own."""
-        held = [unit_of(spans, sum(span.length for span in spans)) for spans in units.spans]
+        lengths = (sum(span.length for span in spans) for spans in units.spans)
+        padded = [-(-length // self.multiple) * self.multiple for length in lengths]
+        held = list(map(unit_of, units.spans, padded))
         order = sliced(layout.pp_size, units.chains)
         return max(
             self.model.peak_bytes_of(rank, actions, held) for rank, actions in enumerate(order)

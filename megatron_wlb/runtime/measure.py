@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_wlb.cost import DocumentCost
+from megatron_wlb.cost.fp8 import row_multiple
 from megatron_wlb.cost.profile import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
@@ -126,8 +127,12 @@ def _rows(lengths: Sequence[int], times_us: Sequence[Sequence[float]]) -> tuple[
 
 def _multiple(model: Model) -> int:
     """What tokens must be a multiple of to divide over the ranks of a micro-batch."""
+    config, rows = model.config, 1
+    if config.fp8:
+        recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
+        rows = row_multiple(recipe, spread=config.sequence_parallel)
     return length_multiple(
-        model.groups.tp.size(), model.groups.cp.size(), model.config.sequence_parallel
+        model.groups.tp.size(), model.groups.cp.size(), config.sequence_parallel, rows
     )
 
 

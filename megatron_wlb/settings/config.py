@@ -175,6 +175,16 @@ class TrainingConfig:
         False, "the same bits each time, or an error: slower on GPUs, where it needs NCCL_ALGO"
     )
     bf16: bool = setting(False, "bfloat16 weights and activations, fp32 master weights")
+    fp8_format: Literal["e4m3", "hybrid"] | None = setting(
+        None, "matrix products of layers in FP8; for the launcher, as all that follow of FP8"
+    )
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "custom"] = setting(
+        "delayed", "scaling in FP8; each needs lengths of its own, to which lengths are padded"
+    )
+    fp8_param_gather: bool = setting(False, "keep and gather weights in FP8 alone")
+    first_last_layers_bf16: bool = setting(False, "leave first and last layers out of FP8")
+    num_layers_at_start_in_bf16: int = setting(1, "with --first-last-layers-bf16")
+    num_layers_at_end_in_bf16: int = setting(1, "with --first-last-layers-bf16")
     recompute_granularity: Literal["full", "selective"] | None = setting(
         None, "recompute activations in the backward pass"
     )

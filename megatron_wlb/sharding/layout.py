@@ -13,6 +13,7 @@ Legend: ``T`` tokens of the micro-batch, ``Tk`` keys that a rank's kernel call t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -25,14 +26,14 @@ from megatron_wlb.sharding.shard import IntArray, Sharding, shard_arrays
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
-def length_multiple(tp_size: int, cp_size: int, sequence_parallel: bool) -> int:
+def length_multiple(tp_size: int, cp_size: int, sequence_parallel: bool, rows: int = 1) -> int:
     """What a micro-batch's padded length is a multiple of.
 
     Context parallelism asks for 2·CP equal slots, sequence parallelism for equal parts of a rank's
-    tokens.
+    tokens, and matrix products in FP8 for ``rows`` tokens, or a multiple, on each rank.
     """
-    slots = 2 * cp_size if cp_size > 1 else 1
-    return slots * (tp_size if sequence_parallel else 1)
+    ranks = cp_size * (tp_size if sequence_parallel else 1)
+    return ranks * math.lcm(rows, 2 if cp_size > 1 else 1)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -16,6 +17,7 @@ from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings import allocator
+from megatron_wlb.settings.config import TrainingConfig, flag_of
 from megatron_wlb.settings.recipe import quoted
 from megatron_wlb.settings.split import LAYOUT, flags_of
 
@@ -58,13 +60,28 @@ def _given(flags: Mapping[str, Value | None]) -> Flags:
     return {flag: x for flag, x in flags.items() if x is not None and x is not False}
 
 
+def fp8_flags(training: TrainingConfig) -> Flags:
+    """FP8 as the settings have it; nothing where they have none.
+
+    Data-parallel ranks run apart in simulation, so delayed scaling does not tie them together.
+    """
+    if training.fp8_format is None:
+        return {}
+    default = TrainingConfig()
+    names = [f.name for f in fields(training) if f.name.startswith("fp8_") or "_bf16" in f.name]
+    given = {name: getattr(training, name) for name in names}
+    flags = {flag_of(n): x for n, x in given.items() if x != getattr(default, n)}
+    return _given(flags | {"--tp-only-amax-red": training.fp8_recipe == "delayed"})
+
+
 def layout_flags(scenario: Run) -> Flags:
     """How the model is divided, and what is recomputed.
 
     Raises :class:`ConfigError` for unlike layers, which no flag here says.
     """
     p, recompute = scenario.parallelism, scenario.recompute
-    if scenario.shape.layers:
+    usual = scenario.shape.layer.parts
+    if any(layer.parts != usual for _, layer in scenario.shape.runs):
         raise ConfigError(
             f"a recipe has {scenario.shape.num_layers} equal layers; these are unlike, so give a "
             "model without layers"
@@ -122,7 +139,8 @@ def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
     words = ["torchrun", "--nproc-per-node", str(min(num_devices, devices_per_node))]
     if nodes > 1:
         words += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500".split()
-    words += ["-m", "megatron_wlb.pretrain_gpt"]
+    launcher = ["megatron_wlb.launch", "pretrain_gpt.py"]
+    words += ["-m", *(launcher if "--fp8-format" in flags else ["megatron_wlb.pretrain_gpt"])]
     for flag, value in flags.items():
         values = value if isinstance(value, list) else [value]
         words += [flag] if value is True else [flag, *map(str, values)]

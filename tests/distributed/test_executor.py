@@ -289,3 +289,22 @@ def test_slices_with_virtual_stages_are_refused(gloo: GlooPool, oracle: Oracle) 
     case = Layout("llama", 2, pp=2, vpp=2)
     with pytest.raises(PlanError, match=r"step 0: the plan has slices .* 2 virtual stages cannot"):
         runs_of(gloo, case, oracle(case).initial)
+
+
+@contextlib.contextmanager
+def with_first_micro_batches_told(runner) -> Iterator[None]:
+    """Each step and evaluation tells a chunk once that new weights come, as caches of FP8 need."""
+    (chunk,) = runner.model.chunks
+    chunk.set_is_first_microbatch = mock.Mock(wraps=chunk.set_is_first_microbatch)
+    runner.run_schedule = mock.Mock(wraps=runner.run_schedule)
+    yield
+    assert chunk.set_is_first_microbatch.call_count == runner.run_schedule.call_count > 1
+
+
+def test_slices_tell_layers_of_the_first_micro_batch(gloo: GlooPool, oracle: Oracle) -> None:
+    case = Layout("gpt2", 1, pp=2)
+    expected = oracle(case)
+    assert (
+        differences(expected, runs_of(gloo, case, expected.initial, with_first_micro_batches_told))
+        == []
+    )

@@ -55,6 +55,7 @@ CONFIG: dict[str, tuple[int, Flags, list[str]]] = {
         {"rampup_batch_size": [2, 2, 100]},
         ["--rampup-batch-size is for the launcher", "leave it out"],
     ),
+    "fp8": (1, {"fp8_format": "e4m3"}, ["--fp8-format is for the launcher", "leave it out"]),
     "attention-dropout": (1, {"attention_dropout": 1.0}, ["is 1.0", "[0, 1)"]),
     "context-parallel": (
         3,

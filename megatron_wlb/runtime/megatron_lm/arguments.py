@@ -21,6 +21,7 @@ ALONE = ("--wlb-device",)
 _OURS = {
     # Ours: Megatron's, where the name is another.
     "norm_epsilon": "layernorm_epsilon",
+    "fp8_format": "fp8",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
 }
@@ -42,6 +43,8 @@ _SAME = (
     # The batch, and what its memory depends on.
     "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed", "seed",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "deterministic_mode",
+    "fp8_param_gather", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
     # The data.
     "split", "seq_length",
 )  # fmt: skip
@@ -50,7 +53,7 @@ READ = frozenset(
     {
         *_SAME, *_OURS, "bf16", "optimizer", "disable_bias_linear", "no_overlap_p2p_communication",
         "data_path", "rampup_batch_size", "step_batch_size_schedule", "window_size",
-        "window_attn_skip_freq",
+        "window_attn_skip_freq", "fp8_recipe",
     }
 )  # fmt: skip
 """Settings, besides those that begin with ``wlb_``, that :func:`config_of` takes of Megatron's."""
@@ -128,6 +131,7 @@ def config_of(args: argparse.Namespace) -> Config:
     values["window_size"] = tuple(getattr(args, "window_size", None) or ())
     skipped = getattr(args, "window_attn_skip_freq", None)  # parsed: a number or a list
     values["window_attn_skip_freq"] = None if skipped is None else str(skipped)
+    values["fp8_recipe"] = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
     values["data_path"] = tuple(args.data_path or ())
     values["step_batch_size_schedule"] = getattr(args, "step_batch_size_schedule", None)
     if args.rampup_batch_size and not guards.ignores_ramps(args):

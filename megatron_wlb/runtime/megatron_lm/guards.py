@@ -77,6 +77,24 @@ def _mixes_up(args: argparse.Namespace) -> bool:
     return args.pipeline_model_parallel_size == 2 and is_virtual and not args.overlap_p2p_comm
 
 
+def _unquantised(args: argparse.Namespace) -> bool:
+    return bool(getattr(args, "fp8", None)) and args.transformer_impl == "local"
+
+
+def _scales_late(args: argparse.Namespace) -> bool:
+    delayed = getattr(args, "fp8_recipe", None) in (None, "delayed")
+    return bool(getattr(args, "fp8", None)) and delayed
+
+
+def _scales_over_replicas(args: argparse.Namespace) -> bool:
+    return _scales_late(args) and not args.tp_only_amax_red
+
+
+def _recomputes_with_scales(args: argparse.Namespace) -> bool:
+    products = args.recompute_granularity == "full" or "mlp" in (args.recompute_modules or ())
+    return products and _scales_late(args)
+
+
 def _cannot_load(args: argparse.Namespace) -> bool:
     saves_state = args.use_distributed_optimizer and args.save and not args.no_save_optim
     resharded = args.ckpt_format == "torch_dist" and args.dist_ckpt_optim_fully_reshardable
@@ -127,7 +145,6 @@ _OWN_DATA_PARALLEL = (
 _OWN_ORDER = "logits belong to documents in Megatron's order"
 _OWN_RANKS = "ranks compare their plans"
 _NO_LOGITS = "packed attention does not report its logits"
-_BY_16 = "its products need lengths that 16 divides"
 
 _YAML = Refusal("--yaml-cfg", "it replaces all flags, ours too", "use flags")
 
@@ -169,9 +186,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--use-kitchen-attention", "packed attention takes its place"),
     # Kernels that are made for one length.
-    Refusal("--fp8-format", _BY_16, "train in --bf16"),
-    Refusal("--fp8-output-proj", _BY_16, "train in --bf16"),
-    Refusal("--fp4-format", _BY_16, "train in --bf16"),
+    Refusal(
+        "--fp8-format", "layers of the local implementation would train in bf16 without a word",
+        "use --transformer-impl transformer_engine", refused=_unquantised,
+    ),
+    Refusal(
+        "--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
+        "use --fp8-format",
+    ),
     Refusal("--fine-grained-activation-offloading", _ONE_BUFFER),
     Refusal("--cpu-offloading-num-layers", _ONE_BUFFER),
     Refusal(
@@ -255,7 +277,19 @@ WITH_SLICES: tuple[Refusal, ...] = (
         "--defer-embedding-wgrad-compute",
         "it pairs forward and backward passes in one order, slices run backward last to first",
     ),
-)
+    Refusal(
+        "--fp8-format",
+        "delayed scaling is agreed on by data-parallel ranks after each pass, and ranks that run "
+        "other numbers of slices would wait for each other forever",
+        "add --tp-only-amax-red, or use --fp8-recipe tensorwise", refused=_scales_over_replicas,
+    ),
+    Refusal(
+        "--recompute-granularity",
+        "delayed scaling keeps scales for it in the order of forward passes, slices run backward "
+        "last to first",
+        "use --fp8-recipe tensorwise", refused=_recomputes_with_scales,
+    ),
+)  # fmt: skip
 """Flags that cannot run where the packing cuts documents in slices."""
 
 NO_EFFECT: tuple[Refusal, ...] = (
@@ -305,21 +339,32 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
             logger.warning(
                 "%s has no effect with --wlb-packing: %s", ignored.given(args), ignored.reason
             )
+    if _scales_over_replicas(args) and args.world_size > _shards(args):
+        logger.warning(
+            "--fp8-format: with delayed scaling data-parallel ranks wait for each other at each "
+            "micro-batch; --tp-only-amax-red spares that"
+        )
 
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     refusals = REFUSALS + (WITH_SLICES if getattr(args, "wlb_packing", None) == "slim" else ())
     yield from (refusal.message(args) for refusal in refusals if refusal.applies(args))
-    shards = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
+    shards = _shards(args)
     if args.world_size % shards:
         yield (
             f"{args.world_size} processes do not divide by TP × PP × CP = {shards}; start a "
             "multiple of that"
         )
+
+
+def _shards(args: argparse.Namespace) -> int:
+    """Over how many processes one model is divided."""
+    size: int = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    return size
 
 
 def turn_off(args: argparse.Namespace) -> None:

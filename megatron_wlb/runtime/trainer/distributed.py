@@ -45,13 +45,16 @@ def initialize(config: Config, device: str) -> int:
             "RANK is not set; start the trainer with torchrun, e.g. "
             "torchrun --nproc-per-node 2 -m megatron_wlb.pretrain_gpt …"
         )
-    for name in (
-        "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"
-    ):  # fmt: skip
+    for name, has in (
+        ("rampup_batch_size", "has one size of batches"),
+        ("step_batch_size_schedule", "has one size of batches"),
+        ("decrease_batch_size_if_needed", "has one size of batches"),
+        ("fp8_format", "has no FP8"),
+    ):
         if getattr(config.training, name):
             raise ConfigError(
-                f"{flag_of(name)} is for the launcher (docs/megatron-lm.md), this trainer has one "
-                "size of batches; leave it out"
+                f"{flag_of(name)} is for the launcher (docs/megatron-lm.md), this trainer {has}; "
+                "leave it out"
             )
     world_size = int(os.environ["WORLD_SIZE"])
     guards.check(config, world_size)

@@ -18,8 +18,8 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
-from megatron_wlb.plan import Document, StepPlan
-from megatron_wlb.planner import Planner
+from megatron_wlb.plan import Document, Span, StepPlan
+from megatron_wlb.planner import Planner, Units
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.planning.slicing import STEPS_A_SWEEP, TOLERANCE, Slicer
 from megatron_wlb.schedule.graph import graph_of, slice_graph
@@ -345,6 +345,20 @@ def test_worst_steps_need_more_memory_than_real_ones() -> None:
     run, planner = limited(1000.0)
     needed = peaks_gib(run, planner, 12)
     assert max(needed) < planner.slicing.peak_bytes / GIB < 2 * max(needed)
+
+
+def test_memory_of_units_is_that_of_their_padded_lengths() -> None:
+    run, _ = limited(1000.0)
+    limit = run.workload(REFERENCE, seed=1).memory
+    assert limit is not None and limit.multiple == run.length_multiple == 8
+    (long, short), (round_,) = documents([2500, 37]), documents([2560])
+    ragged = Units([[Span(long, 0, 1000)], [Span(long, 1000, 2500), Span(short, 0, 37)]],
+                   [(), ()], [2])  # fmt: skip
+    padded = Units([[Span(round_, 0, 1024)], [Span(round_, 1024, 2560)]], [(), ()], [2])
+    wider = limit._replace(multiple=512)
+    assert limit.peak_bytes(ragged, run.parallelism) < wider.peak_bytes(ragged, run.parallelism)
+    whole = [limit._replace(multiple=m).peak_bytes(padded, run.parallelism) for m in (8, 512)]
+    assert whole[0] == whole[1]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])

@@ -89,7 +89,7 @@ def test_unknown_flag_near_to_none_points_to_the_help() -> None:
     assert error_of("--zzz") == "unknown flag --zzz; see --help"
 
 
-@pytest.mark.parametrize("flag", ["--num-experts", "--fp8-format", "--tp-comm-overlap"])
+@pytest.mark.parametrize("flag", ["--num-experts", "--fp4-format", "--tp-comm-overlap"])
 def test_megatron_flag_that_is_not_honoured_says_so(flag: str) -> None:
     message = error_of("--num-layers", "2", flag)
     assert message.startswith(f"{flag} is a Megatron flag that this trainer does not honour; ")
@@ -160,7 +160,7 @@ def test_command_line_goes_before_the_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("num_layer: 6", "unknown flag --num-layer; did you mean --num-layers?"),
-        ("fp8_format: e4m3", "--fp8-format is a Megatron flag that this trainer does not honour"),
+        ("fp4_format: e2m1", "--fp4-format is a Megatron flag that this trainer does not honour"),
         ("wlb_packing: best", "argument --wlb-packing: invalid choice: 'best'"),
         ("num_layers: true", "argument --num-layers: expected one argument"),
         ("num_layers: {a: 1}", "argument --num-layers: invalid int value"),

@@ -122,6 +122,34 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     assert wlb.wlb_hardware == "my machine.yaml"
 
 
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        ("--fp8-format hybrid", {"--tp-only-amax-red": True}),
+        ("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", {}),
+        (
+            "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 "
+            "--num-layers-at-end-in-bf16 2",
+            {},
+        ),
+        ("", {}),
+    ],
+)
+def test_fp8_is_read_back_as_it_was_asked_for(words: str, more: dict[str, bool]) -> None:
+    config = parse(["--num-layers", "8", "--bf16", *words.split()])
+    flags = recipe.fp8_flags(config.training)
+    own = {flag: value for flag, value in flags.items() if flag not in more}
+    given = [w for flag, x in own.items() for w in ([flag] if x is True else [flag, str(x)])]
+    assert parse(["--num-layers", "8", "--bf16", *given]) == config
+    assert flags == own | more
+    # The small trainer has no FP8.
+    program = "megatron_wlb.launch pretrain_gpt.py" if words else "megatron_wlb.pretrain_gpt"
+    assert f" -m {program}" in recipe.command({"--num-layers": 8, **flags}, 8, 8)
+    shape = planning.model_shape(config, 512)
+    scenario = Run(shape, load_hardware("h200"), Parallelism(pp_size=2), 4096, 8)
+    assert recipe.layout_flags(scenario)["--pipeline-model-parallel-size"] == 2
+
+
 def test_unlike_layers_are_no_recipe() -> None:
     unlike = replace(ODD, layers=((12, replace(ODD, ffn_hidden_size=500).layer),))
     with pytest.raises(ConfigError, match="12 equal layers; these are unlike"):

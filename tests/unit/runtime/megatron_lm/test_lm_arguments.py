@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 from typing import Any
 
 import pytest
@@ -33,7 +34,16 @@ CHECKED: dict[str, Any] = {
     "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
     "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
     "pipeline_model_parallel_layout": None,
+    "fp8": None, "fp8_recipe": "delayed", "fp8_param_gather": False,
+    "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1,
 }  # fmt: skip
+
+
+class Scaling(enum.StrEnum):
+    """As Megatron's, which its parser may leave as it is."""
+
+    blockwise = "blockwise"
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -84,6 +94,13 @@ def test_layers_of_stages_are_those_of_megatrons_flags(
 ) -> None:
     found = parallelism(config(**changes))
     assert (found.pp_size, found.vpp_size, found.stage_layers) == (4, 2, layers)
+
+
+def test_recipe_of_fp8_is_read_as_text() -> None:
+    found = config(fp8="hybrid", fp8_recipe=Scaling.blockwise, fp8_param_gather=True).training
+    assert (found.fp8_format, found.fp8_recipe) == ("hybrid", "blockwise")
+    assert type(found.fp8_recipe) is str and found.fp8_param_gather
+    assert config().training.fp8_format is None
 
 
 def test_splits_with_their_own_paths_need_no_shares() -> None:

@@ -27,6 +27,7 @@ FINE: dict[str, Any] = {
     "dist_ckpt_optim_fully_reshardable": False,
     "hybrid_attention_ratio": 0.0, "cpu_offloading_num_layers": 0, "tp_comm_overlap": False,
     "sequence_parallel": True, "defer_embedding_wgrad_compute": False,
+    "recompute_granularity": None, "recompute_modules": None, "tp_only_amax_red": False,
 }  # fmt: skip
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -56,8 +57,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--attention-output-gate": {"attention_output_gate": True},
     "--transformer-impl": {"transformer_impl": "inference_optimized"},
     "--use-kitchen-attention": {"use_kitchen_attention": True},
-    "--fp8-format": {"fp8": "hybrid"},
-    "--fp8-output-proj": {"fp8_output_proj": True},
+    "--fp8-format": {"fp8": "hybrid", "transformer_impl": "local"},
     "--fp4-format": {"fp4": "e2m1"},
     "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
@@ -109,7 +109,7 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
     assert message.startswith(flag)
     assert message.endswith(f"{refusal.reason}; {refusal.remedy}")
     assert "\n" not in message
-    ((name, value),) = REFUSED[flag].items()
+    name, value = next(iter(REFUSED[flag].items()))
     if isinstance(value, str | int | float) and not isinstance(value, bool) and value != "ck":
         assert f"{flag} {value} " in message, name
 
@@ -135,6 +135,9 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         {"data_path": None, "data_args_path": "paths.txt"},
         {"non_persistent_ckpt_type": "global"},
         {"position_embedding_type": "learned_absolute"},
+        {"transformer_impl": "local"},
+        {"fp8": "hybrid", "fp8_recipe": "delayed", "recompute_granularity": "full"},
+        {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True, "fp8_output_proj": True},
         {"defer_embedding_wgrad_compute": True, "sequence_parallel": False},
         # Megatron turns sequence parallelism off.
         {"defer_embedding_wgrad_compute": True, "tensor_model_parallel_size": 1},
@@ -156,6 +159,13 @@ WITH_SLICES: dict[str, dict[str, Any]] = {
         "defer_embedding_wgrad_compute": True, "sequence_parallel": False,
         "num_virtual_stages_per_pipeline_rank": None,
     },
+    "--fp8-format hybrid": {
+        "fp8": "hybrid", "fp8_recipe": "delayed", "num_virtual_stages_per_pipeline_rank": None,
+    },
+    "--recompute-granularity full": {
+        "fp8": "hybrid", "fp8_recipe": "delayed", "tp_only_amax_red": True,
+        "recompute_granularity": "full", "num_virtual_stages_per_pipeline_rank": None,
+    },
 }  # fmt: skip
 
 
@@ -163,8 +173,36 @@ WITH_SLICES: dict[str, dict[str, Any]] = {
 def test_flag_is_refused_where_documents_run_in_slices(flag: str) -> None:
     assert [word.split()[0] for word in WITH_SLICES] == [r.flag for r in guards.WITH_SLICES]
     guards.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "hold"}))
-    with pytest.raises(ConfigError, match=rf"^{re.escape(flag)} does not .*slices.*; "):
+    (remedy,) = (r.remedy for r in guards.WITH_SLICES if r.flag == flag.split()[0])
+    says = rf"^{re.escape(flag)} does not .*slices.*; {re.escape(remedy)}$"
+    with pytest.raises(ConfigError, match=says):
         guards.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "slim"}))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"fp8_recipe": "tensorwise", "recompute_granularity": "full"},
+        {"fp8_recipe": "blockwise", "recompute_granularity": "selective"},
+        {"tp_only_amax_red": True},
+        {
+            "tp_only_amax_red": True, "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn"],
+        },
+    ],
+)  # fmt: skip
+def test_fp8_runs_in_slices_where_scales_depend_on_no_other_replica(given: dict[str, Any]) -> None:
+    base = {"fp8": "hybrid", "num_virtual_stages_per_pipeline_rank": None, "wlb_packing": "slim"}
+    guards.check(argparse.Namespace(**FINE | base | given))
+
+
+def test_recomputed_products_in_slices_are_refused_with_delayed_scaling() -> None:
+    given = WITH_SLICES["--recompute-granularity full"] | {
+        "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"],
+        "wlb_packing": "slim",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"^--recompute-granularity selective .*tensorwise$"):
+        guards.check(argparse.Namespace(**FINE | given))
 
 
 def test_no_option_makes_the_torch_format_load_sharded_optimizers_in_fp32() -> None:
@@ -217,6 +255,23 @@ def test_flag_without_effect_is_one_warning(
     guards.check(argparse.Namespace(**FINE | given))
     assert len(caplog.messages) == bool(warning)
     assert all(message.startswith(warning) for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ({}, True),
+        ({"world_size": 12}, False),  # one replica
+        ({"tp_only_amax_red": True}, False),
+        ({"fp8_recipe": "tensorwise"}, False),
+        ({"fp8": None}, False),
+    ],
+)
+def test_delayed_scaling_over_replicas_is_a_warning(
+    given: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    guards.check(argparse.Namespace(**FINE | {"fp8": "hybrid", "fp8_recipe": "delayed"} | given))
+    assert ["--tp-only-amax-red" in message for message in caplog.messages] == [True] * warned
 
 
 def test_flags_that_cannot_run_are_told_at_once() -> None:

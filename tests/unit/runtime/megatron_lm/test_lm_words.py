@@ -25,6 +25,10 @@ FINE = (
         "--cuda-graph-impl none --micro-batch-size=2 --ckpt-format torch",
         "--rampup-batch-size 2 2 100 --decrease-batch-size-if-needed",
         "--cpu-offloading-num-layers 0 --lr -1e-3",
+        "--bf16 --fp8-format hybrid --fp8-margin 0 --fp8-amax-history-len 1024",
+        "--bf16 --fp8-format=e4m3 --fp8-recipe mxfp8 --fp8-output-proj",
+        "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --wlb-packing slim",
+        "--bf16 --fp8-format hybrid --tp-only-amax-red --wlb-packing slim",
     ],
 )
 def test_words_of_what_runs_pass(more: str) -> None:
@@ -44,6 +48,9 @@ def test_words_of_what_runs_pass(more: str) -> None:
             "^--no-overlap-p2p-communication does not work",
         ),
         ("--yaml-cfg run.yaml", "^--yaml-cfg does not work"),
+        ("--bf16 --fp8-format hybrid --wlb-packing slim", "^--fp8-format hybrid does not work"),
+        ("--bf16 --fp8-format hybrid --transformer-impl local", "would train in bf16"),
+        ("--bf16 --fp4-format e2m1", "^--fp4-format e2m1 does not work"),
         ("--tensor-model-parallel-size 3", "^4 processes do not divide"),
         ("--deterministic-mode", "NCCL_ALGO=None; set that"),
     ],
@@ -66,6 +73,18 @@ def test_words_ask_for_what_megatron_has_no_default_of() -> None:
 
 def test_deterministic_words_take_the_algorithm_of_the_environment() -> None:
     words.check([*FINE.split(), "--deterministic-mode"], 4, {"NCCL_ALGO": "Ring"})
+
+
+def test_settings_of_fp8_are_read() -> None:
+    given = (
+        "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --fp8-amax-history-len 9"
+    )
+    bf16 = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 3"
+    training = words.settings([*FINE.split(), *given.split(), *bf16.split()], 8).training
+    assert (training.fp8_format, training.fp8_recipe) == ("hybrid", "tensorwise")
+    assert training.fp8_param_gather and training.first_last_layers_bf16
+    assert training.num_layers_at_start_in_bf16 == 3 and training.num_layers_at_end_in_bf16 == 1
+    assert words.settings(FINE.split(), 8).training.fp8_format is None
 
 
 def test_settings_that_are_not_given_are_megatrons() -> None:
