@@ -40,7 +40,7 @@ _SAME = (
     "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed", "seed",
     "recompute_granularity", "recompute_method", "recompute_num_layers", "deterministic_mode",
     # The data.
-    "split", "seq_length",
+    "mock_data", "split", "seq_length",
 )  # fmt: skip
 
 READ = frozenset(

@@ -86,8 +86,16 @@ def _defers_gathered(args: argparse.Namespace) -> bool:
 
 
 def _no_data(args: argparse.Namespace) -> bool:
+    return not (_names_corpora(args) or getattr(args, "mock_data", False))
+
+
+def _mocks_corpora(args: argparse.Namespace) -> bool:
+    return bool(getattr(args, "mock_data", False)) and _names_corpora(args)
+
+
+def _names_corpora(args: argparse.Namespace) -> bool:
     names = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
-    return all(not getattr(args, name, None) for name in names)
+    return any(getattr(args, name, None) for name in names)
 
 
 def _evaluates_otherwise(kind: str) -> Condition:
@@ -199,7 +207,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data
     ),
-    Refusal("--mock-data", _OTHER_DATA, "give --data-path"),
+    Refusal(
+        "--mock-data", "it stands for a corpus, and one is given", "leave one of them out",
+        refused=_mocks_corpora,
+    ),
     Refusal("--sft", _OTHER_DATA, "use --data-path"),
     Refusal("--logits-load-dir", _OWN_ORDER),
     Refusal("--logits-save-dir", _OWN_ORDER),

@@ -193,12 +193,15 @@ class Session:
             yield plan
 
     def _corpora(self) -> Corpora:
-        """The blends that Megatron's arguments name, with the vocabulary of its tokenizer."""
+        """The blends that Megatron's arguments name, or mock data, of its vocabulary."""
         from megatron.training.global_vars import get_tokenizer
         from megatron.training.utils import get_blend_and_blend_per_split
 
+        tokenizer = get_tokenizer()
+        vocab_size = int(tokenizer.vocab_size)
+        if self.args.mock_data:
+            return Corpora.mock(self.config, vocab_size, tokenizer.eod)
         blend, per_split = get_blend_and_blend_per_split(self.args)
-        vocab_size = int(get_tokenizer().vocab_size)
         if blend is not None:
             return Corpora.of_blend(_blend(blend), self.config.data.split, vocab_size)
         blends = {

@@ -133,6 +133,7 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         {"bf16": False, "no_save_optim": True},
         {"data_path": None, "train_data_path": ["corpus"]},
         {"data_path": None, "data_args_path": "paths.txt"},
+        {"data_path": None, "mock_data": True},
         {"non_persistent_ckpt_type": "global"},
         {"position_embedding_type": "learned_absolute"},
         {"defer_embedding_wgrad_compute": True, "sequence_parallel": False},
