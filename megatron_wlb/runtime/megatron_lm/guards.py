@@ -191,11 +191,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--decoder-last-pipeline-num-layers", _EVEN),
     Refusal("--account-for-embedding-in-pipeline-split", _EVEN),
     Refusal("--account-for-loss-in-pipeline-split", _EVEN),
-    Refusal(
-        "--use-torch-fsdp2",
-        "a loss per token divides gradients by the tokens of the step, it leaves them undivided",
-        "use --use-distributed-optimizer",
-    ),
     Refusal("--use-megatron-fsdp", "it is not tested"),
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
@@ -253,6 +248,10 @@ WITH_SLICES: tuple[Refusal, ...] = (
     Refusal(
         "--defer-embedding-wgrad-compute",
         "it pairs forward and backward passes in one order, slices run backward last to first",
+    ),
+    Refusal(
+        "--use-torch-fsdp2",
+        "each pass gathers weights over data-parallel ranks, which have other numbers of slices",
     ),
 )
 """Flags that cannot run where the packing cuts documents in slices."""

@@ -27,6 +27,7 @@ from megatron_wlb.planning.from_config import known_cost, make_evaluation_planne
 from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
+from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.model import of_chunks
 from megatron_wlb.runtime.model import Model, settle_kernel
@@ -102,6 +103,9 @@ class Session:
         """Takes what Megatron has built; a second call with the same does nothing."""
         if self._chunks is not chunks:
             self._chunks, self.model = chunks, of_chunks(chunks)
+            for chunk in filter(fsdp.is_sharded, chunks):
+                if self.args.save or self.args.load:
+                    fsdp.check_parts(chunk)
 
     def open_data(self) -> tuple[Iterator[StepPlan] | None, ...]:
         """Plans for training, validation and test, as Megatron's external data loaders.

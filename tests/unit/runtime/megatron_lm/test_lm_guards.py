@@ -71,7 +71,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--decoder-last-pipeline-num-layers": {"decoder_last_pipeline_num_layers": 3},
     "--account-for-embedding-in-pipeline-split": {"account_for_embedding_in_pipeline_split": True},
     "--account-for-loss-in-pipeline-split": {"account_for_loss_in_pipeline_split": True},
-    "--use-torch-fsdp2": {"use_torch_fsdp2": True},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--tensor-parallel-num-weight-shards": {"tensor_parallel_num_weight_shards": 6},
     "--expert-tensor-parallel-num-weight-shards": {"expert_tensor_parallel_num_weight_shards": 6},
@@ -154,6 +153,9 @@ WITH_SLICES: dict[str, dict[str, Any]] = {
         "defer_embedding_wgrad_compute": True, "sequence_parallel": False,
         "num_virtual_stages_per_pipeline_rank": None,
     },
+    "--use-torch-fsdp2": {
+        "use_torch_fsdp2": True, "num_virtual_stages_per_pipeline_rank": None,
+    },
 }  # fmt: skip
 
 
@@ -169,11 +171,6 @@ def test_no_option_makes_the_torch_format_load_sharded_optimizers_in_fp32() -> N
     given = {"ckpt_format": "torch", "bf16": False, "dist_ckpt_optim_fully_reshardable": True}
     with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer .* cannot load; add"):
         guards.check(argparse.Namespace(**FINE | given))
-
-
-def test_fsdp2_is_refused_for_what_it_does_to_gradients() -> None:
-    with pytest.raises(ConfigError, match=r"tokens of the step, it leaves them undivided"):
-        guards.check(argparse.Namespace(**FINE | {"use_torch_fsdp2": True}))
 
 
 @pytest.mark.parametrize("words", [["--yaml-cfg", "x.yaml"], ["--yaml-cfg=x.yaml"]])
