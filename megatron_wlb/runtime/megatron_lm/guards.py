@@ -175,10 +175,6 @@ REFUSALS: tuple[Refusal, ...] = (
     # The layout.
     Refusal("--hybrid-context-parallel", "it packs documents in its own way"),
     Refusal(
-        "--hierarchical-context-parallel-sizes",
-        "keys and values are gathered over all context-parallel ranks at once",
-    ),
-    Refusal(
         "--no-overlap-p2p-communication",
         "with 2 pipeline stages and virtual stages, activations and gradients of one batch would "
         "be mixed up", "leave it out, or use other than 2 stages", refused=_mixes_up,
@@ -269,6 +265,10 @@ NO_EFFECT: tuple[Refusal, ...] = (
         "--ddp-average-in-collective",
         "a loss per token divides gradients once, by the tokens of the step",
     ),
+    Refusal(
+        "--hierarchical-context-parallel-sizes",
+        "keys and values are gathered over all context-parallel ranks at once",
+    ),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),
     Refusal("--cuda-graph-impl", _ONE_GRAPH, allowed=("none",)),
@@ -278,6 +278,8 @@ NO_EFFECT: tuple[Refusal, ...] = (
 
 _TURNED_OFF: dict[str, Any] = {
     "ddp_average_in_collective": False,
+    "hierarchical_context_parallel_sizes": None,
+    "cp_comm_type": ["p2p"],  # a2a+p2p asks for these sizes
     "enable_cuda_graph": False,
     "external_cuda_graph": False,
     "cuda_graph_impl": "none",

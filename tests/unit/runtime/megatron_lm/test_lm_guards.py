@@ -63,7 +63,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
-    "--hierarchical-context-parallel-sizes": {"hierarchical_context_parallel_sizes": [2, 2]},
     "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
     "--pipeline-model-parallel-layout": {"pipeline_model_parallel_layout": "Et|tL"},
@@ -192,6 +191,10 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
         ({"reset_attention_mask": True}, "--reset-attention-mask has no effect"),
         ({"eod_mask_loss": True}, "--eod-mask-loss has no effect"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type cyclic has no effect"),
+        (
+            {"hierarchical_context_parallel_sizes": [2, 2]},
+            "--hierarchical-context-parallel-sizes 2 2 has no effect with --wlb-packing: keys",
+        ),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph has no effect"),
         ({"external_cuda_graph": True}, "--external-cuda-graph has no effect"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local has no effect"),
