@@ -30,7 +30,6 @@ documents, one of:
   PREFIX …             a corpus in Megatron's .bin/.idx; only the .idx is read, in random order
   --distribution NAME  synthetic: {", ".join(DISTRIBUTIONS)}
   --lengths FILE       one length a line, or an .npy array
-  (nothing)            those of a --model FILE that says --mock-data
 """
 COSTS = f"""\
 cost of a document, one of:
@@ -114,7 +113,8 @@ def source(args: argparse.Namespace) -> LengthSource:
     Raises :class:`ConfigError` for none or several.
     """
     given = [bool(args.prefixes), args.distribution is not None, args.lengths is not None]
-    model = Config() if any(given) or args.model is None else read_model(args.model).config
+    name = getattr(args, "model", None)
+    model = Config() if any(given) or name is None else read_model(name).config
     mock = model.wlb.wlb_mock_lengths or LENGTHS if model.data.mock_data else None
     if sum(given) != 1 and mock is None:
         raise ConfigError(

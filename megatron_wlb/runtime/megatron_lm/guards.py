@@ -187,7 +187,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--decoder-last-pipeline-num-layers", _EVEN),
     Refusal("--account-for-embedding-in-pipeline-split", _EVEN),
     Refusal("--account-for-loss-in-pipeline-split", _EVEN),
-    Refusal("--use-megatron-fsdp", "it is not tested"),
+    Refusal(
+        "--use-megatron-fsdp",
+        "its wrapper runs on CUDA devices alone, where it was not compared with one process",
+        "use --use-torch-fsdp2 or --use-distributed-optimizer",
+    ),
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     # The batch.
