@@ -13,6 +13,7 @@ from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import DISTRIBUTIONS
+from megatron_wlb.data.mock import LENGTHS
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
@@ -110,15 +111,23 @@ def numbers_of_micro_batches(args: argparse.Namespace) -> list[int]:
 
 
 def source(args: argparse.Namespace) -> LengthSource:
-    """The one that the flags name. Raises :class:`ConfigError` for none or several."""
+    """The one that the flags name, or that of a ``--model`` whose file says ``--mock-data``.
+
+    Raises :class:`ConfigError` for none or several.
+    """
     given = [bool(args.prefixes), args.distribution is not None, args.lengths is not None]
-    if sum(given) != 1:
+    name = getattr(args, "model", None)
+    model = Config() if any(given) or name is None else read_model(name).config
+    mock = model.wlb.wlb_mock_lengths or LENGTHS if model.data.mock_data else None
+    if sum(given) != 1 and mock is None:
         raise ConfigError(
             f"{'several sources of documents' if any(given) else 'no documents'}; give one of a "
             "corpus PREFIX, --distribution NAME and --lengths FILE"
         )
     whole_number("--window", args.window, 2, MOST_TOKENS)
     whole_number("--seed", args.seed, 0, 2**32 - 2)
+    if mock is not None:
+        return LengthSource.named(mock)
     if args.distribution is not None:
         return LengthSource.of_distribution(args.distribution)
     if args.lengths is not None:

@@ -23,7 +23,7 @@ model:
   --model NAME         550m, 7b, 30b or 70b: shapes of WLB-LLM's Table 1 (configs/model)
   --model FILE         a YAML file of such sizes, of training settings as for --wlb-config
                        (num_layers: 32, hidden_size: 4096, …), or a Megatron recipe (MODEL_ARGS);
-                       what settings say of window, batch and layout is taken as well
+                       what settings say of window, batch, layout and --mock-data is taken as well
 """
 
 

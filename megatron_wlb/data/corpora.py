@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpus import Corpus, parse_split
+from megatron_wlb.data.mock import LENGTHS, MockCorpus
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.settings.config import Config
 
@@ -28,9 +29,14 @@ class Corpora:
     def open(cls, config: Config) -> Corpora:
         """Opens ``--data-path`` and applies ``--split``.
 
-        Raises ConfigError for no corpus, or no vocabulary size known, and CorpusError for missing
-        or corrupt files, or corpora of different vocabularies.
+        With ``--mock-data`` the one corpus is made up. Raises ConfigError for no corpus, or no
+        vocabulary size known, and CorpusError for missing or corrupt files, or corpora of different
+        vocabularies.
         """
+        if config.data.mock_data:
+            if config.data.vocab_size is None:
+                raise ConfigError("--mock-data has no vocabulary of its own; give --vocab-size")
+            return cls.mock(config, config.data.vocab_size)
         if not config.data.data_path:
             raise ConfigError(
                 "--data-path is missing; give the prefix of a .bin/.idx corpus (make one with "
@@ -43,10 +49,21 @@ class Corpora:
     def of_blend(cls, blend: Blend, split: str, vocab_size: int | None) -> Corpora:
         """Opens one blend and divides each of its corpora by ``split``; see :meth:`open`."""
         corpora = [Corpus.open(prefix) for prefix in blend.prefixes]
-        splits = [parse_split(split, len(corpus.lengths)) for corpus in corpora]
-        ranges = {name: [s[number] for s in splits] for number, name in enumerate(SPLITS)}
         weights = {name: blend.weights for name in SPLITS}
+        ranges = _ranges(corpora, split)
         return cls(corpora, _vocab_size(corpora, vocab_size), ranges, weights)
+
+    @classmethod
+    def mock(cls, config: Config, vocab_size: int, eod: int | None = None) -> Corpora:
+        """Makes up one corpus and divides it by ``--split``; see :class:`MockCorpus`."""
+        corpus = MockCorpus.of(
+            config.wlb.wlb_mock_lengths or LENGTHS,
+            window=config.data.seq_length,
+            seed=config.training.seed,
+            vocab_size=vocab_size,
+            eod=eod,
+        )
+        return cls([corpus], vocab_size, _ranges([corpus], config.data.split))
 
     @classmethod
     def of_blends(cls, blends: Mapping[str, Blend | None], vocab_size: int | None) -> Corpora:
@@ -68,6 +85,11 @@ class Corpora:
 
     def num_documents(self, split: str) -> int:
         return sum(stop - start for start, stop in self.ranges[split])
+
+
+def _ranges(corpora: Sequence[Corpus], split: str) -> dict[str, list[tuple[int, int]]]:
+    splits = [parse_split(split, len(corpus.lengths)) for corpus in corpora]
+    return {name: [s[number] for s in splits] for number, name in enumerate(SPLITS)}
 
 
 def _vocab_size(corpora: Sequence[Corpus], given: int | None) -> int:

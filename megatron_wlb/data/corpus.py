@@ -273,17 +273,18 @@ class Corpus:
                 f"document {index} of {self.prefix} has {self.lengths[index]} tokens, "
                 f"not [{start}, {stop})"
             )
-        # A copy always: Megatron's arrays are views of a map that it closes.
-        tokens: npt.NDArray[np.int64] = np.array(
-            self._dataset.get(index, offset=start, length=stop - start), dtype=np.int64
-        )
-        return tokens
+        return self._read(index, start, stop)
 
     def open_tokens(self) -> None:
         """Opens what :meth:`tokens` reads, which imports Megatron: to be done where no other thread
         is at work.
         """
         _ = self._dataset
+
+    def _read(self, index: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        # A copy always: Megatron's arrays are views of a map that it closes.
+        stored = self._dataset.get(index, offset=start, length=stop - start)
+        return np.array(stored, dtype=np.int64)
 
     @cached_property
     def _dataset(self) -> Any:

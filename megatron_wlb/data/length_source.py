@@ -6,6 +6,7 @@ yet to be tokenized, or on none at all.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
-from megatron_wlb.data.lengths import Lengths, distribution, sample_lengths
+from megatron_wlb.data.lengths import DISTRIBUTIONS, Lengths, distribution, sample_lengths
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.reading import one_line
@@ -88,6 +89,17 @@ class LengthSource:
     def of_distribution(cls, name: str) -> LengthSource:
         distribution(name)
         return cls(f"distribution {name}", distribution=name)
+
+    @classmethod
+    def named(cls, name: str) -> LengthSource:
+        """Takes a distribution by its name, or the lengths in a file.
+
+        Raises :class:`ConfigError` for a word that is neither, and :class:`CorpusError` as
+        :meth:`of_file` does.
+        """
+        if name in DISTRIBUTIONS or not (os.path.exists(name) or {".", os.sep} & {*name}):
+            return cls.of_distribution(name)
+        return cls.of_file(name)
 
     @property
     def num_documents(self) -> float:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.layers import MOST_LAYERS
-from megatron_wlb.errors import ConfigError, refuse_all
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.errors import ConfigError, WLBError, refuse_all
 from megatron_wlb.packing import check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planning.from_config import batch
@@ -82,6 +83,7 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_recompute(config)
     yield from _check_optimizer(config)
     yield from _check_batch(config)
+    yield from _check_data(config)
     if not any(_check_layout(config, world_size)):
         yield from _check_micro_batches(config, world_size)
     try:
@@ -326,6 +328,24 @@ def _check_batch(config: Config) -> Iterator[str]:
             yield str(error)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         yield "--save-interval is given without --save FOLDER"
+
+
+def _check_data(config: Config) -> Iterator[str]:
+    d, lengths = config.data, config.wlb.wlb_mock_lengths
+    if d.mock_data and d.data_path:
+        yield "--mock-data stands for a corpus, but --data-path names one; leave one of them out"
+    if lengths is None:
+        return
+    if not d.mock_data:
+        yield (
+            f"--wlb-mock-lengths is {lengths}, which counts only with --mock-data; give that too, "
+            "or leave it out"
+        )
+        return
+    try:
+        LengthSource.named(lengths)  # Now: the corpus is made once the model is built.
+    except WLBError as error:
+        yield f"--wlb-mock-lengths: {error}"
 
 
 def _check_recompute(config: Config) -> Iterator[str]:

@@ -211,9 +211,14 @@ class DataConfig:
     data_path: tuple[str, ...] = setting(
         (), "prefixes of Megatron .bin/.idx corpora: A B …, or with weights: 0.3 A 0.7 B …"
     )
+    mock_data: bool = setting(
+        False, "random tokens instead of corpora, in documents as --wlb-mock-lengths says"
+    )
     split: str = setting("969,30,1", "shares of documents for training, validation and test")
     seq_length: int = setting(8192, "the window, in tokens")
-    vocab_size: int | None = setting(None, "vocabulary; read from PREFIX.json if it is there")
+    vocab_size: int | None = setting(
+        None, "vocabulary; read from PREFIX.json if it is there, needed with --mock-data"
+    )
     eval_interval: int = setting(0, "evaluate every so many steps; 0 is never")
     eval_iters: int = setting(4, "steps an evaluation")
 
@@ -312,6 +317,11 @@ class WlbConfig:
     wlb_long_documents: Literal["split", "slice", "truncate", "error"] = setting(
         "split",
         "what becomes of documents longer than the window; slice: `slim` trains them whole",
+    )
+    wlb_mock_lengths: str | None = setting(
+        None,
+        "with --mock-data: a distribution (reference, stdlib, magi, slimpack) or a file of "
+        "lengths, one a line or an .npy array; reference if not given",
     )
     wlb_epochs: int | None = setting(None, "end after so many passes over the data, all trained")
     wlb_cp_sharding: Literal["per-sequence", "per-document", "adaptive", "hybrid"] = setting(

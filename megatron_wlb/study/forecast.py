@@ -240,10 +240,14 @@ def _simulate(
 
 
 def _documents(config: Config) -> tuple[str, Documents, int]:
-    """Opens those of ``--data-path`` where all its files exist, else draws some, whose order fills
-    windows: what they are, and their vocabulary.
+    """Opens those of ``--data-path`` where all its files exist, or those that ``--mock-data`` makes
+    up, else draws some, whose order fills windows: what they are, and their vocabulary.
     """
     data = config.data
+    if data.mock_data:
+        corpora = Corpora.mock(config, data.vocab_size or DEFAULT_VOCAB_SIZE)
+        split = planning.Split(corpora, "train", config.wlb.wlb_epochs)
+        return f"of {corpora.corpora[0].prefix}", split, corpora.vocab_size
     blend = Blend.parse(data.data_path)
     files = [Path(prefix + suffix) for prefix in blend.prefixes for suffix in (".bin", ".idx")]
     if files and all(path.is_file() for path in files):

@@ -61,17 +61,14 @@ def _given(flags: Mapping[str, Value | None]) -> Flags:
 
 
 def fp8_flags(training: TrainingConfig) -> Flags:
-    """FP8 as the settings have it; nothing where they have none.
-
-    Data-parallel ranks run apart in simulation, so delayed scaling does not tie them together.
-    """
+    """FP8 as the settings have it; nothing where they have none."""
     if training.fp8_format is None:
         return {}
     default = TrainingConfig()
     names = [f.name for f in fields(training) if f.name.startswith("fp8_") or "_bf16" in f.name]
     given = {name: getattr(training, name) for name in names}
     flags = {flag_of(n): x for n, x in given.items() if x != getattr(default, n)}
-    return _given(flags | {"--tp-only-amax-red": training.fp8_recipe == "delayed"})
+    return _given(flags)
 
 
 def layout_flags(scenario: Run) -> Flags:

@@ -90,6 +90,10 @@ def holding(texts: list[Path]) -> Flags:
 
 EVERY_LAYOUT: dict[str, tuple[int, Flags]] = LAYOUTS | {
     "pp2-vpp2-flush": (2, PP2_VPP2 | {"overlap_p2p_communication_warmup_flush": True}),
+    "cp4-hierarchical": (
+        4, {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p",
+            "hierarchical_context_parallel_sizes": [2, 2]},
+    ),
     # Flags that want one length, or a mean over ranks: turned off.
     "tp2-off": (
         2, TP2_SP | {"ddp_average_in_collective": True, "cuda_graph_impl": "local",

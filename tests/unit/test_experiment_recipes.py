@@ -259,3 +259,22 @@ def test_dry_run_is_of_the_corpora_that_are_there(
     Path(f"{short}.bin").write_bytes(b"")
     status, said = dry_run(capsys, path, "--data-path", short)
     assert status != 0 and "short.idx" in said
+
+
+def test_dry_run_is_of_the_mock_data_that_the_run_makes_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    lengths = tmp_path / "even.txt"
+    lengths.write_text("2048\n" * 600)
+    path = tmp_path / "recipe.yaml"
+    text = (FOLDER / "550m-64k.yaml").read_text()
+    path.write_text(text.replace("--data-path: ${DATA_PATH}", "--mock-data: true"))
+    status, said = dry_run(capsys, path)
+    assert (status, json.loads(said)["documents"]) == (0, "of mock data (distribution reference)")
+    assert json.loads(said)["speedup"] > 1.1
+    status, said = dry_run(capsys, path, "--wlb-mock-lengths", str(lengths))
+    assert json.loads(said)["documents"] == "of mock data (even.txt)"
+    assert json.loads(said)["speedup"] == pytest.approx(1, abs=0.05)
+    status, said = dry_run(capsys, path, "--data-path", "a")
+    assert status != 0 and "--mock-data" in said and "leave one of them out" in said

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.runtime.compat.patching import PatchSet
@@ -136,6 +137,14 @@ class _Event:
         return (end._seconds - self._seconds) * 1e3
 
 
+class _MeshOfCpus:
+    """The one constructor of meshes that Megatron calls, with ``"cuda"``."""
+
+    @staticmethod
+    def from_group(group: Any, _device_type: str) -> DeviceMesh:
+        return DeviceMesh.from_group(group, "cpu")
+
+
 def _answer(value: Any) -> Callable[..., Any]:
     """A function that ignores its arguments. A new one each time: dynamo, where it is loaded,
     insists that every name of ``torch.cuda`` is an object of its own.
@@ -235,6 +244,8 @@ def install() -> None:
         lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
     )
     install_adam(_patches)
+    module = "megatron.core.distributed.torch_fully_sharded_data_parallel"
+    _patches.replace(module, "DeviceMesh", _MeshOfCpus)
     _keep_what_is_being_sent()
 
 

@@ -46,7 +46,7 @@ _SAME = (
     "fp8_param_gather", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
     # The data.
-    "split", "seq_length",
+    "mock_data", "split", "seq_length",
 )  # fmt: skip
 
 READ = frozenset(

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.saving import checksums
@@ -185,6 +186,8 @@ class Hooks:
             return found
         assert self._loaded is not None, "looked for as the checkpoint was read"
         self.session.restored = self._state
+        if fsdp.is_sharded(ddp_model[0]) and not settings.no_load_optim:
+            fsdp.resume(optimizer, self._loaded["optimizer"])
         if not settings.no_load_rng:
             self._restore_rng()
         self._loaded = None

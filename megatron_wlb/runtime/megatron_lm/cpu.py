@@ -66,6 +66,8 @@ def install() -> None:
     _patches.replace(initialize, "_warmup_jit_function", _do_nothing)
     # Decides whether CUDA_DEVICE_MAX_CONNECTIONS matters. On this device it does not.
     _patches.replace("megatron.training.arguments", "get_device_arch_version", lambda: 10)
+    # Options of NCCL's streams, for which --use-torch-fsdp2 asks.
+    _patches.replace("megatron.core.parallel_state", "get_nccl_options", _do_nothing)
     # A worker that writes checkpoints would import the script again, outside the emulation.
     _patches.replace("multiprocessing.spawn", "get_preparation_data", _without_main)
 

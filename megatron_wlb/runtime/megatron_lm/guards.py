@@ -86,15 +86,6 @@ def _scales_late(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "fp8", None)) and delayed
 
 
-def _scales_over_replicas(args: argparse.Namespace) -> bool:
-    return _scales_late(args) and not args.tp_only_amax_red
-
-
-def _recomputes_with_scales(args: argparse.Namespace) -> bool:
-    products = args.recompute_granularity == "full" or "mlp" in (args.recompute_modules or ())
-    return products and _scales_late(args)
-
-
 def _cannot_load(args: argparse.Namespace) -> bool:
     saves_state = args.use_distributed_optimizer and args.save and not args.no_save_optim
     resharded = args.ckpt_format == "torch_dist" and args.dist_ckpt_optim_fully_reshardable
@@ -120,8 +111,16 @@ def _ramps_in_vain(args: argparse.Namespace) -> bool:
 
 
 def _no_data(args: argparse.Namespace) -> bool:
+    return not (_names_corpora(args) or getattr(args, "mock_data", False))
+
+
+def _mocks_corpora(args: argparse.Namespace) -> bool:
+    return bool(getattr(args, "mock_data", False)) and _names_corpora(args)
+
+
+def _names_corpora(args: argparse.Namespace) -> bool:
     names = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path")
-    return all(not getattr(args, name, None) for name in names)
+    return any(getattr(args, name, None) for name in names)
 
 
 def _evaluates_otherwise(kind: str) -> Condition:
@@ -203,21 +202,16 @@ REFUSALS: tuple[Refusal, ...] = (
     # The layout.
     Refusal("--hybrid-context-parallel", "it packs documents in its own way"),
     Refusal(
-        "--hierarchical-context-parallel-sizes",
-        "keys and values are gathered over all context-parallel ranks at once",
-    ),
-    Refusal(
         "--no-overlap-p2p-communication",
         "with 2 pipeline stages and virtual stages, activations and gradients of one batch would "
         "be mixed up", "leave it out, or use other than 2 stages", refused=_mixes_up,
     ),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
     Refusal(
-        "--use-torch-fsdp2",
-        "a loss per token divides gradients by the tokens of the step, it leaves them undivided",
-        "use --use-distributed-optimizer",
+        "--use-megatron-fsdp",
+        "its wrapper runs on CUDA devices alone, where it was not compared with one process",
+        "use --use-torch-fsdp2 or --use-distributed-optimizer",
     ),
-    Refusal("--use-megatron-fsdp", "it is not tested"),
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     # The batch.
@@ -227,7 +221,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data
     ),
-    Refusal("--mock-data", _OTHER_DATA, "give --data-path"),
+    Refusal(
+        "--mock-data", "it stands for a corpus, and one is given", "leave one of them out",
+        refused=_mocks_corpora,
+    ),
     Refusal("--sft", _OTHER_DATA, "use --data-path"),
     Refusal("--logits-load-dir", _OWN_ORDER),
     Refusal("--logits-save-dir", _OWN_ORDER),
@@ -281,13 +278,11 @@ WITH_SLICES: tuple[Refusal, ...] = (
         "--fp8-format",
         "delayed scaling is agreed on by data-parallel ranks after each pass, and ranks that run "
         "other numbers of slices would wait for each other forever",
-        "add --tp-only-amax-red, or use --fp8-recipe tensorwise", refused=_scales_over_replicas,
+        "use --fp8-recipe tensorwise", refused=_scales_late,
     ),
     Refusal(
-        "--recompute-granularity",
-        "delayed scaling keeps scales for it in the order of forward passes, slices run backward "
-        "last to first",
-        "use --fp8-recipe tensorwise", refused=_recomputes_with_scales,
+        "--use-torch-fsdp2",
+        "each pass gathers weights over data-parallel ranks, which have other numbers of slices",
     ),
 )  # fmt: skip
 """Flags that cannot run where the packing cuts documents in slices."""
@@ -310,6 +305,10 @@ NO_EFFECT: tuple[Refusal, ...] = (
         "this version of Megatron-LM ignores it, and has --step-batch-size-schedule instead",
         refused=_ramps_in_vain,
     ),
+    Refusal(
+        "--hierarchical-context-parallel-sizes",
+        "keys and values are gathered over all context-parallel ranks at once",
+    ),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),
     Refusal("--cuda-graph-impl", _ONE_GRAPH, allowed=("none",)),
@@ -319,6 +318,8 @@ NO_EFFECT: tuple[Refusal, ...] = (
 
 _TURNED_OFF: dict[str, Any] = {
     "ddp_average_in_collective": False,
+    "hierarchical_context_parallel_sizes": None,
+    "cp_comm_type": ["p2p"],  # a2a+p2p asks for these sizes
     "enable_cuda_graph": False,
     "external_cuda_graph": False,
     "cuda_graph_impl": "none",
@@ -339,10 +340,10 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
             logger.warning(
                 "%s has no effect with --wlb-packing: %s", ignored.given(args), ignored.reason
             )
-    if _scales_over_replicas(args) and args.world_size > _shards(args):
+    if _scales_late(args) and args.world_size > _shards(args):
         logger.warning(
             "--fp8-format: with delayed scaling data-parallel ranks wait for each other at each "
-            "micro-batch; --tp-only-amax-red spares that"
+            "micro-batch; --fp8-recipe tensorwise spares that"
         )
 
 

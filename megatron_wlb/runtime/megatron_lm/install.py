@@ -23,6 +23,7 @@ from megatron_wlb.runtime.megatron_lm import (
     arguments,
     checkpoint,
     cpu,
+    fsdp,
     guards,
     log,
     model,
@@ -138,6 +139,7 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
     model.install(_patches, config)
+    fsdp.install(_patches, args)
     skip = functools.partial(schedule.skip_step, _session)
     _patches.replace(training, "dummy_train_step", skip)
     checkpoint.Hooks(_session).install(_patches)

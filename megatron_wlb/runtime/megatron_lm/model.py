@@ -24,6 +24,7 @@ from megatron_wlb.runtime.attention.core import AttentionOptions
 from megatron_wlb.runtime.attention.kernels import choose_kernel
 from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.model import (
     BATCH_P2P_SYNC,
     Model,
@@ -91,5 +92,8 @@ def of_chunks(chunks: Sequence[torch.nn.Module]) -> Model:
                 "pretrain_gpt.py, or leave out the --wlb flags"
             )
         require_document_attention(gpt)
+    for chunk in chunks:
+        if fsdp.is_sharded(chunk):
+            fsdp.divide_gradients(chunk)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return Model(get_model_config(chunks[0]), groups, list(chunks), gpts)

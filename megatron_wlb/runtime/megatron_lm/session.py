@@ -27,6 +27,7 @@ from megatron_wlb.planning.from_config import known_cost, make_evaluation_planne
 from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
+from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.model import of_chunks
 from megatron_wlb.runtime.model import Model, require_layers, settle_kernel
@@ -106,6 +107,9 @@ class Session:
         if self._chunks is not chunks:
             self._chunks, self.model = chunks, of_chunks(chunks)
             require_layers(self.config, self.model)
+            for chunk in filter(fsdp.is_sharded, chunks):
+                if self.args.save or self.args.load:
+                    fsdp.check_parts(chunk)
 
     def open_data(self) -> tuple[Iterator[StepPlan] | None, ...]:
         """Plans for training, validation and test, as Megatron's external data loaders.
@@ -198,12 +202,15 @@ class Session:
             yield plan
 
     def _corpora(self) -> Corpora:
-        """The blends that Megatron's arguments name, with the vocabulary of its tokenizer."""
+        """The blends that Megatron's arguments name, or mock data, of its vocabulary."""
         from megatron.training.global_vars import get_tokenizer
         from megatron.training.utils import get_blend_and_blend_per_split
 
+        tokenizer = get_tokenizer()
+        vocab_size = int(tokenizer.vocab_size)
+        if self.args.mock_data:
+            return Corpora.mock(self.config, vocab_size, tokenizer.eod)
         blend, per_split = get_blend_and_blend_per_split(self.args)
-        vocab_size = int(get_tokenizer().vocab_size)
         if blend is not None:
             return Corpora.of_blend(_blend(blend), self.config.data.split, vocab_size)
         blends = {

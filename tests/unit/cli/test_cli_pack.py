@@ -178,6 +178,24 @@ def test_micro_batches_stand_for_the_windows_of_the_recipe_or_the_flag(capsys) -
     assert "--micro-batch-size is 0; give at least 1" in capsys.readouterr().err
 
 
+def test_recipe_with_mock_data_needs_no_documents_beside_it(capsys) -> None:
+    text = "MODEL_ARGS:\n  --num-layers: 4\n  --seq-length: 2048\n  --global-batch-size: 6\n"
+    Path("recipe.yaml").write_text(text)
+    options = ["--model", "recipe.yaml", "--steps", "5", "--packing", "original"]
+    assert main(["pack", *options]) == 2
+    assert "no documents; give one of" in capsys.readouterr().err
+    Path("recipe.yaml").write_text(text + "  --mock-data: true\n")
+    (drawn,) = rows(capsys, *options)
+    (same,) = rows(capsys, *options, "--distribution", "reference")
+    assert {**drawn, "ms_per_step": 0} == {**same, "ms_per_step": 0}
+    Path("lengths.txt").write_text("2048\n")
+    Path("recipe.yaml").write_text(
+        text + "  --mock-data: true\n  --wlb-mock-lengths: lengths.txt\n"
+    )
+    (even,) = rows(capsys, *options)
+    assert even["imbalance_mean"] == pytest.approx(1) != pytest.approx(drawn["imbalance_mean"])
+
+
 def test_model_file_also_says_the_window_the_batch_and_the_pipeline(capsys) -> None:
     Path("model.yaml").write_text(
         "num_layers: 4\nhidden_size: 64\nseq-length: 2048\n--global-batch-size: 6\n"

@@ -25,6 +25,17 @@ REFUSED = [
         ["6 processes", "TP 1 × CP 4 × PP 1 = 4", "start a multiple of 4"],
     ),
     (
+        "--mock-data --data-path a", 1, ["--mock-data", "--data-path", "leave one of them out"],
+    ),
+    (
+        "--wlb-mock-lengths stdlib --data-path a", 1,
+        ["--wlb-mock-lengths is stdlib", "only with --mock-data", "or leave it out"],
+    ),
+    (
+        "--mock-data --wlb-mock-lengths referense", 1,
+        ["--wlb-mock-lengths", "unknown distribution referense", "did you mean reference?"],
+    ),
+    (
         "--wlb-cp-keep-gathered", 1,
         ["--wlb-cp-keep-gathered", "--context-parallel-size of at least 2", "leave it out"],
     ),

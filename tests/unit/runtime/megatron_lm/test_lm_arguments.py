@@ -30,7 +30,7 @@ CHECKED: dict[str, Any] = {
     "rampup_batch_size": ["8", "8", "1000"], "decrease_batch_size_if_needed": True,
     "bf16": True, "recompute_granularity": "selective", "recompute_method": None,
     "recompute_num_layers": None, "split": "99,1,0", "seq_length": 512,
-    "data_path": ["0.5", "a", "0.5", "b"], "lr": 3e-4, "optimizer": "adam",
+    "data_path": ["0.5", "a", "0.5", "b"], "mock_data": False, "lr": 3e-4, "optimizer": "adam",
     "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
     "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
     "pipeline_model_parallel_layout": None,

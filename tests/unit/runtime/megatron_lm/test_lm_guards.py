@@ -27,7 +27,7 @@ FINE: dict[str, Any] = {
     "dist_ckpt_optim_fully_reshardable": False,
     "hybrid_attention_ratio": 0.0, "cpu_offloading_num_layers": 0, "tp_comm_overlap": False,
     "sequence_parallel": True, "defer_embedding_wgrad_compute": False,
-    "recompute_granularity": None, "recompute_modules": None, "tp_only_amax_red": False,
+    "recompute_granularity": None, "recompute_modules": None,
 }  # fmt: skip
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -63,10 +63,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
-    "--hierarchical-context-parallel-sizes": {"hierarchical_context_parallel_sizes": [2, 2]},
     "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
-    "--use-torch-fsdp2": {"use_torch_fsdp2": True},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--tensor-parallel-num-weight-shards": {"tensor_parallel_num_weight_shards": 6},
     "--expert-tensor-parallel-num-weight-shards": {"expert_tensor_parallel_num_weight_shards": 6},
@@ -133,6 +131,7 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         {"bf16": False, "no_save_optim": True},
         {"data_path": None, "train_data_path": ["corpus"]},
         {"data_path": None, "data_args_path": "paths.txt"},
+        {"data_path": None, "mock_data": True},
         {"non_persistent_ckpt_type": "global"},
         {"position_embedding_type": "learned_absolute"},
         {"transformer_impl": "local"},
@@ -162,9 +161,8 @@ WITH_SLICES: dict[str, dict[str, Any]] = {
     "--fp8-format hybrid": {
         "fp8": "hybrid", "fp8_recipe": "delayed", "num_virtual_stages_per_pipeline_rank": None,
     },
-    "--recompute-granularity full": {
-        "fp8": "hybrid", "fp8_recipe": "delayed", "tp_only_amax_red": True,
-        "recompute_granularity": "full", "num_virtual_stages_per_pipeline_rank": None,
+    "--use-torch-fsdp2": {
+        "use_torch_fsdp2": True, "num_virtual_stages_per_pipeline_rank": None,
     },
 }  # fmt: skip
 
@@ -184,13 +182,8 @@ def test_flag_is_refused_where_documents_run_in_slices(flag: str) -> None:
     [
         {"fp8_recipe": "tensorwise", "recompute_granularity": "full"},
         {"fp8_recipe": "blockwise", "recompute_granularity": "selective"},
-        {"tp_only_amax_red": True},
-        {
-            "tp_only_amax_red": True, "recompute_granularity": "selective",
-            "recompute_modules": ["core_attn"],
-        },
     ],
-)  # fmt: skip
+)
 def test_fp8_runs_in_slices_where_scales_depend_on_no_other_replica(given: dict[str, Any]) -> None:
     base = {"fp8": "hybrid", "num_virtual_stages_per_pipeline_rank": None, "wlb_packing": "slim"}
     guards.check(argparse.Namespace(**FINE | base | given))
@@ -209,11 +202,6 @@ def test_no_option_makes_the_torch_format_load_sharded_optimizers_in_fp32() -> N
     given = {"ckpt_format": "torch", "bf16": False, "dist_ckpt_optim_fully_reshardable": True}
     with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer .* cannot load; add"):
         guards.check(argparse.Namespace(**FINE | given))
-
-
-def test_fsdp2_is_refused_for_what_it_does_to_gradients() -> None:
-    with pytest.raises(ConfigError, match=r"tokens of the step, it leaves them undivided"):
-        guards.check(argparse.Namespace(**FINE | {"use_torch_fsdp2": True}))
 
 
 @pytest.mark.parametrize("words", [["--yaml-cfg", "x.yaml"], ["--yaml-cfg=x.yaml"]])
@@ -235,6 +223,10 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
         ({"reset_attention_mask": True}, "--reset-attention-mask has no effect"),
         ({"eod_mask_loss": True}, "--eod-mask-loss has no effect"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type cyclic has no effect"),
+        (
+            {"hierarchical_context_parallel_sizes": [2, 2]},
+            "--hierarchical-context-parallel-sizes 2 2 has no effect with --wlb-packing: keys",
+        ),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph has no effect"),
         ({"external_cuda_graph": True}, "--external-cuda-graph has no effect"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local has no effect"),
@@ -262,7 +254,6 @@ def test_flag_without_effect_is_one_warning(
     [
         ({}, True),
         ({"world_size": 12}, False),  # one replica
-        ({"tp_only_amax_red": True}, False),
         ({"fp8_recipe": "tensorwise"}, False),
         ({"fp8": None}, False),
     ],
@@ -271,7 +262,7 @@ def test_delayed_scaling_over_replicas_is_a_warning(
     given: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     guards.check(argparse.Namespace(**FINE | {"fp8": "hybrid", "fp8_recipe": "delayed"} | given))
-    assert ["--tp-only-amax-red" in message for message in caplog.messages] == [True] * warned
+    assert ["wait for each other" in message for message in caplog.messages] == [True] * warned
 
 
 def test_flags_that_cannot_run_are_told_at_once() -> None:

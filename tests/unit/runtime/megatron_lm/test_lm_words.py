@@ -28,7 +28,6 @@ FINE = (
         "--bf16 --fp8-format hybrid --fp8-margin 0 --fp8-amax-history-len 1024",
         "--bf16 --fp8-format=e4m3 --fp8-recipe mxfp8 --fp8-output-proj",
         "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --wlb-packing slim",
-        "--bf16 --fp8-format hybrid --tp-only-amax-red --wlb-packing slim",
     ],
 )
 def test_words_of_what_runs_pass(more: str) -> None:

@@ -1,0 +1,103 @@
+"""Weights that torch's FSDP2 shards: loss, every gradient and the weights are one process's."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from helpers.gloo import GlooPool
+from helpers.layouts import FULL, HEAD_GROUPS, WORKLOAD, Layout, Oracle
+from helpers.oracle import State
+from helpers.ranks import build_runner, load, scatter_for
+from helpers.shards import RankRun, differences
+from helpers.workload import Workload
+
+from megatron_wlb.settings.config import Config
+
+CASES = [
+    # Megatron refuses tied embeddings, which the other models have.
+    Layout("llama", 5, dp=2),
+    Layout("llama", 2, dp=3, extra=FULL),  # which divides few of the weights
+    Layout("llama", 3, dp=2, tp="2sp"),
+    Layout("llama-3", 3, dp=2, cp=2, sharding="per-document", extra=HEAD_GROUPS),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sharded_weights_train_as_one_process_does(
+    gloo: GlooPool, oracle: Oracle, case: Layout
+) -> None:
+    expected = oracle(case)
+    plan = scatter_for(case.config, WORKLOAD, case.world_size, 0)
+    assert len({sum(m.num_targets for m in rank) for rank in plan.micro_batches}) > 1
+    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial)
+    assert differences(expected, runs) == []
+
+
+FAULTS = {"mean of ranks": 0.5, "undivided": None}
+"""What Megatron's gradients are multiplied with, instead of the number of ranks ÷ tokens."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_gradients_that_are_divided_otherwise_are_seen(
+    gloo: GlooPool, oracle: Oracle, fault: str
+) -> None:
+    expected = oracle(CASES[0])
+    runs = gloo.run(2, train, CASES[0].config, WORKLOAD, expected.initial, fault)
+    assert any("step 0: gradient of" in line for line in differences(expected, runs))
+
+
+def train(config: Config, workload: Workload, initial: State, fault: str = "") -> RankRun:
+    """Does what :func:`helpers.ranks.train` does, under the wrapper that Megatron-LM's loop has."""
+    import torch
+    from megatron.core.distributed import (
+        TorchFullyShardedDataParallel,
+        TorchFullyShardedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    from megatron_wlb.runtime import model as model_module
+    from megatron_wlb.runtime.megatron_lm import fsdp
+    from megatron_wlb.runtime.megatron_lm.model import of_chunks
+    from megatron_wlb.runtime.optimizer import build_optimizer
+    from megatron_wlb.runtime.step import StepRunner
+
+    with mock.patch.object(model_module, "_wrap", lambda config, core, chunks: chunks):
+        plain = build_runner(config, workload)
+    core, (gpt,) = plain.model.config, plain.model.gpts
+    held, _ = load(config, plain.model, initial)
+    core.finalize_model_grads_func = finalize_model_grads
+    # As Megatron-LM's arguments say.
+    core.transformer_impl = "local"
+    for module in gpt.modules():
+        if hasattr(module, "gradient_accumulation_fusion"):
+            module.gradient_accumulation_fusion = False
+    chunk = TorchFullyShardedDataParallel(core, TorchFullyShardedDataParallelConfig(), gpt)
+    scale, factor = fsdp._scale_gradients, FAULTS.get(fault, 1.0)
+
+    def scale_wrongly(chunk: Any, scaling_factor: float) -> None:
+        scale(chunk, scaling_factor * factor if factor else 1 / chunk.process_group.size())
+
+    with mock.patch.object(fsdp, "_scale_gradients", scale_wrongly):
+        model = of_chunks([chunk])
+    runner = StepRunner(model, plain.batches)
+    optimizer, scheduler = build_optimizer(config, model)
+    parameters = list(gpt.parameters())
+    assert all(part.indices.shape == p.shape for part, p in zip(held, parameters, strict=True))
+    losses, evaluated, gradients = [], [], []
+    for number in range(len(workload.steps)):
+        plan = scatter_for(config, workload, torch.distributed.get_world_size(), number)
+        chunk.train()
+        optimizer.zero_grad()
+        losses.append(runner.run(plan).mean)
+        chunk.eval()
+        with torch.no_grad():
+            evaluated.append(runner.run(plan, forward_only=True).mean)
+        gradients.append(tuple(p.grad.full_tensor().reshape(-1).numpy() for p in parameters))
+        success, _, _ = optimizer.step()
+        assert success
+        scheduler.step(increment=config.training.global_batch_size)
+    weights = tuple(p.detach().full_tensor().numpy() for p in parameters)
+    ranges = tuple((0, p.numel()) for p in parameters)
+    return RankRun(tuple(held), tuple(losses), tuple(evaluated), tuple(gradients), ranges, weights)
