@@ -30,10 +30,11 @@ def train(script: Path, words: Sequence[str], spoil: str = "") -> int:
     return main([str(script), *words])
 
 
-def check_arguments(words: Sequence[str], found: Path) -> int:
+def check_arguments(words: Sequence[str], num_devices: int, found: Path) -> int:
     """Writes what the launcher says against arguments, each thing a string of a JSON list.
 
-    Up to here it has made no process group. What the emulation refuses does not count.
+    It passes for the first process on so many devices: what the emulation refuses does not count,
+    and checkpoints are there. No process group is made.
     """
     import importlib
 
@@ -44,12 +45,15 @@ def check_arguments(words: Sequence[str], found: Path) -> int:
     from megatron_wlb.runtime.megatron_lm import cpu, guards, install
 
     cpu.refusals = lambda args: iter(())  # type: ignore[assignment]
+    os.environ["WORLD_SIZE"] = str(num_devices)
     said: list[str] = []
     try:
         guards.check_words(words)
         install.install()
         sys.argv = ["pretrain_gpt.py", *words]
         args = parse_args()
+        for folder in filter(None, (args.load, args.pretrained_checkpoint)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
         checks = importlib.import_module(targets.adapter().checks_arguments_in)
         checks.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
     except WLBError as error:

@@ -1,4 +1,4 @@
-"""Processes that find Megatron imported: forked from this one, for one recipe each, with a deadline.
+"""Processes that find Megatron imported: forked from this one, with a deadline.
 
 Importing torch and Megatron takes 15 s where four processes do it on two cores. So this process
 imports them once, makes neither a thread nor a process group, and forks.

@@ -15,8 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from _run_recipes import inside
+from _run_recipes.outcome import (
+    EQUAL,
+    FAILED,
+    FOREIGN,
+    NO_TRAINING,
+    REFUSED,
+    UNEQUAL,
+    UNFIT,
+    UNKNOWN,
+    Outcome,
+)
 from _run_recipes.ranks import Ended, run_ranks
-from _run_recipes.scaling import MOST_PROCESSES, NUM_STEPS, DoesNotFitError, Scaled, scale
+from _run_recipes.scaling import NUM_STEPS, DoesNotFitError, Scaled, scale
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.settings.recipe import Recipe, read_recipe
 
@@ -26,40 +37,6 @@ NORM_ROUNDING = 1e-4
 """Relative, of a gradient norm: weights of later steps differ by Adam's quotients, too."""
 OURS = ("--wlb-packing", "hold")
 HERE = ("--wlb-device", "cpu", "--wlb-hardware", "cpu", "--wlb-metrics", inside.METRICS)
-
-EQUAL, UNEQUAL, FAILED, UNFIT = "equal", "unequal", "failed", "does not fit"
-REFUSED, NO_TRAINING, FOREIGN = "refused", "no training", "not Megatron's"
-RAN = (EQUAL, UNEQUAL)
-ACCEPTED = (*RAN, FAILED, UNFIT)
-MEANINGS = {
-    EQUAL: "trained, and equals one process at every step",
-    UNEQUAL: "trained, but does not equal one process",
-    FAILED: "accepted, but did not train to its end",
-    UNFIT: f"accepted, but does not fit {MOST_PROCESSES} processes",
-    REFUSED: "refused by the launcher, or by Megatron",
-    NO_TRAINING: "inference or reinforcement learning",
-    FOREIGN: "NeMo's, or without arguments",
-}
-
-
-@dataclass
-class Outcome:
-    """What became of one recipe."""
-
-    recipe: str
-    status: str
-    why: list[str] = field(default_factory=list)
-    """What was said against it, or where it differs."""
-    layout: str = ""
-    reduced: bool = False
-    num_processes: int = 0
-    changes: list[dict[str, str]] = field(default_factory=list)
-    steps: list[dict[str, float]] = field(default_factory=list)
-    """Loss and gradient norm of each step, and those of one process."""
-    command: list[str] = field(default_factory=list)
-    tail: str = ""
-    """The last lines of the log of a process that failed."""
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +84,9 @@ class Runner:
         if recipe.mode != "pretraining":
             outcome.why = [f"MODE is {recipe.mode}"]
             return
+        if "--num-layers" not in recipe.arguments:
+            outcome.status = UNKNOWN
+            return
         num_devices = recipe.num_nodes * recipe.devices_per_node
         outcome.status = REFUSED
         outcome.why = self._refusals(recipe, num_devices)
@@ -117,8 +97,7 @@ class Runner:
         except DoesNotFitError as error:
             outcome.status, outcome.why = UNFIT, [str(error)]
             return
-        outcome.layout, outcome.reduced = scaled.layout, scaled.reduced
-        outcome.num_processes = scaled.num_processes
+        outcome.layout, outcome.num_processes = scaled.layout, scaled.num_processes
         outcome.changes = [asdict(change) for change in scaled.changes]
         outcome.command = [*scaled.words, *OURS]
         try:
@@ -128,16 +107,14 @@ class Runner:
 
     def _refusals(self, recipe: Recipe, num_devices: int) -> list[str]:
         """What the launcher says against the recipe as it stands, all at once."""
-        environment = {**recipe.environment, "WORLD_SIZE": str(num_devices)}
         words = (*recipe.arguments, *OURS)
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             found = Path(folder, "said")
-            program = functools.partial(_as_world, num_devices, inside.check_arguments, words, found)
-            ended = run_ranks(
-                program, 1, Path(folder), limit_s=self.limit_s, environment=environment
-            )
+            check = functools.partial(inside.check_arguments, words, num_devices, found)
+            environment = recipe.environment
+            ended = run_ranks(check, 1, Path(folder), limit_s=self.limit_s, environment=environment)
             if ended.why:
-                return [f"Megatron-LM refuses the arguments: {ended.tail.splitlines()[-1:]}"]
+                return [f"Megatron-LM fails: {ended.tail.rpartition(chr(10))[2]}"]
             said: list[str] = json.loads(found.read_text())
             return said
 
@@ -239,15 +216,6 @@ def _variables(folder: Path) -> dict[str, str]:
         "WANDB_SAVE_PATH": "wandb", "WANDB_EXPERIMENT": "recipe",
         "DATA_BLEND": "corpus", "TOKENIZER_TYPE": "NullTokenizer", "TOKENIZER_MODEL_PATH": "none",
     }  # fmt: skip
-
-
-def _as_world(num_devices: int, program: Any, *args: Any) -> int:
-    """Runs a program in a process that passes for the first of so many."""
-    import os
-
-    os.environ["WORLD_SIZE"] = str(num_devices)
-    code: int = program(*args)
-    return code
 
 
 def _lines(path: Path) -> list[Any]:

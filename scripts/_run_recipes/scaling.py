@@ -20,26 +20,17 @@ Value = tuple[str, ...]
 """What stands behind a flag; nothing behind a switch."""
 
 SCALED, LAYOUT, DATA, CHECKPOINT = "scaled", "layout", "data", "checkpoint"
-FP32, GPU, DROPOUT, LOGS = "fp32", "needs a GPU", "dropout", "logs"
-KINDS = {
-    SCALED: "sizes made small, ratios kept",
-    LAYOUT: "layout reduced to fit the processes",
-    DATA: "a small corpus of bytes in place of the recipe's, with its tokenizer",
-    CHECKPOINT: "both runs start from the same weights, and save nothing",
-    FP32: "compared in fp32",
-    GPU: "left out or turned off, as there is no GPU",
-    DROPOUT: "random numbers differ by layout, so none are drawn",
-    LOGS: "nothing is sent over the network",
-}
-
+FP32, GPU, DROPOUT, LOGS, FAULTS = "fp32", "needs a GPU", "dropout", "logs", "faults"
 LEFT_OUT = {
     DATA: """data-path train-data-path valid-data-path test-data-path data-args-path
-        per-split-data-args-path vocab-file merge-file tokenizer-model tokenizer-hf-include-special-tokens
-        tiktoken-pattern tiktoken-num-special-tokens legacy-tokenizer""",
+        per-split-data-args-path vocab-file merge-file tokenizer-model
+        tokenizer-hf-include-special-tokens tiktoken-pattern tiktoken-num-special-tokens
+        legacy-tokenizer""",
     CHECKPOINT: "save load use-checkpoint-args pretrained-checkpoint auto-detect-ckpt-format",
     FP32: """bf16 fp16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis
         grad-reduce-in-bf16""",
-    GPU: "first-last-layers-bf16 te-rng-tracker",
+    GPU: "first-last-layers-bf16 te-rng-tracker apply-layernorm-1p",
+    FAULTS: "error-injection-rate error-injection-type",
     LOGS: "wandb-project wandb-exp-name wandb-entity wandb-save-dir",
 }  # fmt: skip
 LEFT_OUT_PREFIXES = {GPU: "--fp8-"}
@@ -56,9 +47,8 @@ ON_CPU: Mapping[str, Value] = {
     "--no-rope-fusion": (),
 }
 
-OF_LAYOUT = frozenset(
-    "--" + name
-    for name in """tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
+OF_LAYOUT = """
+    tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
     sequence-parallel num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
     microbatch-group-size-per-virtual-pipeline-stage decoder-first-pipeline-num-layers
     decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
@@ -73,8 +63,8 @@ OF_LAYOUT = frozenset(
     data-parallel-sharding-strategy ckpt-format init-model-with-meta-device
     check-weight-hash-across-dp-replicas-interval recompute-granularity recompute-method
     recompute-num-layers recompute-activations recompute-modules
-    no-async-tensor-model-parallel-allreduce""".split()
-)
+    no-async-tensor-model-parallel-allreduce
+"""
 """Flags that change where and when the same numbers are computed: one process runs without."""
 
 
@@ -99,11 +89,6 @@ class Scaled:
     """As in ``TP2 PP2 DP1``."""
     changes: tuple[Change, ...]
 
-    @property
-    def reduced(self) -> bool:
-        """Whether the layout itself is another than the recipe's, beyond fewer replicas."""
-        return any(change.kind == LAYOUT for change in self.changes)
-
 
 class DoesNotFitError(Exception):
     """A layout that cannot be halved to fit the processes."""
@@ -127,7 +112,8 @@ def scale(words: Sequence[str], num_devices: int, corpus: str) -> Scaled:
         flags.put("--data-path", (corpus,), DATA)
     flags.put("--tokenizer-type", ("NullTokenizer",), DATA)
     flags.put("--vocab-size", (str(VOCAB_SIZE),), DATA)
-    alone = {flag: value for flag, value in flags.values.items() if flag not in OF_LAYOUT}
+    of_layout = {f"--{name}" for name in OF_LAYOUT.split()}
+    alone = {flag: value for flag, value in flags.values.items() if flag not in of_layout}
     named = {"TP": tp, "PP": pp, "CP": cp, "DP": dp}
     return Scaled(
         _words(flags.values), _words(alone), tp * pp * cp * dp,
@@ -249,7 +235,9 @@ def _scale_model(flags: _Flags, tp: int, pp: int) -> None:
     shrunk("--mup-base-hidden-size", small / hidden, 8)
     if flags.number("--make-vocab-size-divisible-by", 128) > 128:
         flags.put("--make-vocab-size-divisible-by", 128, SCALED)
-    longest = flags.number("--max-position-embeddings", 0) // max(1, flags.number("--seq-length", 1))
+    longest = flags.number("--max-position-embeddings", 0) // max(
+        1, flags.number("--seq-length", 1)
+    )
     flags.put_if_given("--max-position-embeddings", max(1, longest) * WINDOW_TOKENS, SCALED)
     flags.put_if_given("--seq-length", WINDOW_TOKENS, SCALED)
 
@@ -258,7 +246,7 @@ def _scale_layers(flags: _Flags, pp: int) -> int:
     """As few layers as the layout takes: each stage has one at least, a virtual one as many as in
     the recipe.
     """
-    layers, stages = flags.number("--num-layers", 1), pp
+    stages = pp
     per_stage = flags.number("--num-layers-per-virtual-pipeline-stage", 0)
     if per_stage:
         stages = 2 * pp  # of all numbers of virtual stages two are enough
