@@ -10,16 +10,8 @@ EQUAL, UNEQUAL, FAILED, UNFIT = "equal", "unequal", "failed", "does not fit"
 REFUSED, NO_TRAINING, UNKNOWN, FOREIGN = "refused", "no training", "no model", "not Megatron's"
 RAN = (EQUAL, UNEQUAL)
 ACCEPTED = (*RAN, FAILED, UNFIT)
-MEANINGS = {
-    EQUAL: "It trained. Loss and gradient norm equal those of one process at each step.",
-    UNEQUAL: "It trained, but does not equal one process.",
-    FAILED: "The launcher accepts it, but its small run did not come to its end.",
-    UNFIT: "The launcher accepts it, but its layout does not fit the processes.",
-    REFUSED: "The launcher or Megatron-LM itself refuses it, in the words given.",
-    NO_TRAINING: "It runs inference or reinforcement learning.",
-    UNKNOWN: "Its model is that of a checkpoint, which is not in the checkout.",
-    FOREIGN: "It is NeMo's, or has no arguments.",
-}
+STATUSES = (*RAN, FAILED, UNFIT, REFUSED, NO_TRAINING, UNKNOWN, FOREIGN)
+"""What they mean stands in docs/recipe-runs.md."""
 
 
 @dataclass

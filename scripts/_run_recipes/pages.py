@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from _run_recipes.outcome import MEANINGS, REFUSED, Outcome
+from _run_recipes.outcome import EQUAL, REFUSED, STATUSES, Outcome
 from _run_recipes.results import Results
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
@@ -48,8 +48,10 @@ def _between(path: Path) -> tuple[str, str]:
 def _section(name: str, results: Results) -> str:
     outcomes = [results.outcomes[key] for key in sorted(results.outcomes)]
     by = Counter(one.status for one in outcomes)
-    lines = [name, "", f"{results.counts}.", "", "| What | Recipes |", "| --- | --- |"]
-    lines += [_row([f"**{status}**", str(by[status])]) for status in MEANINGS if by[status]]
+    without = sum(bool(one.without) for one in outcomes if one.status == EQUAL)
+    said = f"{results.counts}; {without} of these without flags that need a GPU."
+    lines = [name, "", said, "", "| What | Recipes |", "| --- | --- |"]
+    lines += [_row([f"**{status}**", str(by[status])]) for status in STATUSES if by[status]]
     reasons = Counter(why for one in outcomes if one.status == REFUSED for why in one.why)
     if reasons:
         lines += ["", "| Refused, as | Recipes |", "| --- | --- |"]

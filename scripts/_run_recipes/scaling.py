@@ -26,14 +26,15 @@ LEFT_OUT = {
         per-split-data-args-path vocab-file merge-file tokenizer-model
         tokenizer-hf-include-special-tokens tiktoken-pattern tiktoken-num-special-tokens
         legacy-tokenizer""",
-    CHECKPOINT: "save load use-checkpoint-args pretrained-checkpoint auto-detect-ckpt-format",
+    CHECKPOINT: """save load use-checkpoint-args pretrained-checkpoint auto-detect-ckpt-format
+        use-persistent-ckpt-worker""",
     FP32: """bf16 fp16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis
         grad-reduce-in-bf16""",
     GPU: "first-last-layers-bf16 te-rng-tracker apply-layernorm-1p",
     FAULTS: "error-injection-rate error-injection-type",
     LOGS: "wandb-project wandb-exp-name wandb-entity wandb-save-dir",
 }  # fmt: skip
-LEFT_OUT_PREFIXES = {GPU: "--fp8-"}
+LEFT_OUT_PREFIXES = {GPU: "--fp8-", CHECKPOINT: "--async-"}
 
 ON_CPU: Mapping[str, Value] = {
     "--distributed-backend": ("gloo",),

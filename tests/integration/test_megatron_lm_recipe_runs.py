@@ -1,4 +1,4 @@
-"""Some of Megatron-LM's own recipes trained small by ``scripts/run_recipes.py``, against one process.
+"""Some recipes of Megatron-LM, trained small by ``scripts/run_recipes.py``, against one process.
 
 All of them take half an hour; these differ in what the layout does.
 """
