@@ -23,6 +23,8 @@ from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("fork")
 TAIL_LINES = 25
+_TELL_S = 2.0
+"""How long before the limit a process writes where it is."""
 
 
 def import_megatron(checkout: Path) -> str:
@@ -83,7 +85,7 @@ def run_ranks(
     try:
         for rank, log in enumerate(logs):
             of_rank = own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = _CONTEXT.Process(target=_rank, args=(program, folder, log, of_rank))
+            process = _CONTEXT.Process(target=_rank, args=(program, folder, log, of_rank, limit_s))
             process.start()
             processes.append(process)
         failed = _await(processes, time.monotonic() + limit_s)
@@ -123,7 +125,11 @@ def _kill(process: BaseProcess) -> None:
 
 
 def _rank(
-    program: Callable[[], int], folder: Path, log: Path, environment: Mapping[str, str]
+    program: Callable[[], int],
+    folder: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    limit_s: float,
 ) -> None:
     os.setpgid(0, 0)
     os.environ.update(environment)
@@ -135,6 +141,7 @@ def _rank(
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
+    faulthandler.dump_traceback_later(max(0.1, limit_s - _TELL_S))  # where it hangs
     sys.exit(program())
 
 

@@ -30,7 +30,8 @@ LEFT_OUT = {
         use-persistent-ckpt-worker""",
     FP32: """bf16 fp16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis
         grad-reduce-in-bf16""",
-    GPU: "first-last-layers-bf16 te-rng-tracker apply-layernorm-1p",
+    GPU: """first-last-layers-bf16 te-rng-tracker apply-layernorm-1p
+        defer-embedding-wgrad-compute wgrad-deferral-limit""",
     FAULTS: "error-injection-rate error-injection-type",
     LOGS: "wandb-project wandb-exp-name wandb-entity wandb-save-dir",
 }  # fmt: skip
