@@ -55,7 +55,7 @@ def main() -> int:
         "--table", action="store_true", help="writes docs/recipes.md and docs/recipe-runs.md"
     )
     parser.add_argument(
-        "--limit", type=float, default=120.0, metavar="SECONDS", help="of a run (default: 120)"
+        "--limit", type=float, default=300.0, metavar="SECONDS", help="of a run (default: 300)"
     )
     parser.add_argument("--spoil", choices=SPOILS, default="", help="makes the layout's runs wrong")
     options = parser.parse_args()

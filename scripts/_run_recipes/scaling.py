@@ -248,6 +248,8 @@ def _scale_layers(flags: _Flags, pp: int) -> int:
     """As few layers as the layout takes: each stage has one at least, a virtual one as many as in
     the recipe.
     """
+    if "--pipeline-model-parallel-layout" in flags.values:  # it names each layer
+        return flags.number("--num-layers", 1)
     stages = pp
     per_stage = flags.number("--num-layers-per-virtual-pipeline-stage", 0)
     if per_stage:

@@ -115,6 +115,7 @@ def test_layout_that_cannot_be_halved_does_not_fit(module: Any) -> None:
         (["--num-virtual-stages-per-pipeline-rank", "3"], 2 * 3),
         (["--decoder-first-pipeline-num-layers", "3"], 3 + 1),
         (["--account-for-embedding-in-pipeline-split"], 2 - 1 + 2),
+        (["--pipeline-model-parallel-layout", "Et*20|t*12L"], 32),
     ],
 )
 def test_layers_fill_the_stages_that_the_recipe_has(
