@@ -61,6 +61,8 @@ def main() -> int:
     options = parser.parse_args()
     if (options.resume or options.table) and options.out is None:
         raise ConfigError("--resume and --table go by a file of results; give --out FILE")
+    if options.spoil and options.table:
+        raise ConfigError(f"--spoil {options.spoil} makes wrong results; leave out --table")
     checkout = options.checkout.resolve()
     chosen = [
         path
