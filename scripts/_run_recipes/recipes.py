@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -59,7 +58,7 @@ class FailedRunError(Exception):
 
 @dataclass
 class Runner:
-    """Runs recipes of one checkout; runs of one process that recipes share are run once."""
+    """Runs recipes of one checkout; a run of one process that several recipes share runs once."""
 
     checkout: Path
     folder: Path
@@ -208,7 +207,6 @@ def make_corpus(folder: Path) -> str:
 
 def _variables(folder: Path) -> dict[str, str]:
     """What the recipes' variables are here; they load from where they save, as a new run may."""
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return {
         "DATA_PATH": str(folder), "DATA_CACHE_PATH": "cache", "REPEAT": "1",
         "CHECKPOINT_SAVE_PATH": "checkpoints", "CHECKPOINT_LOAD_PATH": "checkpoints",
