@@ -1,10 +1,10 @@
 """Megatron's own recipe files (``model_config.yaml``) as command lines.
 
 They are what Megatron-LM's functional tests run, and its shell scripts are the only definition:
-environment variables are put into the text; then ``ENV_VARS`` are exported, and each entry of
-``MODEL_ARGS`` becomes arguments, with ``ENV_VARS`` put in: ``--flag: true`` is the bare flag,
-``[a b]`` are several values, ``(…)`` and anything with spaces is one, and an empty value drops the
-flag. Numbers keep the form that they have in the file.
+environment variables are put into the text; then ``ENV_VARS`` are exported, and of
+``MODEL_ENV_VARS`` those of the run; and each entry of ``MODEL_ARGS`` becomes arguments, with these
+put in: ``--flag: true`` is the bare flag, ``[a b]`` are several values, ``(…)`` and anything with
+spaces is one, and an empty value drops the flag. Numbers keep the form that they have in the file.
 """
 
 from __future__ import annotations
@@ -86,15 +86,14 @@ def read_recipe(path: str | Path, variables: Mapping[str, str], *, run_number: i
             f"recipe {path}: there is no MODEL_ARGS; give a model_config.yaml as in Megatron-LM's "
             "tests/functional_tests/test_cases"
         )
-    exported = content.get("ENV_VARS") or {}
-    if not isinstance(exported, Mapping):
-        raise ConfigError(
-            f"recipe {path}: ENV_VARS is {shown(exported)}; give `NAME: value` entries"
-        )
     key = f"MODEL_ARGS_{run_number}"
-    chosen = content[key] if run_number > 1 and key in content else content["MODEL_ARGS"]
+    if run_number == 1 or key not in content:
+        key = "MODEL_ARGS"
+    chosen = content[key]
     if not isinstance(chosen, Mapping):
         raise ConfigError(f"recipe {path}: {key} is {shown(chosen)}; give `--flag: value` entries")
+    exported = _entries(path, content, "ENV_VARS")
+    exported = {**exported, **_entries(path, _entries(path, content, "MODEL_ENV_VARS"), key)}
     environment = {name: str(value) for name, value in exported.items()}
     arguments = tuple(
         _substituted(argument, environment)
@@ -156,6 +155,14 @@ def _substituted(text: str, variables: Mapping[str, str]) -> str:
         return variables.get(match[1] or match[2], match[0])
 
     return _VARIABLE.sub(value, text)
+
+
+def _entries(path: Path, content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Entries that a recipe need not have."""
+    found = content.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"recipe {path}: {name} is {shown(found)}; give `NAME: value` entries")
+    return found
 
 
 def _arguments(path: Path, flag: str, value: Any) -> list[str]:

@@ -179,6 +179,35 @@ def actions_of_step(layout: Layout, forward_only: bool):
     return actions, to_next, to_previous
 
 
+def receive_what_nobody_waited_for(layout: Layout) -> float:
+    """What stage 1 gets when stage 0 has sent it and let go of the handle."""
+    import datetime
+
+    import torch
+
+    communicator = build_runner(layout.config, layout.workload).communicator
+    communicator.begin([4, 4], forward_only=True, label="step 1")
+    options = {
+        "tensor_send_prev": None,
+        "recv_next": False,
+        "tensor_shape": (4, 1, HIDDEN),
+        "wait_on_reqs": False,
+    }
+    if communicator.pp_group.rank() == 0:
+        sent = torch.full((4, 1, HIDDEN), 7.0)
+        communicator._communicate(tensor_send_next=sent, recv_prev=False, **options)
+        torch.distributed.barrier()
+        torch.distributed.barrier()
+        return 7.0
+    torch.distributed.barrier()
+    received, _, handles = communicator._communicate(
+        tensor_send_next=None, recv_prev=True, **options
+    )
+    handles["recv_prev"].wait(datetime.timedelta(seconds=5))
+    torch.distributed.barrier()
+    return float(received.mean())
+
+
 def misuse_communicator(layout: Layout) -> list[str]:
     """The errors of a communicator whose plan is longer, then shorter than the schedule."""
     communicator = build_runner(layout.config, layout.workload).communicator
@@ -384,3 +413,9 @@ def test_stock_schedule_runs_the_simulated_order(
         _, _, sent_by_next = results[(rank + 1) % pp]
         assert sent_by_previous == [length_of[m] for _, m in expected.forward]
         assert sent_by_next == [length_of[m] for _, m in expected.backward]
+
+
+def test_message_arrives_whose_sender_does_not_wait(gloo: GlooPool) -> None:
+    """As the last one of some schedules: gloo takes it back with its handle."""
+    layout = Layout(2, 2, 2)  # overlapping: each message has a handle of its own
+    assert gloo.run(2, receive_what_nobody_waited_for, layout) == [7.0, 7.0]

@@ -249,20 +249,36 @@ def install() -> None:
     _keep_what_is_being_sent()
 
 
+_MOST_UNDER_WAY = 16
+"""Sends that nobody has waited for: of one step a few, and then one more in each."""
+
+
 def _keep_what_is_being_sent() -> None:
     """Keeps an output's storage, which the schedules free once its send was issued: NCCL has
     enqueued it by then, but gloo may still be reading it.
+
+    The handle is kept too, as some schedules never wait for their last one: gloo takes a message
+    back whose handle is gone, and its receiver would wait forever.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     original = P2PCommunicator._communicate
+    under_way: list[Any] = []
 
     @functools.wraps(original)
     def communicate(self: Any, **kwargs: Any) -> Any:
         for name in ("tensor_send_next", "tensor_send_prev"):
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name].detach()  # an alias keeps the storage
-        return original(self, **kwargs)
+        received_prev, received_next, handles = original(self, **kwargs)
+        if isinstance(handles, dict):
+            under_way.extend(
+                handles[name] for name in ("send_next", "send_prev") if name in handles
+            )
+        under_way[:] = [handle for handle in under_way if not handle.is_completed()]  # waited for
+        if len(under_way) > _MOST_UNDER_WAY:
+            under_way.pop(0).wait()  # it was sent in a step before
+        return received_prev, received_next, handles
 
     _patches.replace(P2PCommunicator, "_communicate", communicate)
 

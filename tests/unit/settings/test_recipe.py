@@ -98,6 +98,17 @@ def test_run_number_chooses_the_arguments(path: Path, number: int, first: str) -
     assert read_recipe(path, VARIABLES, run_number=number).arguments[1] == first
 
 
+@pytest.mark.parametrize(("number", "devices"), [(1, 8), (2, 2), (3, 4)])
+def test_each_run_has_its_own_number_of_devices(tmp_path: Path, number: int, devices: int) -> None:
+    path = tmp_path / "model_config.yaml"
+    path.write_text(
+        "MODEL_ENV_VARS: {MODEL_ARGS_2: {GPUS_PER_NODE: 2}, MODEL_ARGS_3: {GPUS_PER_NODE: 4}}\n"
+        "MODEL_ARGS: {--lr: 1}\nMODEL_ARGS_2: {--lr: 2}\nMODEL_ARGS_3: {--lr: 3}\n"
+    )
+    recipe = read_recipe(path, {}, run_number=number)
+    assert (recipe.devices_per_node, recipe.arguments[1]) == (devices, str(number))
+
+
 def test_launch_command_appends_what_overrides(path: Path) -> None:
     recipe = read_recipe(path, VARIABLES, run_number=2)
     command = launch_command(
@@ -115,6 +126,10 @@ def test_launch_command_appends_what_overrides(path: Path) -> None:
     [
         ("ENV_VARS: {}", "there is no MODEL_ARGS"),
         ("MODEL_ARGS:", "there is no MODEL_ARGS"),
+        (
+            "MODEL_ARGS: {}\nMODEL_ENV_VARS: {MODEL_ARGS: 8}",
+            "MODEL_ARGS is '8'; give `NAME: value`",
+        ),
         ("- a", "expected names and values"),
         ("MODEL_ARGS: {trainer.devices: 8}", "trainer.devices is not a flag; a recipe of another"),
         ("MODEL_ARGS: {--lr: {a: 1}}", "--lr is {'a': '1'}; give a plain value"),

@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Runs Megatron-LM's own recipes, made small, with plans: which train, and equal one process?
+
+Each recipe of tests/functional_tests/test_cases/KIND is read and asked of the launcher as it
+stands, with --wlb-packing hold. Those that are accepted are made small and train three steps on
+this CPU: in their layout, in up to four processes, and once more in one process. Loss and gradient
+norm of each step are compared.
+
+    scripts/run_recipes.py ~/Megatron-LM --out runs/recipes.json
+    scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2*'      # some of them
+    scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2' --spoil weight  # must fail
+
+Results are written after each recipe, so a start that was cut off goes on with --resume. Exit
+status: 1 if an accepted recipe ran and did not equal one process.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
+import fnmatch
+import sys
+import tempfile
+from pathlib import Path
+
+from _common import parser_of
+from _run_recipes import pages
+from _run_recipes.inside import SPOILS
+from _run_recipes.outcome import UNEQUAL
+from _run_recipes.ranks import import_megatron
+from _run_recipes.recipes import Runner, make_corpus, recipes_of
+from _run_recipes.results import Results
+from rich.console import Console
+from rich.progress import Progress
+
+from megatron_wlb.errors import ConfigError, run_program
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("checkout", type=Path, metavar="MEGATRON-LM", help="a checkout's folder")
+    parser.add_argument("--kind", default="gpt", help="folder of recipes (default: gpt)")
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="of names, as of files"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="results, as JSON")
+    parser.add_argument(
+        "--resume", action="store_true", help="leaves out what --out has, but failures"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="writes docs/recipes.md and docs/recipe-runs.md"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, metavar="SECONDS", help="of a run (default: 300)"
+    )
+    parser.add_argument("--spoil", choices=SPOILS, default="", help="makes the layout's runs wrong")
+    options = parser.parse_args()
+    if (options.resume or options.table) and options.out is None:
+        raise ConfigError("--resume and --table go by a file of results; give --out FILE")
+    if options.spoil and options.table:
+        raise ConfigError(f"--spoil {options.spoil} makes wrong results; leave out --table")
+    checkout = options.checkout.resolve()
+    chosen = [
+        path
+        for path in recipes_of(checkout, options.kind)
+        if any(fnmatch.fnmatch(path.parent.name, pattern) for pattern in options.only)
+    ]
+    if not chosen:
+        raise ConfigError(f"--only {' '.join(options.only)} is no recipe's name; give another")
+    found = Results(options.kind, import_megatron(checkout))
+    if options.resume:
+        found.resume(options.out)
+    with tempfile.TemporaryDirectory(prefix="recipes-") as name:
+        folder = Path(name)
+        runner = Runner(checkout, folder, make_corpus(folder), options.limit, options.spoil)
+        # Without a thread of its own: processes are forked.
+        with Progress(console=Console(stderr=True), auto_refresh=False) as bar:
+            task = bar.add_task("recipes", total=len(chosen))
+            for path in chosen:
+                bar.update(task, description=path.parent.name, refresh=True)
+                if path.parent.name not in found.outcomes:
+                    outcome = found.outcomes[path.parent.name] = runner.run(path)
+                    said = f"{outcome}\n{outcome.tail}".rstrip()
+                    bar.console.print(said, markup=False, highlight=False, soft_wrap=True)
+                    if options.out is not None:
+                        found.write(options.out)
+                bar.update(task, advance=1, refresh=True)
+    print(found.counts)
+    if options.table:
+        pages.write(found, ROOT / "docs")
+    return 1 if any(one.status == UNEQUAL for one in found.outcomes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, place_flag="--out"))

@@ -1,0 +1,237 @@
+"""How recipes are made small, judged, and told: the parts of ``scripts/run_recipes.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wlb.errors import ConfigError
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return lambda name: importlib.import_module(f"_run_recipes.{name}")
+
+
+RECIPE = shlex.split(
+    """--num-layers 32 --hidden-size 4096 --num-attention-heads 48 --group-query-attention
+    --num-query-groups 8 --ffn-hidden-size 16384 --kv-channels 128 --seq-length 4096
+    --max-position-embeddings 8192 --micro-batch-size 4 --global-batch-size 256 --train-iters 50
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --swiglu --bf16 --fp8-format hybrid --save there --vocab-file words --lr-decay-iters 9000
+    --data-path 0.3 /a 0.7 /b --distributed-backend nccl"""
+)
+
+
+def scaled(module: Any, *more: str, num_devices: int = 8) -> tuple[Any, dict[str, Any]]:
+    scaling = module("scaling")
+    found = scaling.scale([*RECIPE, *more], num_devices, "/corpus")
+    return found, scaling.grouped(found.words)
+
+
+def test_small_recipe_keeps_ratios_and_flags(module: Any) -> None:
+    found, flags = scaled(module, "--log-params-norm", "--split", "949,50,1")
+    heads, groups = (int(flags[f"--num-{name}"][0]) for name in ("attention-heads", "query-groups"))
+    hidden, ffn, kv = (
+        int(flags[f"--{name}"][0]) for name in ("hidden-size", "ffn-hidden-size", "kv-channels")
+    )
+    assert (heads / groups, ffn / hidden) == (48 / 8, 16384 / 4096)
+    assert kv / (hidden / heads) == pytest.approx(128 / (4096 / 48), rel=0.2)
+    positions, window = (
+        int(flags[f"--{name}"][0]) for name in ("max-position-embeddings", "seq-length")
+    )
+    assert positions == 2 * window
+    assert flags["--train-iters"] == ("3",) and flags["--data-path"] == ("/corpus",)
+    for flag in ("--swiglu", "--sequence-parallel", "--log-params-norm", "--recompute-granularity"):
+        assert flag in flags
+    assert found.num_processes == 4 and found.layout == "TP2 PP2"
+
+
+def test_every_changed_flag_is_told(module: Any) -> None:
+    """With what it was and what it is; no other flag differs."""
+    found, flags = scaled(module, "--wandb-project", "one", "--error-injection-rate", "100")
+    given = module("scaling").grouped([*RECIPE, "--wandb-project", "one"])
+    given["--error-injection-rate"] = ("100",)
+    told = {change.flag: change for change in found.changes}
+    differing = {flag for flag in given.keys() | flags.keys() if given.get(flag) != flags.get(flag)}
+    assert told.keys() == differing
+    assert (told["--fp8-format"].before, told["--fp8-format"].after) == ("hybrid", "")
+    assert told["--fp8-format"].kind == "needs a GPU" and told["--bf16"].kind == "fp32"
+    assert told["--data-path"].before == "0.3 /a 0.7 /b"
+    assert told["--error-injection-rate"].kind == "faults"
+
+
+def test_one_process_has_no_layout_and_the_same_batch(module: Any) -> None:
+    found, flags = scaled(module)
+    alone = module("scaling").grouped(found.alone)
+    gone = flags.keys() - alone.keys()
+    assert {"--tensor-model-parallel-size", "--recompute-granularity"} <= gone
+    assert {flag: flags[flag] for flag in alone} == alone
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "cp", "num_devices", "layout", "reduced"),
+    [
+        (1, 1, 1, 8, "DP4", False),
+        (1, 2, 1, 8, "PP2 DP2", False),
+        (8, 1, 1, 8, "TP4", True),
+        (2, 2, 2, 8, "PP2 CP2", True),
+        (4, 2, 1, 8, "TP2 PP2", True),
+        (1, 1, 1, 1, "one process", False),
+    ],
+)
+def test_layout_loses_replicas_first_and_then_halves_the_largest(
+    module: Any, tp: int, pp: int, cp: int, num_devices: int, layout: str, reduced: bool
+) -> None:
+    flags = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
+    flags += ["--context-parallel-size", str(cp)]
+    found, _ = scaled(module, *flags, num_devices=num_devices)
+    assert found.layout == layout
+    assert any(change.kind == "layout" for change in found.changes) == reduced
+
+
+def test_layout_that_cannot_be_halved_does_not_fit(module: Any) -> None:
+    with pytest.raises(module("scaling").DoesNotFitError, match="TP × PP × CP = 10 cannot"):
+        scaled(module, "--pipeline-model-parallel-size", "5")
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_layers"),
+    [
+        (["--num-layers-per-virtual-pipeline-stage", "2"], 2 * 2 * 2),
+        (["--num-virtual-stages-per-pipeline-rank", "3"], 2 * 3),
+        (["--decoder-first-pipeline-num-layers", "3"], 3 + 1),
+        (["--account-for-embedding-in-pipeline-split"], 2 - 1 + 2),
+        (["--pipeline-model-parallel-layout", "Et*20|t*12L"], 32),
+    ],
+)
+def test_layers_fill_the_stages_that_the_recipe_has(
+    module: Any, flags: list[str], num_layers: int
+) -> None:
+    assert scaled(module, *flags)[1]["--num-layers"] == (str(num_layers),)
+
+
+def test_ramp_of_the_batch_happens_within_the_steps(module: Any) -> None:
+    ramp = ["--rampup-batch-size", "64", "64", "97656250", "--train-samples", "19531250"]
+    flags = scaled(module, *ramp)[1]
+    batch = int(flags["--global-batch-size"][0])
+    assert flags["--rampup-batch-size"] == (str(batch // 2),) * 3
+    assert flags["--train-samples"] == (str(batch // 2 + 2 * batch),)
+
+
+def trained(module: Any) -> Any:
+    return module("recipes").Trained((6.5, 6.25), (2.0, 1.5), ([[0, 4, 0, 9]], [[0, 2, 0, 7]]))
+
+
+def test_rounding_is_equal_and_more_is_not(module: Any) -> None:
+    differences, one = module("recipes").differences, trained(module)
+    rounded = dataclasses.replace(one, losses=(6.5 * (1 + 5e-7), 6.25), norms=(2.0, 1.50005))
+    assert differences(rounded, one) == []
+    (line,) = differences(dataclasses.replace(one, losses=(6.5, 6.2501)), one)
+    assert line == "step 2: loss 6.2501, of one process 6.25"
+    (line,) = differences(dataclasses.replace(one, norms=(2.001, 1.5)), one)
+    assert line.startswith("step 1: gradient norm")
+    not_a_number = dataclasses.replace(one, losses=(float("nan"), 6.25))
+    assert differences(not_a_number, not_a_number)
+    (line,) = differences(dataclasses.replace(one, documents=([[0, 4, 0, 9]], [])), one)
+    assert line == "step 2: other documents"
+
+
+def results_of(module: Any, version: str = "0.16.1") -> Any:
+    outcome = module("outcome")
+    refused = "--fim-data does not work with --wlb-packing: it rewrites; leave it out"
+    changes = [{"flag": "--fp8-format", "before": "hybrid", "after": "", "kind": "needs a GPU"}]
+    some = [
+        outcome.Outcome("a", outcome.EQUAL, layout="TP2", changes=changes),
+        outcome.Outcome("b", outcome.REFUSED, why=[refused]),
+        outcome.Outcome("c", outcome.NO_TRAINING),
+        outcome.Outcome("d", outcome.FAILED, why=["TP2: rank 1 ended with 1"]),
+        outcome.Outcome("e", outcome.UNFIT),
+    ]
+    return module("results").Results("gpt", version, {one.recipe: one for one in some})
+
+
+def test_results_go_on_where_they_were_but_for_failures(module: Any, tmp_path: Path) -> None:
+    results, path = results_of(module), tmp_path / "new" / "results.json"
+    assert str(results.counts) == (
+        "4 of 5 recipes train; 3 are accepted, 2 fit, 1 ran, 1 equals one process"
+    )
+    results.write(path)
+    again = module("results").Results("gpt", "0.16.1")
+    again.resume(path)
+    assert again.outcomes == {k: one for k, one in results.outcomes.items() if k != "d"}
+    with pytest.raises(ConfigError, match=r"results of gpt 0\.16\.1, these recipes are gpt 0\.17"):
+        module("results").Results("gpt", "0.17.1").resume(path)
+    path.write_text('{"kind": "gpt"}')
+    with pytest.raises(ConfigError, match="has no results of recipes; give another --out"):
+        again.resume(path)
+
+
+def test_pages_hold_one_section_a_version(module: Any, tmp_path: Path) -> None:
+    pages = module("pages")
+    for name in (pages.COUNTS_PAGE, pages.RECIPES_PAGE):
+        (tmp_path / name).write_text(f"# Page of {{runs}}\n\n{pages.BEGIN}\n{pages.END}\n\nEnd.\n")
+    for version in ("0.17.1", "0.16.1", "0.17.1"):
+        pages.write(results_of(module, version), tmp_path)
+    counts = (tmp_path / pages.COUNTS_PAGE).read_text()
+    assert counts.startswith("# Page of {runs}\n") and counts.endswith("\n\nEnd.\n")
+    rows = [line for line in counts.splitlines() if line.startswith("| gpt ")]
+    assert rows == [
+        f"| gpt {version} | 5 | 4 | 3 | 2 | 1 | 1 |" for version in ("0.16.1", "0.17.1")
+    ]
+    recipes = (tmp_path / pages.RECIPES_PAGE).read_text()
+    assert [line for line in recipes.splitlines() if line.startswith("## ")] == [
+        "## gpt 0.16.1", "## gpt 0.17.1",
+    ]  # fmt: skip
+    assert "| `a` | equal | TP2 | needs a GPU; without `--fp8-format` |  |" in recipes
+    assert "`--fim-data` does not work with `--wlb-packing`" in recipes
+    (tmp_path / pages.COUNTS_PAGE).write_text("# Page\n")
+    with pytest.raises(ConfigError, match="has no place for results"):
+        pages.write(results_of(module), tmp_path)
+
+
+def hang_with_a_child() -> int:
+    """Rank 1 hangs, and so does what it has started."""
+    if os.environ["RANK"] == "0":
+        return 0
+    child = os.fork()
+    if child:
+        Path("child").write_text(str(child))
+    signal.pause()
+    return 0
+
+
+def fail() -> int:
+    if os.environ["RANK"] == "1":
+        sys.stdout.write("this is why\n")
+        return 3
+    signal.pause()
+    return 0
+
+
+def test_processes_end_at_the_limit_and_with_the_first_that_fails(
+    module: Any, tmp_path: Path
+) -> None:
+    run_ranks = module("ranks").run_ranks
+    ended = run_ranks(hang_with_a_child, 2, tmp_path, limit_s=2.0, environment={})
+    assert ended.why == "no end after 2 s"
+    child = Path("/proc", (tmp_path / "child").read_text())
+    stop_s = time.monotonic() + 20
+    while child.exists() and "\nState:\tZ" not in (child / "status").read_text():
+        assert time.monotonic() < stop_s, "what a rank had started is left"
+        time.sleep(0.05)
+    ended = run_ranks(fail, 2, tmp_path, limit_s=60.0, environment={})
+    assert (ended.why, ended.tail) == ("rank 1 ended with 3", "this is why")
