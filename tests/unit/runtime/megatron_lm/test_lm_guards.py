@@ -27,7 +27,7 @@ FINE: dict[str, Any] = {
     "dist_ckpt_optim_fully_reshardable": False,
     "hybrid_attention_ratio": 0.0, "cpu_offloading_num_layers": 0, "tp_comm_overlap": False,
     "sequence_parallel": True, "defer_embedding_wgrad_compute": False,
-    "recompute_granularity": None, "recompute_modules": None,
+    "recompute_granularity": None,
 }  # fmt: skip
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -187,15 +187,6 @@ def test_flag_is_refused_where_documents_run_in_slices(flag: str) -> None:
 def test_fp8_runs_in_slices_where_scales_depend_on_no_other_replica(given: dict[str, Any]) -> None:
     base = {"fp8": "hybrid", "num_virtual_stages_per_pipeline_rank": None, "wlb_packing": "slim"}
     guards.check(argparse.Namespace(**FINE | base | given))
-
-
-def test_recomputed_products_in_slices_are_refused_with_delayed_scaling() -> None:
-    given = WITH_SLICES["--recompute-granularity full"] | {
-        "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"],
-        "wlb_packing": "slim",
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"^--recompute-granularity selective .*tensorwise$"):
-        guards.check(argparse.Namespace(**FINE | given))
 
 
 def test_no_option_makes_the_torch_format_load_sharded_optimizers_in_fp32() -> None:
