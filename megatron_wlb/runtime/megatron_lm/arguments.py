@@ -131,6 +131,8 @@ def config_of(args: argparse.Namespace) -> Config:
     values["window_size"] = tuple(getattr(args, "window_size", None) or ())
     skipped = getattr(args, "window_attn_skip_freq", None)  # parsed: a number or a list
     values["window_attn_skip_freq"] = None if skipped is None else str(skipped)
+    if values["recompute_granularity"] is None:  # Megatron then reads neither
+        values["recompute_method"] = values["recompute_num_layers"] = None
     values["fp8_recipe"] = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
     values["data_path"] = tuple(args.data_path or ())
     values["step_batch_size_schedule"] = getattr(args, "step_batch_size_schedule", None)

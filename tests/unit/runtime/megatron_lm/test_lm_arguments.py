@@ -103,6 +103,13 @@ def test_recipe_of_fp8_is_read_as_text() -> None:
     assert config().training.fp8_format is None
 
 
+def test_what_megatron_does_not_read_of_recomputation_is_not_read() -> None:
+    training = config(recompute_granularity=None, recompute_num_layers=1).training
+    assert training.recompute_num_layers is None
+    full = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    assert config(**full).training.recompute_num_layers == 1
+
+
 def test_splits_with_their_own_paths_need_no_shares() -> None:
     found = config(split=None, data_path=None)
     assert found.data.data_path == ()
