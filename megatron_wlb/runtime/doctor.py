@@ -16,7 +16,7 @@ from typing import Any, Literal
 from megatron_wlb import __version__
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat import targets
-from megatron_wlb.runtime.compat.patch_files import PatchSeries, patched_versions
+from megatron_wlb.runtime.compat.patch_files import PatchSeries, has_patches
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 Level = Literal["ok", "note", "wrong"]
@@ -153,7 +153,7 @@ def _megatron(given: MegatronSource | None) -> Iterator[Finding]:
 
 
 def _patches(source: MegatronSource) -> Finding:
-    if source.version not in patched_versions():
+    if not has_patches(source.version):
         found = f"there are none for {source.version}; the plugin works without"
         return Finding("patches", "patches/", "note", found)
     try:

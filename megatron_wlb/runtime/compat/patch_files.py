@@ -27,6 +27,9 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _FOLDERS = (_PACKAGE / "patches", _PACKAGE.parent / "patches")
 """Where an installed package and where a checkout has the files."""
 
+_SAME_FILES = {"0.19.1": "0.19.2"}
+"""Versions whose files are those of another: the tag core_v0.19.0 says that it is 0.19.1."""
+
 _DIFF = re.compile(
     r"^diff --git a/(\S+) b/\1\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40})", re.MULTILINE
 )
@@ -56,7 +59,7 @@ class PatchSeries:
     def of(cls, version: str) -> PatchSeries:
         """The patches of a version. Raises :class:`CompatibilityError` where it has none."""
         for folder in _FOLDERS:
-            if (found := folder / f"core_v{version}").is_dir():
+            if (found := folder / f"core_v{_SAME_FILES.get(version, version)}").is_dir():
                 files = (
                     FilePatch(patch, *groups)
                     for patch in sorted(found.glob("*.patch"))
@@ -123,6 +126,11 @@ class PatchSeries:
                     "the folder writable, or give a copy of the tree"
                 ) from None
         return tuple(file.path for file in todo)
+
+
+def has_patches(version: str) -> bool:
+    """Whether there are patches for a version."""
+    return _SAME_FILES.get(version, version) in patched_versions()
 
 
 def patched_versions() -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat import patch_files
-from megatron_wlb.runtime.compat.patch_files import PatchSeries, blob
+from megatron_wlb.runtime.compat.patch_files import PatchSeries, has_patches, blob
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
@@ -118,6 +118,12 @@ def test_missing_file_is_refused(tree: Path, series: PatchSeries) -> None:
     (tree / P2P).unlink()
     with pytest.raises(CompatibilityError, match=r"cannot read .*p2p_communication\.py"):
         series.apply(MegatronSource.at(tree))
+
+
+def test_a_version_with_the_files_of_another_has_its_patches() -> None:
+    """What the tag core_v0.19.0 calls itself."""
+    assert has_patches("0.19.1") and not has_patches("0.19.3")
+    assert PatchSeries.of("0.19.1").files == PatchSeries.of("0.19.2").files
 
 
 def test_unknown_version_is_refused(tree: Path) -> None:
