@@ -14,7 +14,7 @@ import pytest
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat import patch_files
-from megatron_wlb.runtime.compat.patch_files import PatchSeries, has_patches, blob
+from megatron_wlb.runtime.compat.patch_files import PatchSeries, blob, has_patches
 from megatron_wlb.runtime.compat.source import MegatronSource
 
 P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
