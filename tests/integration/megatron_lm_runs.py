@@ -38,6 +38,14 @@ BOTH: Flags = {
     "split": "80,15,5",
     "log_interval": 1,
 }
+
+
+def knows(name: str) -> bool:
+    """Whether the checkout's version has a flag, named as its attribute."""
+    files = Path(PATH or "", "megatron/training").rglob("*.py") if PATH else ()
+    return any(name in file.read_text(encoding="utf-8") for file in files)
+
+
 MEGATRON_LM: Flags = {
     # What only Megatron-LM asks for, to be on the CPU what the embedded trainer is.
     "tokenizer_type": "NullTokenizer",

@@ -10,9 +10,11 @@ from megatron_lm_runs import (
     LAYOUTS,
     assert_equal_steps,
     finish,
+    knows,
     launch,
     logged,
     needs_megatron_lm,
+    validations,
 )
 from trainer_runs import Flags, assert_refused, losses, read_metrics, start
 
@@ -55,3 +57,16 @@ def test_layouts_of_two_windows_a_micro_batch_equal_one_process(
         assert logged(finished, "consumed samples") == ["16", "24", "32"]
     other = launch(tmp_path, 1, flags | {"micro_batch_size": 1}).wait()
     assert_refused(other, CheckpointError.exit_code, "4 micro-batches", "--micro-batch-size")
+
+
+@pytest.mark.skipif(not knows("eval_global_batch_size"), reason="this version has no such flag")
+def test_evaluations_have_batches_of_their_own(corpus: Path, tmp_path: Path) -> None:
+    """Two steps of half as many windows are the documents of one step, wherever they run."""
+    flags = BOTH | {"data_path": corpus, "train_iters": 1, "wlb_packing": "hold"}
+    flags |= {"eval_interval": 1, "eval_iters": 2, "split": "50,50,0"}
+    halves = flags | {"eval_global_batch_size": 4, "eval_micro_batch_size": 2}
+    whole = validations(finish(launch(tmp_path, 1, flags | {"eval_iters": 1})))
+    half = validations(finish(launch(tmp_path, 1, halves)))
+    both = validations(finish(launch(tmp_path, 2, halves | LAYOUTS["dp2"][1])))
+    assert half and float(half[0]) == pytest.approx(float(whole[0]), rel=1e-6)
+    assert list(map(float, both)) == pytest.approx(list(map(float, half)), rel=1e-5)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from megatron_lm_runs import (
     BOTH,
-    PATH,
     assert_equal_steps,
     finish,
+    knows,
     launch,
     logged,
     needs_megatron_lm,
@@ -21,11 +21,7 @@ from megatron_wlb.errors import CheckpointError, ConfigError
 
 pytestmark = needs_megatron_lm
 
-BY_STEPS = "step_batch_size_schedule" in (
-    Path(PATH or "", "megatron/core/num_microbatches_calculator.py").read_text(encoding="utf-8")
-    if PATH
-    else ""
-)
+BY_STEPS = knows("step_batch_size_schedule")
 """From 0.18 on."""
 
 RAMP = (2, 2, 9)

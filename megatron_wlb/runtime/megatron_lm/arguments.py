@@ -6,6 +6,7 @@ import argparse
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_wlb.data.ramp import StepRamp
@@ -141,3 +142,13 @@ def config_of(args: argparse.Namespace) -> Config:
     if values["split"] is None:  # each split has its own corpora
         del values["split"]
     return from_flat(values)
+
+
+def of_evaluation(args: argparse.Namespace, config: Config) -> Config:
+    """The settings of evaluations. Their batches do not grow, and from 0.18 on may have other sizes."""
+    sizes: dict[str, Any] = {
+        name: getattr(args, f"eval_{name}", None) or getattr(config.training, name)
+        for name in ("global_batch_size", "micro_batch_size")
+    }
+    constant = {"rampup_batch_size": (), "step_batch_size_schedule": None}
+    return replace(config, training=replace(config.training, **sizes, **constant))

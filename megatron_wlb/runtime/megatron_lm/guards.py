@@ -123,21 +123,12 @@ def _names_corpora(args: argparse.Namespace) -> bool:
     return any(getattr(args, name, None) for name in names)
 
 
-def _evaluates_otherwise(kind: str) -> Condition:
-    def refused(args: argparse.Namespace) -> bool:
-        given = getattr(args, f"eval_{kind}_batch_size", None)
-        return given not in (None, getattr(args, f"{kind}_batch_size"))
-
-    return refused
-
-
 _DENSE = "cost and memory models know dense transformer layers only"
 _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
 _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
 _OTHER_ORDER = "its schedule receives in another order"
 _ONE_CHUNK = "slim packing runs slices of documents in one chunk a rank, and has few bubbles so"
-_AS_IN_TRAINING = "a step of evaluation is packed as one of training"
 _OWN_DATA_PARALLEL = (
     "ranks that share weights so train other micro-batches, which plans do not know"
 )
@@ -215,8 +206,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     # The batch.
-    Refusal("--eval-global-batch-size", _AS_IN_TRAINING, refused=_evaluates_otherwise("global")),
-    Refusal("--eval-micro-batch-size", _AS_IN_TRAINING, refused=_evaluates_otherwise("micro")),
     # The data.
     Refusal(
         "--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data

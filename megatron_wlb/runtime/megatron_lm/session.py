@@ -28,6 +28,7 @@ from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm import fsdp
+from megatron_wlb.runtime.megatron_lm.arguments import of_evaluation
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.model import of_chunks
 from megatron_wlb.runtime.model import Model, require_layers, settle_kernel
@@ -150,7 +151,8 @@ class Session:
         for split in SPLITS[1:]:
             plans = None
             if args.eval_iters and corpora.num_documents(split):
-                planner = make_evaluation_planner(self.config, corpora, self.cost, dp_size, split)
+                config = of_evaluation(args, self.config)
+                planner = make_evaluation_planner(config, corpora, self.cost, dp_size, split)
                 plans = _evaluation_plans(planner, args.eval_iters)
             elif args.eval_iters and split == "valid":
                 raise ConfigError(

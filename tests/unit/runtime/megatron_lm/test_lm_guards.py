@@ -68,8 +68,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--tensor-parallel-num-weight-shards": {"tensor_parallel_num_weight_shards": 6},
     "--expert-tensor-parallel-num-weight-shards": {"expert_tensor_parallel_num_weight_shards": 6},
-    "--eval-global-batch-size": {"eval_global_batch_size": 8},
-    "--eval-micro-batch-size": {"eval_micro_batch_size": 4},
     "--data-path": {"data_path": None},
     "--mock-data": {"mock_data": True},
     "--sft": {"sft": True},
