@@ -116,7 +116,7 @@ class SlidingAttention:
     """
 
     latency: AttentionLatency
-    """Of a layer without a window."""
+    """Attention of a layer that has no window."""
     reach_tokens: int
     """The most keys that a query sees in the others, its own too."""
     share: float

@@ -145,10 +145,17 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def of_evaluation(args: argparse.Namespace, config: Config) -> Config:
-    """The settings of evaluations. Their batches do not grow, and from 0.18 on may have other sizes."""
-    sizes: dict[str, Any] = {
-        name: getattr(args, f"eval_{name}", None) or getattr(config.training, name)
-        for name in ("global_batch_size", "micro_batch_size")
-    }
-    constant = {"rampup_batch_size": (), "step_batch_size_schedule": None}
-    return replace(config, training=replace(config.training, **sizes, **constant))
+    """The settings of evaluations: constant batches, of sizes that may be their own."""
+    training = config.training
+    return replace(
+        config,
+        training=replace(
+            training,
+            global_batch_size=getattr(args, "eval_global_batch_size", None)
+            or training.global_batch_size,
+            micro_batch_size=getattr(args, "eval_micro_batch_size", None)
+            or training.micro_batch_size,
+            rampup_batch_size=(),
+            step_batch_size_schedule=None,
+        ),
+    )

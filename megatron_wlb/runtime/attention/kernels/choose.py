@@ -237,7 +237,7 @@ def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
 
 
 def _reaches(demand: Demand) -> list[int | None]:
-    """Without a sliding window, as some layers may be, and with it where it is demanded."""
+    """The reaches to try: none, as some layers may have, and the one that is demanded."""
     wanted = demand.reach_tokens
     return [None] if wanted is None else [None, *sorted({min(wanted, CHECKED_REACH), wanted})]
 
