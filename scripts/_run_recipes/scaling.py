@@ -278,6 +278,10 @@ def _scale_batch(flags: _Flags, pp: int, dp: int) -> None:
     if "--rampup-batch-size" in flags.values:
         first = batch // 2
         flags.put("--rampup-batch-size", (str(first), str(first), str(first)), SCALED)
+    if "--step-batch-size-schedule" in flags.values:
+        first = batch // 2
+        grown = first * flags.number("--seq-length", 1)
+        flags.put("--step-batch-size-schedule", (f"0:{first} {grown}:{batch}",), SCALED)
     flags.put_if_given("--train-iters", NUM_STEPS, SCALED)
     flags.put_if_given("--train-samples", first + (NUM_STEPS - 1) * batch, SCALED)
     # A rate that is there from the first steps on, so that they depend on the gradients before.
