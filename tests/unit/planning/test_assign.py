@@ -19,7 +19,8 @@ from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import PackingError
 from megatron_wlb.planning import assign
-from megatron_wlb.planning.assign import Assigner, Assignment, Candidate, StrategyPlanner
+from megatron_wlb.planning.assign import Assigner, Assignment, StrategyPlanner
+from megatron_wlb.planning.dispatch import Candidate, StepDocuments, lower_bound_us
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.sharding.select import Selector
 from megatron_wlb.strategy.costs import ReplicaCosts
@@ -98,7 +99,7 @@ def test_assignment_runs_each_document_once_within_memory(lengths: list[int]) ->
         assert found is not None
         check(found, lengths)
         # Bounds are bounds, or the best would be passed over.
-        assert assign._bound_us(assign._Step(lengths), one) <= found.propagation_us * (1 + 1e-9)
+        assert lower_bound_us(StepDocuments(lengths), one) <= found.propagation_us * (1 + 1e-9)
 
 
 @given(LENGTHS, st.randoms(use_true_random=False))
@@ -180,7 +181,7 @@ def test_assignment_beats_dealing_documents_out() -> None:
     for number in range(len(lengths)):
         dealt[number % 3].append(number)
         min(by_tokens, key=lambda own: sum(lengths[n] for n in own)).append(number)
-    step = assign._Step(lengths)
+    step = StepDocuments(lengths)
     for other in (dealt, by_tokens):
         times_us = []
         for replica, own in zip(MIXED.strategy.replicas, other, strict=True):
@@ -219,7 +220,7 @@ def test_number_of_micro_batches_is_what_simulation_finds_best() -> None:
     counts = []
     for overhead_us in (0.0, 3000.0):
         costs = replica_costs("tp4pp2", overhead_us)
-        step = assign._Step(lengths)
+        step = StepDocuments(lengths)
         every = list(range(24))
         (found,) = assign._pack(step, costs, [every], 0.0)
         all_us = [
