@@ -108,14 +108,14 @@ class Assigner:
         assert best is not None  # The first has no limit.
         return best.assignment(step)
 
-    def assign(self, candidate: Candidate, lengths: Sequence[int]) -> Assignment | None:
-        """Assigns documents to one candidate; None where it does not take the longest."""
-        step = StepDocuments(lengths)
-        if step.longest > candidate.strategy.max_tokens:
-            return None
-        draft = _assign(step, candidate, math.inf)
-        assert draft is not None
-        return draft.assignment(step)
+
+def assign(step: StepDocuments, candidate: Candidate) -> Assignment | None:
+    """Assigns documents to one candidate; None where it does not take the longest."""
+    if step.longest > candidate.strategy.max_tokens:
+        return None
+    draft = _assign(step, candidate, math.inf)
+    assert draft is not None
+    return draft.assignment(step)
 
 
 @dataclass(frozen=True)

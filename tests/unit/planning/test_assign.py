@@ -95,7 +95,7 @@ def test_assignment_runs_each_document_once_within_memory(lengths: list[int]) ->
     best = assigner.choose(lengths)
     check(best, lengths)
     for one in assigner.candidates:
-        found = assigner.assign(one, lengths)
+        found = assign.assign(StepDocuments(lengths), one)
         assert found is not None
         check(found, lengths)
         # Bounds are bounds, or the best would be passed over.
@@ -235,7 +235,7 @@ def test_number_of_micro_batches_is_what_simulation_finds_best() -> None:
 def test_document_that_nothing_takes_is_an_error() -> None:
     with pytest.raises(PackingError, match="65537 tokens, but the strategies take up to 65536"):
         Assigner([EQUAL, MIXED]).choose([10, 65537])
-    assert Assigner([EQUAL, MANY]).assign(MANY, [40000]) is None
+    assert assign.assign(StepDocuments([40000]), MANY) is None
     assert Assigner([MANY, EQUAL]).choose([40000]).candidate is EQUAL
     with pytest.raises(PackingError, match="no strategies"):
         Assigner([])
