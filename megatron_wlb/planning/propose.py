@@ -59,6 +59,10 @@ class StrategySpace:
     """Limit of a device's tensors; what the layout leaves them if not given."""
     overlap: bool = True
     """Whether parameters are exchanged beside the passes."""
+    headroom: float = 0.0
+    """The share of that limit to leave free."""
+    max_tp: int | None = None
+    """The most TP; a node's devices if not given."""
     schemes: tuple[Scheme, ...] | None = None
     """What replicas may be; if not given, all powers of two of TP in a node and of CP, with each
     PP up to :data:`MOST_STAGES` that divides the layers."""
@@ -102,7 +106,7 @@ class StrategySpace:
         )
         limit_gib = self.memory_gib or tensors_gib(self.hardware, p)
         model = AnalyticModel(self.shape, self.hardware, p, self.recompute)
-        return replica_costs(model, memory, limit_gib * GIB)
+        return replica_costs(model, memory, limit_gib * (1 - self.headroom) * GIB)
 
     def candidate(self, strategy: Strategy) -> Candidate:
         """A strategy with its costs; kinds that this space has not are priced as they come.
@@ -140,7 +144,8 @@ class StrategySpace:
             yield from self.schemes
             return
         sizes = [*_powers(self.num_devices)]
-        in_node = [*_powers(min(self.num_devices, self.cluster.devices_per_node))]
+        node = self.cluster.devices_per_node
+        in_node = [*_powers(min(self.num_devices, node, self.max_tp or node))]
         pipelines = [n for n in range(1, MOST_STAGES + 1) if self.shape.num_layers % n == 0]
         for tp_size, cp_size, pp_size in product(in_node, sizes, pipelines):
             if tp_size * cp_size * pp_size <= self.num_devices:

@@ -221,9 +221,11 @@ class Strategy:
         except ConfigError:
             default = False
         if not default:
-            return "+".join(f"{_kind(*r.kind)}@{_ranges(r.ranks)}" for r in self.replicas)
+            return "+".join(f"{kind_text(*r.kind)}@{_ranges(r.ranks)}" for r in self.replicas)
         counted = [(kind, len(list(same))) for kind, same in groupby(kinds)]
-        return "+".join(f"{num}*{_kind(*k)}" if num > 1 else _kind(*k) for k, num in counted)
+        return "+".join(
+            f"{num}*{kind_text(*k)}" if num > 1 else kind_text(*k) for k, num in counted
+        )
 
     @property
     def key(self) -> str:
@@ -331,7 +333,8 @@ def _groups(ranks: Sequence[int], size: int) -> list[Sequence[int]]:
     return [ranks[at : at + size] for at in range(0, len(ranks), size)]
 
 
-def _kind(scheme: Scheme, max_tokens: int) -> str:
+def kind_text(scheme: Scheme, max_tokens: int) -> str:
+    """A replica as text: its scheme and how long documents may be."""
     k, rest = divmod(max_tokens, _K)
     return f"{scheme}:{max_tokens}" if rest else f"{scheme}:{k}k"
 

@@ -147,7 +147,5 @@ def test_strategies_of_a_file_are_priced_and_checked() -> None:
     found = assign(StepDocuments([2048, *[1000] * 8]), candidate)
     assert found is not None and found.step_us > candidate.fixed_us > 0
     assert assign(StepDocuments([2049]), candidate) is None
-    with pytest.raises(
-        ConfigError, match="to take documents of 1048576 tokens, but memory"
-    ):
+    with pytest.raises(ConfigError, match="to take documents of 1048576 tokens, but memory"):
         SPACE.candidate(Strategy.parse("tp1:1024k", SPACE.cluster))
