@@ -102,7 +102,7 @@ def _table(found: StrategyStudy, title: str, seed: int) -> Table:
             f"{one.num_chosen / found.num_steps:.0%}",
             f"{one.equal_us / one.chosen_us:.3f}" if one.num_chosen else "",
             f"{found.equal_us / one.alone_us:.3f}" if one.alone_us else "too short",
-            f"{one.candidate.fixed_us / 1e3:,.1f}",
+            f"{one.exchange_us / 1e3:,.1f}",
         )
     return table
 
@@ -159,7 +159,7 @@ def _row(one: StrategyOutcome, found: StrategyStudy) -> dict[str, Any]:
         "num_chosen": one.num_chosen,
         "speedup_in_its_steps": one.equal_us / one.chosen_us if one.num_chosen else None,
         "speedup_alone": found.equal_us / one.alone_us if one.alone_us else None,
-        "exchange_ms": one.candidate.fixed_us / 1e3,
+        "exchange_ms": one.exchange_us / 1e3,
         "documents": [
             {
                 "replicas": use.name,

@@ -56,16 +56,11 @@ class Assignment:
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     """``[replicas][micro-batches][documents]``, numbers of the documents as they were given."""
     replica_us: tuple[float, ...]
-    """Simulated time of each replica's pipeline."""
-
-    @property
-    def propagation_us(self) -> float:
-        """Time of all forwards and backwards: that of the slowest replica."""
-        return max(self.replica_us)
+    """Simulated time of each replica's pipeline, with what it waits for the exchange."""
 
     @property
     def step_us(self) -> float:
-        return self.propagation_us + self.candidate.fixed_us
+        return max(self.replica_us) + self.candidate.fixed_us
 
 
 class Assigner:
@@ -109,11 +104,14 @@ class Assigner:
         return best.assignment(step)
 
 
-def assign(step: StepDocuments, candidate: Candidate) -> Assignment | None:
-    """Assigns documents to one candidate; None where it does not take the longest."""
+def assign(step: StepDocuments, candidate: Candidate, *, fewest: bool = False) -> Assignment | None:
+    """Assigns documents to one candidate; None where it does not take the longest.
+
+    ``fewest`` packs micro-batches as long as memory holds, for comparison.
+    """
     if step.longest > candidate.strategy.max_tokens:
         return None
-    draft = _assign(step, candidate, math.inf)
+    draft = _assign(step, candidate, math.inf, fewest=fewest)
     assert draft is not None
     return draft.assignment(step)
 
@@ -144,7 +142,9 @@ class _Draft:
         )
 
 
-def _assign(step: StepDocuments, candidate: Candidate, limit_us: float) -> _Draft | None:
+def _assign(
+    step: StepDocuments, candidate: Candidate, limit_us: float, *, fewest: bool = False
+) -> _Draft | None:
     """Both stages. None where the step takes longer than the limit."""
     limit_us -= candidate.fixed_us
     documents = dispatch(step, candidate, limit_us)
@@ -162,7 +162,15 @@ def _assign(step: StepDocuments, candidate: Candidate, limit_us: float) -> _Draf
     for _, costs, busy in sorted(work, key=lambda one: -one[0]):
         if floor_us >= limit_us:
             return None
-        found = _pack(step, costs, [documents[number] for number in busy], floor_us)
+        own_documents = [documents[number] for number in busy]
+        found = _pack(
+            step,
+            costs,
+            own_documents,
+            floor_us,
+            exchange=_exchange_us(candidate, busy),
+            fewest=fewest,
+        )
         for number, own in zip(busy, found, strict=True):
             packed[number] = own
             floor_us = max(floor_us, own.us)
@@ -175,7 +183,9 @@ def _least_us(step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int]
     return float(work_us) + costs.micro_batch_us * (not costs.warm_up)
 
 
-def _numbers(step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int]) -> list[int]:
+def _numbers(
+    step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int], *, fewest: bool = False
+) -> list[int]:
     """Numbers of micro-batches to try, the most promising first.
 
     By ``Σ + (PP - 1) / VPP · max``, whose maximum is at least the mean and the longest document.
@@ -187,8 +197,8 @@ def _numbers(step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int])
     least = max(1, -(-tokens // costs.max_tokens))
     most = max(least, min(len(documents), tokens // costs.least_tokens))
     unit = costs.scheme.pp_size if costs.scheme.vpp_size > 1 else 1
-    if costs.scheme.pp_size == 1:
-        return [least]
+    if costs.scheme.pp_size == 1 or fewest:
+        return [_round_up(least, unit)]
     each_us = costs.micro_batch_us
 
     def bound_us(number: int) -> float:
@@ -217,14 +227,20 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def _pack(
-    step: StepDocuments, costs: ReplicaCosts, replicas: Sequence[list[int]], floor_us: float
+    step: StepDocuments,
+    costs: ReplicaCosts,
+    replicas: Sequence[list[int]],
+    floor_us: float,
+    *,
+    exchange: Sequence[tuple[float, float]] = (),
+    fewest: bool = False,
 ) -> list[_Packed]:
     """Packs each replica's documents, with the number of micro-batches that is fastest.
 
     Only replicas that the step may wait for are tried with other numbers: ``floor_us`` is less
     than the step takes.
     """
-    tries = [_numbers(step, costs, own) for own in replicas]
+    tries = [_numbers(step, costs, own, fewest=fewest) for own in replicas]
     best: list[_Packed | None] = [None] * len(replicas)
     for turn in range(MOST_TRIES):
         enough_us = floor_us * (1 + WORTH)
@@ -237,7 +253,8 @@ def _pack(
         if not due:
             break
         for some in due.values():
-            for (at, bins), us in zip(some, _replica_us(step, costs, some), strict=True):
+            pairs = [exchange[at] if exchange else (0.0, 0.0) for at, _ in some]
+            for (at, bins), us in zip(some, _replica_us(step, costs, some, pairs), strict=True):
                 known = best[at]
                 if known is None or us < known.us:
                     best[at] = _Packed(us, bins)
@@ -257,12 +274,25 @@ def _bins(step: StepDocuments, costs: ReplicaCosts, documents: list[int], number
     for document, at in zip(documents, found.index_of.tolist(), strict=True):
         bins[at].append(document)
     order = sorted(range(number), key=lambda at: (found.loads_us[at], at))
+    if costs.scheme.pp_size == 1:  # no bubbles; the largest two hide most of the exchange
+        order = [order[-1], *order[:-1]]
+        return [bins[at] for at in order]
     # As planner.run_order: the smallest first and last.
     return [bins[at] for at in (*order[::2], *order[1::2][::-1])]
 
 
+def _exchange_us(candidate: Candidate, numbers: Sequence[int]) -> list[tuple[float, float]]:
+    """Pull and push of some replicas; nothing where no pass hides them."""
+    if not candidate.pull_us:
+        return []
+    return [(candidate.pull_us[number], candidate.push_us[number]) for number in numbers]
+
+
 def _replica_us(
-    step: StepDocuments, costs: ReplicaCosts, some: Sequence[tuple[int, Numbers]]
+    step: StepDocuments,
+    costs: ReplicaCosts,
+    some: Sequence[tuple[int, Numbers]],
+    exchange: Sequence[tuple[float, float]],
 ) -> list[float]:
     """Simulated times of replicas with equally many micro-batches, together."""
     scheme, number = costs.scheme, len(some[0][1])
@@ -279,6 +309,11 @@ def _replica_us(
     graph = graph_of(scheme.pp_size, scheme.vpp_size, number)
     p2p_us = costs.costs.p2p_us(padded).reshape(len(some), number)
     done = graph.step_us(np.moveaxis(times_us, 2, 3), p2p_us.T)
+    # The first stage runs first and last: the first forward hides the pull, the last backward the
+    # push.
+    pull_us, push_us = np.array(exchange).T
+    done = done + costs.waits_us(pull_us, times_us[0, 0, :, 0])
+    done = done + costs.waits_us(push_us, times_us[1, 0, :, -1])
     result: list[float] = np.atleast_1d(done).tolist()
     return result
 

@@ -44,7 +44,12 @@ class Candidate:
     costs: Mapping[tuple[Scheme, int], ReplicaCosts]
     """Of each kind of replica that it has."""
     fixed_us: float = 0.0
-    """Time of its steps besides forwards and backwards: exchange of parameters, update."""
+    """Time of its steps besides forwards and backwards: update, and exchange of parameters where no
+    pass runs beside it."""
+    pull_us: tuple[float, ...] = ()
+    """Time in which each replica's weights come, where passes run beside that; else none."""
+    push_us: tuple[float, ...] = ()
+    """Time in which each replica's gradients go."""
 
     @cached_property
     def groups(self) -> list[tuple[ReplicaCosts, tuple[int, ...]]]:

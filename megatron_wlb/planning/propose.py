@@ -118,9 +118,15 @@ class StrategySpace:
         for scheme, max_tokens in strategy.kinds:
             if (scheme, max_tokens) not in costs:
                 costs[scheme, max_tokens] = self._limited(scheme, max_tokens)
-        most = max(scheme.pp_size for scheme, _ in strategy.kinds)
-        layers = max(1, self.shape.num_layers // most) if self.overlap else 1
-        return Candidate(strategy, costs, self.exchange(strategy).left_us(layers))
+        times = self.exchange(strategy)
+        if not self.overlap:
+            apart_us = float(times.pull_us.max() + times.push_us.max())
+            return Candidate(strategy, costs, times.update_us + apart_us)
+        pull_us, push_us = (
+            tuple(float(us[list(replica.ranks)].max()) for replica in strategy.replicas)
+            for us in (times.pull_us, times.push_us)
+        )
+        return Candidate(strategy, costs, times.update_us, pull_us, push_us)
 
     def exchange(self, strategy: Strategy) -> ExchangeTimes:
         return self.store.times(strategy, self.hardware)

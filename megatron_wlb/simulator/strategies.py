@@ -102,7 +102,7 @@ class StrategySimulator:
             end_us = done.propagation_us
             for line, replica in zip(lines, plan.strategy.replicas, strict=True):
                 if line is not None:
-                    num = self._num_layers(replica)
+                    num = self.costs[replica.kind].num_parts
                     wait_us = _waits_us(line.timeline, replica, times, num)
                     stop_us = _pushed_us(line.timeline, replica, times, num)
                     end_us = max(end_us, wait_us + stop_us)
@@ -114,11 +114,6 @@ class StrategySimulator:
             return None
         lengths = [[m.lengths for m in own.micro_batches]]
         return self._simulators[own.replica.kind].step(lengths)
-
-    def _num_layers(self, replica: Replica) -> int:
-        """Buckets of a pipeline rank; parts that are exchanged one after another."""
-        memory, scheme = self.costs[replica.kind].memory, replica.scheme
-        return max(1, memory.shape.num_layers // scheme.pp_size) if memory else 1
 
 
 def _stages(replica: Replica) -> list[list[int]]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.step_costs import StepCosts, analytic_costs
@@ -47,6 +49,19 @@ class ReplicaCosts:
         by_rank = times_us.reshape(self.scheme.vpp_size, self.scheme.pp_size, -1).sum(axis=0)
         result: Floats = by_rank[:, :-1] - by_rank[:, -1:]
         return result
+
+    @property
+    def num_parts(self) -> int:
+        """Layers of a pipeline rank: the parts in which its parameters are exchanged."""
+        if self.memory is None:
+            return 1
+        return max(1, self.memory.shape.num_layers // self.scheme.pp_size)
+
+    def waits_us(self, exchange_us: Floats, passes_us: Floats) -> Floats:
+        """What is waited for of an exchange beside a pass: one part, or what is longer."""
+        share = 1 / self.num_parts
+        waits: Floats = np.maximum(share * exchange_us, exchange_us - (1 - share) * passes_us)
+        return waits
 
     @cached_property
     def micro_batch_us(self) -> float:

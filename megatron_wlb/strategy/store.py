@@ -52,10 +52,6 @@ class ExchangeTimes:
     push_us: Floats
     update_us: float
 
-    def left_us(self, num_parts: int = 1) -> float:
-        """What a step waits for, about, where all but one of so many parts is hidden by passes."""
-        return float(self.pull_us.max() + self.push_us.max()) / num_parts + self.update_us
-
 
 @dataclass(frozen=True)
 class ParameterStore:

@@ -49,6 +49,8 @@ class StrategyOutcome:
     """Time of the steps that chose it."""
     equal_us: float
     """Time of the same steps in the best equal layout."""
+    exchange_us: float
+    """Time of its pull and push; passes hide most of it."""
     uses: tuple[Use, ...]
 
 
@@ -164,6 +166,7 @@ def judge(
                 alone_us[at] += simulated(number, own).step_us
     outcomes = []
     for at, candidate in enumerate(candidates):
+        times = space.exchange(candidate.strategy)
         own_steps = [(n, *one) for n, one in enumerate(chosen) if one[0].candidate is candidate]
         outcomes.append(
             StrategyOutcome(
@@ -172,6 +175,7 @@ def judge(
                 alone_us.get(at),
                 sum(us for _, _, us, _ in own_steps),
                 sum(us for *_, us in own_steps),
+                float(times.pull_us.max() + times.push_us.max()),
                 _uses(candidate, [(steps[n], found) for n, found, _, _ in own_steps]),
             )
         )
