@@ -12,7 +12,7 @@ distributions of lengths; only the time that packing takes is measured, on this 
     scripts/reproduce_paper.py                       # docs/paper.md, docs/images/paper-*.png
     scripts/reproduce_paper.py --paper slimpack      # docs/slimpack.md, docs/images/slimpack-*.png
     scripts/reproduce_paper.py --paper slimpack --small --out /tmp/slimpack      # a look, quickly
-    scripts/reproduce_paper.py --paper hydraulis     # docs/hydraulis.md, docs/images/hydraulis-*.png
+    scripts/reproduce_paper.py --paper hydraulis     # docs/hydraulis.md, docs/images/
     scripts/reproduce_paper.py --steps 20 --out /tmp/paper --json > /tmp/paper.json
 """
 

@@ -34,9 +34,14 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
             f"{given} gives all replicas one size, but --strategies searches sizes for each; leave "
             "one of them out"
         )
-    window = searched.window
+    if len(searched.num_micro_batches) > 1:
+        given = " ".join(map(str, searched.num_micro_batches))
+        raise ConfigError(
+            f"--num-micro-batches {given} are several sizes of a step, but --strategies takes one; "
+            "give one"
+        )
+    window, (windows,) = searched.window, searched.num_micro_batches
     documents.check(window=window, long_documents=args.long_documents)
-    windows = max(searched.num_micro_batches)
     _, steps = num_steps(
         args, documents, step_tokens=windows * window, num_cases=1, default=(SAMPLE_STEPS, STEPS)
     )

@@ -270,7 +270,7 @@ def ablation(case: Case, effort: Effort) -> list[Stage]:
             assign, candidate=base, fewest=True
         ),
         "micro-batches by time": partial(assign, candidate=base),
-        "unlike replicas": partial(assign, candidate=static),
+        "one strategy for all steps": partial(assign, candidate=static),
         "chosen step by step": lambda step: min(
             (a for c in proposal.candidates if (a := assign(step, c))), key=lambda a: a.step_us
         ),

@@ -68,6 +68,7 @@ def test_no_gain_is_said_plainly(capsys) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        (["--num-micro-batches", "2", "4"], "--num-micro-batches 2 4 are several sizes of a step"),
         (["--tp-size", "4"], "--tp-size gives all replicas one size"),
         (["--memory-gib", "0.3"], "no replica on 8 devices takes a document of 30000 tokens"),
     ],
