@@ -23,7 +23,7 @@ from megatron_wlb.study.strategies import study
 
 WINDOW = 128 * K
 DEVICES = 64
-WINDOWS_A_STEP = (8, 32)
+WINDOWS_A_STEP = (16,)
 OTHER_HARDWARE = "h200"
 """TP and PP alone hold a window there."""
 
@@ -239,7 +239,7 @@ def _other_lengths(effort: Effort, solver: bool) -> Section:
         "lengths",
         "What strategies gain on other lengths",
         f"The table shows 7B at a window of {WINDOW // K}K on {DEVICES} modelled H200s, steps of "
-        "8 and 32 windows of tokens: strategies chosen step by step over the best single "
+        "16 windows of tokens: strategies chosen step by step over the best single "
         "layout, with documents assigned in the same two stages. So it is what unlike and "
         "changing layouts add, and nothing else. `reference` is heavy-tailed, `magi` short with "
         "a thin tail (0.45 % from 32K on), short-heavy has one document of a whole window in a "
@@ -313,7 +313,7 @@ HYDRAULIS = Paper(
         "lengths": _other_lengths,
     },
     _notes,
-    steps=30,
+    steps=20,
     warm_up=0,
     hardware=hydraulis.HARDWARE,
 )
