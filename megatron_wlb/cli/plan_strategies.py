@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
 
 
 def _space(searched: Space) -> StrategySpace:
-    """With as little recomputation as lets some replica take a whole window."""
+    """The schemes, with as little recomputation as lets some replica take a whole window."""
     tried = None
     for recompute in searched.recompute:
         tried = StrategySpace(

@@ -42,7 +42,7 @@ class Candidate:
 
     strategy: Strategy
     costs: Mapping[tuple[Scheme, int], ReplicaCosts]
-    """Of each kind of replica that it has."""
+    """What each kind of replica that it has costs."""
     fixed_us: float = 0.0
     """Time of its steps besides forwards and backwards: update, and exchange of parameters where no
     pass runs beside it."""

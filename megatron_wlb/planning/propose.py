@@ -90,7 +90,7 @@ class StrategySpace:
 
     @property
     def costs(self) -> Mapping[tuple[Scheme, int], ReplicaCosts]:
-        """Of every scheme that fits in memory."""
+        """What every scheme that fits in memory costs."""
         return self._priced[0]
 
     @property

@@ -27,7 +27,7 @@ class ReplicaCosts:
     max_tokens: int
     """S_max, by memory; a multiple of the scheme's ``length_multiple``."""
     costs: StepCosts
-    """Of stages and transfers; exchange and update are the strategy's."""
+    """Times of stages and transfers; exchange and update are the strategy's."""
     least_tokens: int = 1
     """Tokens of a micro-batch in the mean, at least, where documents are enough."""
     memory: MemoryModel | None = None

@@ -108,7 +108,7 @@ CASES = tuple(
     for name in CONFIGURATIONS
 )
 BREAKDOWN = Case("32b", 64)
-"""Of §8.4: 32B with CommonCrawl on 64 GPUs; F2 is assumed."""
+"""The case of §8.4: 32B with CommonCrawl on 64 GPUs; F2 is assumed."""
 
 
 def steps_of(case: Case, num: int, seed: int) -> list[list[Document]]:

@@ -33,7 +33,7 @@ class Use:
     shortest: int
     longest: int
     token_share: float
-    """Of all tokens that the strategy's steps ran."""
+    """The share of all tokens that the strategy's steps ran."""
 
 
 @dataclass(frozen=True)
