@@ -71,9 +71,6 @@ def test_breakdown_has_the_exchange_hidden_and_not() -> None:
     assert parts["unlike"].propagation_us == parts["overlapped"].propagation_us
     assert parts["overlapped"].exchange_us < parts["unlike"].exchange_us / 2
     assert parts["equal"].propagation_us > parts["unlike"].propagation_us
-    slow = hydraulis.breakdown(replace(BREAKDOWN, one_adapter=True), QUICK, 1)
-    assert slow["equal"].propagation_us > 3 * parts["equal"].propagation_us
-    assert slow["equal"].exchange_us == parts["equal"].exchange_us
 
 
 @pytest.mark.parametrize("key", ["breakdown"])
@@ -90,4 +87,6 @@ def test_script_makes_a_small_page_of_hydraulis(key: str, tmp_path: Path) -> Non
     (section,) = json.loads(done.stdout)["sections"]
     printed = [row["paper"] for row in section["rows"]]
     assert printed == [1.58, 1.31, 1.44] * 2
+    all_adapters, one_adapter = (section["rows"][at]["simulated"] for at in (0, 3))
+    assert one_adapter > 3 * all_adapters > 3  # TP 16 over two nodes is slower by one
     assert (tmp_path / "images" / f"hydraulis-{key}.png").read_bytes().startswith(b"\x89PNG")
