@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron_wlb.errors import PlanError
 from megatron_wlb.sharding.shard import Sharding
+from megatron_wlb.strategy.layout import Replica, Strategy
 
 
 class Document(NamedTuple):
@@ -155,6 +157,15 @@ class MicroBatchPlan:
         return sum(span.num_targets for span in self.spans)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """What one replica of a strategy does in a step: its layout and ranks, and what it runs."""
+
+    replica: Replica
+    micro_batches: tuple[MicroBatchPlan, ...]
+    """In running order; none where the replica only takes part in the exchange of parameters."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One optimizer step, over all data-parallel ranks. Every rank computes the same one."""
@@ -163,7 +174,8 @@ class StepPlan:
     packing: str
     micro_batches: tuple[tuple[MicroBatchPlan, ...], ...]
     """``[dp_size][num_micro_batches]``, in the order in which each rank runs them. Ranks that run
-    one together have it first, and each has it."""
+    one together have it first, and each has it. With a ``strategy`` it is ``[replicas][…]``: as
+    many as each likes, also none."""
     num_waiting: int
     """Documents that have arrived but run in a later step."""
     waiting_tokens: int
@@ -172,6 +184,23 @@ class StepPlan:
     document, or of all those that several ranks run together; 1 for one that runs whole documents
     only. Their backward passes run last to first: the order is
     :func:`megatron_wlb.schedule.order.sliced`. Empty: Megatron's own schedule."""
+    strategy: Strategy | None = None
+    """The layout of each replica in this step. None: all have the run's own, which is equal."""
+
+    def __post_init__(self) -> None:
+        if self.strategy and len(self.strategy.replicas) != len(self.micro_batches):
+            raise PlanError(
+                f"step {self.step} has micro-batches of {len(self.micro_batches)} replicas, but "
+                f"its strategy {self.strategy} has {len(self.strategy.replicas)}; give a list to "
+                "each, empty where one rests"
+            )
+
+    @property
+    def replica_plans(self) -> tuple[ReplicaPlan, ...]:
+        """What each replica of the ``strategy`` runs; empty without one."""
+        replicas = self.strategy.replicas if self.strategy else ()
+        pairs = zip(replicas, self.micro_batches, strict=bool(replicas))
+        return tuple(ReplicaPlan(replica, own) for replica, own in pairs)
 
     def __iter__(self) -> Iterator[MicroBatchPlan]:
         """All micro-batches, rank by rank; each once."""
@@ -222,7 +251,8 @@ class StepPlan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 over everything that must be equal on all ranks, as 64 hex digits."""
-        sha = hashlib.sha256(f"{self.step} {self.packing}{self.chains or ''}".encode())
+        layout = f" {self.strategy.key}" if self.strategy else ""
+        sha = hashlib.sha256(f"{self.step} {self.packing}{self.chains or ''}{layout}".encode())
         for rank, micro_batches in enumerate(self.micro_batches):
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from megatron_wlb.files import replacing
-from megatron_wlb.study.paper import Effort
+from megatron_wlb.study.paper import HARDWARE, Effort
 from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE
 
 
@@ -65,6 +65,7 @@ class Paper:
     """What all sections assume."""
     steps: int
     warm_up: int
+    hardware: str = HARDWARE
 
 
 def row_of(

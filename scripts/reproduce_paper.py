@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""The experiments of two papers, simulated, beside the numbers that the papers print.
+"""The experiments of three papers, simulated, beside the numbers that the papers print.
 
 WLB-LLM (OSDI 2025): Table 2 and Figures 6 and 12-15. SlimPack (2025): the throughput of Figure 13,
 the spread of unit times of Figures 14-16, what backward units of their own could gain, and slim
-packing beside `hold` with interleaved schedules.
+packing beside `hold` with interleaved schedules. Hydraulis (2024): Figures 10 and 13, Table 1, and
+what strategies gain on other lengths.
 
-Writes a Markdown page and PNG pictures. Everything is simulated on modelled H100s and synthetic
+Writes a Markdown page and PNG pictures. Everything is simulated on modelled GPUs and synthetic
 distributions of lengths; only the time that packing takes is measured, on this machine.
 
     scripts/reproduce_paper.py                       # docs/paper.md, docs/images/paper-*.png
     scripts/reproduce_paper.py --paper slimpack      # docs/slimpack.md, docs/images/slimpack-*.png
     scripts/reproduce_paper.py --paper slimpack --small --out /tmp/slimpack      # a look, quickly
+    scripts/reproduce_paper.py --paper hydraulis     # docs/hydraulis.md, docs/images/
     scripts/reproduce_paper.py --steps 20 --out /tmp/paper --json > /tmp/paper.json
 """
 
@@ -27,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from _common import add_seeds, parser_of
+from _hydraulis import HYDRAULIS
 from _sections import Paper, Section, json_of, lines_of, plot, wrapped
 from _slimpack import SLIMPACK
 from _wlb_llm import WLB_LLM
@@ -37,13 +40,14 @@ from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.study.paper import HARDWARE, Effort
 
-PAPERS: dict[str, Paper] = {"wlb-llm": WLB_LLM, "slimpack": SLIMPACK}
+PAPERS: dict[str, Paper] = {"wlb-llm": WLB_LLM, "slimpack": SLIMPACK, "hydraulis": HYDRAULIS}
 SMALL = Effort(2, (1,), warm_up=1)
 
 
 def main() -> int:
     options = _options()
     paper = PAPERS[options.paper]
+    options.hardware = options.hardware or paper.hardware
     steps = paper.steps if options.steps is None else options.steps
     effort = Effort(steps, tuple(options.seeds), paper.warm_up, hardware=options.hardware)
     if options.small:
@@ -106,7 +110,7 @@ def _command(options: argparse.Namespace, effort: Effort) -> str:
         words.append("--small")
     else:
         words += ["--steps", str(effort.steps), "--seeds", *map(str, effort.seeds)]
-    if options.hardware != HARDWARE:
+    if options.hardware != PAPERS[options.paper].hardware:
         words += ["--hardware", options.hardware]
     if options.only:
         words += ["--only", *options.only]
@@ -129,7 +133,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--steps", type=int,
-        help=f"of each seed (default: {WLB_LLM.steps}; of slimpack {SLIMPACK.steps})",
+        help=f"of each seed (default: {WLB_LLM.steps}; of slimpack {SLIMPACK.steps}, of hydraulis "
+        f"{HYDRAULIS.steps})",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument(
@@ -142,8 +147,9 @@ def _options() -> argparse.Namespace:
     )  # fmt: skip
     add_seeds(parser)
     parser.add_argument(
-        "--hardware", default=HARDWARE, metavar="NAME|FILE",
-        help=f"such as one with attention that wlb profile measured (default: {HARDWARE})",
+        "--hardware", metavar="NAME|FILE",
+        help="such as one with attention that wlb profile measured (default: "
+        f"{HARDWARE}; of hydraulis {HYDRAULIS.hardware})",
     )  # fmt: skip
     parser.add_argument(
         "--no-solver", dest="solver", action="store_false", help="leave the slow packing out"

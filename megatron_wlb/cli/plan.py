@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from megatron_wlb.cli import inputs
+from megatron_wlb.cli import inputs, plan_strategies
 from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import MODELS, read_model
@@ -50,6 +50,12 @@ how it searches:
   FLOPs) a second among those within --max-delay; of equals that with less delay. The same command
   gives the same ranking.
 
+strategies (docs/hydraulis.md):
+  With --strategies each replica may have a layout of its own, and each step chooses among a few
+  such strategies by its documents. They are proposed from one half of your documents and judged on
+  the other. They are planned and simulated only; training does not run them yet. --packing,
+  --sharding, --refine and --max-delay do not matter to them: no document waits.
+
 table:
   the best packing and S_max of each layout, and then the other packings on the best layout; --json
   has all that was simulated
@@ -65,6 +71,7 @@ All of it is simulated (docs/simulator.md): measure the first few before a long 
 examples:
   wlb plan corpora/books --model 7b --num-devices 64 --num-micro-batches 16 32
   wlb plan --distribution reference --model 30b --num-devices 128 --tp-size 8 --out 30b.yaml
+  wlb plan corpora/books --model 7b --num-devices 64 --strategies --out strategies.yaml
 """
 
 
@@ -85,6 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
     inputs.add_long_documents(group)
     flag(group, "--refine N", "layouts to simulate", 8)
+    flag(group, "--strategies", "replicas of unlike layouts instead, which follow the documents")
     about = f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"
     flag(group, "--steps N", about)
     add_max_delay(group)
@@ -110,6 +118,8 @@ def _run(args: argparse.Namespace) -> int:
         )
     inputs.fill_window(args)
     documents, space = inputs.source(args), _space(args)
+    if args.strategies:
+        return plan_strategies.run(args, documents, space)
     documents.check(window=space.window, long_documents=args.long_documents)
     most, cases = max(space.num_micro_batches) * space.window, args.refine + NUM_TUNED
     warm_up, steps = num_steps(

@@ -44,7 +44,7 @@ SPLIT = {
 
 MACHINES = """\
 machine:
-  --hardware NAME|FILE h100-sxm, h200, a100, cpu, or a YAML file like those in configs/hardware
+  --hardware NAME|FILE h100-sxm, h200, a100, a800, cpu, or a YAML file as in configs/hardware
   --cost FILE          measured instead of modelled: what megatron_wlb.measure_cost wrote
 """
 

@@ -12,7 +12,7 @@ tensor (CUDA context, libraries, communication buffers) is in :func:`overhead_gi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -40,7 +40,7 @@ class StateBytes:
     gradients: int
     """The gradient buffer, fp32."""
     optimizer: int
-    """Moments, and with bf16 the fp32 master weights."""
+    """Moments, and with bf16 the fp32 master weights; of a parameter store all that it has."""
 
     @property
     def total(self) -> int:
@@ -89,6 +89,10 @@ class MemoryModel:
     optimizer: Literal["adam", "sgd"] = "adam"
     distributed_optimizer: bool = False
     """Whether optimizer state is spread over the data-parallel and context-parallel ranks."""
+    store_ranks: int | None = None
+    """Ranks of a parameter store (:mod:`megatron_wlb.strategy.store`), where there is one: master
+    weights, moments and summed gradients of the whole model are spread over them evenly, whatever
+    the layout is."""
     kernels: Kernels = "torch"
     keep_gathered: bool = False
     """Under CP: whether gathered keys and values are kept for the backward pass."""
@@ -138,11 +142,14 @@ class MemoryModel:
         """Weights, gradients and optimizer state of a pipeline rank."""
         num = self.num_parameters(pp_rank)
         state = FP32 * (2 if self.optimizer == "adam" else 1) + (FP32 if self.bf16 else 0)
-        return StateBytes(
-            weights=num * self._element_bytes + self._copies_bytes(pp_rank),
-            gradients=num * FP32,
-            optimizer=-(-num * state // self._state_shards),
-        )
+        if self.store_ranks is not None:
+            # fp32 weights are in the store also where those of propagation are fp32.
+            state = FP32 * (4 if self.optimizer == "adam" else 3)
+            optimizer = self._store_shard * state
+        else:
+            optimizer = -(-num * state // self._state_shards)
+        weights = num * self._element_bytes + self._copies_bytes(pp_rank)
+        return StateBytes(weights, gradients=num * FP32, optimizer=optimizer)
 
     def _copies_bytes(self, pp_rank: int) -> int:
         """What weights take besides, of layers whose products take another precision."""
@@ -225,7 +232,16 @@ class MemoryModel:
         """Working memory of the update: torch's Adam takes a root of all second moments at once."""
         if self.kernels == "fused" or self.optimizer != "adam":
             return 0
+        if self.store_ranks is not None:
+            return FP32 * self._store_shard
         return FP32 * self.num_parameters(pp_rank) // self._state_shards
+
+    @cached_property
+    def _store_shard(self) -> int:
+        """Parameters that a rank of the store has, at most."""
+        whole = replace(self, parallelism=Parallelism(), store_ranks=None)
+        assert self.store_ranks is not None
+        return -(-whole.num_parameters(0) // self.store_ranks)
 
     @cached_property
     def _action_bytes(self) -> dict[tuple[str, int], dict[Unit, tuple[float, float, float]]]:

@@ -33,7 +33,7 @@ BUCKET_PARAMETERS = 40_000_000
 that is more; those of every other stage, whose reduction others hide, at once."""
 
 _FP32 = 4
-_UPDATE_BYTES = 38
+UPDATE_BYTES = 38
 """A parameter's traffic in Adam's update: both moments and the master weight read and written
 (24), the gradient read for its norm and for the update and set to zero (12), the weight (2)."""
 
@@ -357,7 +357,7 @@ def _update_us(
     machine: Hardware, memory: MemoryModel, p: Parallelism, parameters: int, replicas: int
 ) -> float:
     num_shards = p.dp_size * p.cp_size if memory.distributed_optimizer else 1
-    update_us = machine.memory_us(_UPDATE_BYTES * parameters / num_shards)
+    update_us = machine.memory_us(UPDATE_BYTES * parameters / num_shards)
     if num_shards == 1:
         return update_us
     element_bytes = 2 if memory.bf16 else _FP32

@@ -338,8 +338,8 @@ class WlbConfig:
     )
     wlb_hardware: str = setting(
         "h100-sxm",
-        "machine of the analytic cost and of --wlb-cp-sharding: h100-sxm, h200, a100, cpu, or a "
-        "YAML file such as `wlb profile` writes",
+        "machine of the analytic cost and of --wlb-cp-sharding: h100-sxm, h200, a100, a800, cpu, "
+        "or a YAML file such as `wlb profile` writes",
     )
     wlb_cost_extrapolate: bool = setting(
         False, "go beyond the longest length of measured tables; otherwise that is an error"

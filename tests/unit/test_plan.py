@@ -3,8 +3,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.sharding import Sharding
+from megatron_wlb.strategy.layout import Cluster, Strategy
 
 LONG = Document(corpus=1, index=7, offset=0, length=10, ends=True, epoch=2, arrival=5, step=3)
 SHORT = Document(corpus=0, index=2, offset=0, length=4, ends=False, epoch=2, arrival=6, step=4)
@@ -14,8 +16,9 @@ def micro_batch(index, *documents, padded=16, us=1.0):
     return MicroBatchPlan(index, tuple(Span(d, 0, d.length) for d in documents), padded, us)
 
 
-def step_plan(*ranks, step=5):
-    return StepPlan(step, "any", tuple(map(tuple, ranks)), num_waiting=0, waiting_tokens=0)
+def step_plan(*ranks, step=5, strategy=None):
+    own = tuple(map(tuple, ranks))
+    return StepPlan(step, "any", own, num_waiting=0, waiting_tokens=0, strategy=strategy)
 
 
 def test_document_cut_keeps_tokens_and_labels():
@@ -117,3 +120,22 @@ def test_digest_of_a_plan_without_slices_is_what_it_was_before_there_were_any():
     document = Document(0, 3, 0, 8, True, 0, 3, 0)
     whole = MicroBatchPlan(0, (Span(document, 0, 8),), 8, 1.0)
     assert StepPlan(7, "slim", ((whole,), (whole,)), 0, 0).digest[:16] == "94c94d4ada6425f7"
+
+
+def test_strategy_is_part_of_a_plan_and_of_its_digest():
+    cluster = Cluster(8, 4)
+    plan = step_plan([micro_batch(0, LONG)], [micro_batch(1, SHORT)], [])
+    texts = "tp4:4k+2*tp2:1k", "tp4:8k+2*tp2:1k", "tp4:4k+tp2:1k+tp1:1k", "cp4:4k+2*tp2:1k"
+    plans = [replace(plan, strategy=Strategy.parse(text, cluster)) for text in texts]
+    assert len({p.digest for p in [plan, *plans]}) == len(plans) + 1
+    first, second, rests = plans[0].replica_plans
+    assert first.replica.ranks == (0, 1, 2, 3) and second.micro_batches[0].length == SHORT.length
+    assert rests.micro_batches == () and rests.replica.ranks == (6, 7)
+    assert plan.replica_plans == () and [m.index for m in plans[0]] == [0, 1]
+    with pytest.raises(PlanError, match=r"of 1 replicas, but its strategy .* has 3"):
+        step_plan([micro_batch(0)], strategy=plans[0].strategy)
+
+
+def test_digest_of_equal_layouts_is_what_it_was_before_there_were_strategies():
+    plan = step_plan([micro_batch(0, LONG)], [micro_batch(1, SHORT)])
+    assert plan.digest == ("aac9532920b4a6e132f6b47c4f0911aae4220945e212a5022a2c5d062b4d2443")

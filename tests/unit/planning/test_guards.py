@@ -52,7 +52,7 @@ REFUSED = [
     ),
     (
         "--wlb-hardware none.yaml", 1,
-        ["--wlb-hardware", "none.yaml", "No such file", "give a100 or cpu or h100", "wlb profile"],
+        ["--wlb-hardware", "none.yaml", "No such file", "give a100 or a800 or cpu", "wlb profile"],
     ),
     (
         "--rotary-seq-len-interpolation-factor 2 --position-embedding-type none", 1,
