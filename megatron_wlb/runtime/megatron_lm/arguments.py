@@ -136,6 +136,8 @@ def config_of(args: argparse.Namespace) -> Config:
     values["fp8_recipe"] = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
     values["data_path"] = tuple(args.data_path or ())
     values["step_batch_size_schedule"] = getattr(args, "step_batch_size_schedule", None)
+    if values["step_batch_size_schedule"] is not None:  # whose batches are of evaluation alone
+        values["global_batch_size"] = args.eval_global_batch_size
     if args.rampup_batch_size and not guards.ignores_ramps(args):
         values["rampup_batch_size"] = tuple(map(int, args.rampup_batch_size))
     if values["split"] is None:  # each split has its own corpora

@@ -126,6 +126,8 @@ def _names_corpora(args: argparse.Namespace) -> bool:
 def _evaluates_otherwise(kind: str) -> Condition:
     def refused(args: argparse.Namespace) -> bool:
         given = getattr(args, f"eval_{kind}_batch_size", None)
+        if kind == "global" and getattr(args, "step_batch_size_schedule", None):
+            return False  # It has no other size of batches.
         return given not in (None, getattr(args, f"{kind}_batch_size"))
 
     return refused

@@ -103,6 +103,8 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     config = arguments.config_of(args)
     layout_guards.check(config, args.world_size)
     layout_guards.check_micro_batches(config, args.world_size)
+    if args.eval_iters:
+        layout_guards.check_evaluation(config, args.world_size)
     check_checkpoints(
         args.use_distributed_optimizer,
         None if args.no_save_optim else args.save,

@@ -110,6 +110,14 @@ def test_what_megatron_does_not_read_of_recomputation_is_not_read() -> None:
     assert config(**full).training.recompute_num_layers == 1
 
 
+def test_beside_a_schedule_of_batches_the_global_one_is_of_evaluation() -> None:
+    """Megatron fills in the smallest batch where none may be given."""
+    given = {"global_batch_size": 2, "eval_global_batch_size": 8, "rampup_batch_size": None}
+    found = config(step_batch_size_schedule="0:8 1M:16", **given).training
+    assert found.global_batch_size == 8
+    assert config(step_batch_size_schedule=None, **given).training.global_batch_size == 2
+
+
 def test_splits_with_their_own_paths_need_no_shares() -> None:
     found = config(split=None, data_path=None)
     assert found.data.data_path == ()
