@@ -6,6 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+
+from megatron_wlb.runtime.saving.resume import plan_settings, tell_changes
+from megatron_wlb.settings.command_line import parse
+
 
 def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     """A run that goes on from it would never write them."""
@@ -25,3 +30,19 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     ):
         checkpoint.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
     assert done == ["figures", "checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("packing", "told"), [("hold", False), ("hold --wlb-shape on", True), ("slim", True)]
+)
+def test_other_stages_are_told_where_steps_are_simulated(
+    packing: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron_wlb.runtime.megatron_lm.session import Session
+
+    flags = f"--wlb-packing {packing} --pipeline-model-parallel-size 2".split()
+    saved = Session(parse(flags), args=Any, formula=Any)  # type: ignore[arg-type]
+    now = Session(parse([*flags, "--decoder-last-pipeline-num-layers", "1"]), Any, Any)  # type: ignore[arg-type]
+    tell_changes(now.config, plan_settings(saved.config, *saved.compared), None, *now.compared)
+    said = "--decoder-last-pipeline-num-layers None there, 1 here"
+    assert [said in message for message in caplog.messages] == [True] * told
