@@ -238,8 +238,10 @@ def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
 
 def _reaches(demand: Demand) -> list[int | None]:
     """Without a sliding window, as some layers may be, and with it where it is demanded."""
-    wanted = demand.reach_tokens
-    return [None] if wanted is None else [None, *sorted({min(wanted, CHECKED_REACH), wanted})]
+    if demand.reach_tokens is None:
+        return [None]
+    wanted = max(2, demand.reach_tokens)  # Of one key, queries' gradients are rounding alone.
+    return [None, *sorted({min(wanted, CHECKED_REACH), wanted})]
 
 
 DROPPED_DOCUMENTS = 8
