@@ -39,8 +39,8 @@ from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
 
-_OF_COSTS = ("window_size", "window_attn_skip_freq")
-"""Megatron's settings that no weight tells of, and that costs depend on."""
+_OF_COSTS = ("window_size", "window_attn_skip_freq", "fp8_format", "fp8_recipe")
+"""Megatron's settings that no weight tells of, and that costs or padding depend on."""
 _OF_STAGES = tuple(f.name for f in fields(PipelineSplit))
 """Those by which steps are simulated; see :attr:`Session.compared`."""
 

@@ -32,17 +32,29 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     assert done == ["figures", "checkpoint"]
 
 
+LAST: Any = ("decoder-last-pipeline-num-layers", "1")
+"""A setting of stages."""
+
+
 @pytest.mark.parametrize(
-    ("packing", "told"), [("hold", False), ("hold --wlb-shape on", True), ("slim", True)]
+    ("packing", "setting", "told"),
+    [
+        ("hold", LAST, False),
+        ("hold --wlb-shape on", LAST, True),
+        ("slim", LAST, True),
+        ("hold", ("fp8-format", "hybrid"), True),  # which pads to other lengths
+    ],
 )
-def test_other_stages_are_told_where_steps_are_simulated(
-    packing: str, told: bool, caplog: pytest.LogCaptureFixture
+def test_settings_of_megatron_are_told_where_plans_depend_on_them(
+    packing: str, setting: tuple[str, str], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     from megatron_wlb.runtime.megatron_lm.session import Session
 
-    flags = f"--wlb-packing {packing} --pipeline-model-parallel-size 2".split()
-    saved = Session(parse(flags), args=Any, formula=Any)  # type: ignore[arg-type]
-    now = Session(parse([*flags, "--decoder-last-pipeline-num-layers", "1"]), Any, Any)  # type: ignore[arg-type]
+    flags, (name, value) = f"--wlb-packing {packing}".split(), setting
+    saved, now = (
+        Session(parse([*flags, *more]), Any, Any)  # type: ignore[arg-type]
+        for more in ([], [f"--{name}", value])
+    )
     tell_changes(now.config, plan_settings(saved.config, *saved.compared), None, *now.compared)
-    said = "--decoder-last-pipeline-num-layers None there, 1 here"
+    said = f"--{name} None there, {value} here"
     assert [said in message for message in caplog.messages] == [True] * told
