@@ -16,7 +16,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
 from megatron_wlb.packing import check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
-from megatron_wlb.planning.from_config import batch
+from megatron_wlb.planning.from_config import batch, of_evaluation
 from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
 from megatron_wlb.settings.config import Config, ModelConfig, flag_of
@@ -386,6 +386,15 @@ def check_micro_batches(config: Config, world_size: int) -> int:
     refuse_all(_check_micro_batches(config, world_size))
     dp = data_parallel_size(config, world_size)
     return batch(config, dp)[0] // (config.training.micro_batch_size * dp)
+
+
+def check_evaluation(config: Config, world_size: int) -> None:
+    """Checks likewise what steps of evaluation run, by the settings of evaluations."""
+    refuse_all(
+        f"{refused}; these are steps of evaluation, of {config.training.global_batch_size} "
+        "windows: give --eval-global-batch-size, or --eval-iters 0"
+        for refused in _check_micro_batches(of_evaluation(config), world_size)
+    )
 
 
 def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from megatron_lm_runs import (
     BOTH,
+    PP2_VPP2,
     assert_equal_steps,
     finish,
     knows,
     launch,
     logged,
     needs_megatron_lm,
+    validations,
 )
 from trainer_runs import Flags, assert_refused, losses, read_metrics
 
@@ -89,3 +91,16 @@ def test_a_ramp_that_megatron_ignores_is_told_and_ignored(corpus: Path, tmp_path
     ended = finish(launch(tmp_path, 1, flags))
     assert "--rampup-batch-size 2 2 9 has no effect" in ended.output
     assert logged(ended, "global batch size") == ["8", "8"]
+
+
+@pytest.mark.skipif(not BY_STEPS, reason="this version of Megatron-LM ramps up")
+def test_evaluation_beside_a_schedule_has_batches_of_its_own(corpus: Path, tmp_path: Path) -> None:
+    """Megatron's default of one micro-batch a rank is too few for virtual stages."""
+    flags = GROWING | PP2_VPP2 | {"data_path": corpus, "train_samples": 8, "eval_interval": 2}
+    flags |= {"global_batch_size": None, "step_batch_size_schedule": "0:4", "eval_iters": 2}
+    refused = launch(tmp_path, 2, flags).wait()
+    said = "the 1 micro-batches of a rank; these are steps of evaluation"
+    assert_refused(refused, ConfigError.exit_code, said, "give --eval-global-batch-size")
+    ended = finish(launch(tmp_path, 2, flags | {"eval_global_batch_size": 2}))
+    assert logged(ended, "global batch size") == ["4", "4"]
+    assert len(validations(ended)) >= 1

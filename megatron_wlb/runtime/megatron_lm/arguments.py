@@ -145,7 +145,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def of_evaluation(args: argparse.Namespace, config: Config) -> Config:
-    """The settings of evaluations: constant batches, of sizes that may be their own."""
+    """The settings of evaluations, whose batches may have sizes of their own."""
     training = config.training
     return replace(
         config,
@@ -155,7 +155,5 @@ def of_evaluation(args: argparse.Namespace, config: Config) -> Config:
             or training.global_batch_size,
             micro_batch_size=getattr(args, "eval_micro_batch_size", None)
             or training.micro_batch_size,
-            rampup_batch_size=(),
-            step_batch_size_schedule=None,
         ),
     )

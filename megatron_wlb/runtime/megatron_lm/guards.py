@@ -103,7 +103,7 @@ def _defers_gathered(args: argparse.Namespace) -> bool:
 
 def ignores_ramps(args: argparse.Namespace) -> bool:
     """Whether Megatron ignores ``--rampup-batch-size``, as it does from 0.18 on."""
-    return hasattr(args, "step_batch_size_schedule")
+    return "step_batch_size_schedule" in vars(args)  # Words have any name
 
 
 def _ramps_in_vain(args: argparse.Namespace) -> bool:

@@ -104,7 +104,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     layout_guards.check(config, args.world_size)
     layout_guards.check_micro_batches(config, args.world_size)
     if args.eval_iters:
-        layout_guards.check_micro_batches(arguments.of_evaluation(args, config), args.world_size)
+        layout_guards.check_evaluation(arguments.of_evaluation(args, config), args.world_size)
     check_checkpoints(
         args.use_distributed_optimizer,
         None if args.no_save_optim else args.save,

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -36,11 +36,14 @@ from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, te
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
 
-_OF_COSTS = ("window_size", "window_attn_skip_freq")
-"""Megatron's settings that no weight tells of, and that costs depend on."""
+_OF_COSTS = ("window_size", "window_attn_skip_freq", "fp8_format", "fp8_recipe")
+"""Megatron's settings that no weight tells of, and that costs or padding depend on."""
+_OF_STAGES = tuple(f.name for f in fields(PipelineSplit))
+"""Settings by which steps are simulated; see :attr:`Session.compared`."""
 
 
 @dataclass
@@ -103,6 +106,13 @@ class Session:
         """Counts operations of documents; needs the tokenizer's size of the vocabulary."""
         return DocumentFlops.of(self.formula, self.args)
 
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Megatron's settings that plans depend on: of stages only where steps are simulated."""
+        wlb = self.config.wlb
+        simulated = wlb.wlb_shape == "on" or wlb.wlb_packing == "slim"
+        return (*_OF_COSTS, *_OF_STAGES) if simulated else _OF_COSTS
+
     def take_model(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Takes what Megatron has built; a second call with the same does nothing."""
         if self._chunks is not chunks:
@@ -138,7 +148,7 @@ class Session:
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
                 saved, machine = self.restored["settings"], self.restored.get("machine")
-                tell_changes(self.config, saved, machine, *_OF_COSTS)
+                tell_changes(self.config, saved, machine, *self.compared)
                 self.totals = Totals(**self.restored["totals"])
                 logger.info(
                     "documents go on after step %d: %d wait",
@@ -173,7 +183,7 @@ class Session:
             "kernel": self.kernel,
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,
-            "settings": plan_settings(self.config, *_OF_COSTS),
+            "settings": plan_settings(self.config, *_OF_COSTS, *_OF_STAGES),
             "layout": self.layout(),
         }
 

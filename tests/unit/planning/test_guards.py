@@ -270,6 +270,16 @@ def test_guard_names_value_limit_and_remedy(flags: str, world_size: int, parts: 
     assert "\n" not in message
 
 
+def test_evaluation_beside_a_schedule_of_batches_has_micro_batches_to_interleave() -> None:
+    growing = f"{PP2_VPP2} --step-batch-size-schedule 0:4,1M:8"
+    config = parse(f"{growing} --global-batch-size 1".split())
+    assert guards.check_micro_batches(config, 2) == 8
+    says = "between PP 2 and the 1 micro-batches .* evaluation, of 1 windows: give --eval-global-b"
+    with pytest.raises(ConfigError, match=says):
+        guards.check_evaluation(config, 2)
+    guards.check_evaluation(parse(f"{growing} --global-batch-size 2".split()), 2)
+
+
 AT_LEAST_1 = [
     "tensor-model-parallel-size",
     "pipeline-model-parallel-size",

@@ -238,8 +238,10 @@ def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
 
 def _reaches(demand: Demand) -> list[int | None]:
     """The reaches to try: none, as some layers may have, and the one that is demanded."""
-    wanted = demand.reach_tokens
-    return [None] if wanted is None else [None, *sorted({min(wanted, CHECKED_REACH), wanted})]
+    if demand.reach_tokens is None:
+        return [None]
+    wanted = max(2, demand.reach_tokens)  # Of one key, queries' gradients are rounding alone.
+    return [None, *sorted({min(wanted, CHECKED_REACH), wanted})]
 
 
 DROPPED_DOCUMENTS = 8

@@ -110,6 +110,14 @@ def test_what_megatron_does_not_read_of_recomputation_is_not_read() -> None:
     assert config(**full).training.recompute_num_layers == 1
 
 
+def test_evaluations_have_the_sizes_that_they_are_given() -> None:
+    args = argparse.Namespace(eval_global_batch_size=8, eval_micro_batch_size=None)
+    training = arguments.of_evaluation(args, config()).training
+    assert (training.global_batch_size, training.micro_batch_size) == (8, 2)
+    older = arguments.of_evaluation(argparse.Namespace(), config())
+    assert older == config()
+
+
 def test_splits_with_their_own_paths_need_no_shares() -> None:
     found = config(split=None, data_path=None)
     assert found.data.data_path == ()

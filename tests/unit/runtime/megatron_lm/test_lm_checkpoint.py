@@ -6,6 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+
+from megatron_wlb.runtime.saving.resume import plan_settings, tell_changes
+from megatron_wlb.settings.command_line import parse
+
 
 def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     """A run that goes on from it would never write them."""
@@ -25,3 +30,31 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     ):
         checkpoint.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
     assert done == ["figures", "checkpoint"]
+
+
+LAST: Any = ("decoder-last-pipeline-num-layers", "1")
+"""A setting of stages."""
+
+
+@pytest.mark.parametrize(
+    ("packing", "setting", "told"),
+    [
+        ("hold", LAST, False),
+        ("hold --wlb-shape on", LAST, True),
+        ("slim", LAST, True),
+        ("hold", ("fp8-format", "hybrid"), True),  # which pads to other lengths
+    ],
+)
+def test_settings_of_megatron_are_told_where_plans_depend_on_them(
+    packing: str, setting: tuple[str, str], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron_wlb.runtime.megatron_lm.session import Session
+
+    flags, (name, value) = f"--wlb-packing {packing}".split(), setting
+    saved, now = (
+        Session(parse([*flags, *more]), Any, Any)  # type: ignore[arg-type]
+        for more in ([], [f"--{name}", value])
+    )
+    tell_changes(now.config, plan_settings(saved.config, *saved.compared), None, *now.compared)
+    said = f"--{name} None there, {value} here"
+    assert [said in message for message in caplog.messages] == [True] * told

@@ -123,6 +123,12 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         },
         {"decoder_first_pipeline_num_layers": 3, "account_for_loss_in_pipeline_split": False},
         {"eval_global_batch_size": 16, "eval_micro_batch_size": 2},
+        {
+            "eval_global_batch_size": 8,
+            "global_batch_size": None,
+            "rampup_batch_size": None,
+            "step_batch_size_schedule": "0:8 1M:16",
+        },
         {"ckpt_format": "torch"},
         {"bf16": False, "dist_ckpt_optim_fully_reshardable": True},
         {"bf16": False, "save": None},

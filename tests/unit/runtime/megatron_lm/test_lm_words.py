@@ -35,6 +35,16 @@ def test_words_of_what_runs_pass(more: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "ignored"), [("", False), ("--step-batch-size-schedule 0:2,1M:8", True)]
+)
+def test_words_of_a_ramp_are_ignored_by_versions_with_schedules_alone(
+    more: str, ignored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    words.check([*FINE.split(), "--rampup-batch-size", "2", "2", "9", *more.split()], 4, {})
+    assert ["ignores it" in message for message in caplog.messages] == [True] * ignored
+
+
+@pytest.mark.parametrize(
     ("more", "says"),
     [
         ("--softmax-type=learnable", "^--softmax-type learnable does not work"),

@@ -125,6 +125,13 @@ def test_dropout_drops_inside_the_window() -> None:
     assert "is wrong" in str(check_dropout(wide, demand))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_window_of_one_key_has_a_kernel(dropout: float) -> None:
+    """Queries have no gradient there, by which a check could divide."""
+    demand = dataclasses.replace(WINDOW, reach_tokens=1, dropout=dropout)
+    assert choose_kernel("auto", demand).name == "sdpa"
+
+
 def test_slices_see_the_keys_in_reach() -> None:
     inputs = [torch.randn(60, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4)]
     seen = []
