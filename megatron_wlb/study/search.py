@@ -398,14 +398,14 @@ def _needs_unlike_stages(shape: ModelShape, layout: Parallelism) -> bool:
     """
     short, few = -shape.num_layers % layout.num_stages, layout.vpp_size <= MOST_UNLIKE_CHUNKS
     divides = shape.num_layers % layout.pp_size == 0 or shape.num_layers < layout.pp_size
-    return not (divides or shape.layers) and (layout.vpp_size == 1 or (short <= 2 and few))
+    return not divides and (layout.vpp_size == 1 or (short <= 2 and few))
 
 
 def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Candidate | None:
     """The candidate with stages balanced by time, where the coarse pass gains by that."""
     run = candidate.scenario
     p = run.parallelism
-    if p.pp_size == 1 or p.stage_layers is not None or run.shape.layers:
+    if p.pp_size == 1 or p.stage_layers is not None:
         return None
     stages = balanced_layers(run.shape, run.hardware, p, run.recompute, sample)
     if len(set(stages)) == 1:
