@@ -91,8 +91,9 @@ def fill_defaults(args: argparse.Namespace) -> None:
         args.max_windows = 2.0 * size
     # Without a pipeline the file does not tell what shares the work, as it has no DP size.
     p = model.config.parallel
-    if getattr(args, "pp_size", 0) is None and p.pipeline_model_parallel_size > 1:
-        args.pp_size = p.pipeline_model_parallel_size
+    pp_size = p.pipeline_model_parallel_size
+    if pp_size > 1 and getattr(args, "pp_size", 0) in (None, pp_size):
+        args.pp_size = pp_size
         if args.vpp_size is None:
             args.vpp_size = p.vpp_size if p.vpp_size > 1 else None
         if (args.vpp_size or 1) == p.vpp_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -64,10 +64,11 @@ class Model:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Its sizes, the vocabulary not padded."""
+        """Its sizes, the vocabulary not padded; trained in 16 bits, whatever the settings say."""
         if self.sizes is not None:
             return self.sizes
-        return model_shape(self.config, self.config.data.vocab_size or DEFAULT_VOCAB_SIZE)
+        config = replace(self.config, training=replace(self.config.training, bf16=True))
+        return model_shape(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
 
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:

@@ -97,3 +97,17 @@ def test_lists_are_written_with_blanks_or_commas(words: list[str], capsys) -> No
     assert [(row["num_micro_batches"], row["packing"]) for row in rows] == [
         (2, "original"), (2, "hold"), (3, "original"), (3, "hold"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["--bf16", "--fp16", "--disable-bias-linear"])
+def test_numbers_beside_fp8_have_16_bits(given: str) -> None:
+    """As of every model that is simulated; fp16 is read so for measured and analytic costs too."""
+    path = Path("fp8.yaml")
+    said = {"--fp8-format": "hybrid", "--disable-bias-linear": True, given: True}
+    path.write_text(yaml.safe_dump({"MODEL_ARGS": RECIPE["MODEL_ARGS"] | said}))
+    model = read_model(str(path))
+    assert model.config.training.bf16 == ("16" in given)
+    ((_, layer),) = model.shape.runs
+    assert layer.precisions is not None
+    assert layer.precisions.elementwise.element_bytes == 2
+    assert layer.precisions.matrix.weight_bytes == 4
