@@ -409,7 +409,7 @@ def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:
     for size in sizes:
         if size % multiple:
             flag = "--global-batch-size is"
-            if size != num_windows:
+            if size != t.global_batch_size:
                 assert ramp is not None
                 flag = f"{ramp.flag} leads to a batch of"
             yield (

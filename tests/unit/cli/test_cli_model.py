@@ -111,3 +111,15 @@ def test_numbers_beside_fp8_have_16_bits(given: str) -> None:
     assert layer.precisions is not None
     assert layer.precisions.elementwise.element_bytes == 2
     assert layer.precisions.matrix.weight_bytes == 4
+
+
+def test_batches_that_grow_by_a_schedule_are_those_of_its_end() -> None:
+    path = Path("grows.yaml")
+    given = {**RECIPE["MODEL_ARGS"], "--step-batch-size-schedule": "0:8 1M:16"}
+    del given["--global-batch-size"]
+    path.write_text(yaml.safe_dump({"MODEL_ARGS": given}))
+    model = read_model(str(path))
+    assert model.num_micro_batches(1) == 16
+    assert model.num_micro_batches(2) == 8
+    with pytest.raises(ConfigError, match="--step-batch-size-schedule of --model .* batch of 16"):
+        model.num_micro_batches(3)
