@@ -136,6 +136,14 @@ def source(args: argparse.Namespace) -> LengthSource:
     return LengthSource.of_corpora(args.prefixes)
 
 
+def can_slice(args: argparse.Namespace) -> bool:
+    """Whether the launcher cuts documents of ``--model`` in slices: with FP8's delayed scaling
+    ranks would wait for each other forever.
+    """
+    training = (Model(Config()) if args.model is None else read_model(args.model)).config.training
+    return training.fp8_format is None or training.fp8_recipe != "delayed"
+
+
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:
     flag(group, "--max-age N", "as --wlb-max-age", 12)
     add_long_documents(group)

@@ -64,7 +64,7 @@ def with_windows(shape: ModelShape, model: ModelConfig) -> ModelShape:
 
 
 def pattern_of(shape: ModelShape) -> str | None:
-    """What ``--window-attn-skip-freq`` says of such layers; None where all or none have a window."""
+    """What ``--window-attn-skip-freq`` says of such layers; None where all are alike in that."""
     windowed = itertools.groupby(shape.runs, lambda run: run[1].windowed_query_size > 0)
     runs = [(has, sum(num for num, _ in own)) for has, own in windowed]
     said = "+".join(f"[{int(has)}]*{num}" for has, num in runs)

@@ -357,6 +357,10 @@ def _runs(
         reason = f"TP {layout.tp_size} is above the limit of {max_tp} (a node)"
         yield Rejected(layout, 0, space.recompute[0], "topology", reason)
         return
+    if not run_with(layout.pp_size, layout.vpp_size, space.packings):
+        reason = "slices need pipeline stages, and none that are virtual; give other packings too"
+        yield Rejected(layout, 0, space.recompute[0], "batch and schedule", reason)
+        return
     try:
         if _needs_unlike_stages(shape, layout):
             stages = balanced_layers(shape, space.hardware, layout, Recompute(), sample)
