@@ -203,7 +203,8 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
 def _check_split(config: Config) -> Iterator[str]:
     p = config.parallel
     try:
-        p.split.layers(config.model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)
+        vpp_size = p.num_virtual_stages_per_pipeline_rank or p.vpp_size  # a layout must agree
+        p.split.layers(config.model.num_layers, p.pipeline_model_parallel_size, vpp_size)
     except ConfigError as error:
         yield str(error)
 
