@@ -53,19 +53,19 @@ class Model:
 
         Raises :class:`ConfigError` where the batch has a rest.
         """
-        training, flag = self.config.training, "--global-batch-size"
+        training, said = self.config.training, "--global-batch-size of --model is"
         size = training.global_batch_size
         if training.step_batch_size_schedule is not None:
             size, ramp = batch(self.config, 1)
             assert ramp is not None
-            flag = ramp.flag
-        elif flag not in self.written:
+            said = f"{ramp.flag} of --model leads to a batch of"
+        elif "--global-batch-size" not in self.written:
             return None
         number, rest = divmod(size, micro_batch_size)
         if not number or (rest and not training.decrease_batch_size_if_needed):
             raise ConfigError(
-                f"{flag} of --model leads to a batch of {size}, which --micro-batch-size "
-                f"{micro_batch_size} does not divide; give another one, or --num-micro-batches"
+                f"{said} {size}, which --micro-batch-size {micro_batch_size} does not divide; give "
+                "another one, or --num-micro-batches"
             )
         return number
 
