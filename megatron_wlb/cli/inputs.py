@@ -91,8 +91,9 @@ def fill_defaults(args: argparse.Namespace) -> None:
         args.max_windows = 2.0 * size
     # Without a pipeline the file does not tell what shares the work, as it has no DP size.
     p = model.config.parallel
-    if getattr(args, "pp_size", 0) is None and p.pipeline_model_parallel_size > 1:
-        args.pp_size = p.pipeline_model_parallel_size
+    pp_size = p.pipeline_model_parallel_size
+    if pp_size > 1 and getattr(args, "pp_size", 0) in (None, pp_size):
+        args.pp_size = pp_size
         if args.vpp_size is None:
             args.vpp_size = p.vpp_size if p.vpp_size > 1 else None
         if (args.vpp_size or 1) == p.vpp_size:
@@ -133,6 +134,14 @@ def source(args: argparse.Namespace) -> LengthSource:
     if args.lengths is not None:
         return LengthSource.of_file(args.lengths)
     return LengthSource.of_corpora(args.prefixes)
+
+
+def can_slice(args: argparse.Namespace) -> bool:
+    """Whether the launcher cuts documents of ``--model`` in slices: with FP8's delayed scaling
+    ranks would wait for each other forever.
+    """
+    training = (Model(Config()) if args.model is None else read_model(args.model)).config.training
+    return training.fp8_format is None or training.fp8_recipe != "delayed"
 
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:

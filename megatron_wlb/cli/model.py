@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import ModelShape
 from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.planning.from_config import batch, model_shape
 from megatron_wlb.settings.command_line import yaml_arguments
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.recipe import Recipe, read_recipe
@@ -49,25 +49,33 @@ class Model:
         return self.config.training.micro_batch_size if given else None
 
     def num_micro_batches(self, micro_batch_size: int) -> int | None:
-        """N, of so many windows each. Raises :class:`ConfigError` where the batch has a rest."""
-        if "--global-batch-size" not in self.written:
+        """N, of so many windows each, once batches have grown.
+
+        Raises :class:`ConfigError` where the batch has a rest.
+        """
+        training, said = self.config.training, "--global-batch-size of --model is"
+        size = training.global_batch_size
+        if training.step_batch_size_schedule is not None:
+            size, ramp = batch(self.config, 1)
+            assert ramp is not None
+            said = f"{ramp.flag} of --model leads to a batch of"
+        elif "--global-batch-size" not in self.written:
             return None
-        training = self.config.training
-        number, rest = divmod(training.global_batch_size, micro_batch_size)
+        number, rest = divmod(size, micro_batch_size)
         if not number or (rest and not training.decrease_batch_size_if_needed):
             raise ConfigError(
-                f"--global-batch-size of --model is {training.global_batch_size}, which "
-                f"--micro-batch-size {micro_batch_size} does not divide; give another one, or "
-                "--num-micro-batches"
+                f"{said} {size}, which --micro-batch-size {micro_batch_size} does not divide; give "
+                "another one, or --num-micro-batches"
             )
         return number
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Its sizes, the vocabulary not padded."""
+        """Its sizes, the vocabulary not padded; trained in 16 bits, whatever the settings say."""
         if self.sizes is not None:
             return self.sizes
-        return model_shape(self.config, self.config.data.vocab_size or DEFAULT_VOCAB_SIZE)
+        config = replace(self.config, training=replace(self.config.training, bf16=True))
+        return model_shape(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
 
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:

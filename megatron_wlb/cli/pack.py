@@ -124,7 +124,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> list[PackingSettings]:
-    named = args.packing or run_with(args.pp_size, args.vpp_size, ALL)
+    every = [name for name in ALL if name != "slim" or inputs.can_slice(args)]
+    named = args.packing or run_with(args.pp_size, args.vpp_size, every)
     names = [n for name in named for n in (PAPER if name == "paper" else (name,))]
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},

@@ -116,6 +116,12 @@ def _run(args: argparse.Namespace) -> int:
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
         )
+    sliced = [name for name in args.packing if name.partition(":")[0] == "slim"]
+    if sliced and not inputs.can_slice(args):
+        raise ConfigError(
+            f"--packing {sliced[0]} cannot train --model {args.model}, whose FP8 has delayed "
+            "scaling; give it another --fp8-recipe, such as tensorwise, or leave slim out"
+        )
     inputs.fill_window(args)
     documents, space = inputs.source(args), _space(args)
     if args.strategies:

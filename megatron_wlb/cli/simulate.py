@@ -14,7 +14,7 @@ from rich.table import Table
 from megatron_wlb.cli import scenario
 from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, source
+from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, can_slice, source
 from megatron_wlb.cli.model import MODELS
 from megatron_wlb.cli.output import (
     check_file,
@@ -149,7 +149,7 @@ def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings
     named = args.packing
     if named is None:
         named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
-        named += run_with(args.pp_size, args.vpp_size, ["slim"])
+        named += run_with(args.pp_size, args.vpp_size, ["slim"] if can_slice(args) else [])
     names = ["original", *named]
     return [
         PackingSettings.parse(name, args.window, max_tokens, max_age=args.max_age)

@@ -94,6 +94,7 @@ def _run(args: argparse.Namespace) -> int:
             warm_up=warm_up,
             look_ahead=args.look_ahead,
             limits=inputs.limits(args),
+            slices=inputs.can_slice(args),
             progress=progress,
         )
     s_max = f"S_max up to {args.max_windows:g} windows"

@@ -221,8 +221,8 @@ def check_model(measured: Mapping[str, Any], shape: ModelShape) -> None:
         ours, theirs = identity.get(name), measured.get(name)
         if ours != theirs:
             raise ConfigError(
-                f"measured for a model with {name} {theirs}, but this one has {ours}; measure this "
-                "model, or use --wlb-cost analytic"
+                f"measured for a model with {name} {shown(theirs)}, but this one has "
+                f"{shown(ours)}; measure this model, or use --wlb-cost analytic"
             )
 
 

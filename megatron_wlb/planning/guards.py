@@ -203,7 +203,8 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
 def _check_split(config: Config) -> Iterator[str]:
     p = config.parallel
     try:
-        p.split.layers(config.model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)
+        vpp_size = p.num_virtual_stages_per_pipeline_rank or p.vpp_size  # a layout must agree
+        p.split.layers(config.model.num_layers, p.pipeline_model_parallel_size, vpp_size)
     except ConfigError as error:
         yield str(error)
 
@@ -418,7 +419,7 @@ def _check_micro_batches(config: Config, world_size: int) -> Iterator[str]:
     for size in sizes:
         if size % multiple:
             flag = "--global-batch-size is"
-            if size != num_windows:
+            if size != t.global_batch_size:
                 assert ramp is not None
                 flag = f"{ramp.flag} leads to a batch of"
             yield (

@@ -63,6 +63,14 @@ def with_windows(shape: ModelShape, model: ModelConfig) -> ModelShape:
     return dataclasses.replace(slides, layers=tuple(runs))
 
 
+def pattern_of(shape: ModelShape) -> str | None:
+    """What ``--window-attn-skip-freq`` says of such layers; None where all are alike in that."""
+    windowed = itertools.groupby(shape.runs, lambda run: run[1].windowed_query_size > 0)
+    runs = [(has, sum(num for num, _ in own)) for has, own in windowed]
+    said = "+".join(f"[{int(has)}]*{num}" for has, num in runs)
+    return f"({said})" if len(runs) > 1 else None
+
+
 def _pattern(text: str, num_layers: int) -> list[bool]:
     """What ``--window-attn-skip-freq`` says of each layer: N, or a list of 0 and 1 that Python
     would make of sums and multiples of lists.

@@ -93,6 +93,10 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
     given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
     if found := sorted(given & _NOT_MODELLED):
         raise ConfigError(f"{found[0]} is not modelled: nothing can be predicted; leave it out")
+    if "--fp16" in given:  # it has the same sizes and rates
+        config = dataclasses.replace(
+            config, training=dataclasses.replace(config.training, bf16=True)
+        )
     said, _ = taken_out(_PER_VIRTUAL_STAGE, others)
     if said is not None:
         layers = int(said) if said.isdecimal() else 0

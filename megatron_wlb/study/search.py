@@ -357,6 +357,10 @@ def _runs(
         reason = f"TP {layout.tp_size} is above the limit of {max_tp} (a node)"
         yield Rejected(layout, 0, space.recompute[0], "topology", reason)
         return
+    if not run_with(layout.pp_size, layout.vpp_size, space.packings):
+        reason = "slices need pipeline stages, and none that are virtual; give other packings too"
+        yield Rejected(layout, 0, space.recompute[0], "batch and schedule", reason)
+        return
     try:
         if _needs_unlike_stages(shape, layout):
             stages = balanced_layers(shape, space.hardware, layout, Recompute(), sample)
@@ -398,14 +402,14 @@ def _needs_unlike_stages(shape: ModelShape, layout: Parallelism) -> bool:
     """
     short, few = -shape.num_layers % layout.num_stages, layout.vpp_size <= MOST_UNLIKE_CHUNKS
     divides = shape.num_layers % layout.pp_size == 0 or shape.num_layers < layout.pp_size
-    return not (divides or shape.layers) and (layout.vpp_size == 1 or (short <= 2 and few))
+    return not divides and (layout.vpp_size == 1 or (short <= 2 and few))
 
 
 def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Candidate | None:
     """The candidate with stages balanced by time, where the coarse pass gains by that."""
     run = candidate.scenario
     p = run.parallelism
-    if p.pp_size == 1 or p.stage_layers is not None or run.shape.layers:
+    if p.pp_size == 1 or p.stage_layers is not None:
         return None
     stages = balanced_layers(run.shape, run.hardware, p, run.recompute, sample)
     if len(set(stages)) == 1:

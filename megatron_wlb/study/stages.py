@@ -21,12 +21,13 @@ def balanced_layers(
     allow, by the modelled time of documents of ``lengths``.
 
     Of ranks that are as fast, the later gets a layer more, as fewer micro-batches are in flight
-    there. Every rank between the first and the last has at least one. For layers that are alike.
+    there. Every rank between the first and the last has at least one. Unlike layers count as their
+    mean.
     """
     undivided = replace(layout, pp_size=1, vpp_size=1, group_size=None, stage_layers=None)
     model = AnalyticModel(shape, hardware, undivided, recompute)
-    runs = ((1, shape.layer),)
-    layer_us = model.stage_cost(Stage(runs, first=False, last=False)).total_us(lengths)
+    all_layers = Stage(shape.runs, first=False, last=False)
+    layer_us = model.stage_cost(all_layers).total_us(lengths) / shape.num_layers
     ends_us = [0.0] * layout.num_stages
     ends_us[0] = model.stage_cost(Stage((), first=True, last=False)).total_us(lengths)
     ends_us[-1] += model.stage_cost(Stage((), first=False, last=True)).total_us(lengths)

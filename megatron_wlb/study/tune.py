@@ -97,6 +97,7 @@ def tune(
     warm_up: int = WARM_UP_STEPS,
     look_ahead: int = 0,
     limits: Mapping[str, Any] = MappingProxyType({}),
+    slices: bool = True,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Tuning:
     """The setting with the highest modelled throughput whose mean delay is at most ``max_delay``.
@@ -108,8 +109,9 @@ def tune(
     ``held_out``, with the defaults and the baselines: the fastest there within the limit is
     recommended (:mod:`~megatron_wlb.study.advice`).
 
-    ``limits`` are settings that all of them share. ``progress`` is told how many evaluations are
-    done and about how many there will be.
+    ``limits`` are settings that all of them share. ``slices`` says whether `slim`, too, is a
+    baseline where it can run. ``progress`` is told how many evaluations are done and about how many
+    there will be.
 
     Raises :class:`PackingError` if nothing stays within ``max_delay``, with the nearest setting,
     and :class:`ConfigError` for packings that cannot be tuned and settings that cannot work.
@@ -130,7 +132,7 @@ def tune(
     baselines = [
         replace(hold, name="original"),
         *(replace(hold, name="fixed-greedy", fixed_batches=batches) for batches in (1, 4)),
-        *(replace(hold, name=name) for name in run_with(p.pp_size, p.vpp_size, ["slim"])),
+        *(replace(hold, name=name) for name in run_with(p.pp_size, p.vpp_size, ["slim"] * slices)),
     ]
     workload.check([*defaults, *baselines, hold])
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -16,6 +16,7 @@ import yaml
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
+from megatron_wlb.planning.sliding import pattern_of
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.config import TrainingConfig, flag_of
 from megatron_wlb.settings.recipe import quoted
@@ -47,6 +48,7 @@ def model_flags(shape: ModelShape) -> Flags:
             "--add-qkv-bias": shape.qkv_bias,
             "--qk-layernorm": shape.qk_norm,
             "--window-size": f"{shape.reach_tokens - 1},0" if shape.reach_tokens else None,
+            "--window-attn-skip-freq": pattern_of(shape),
             "--untie-embeddings-and-output-weights": not shape.tied_embeddings,
             "--position-embedding-type": positions,
             "--rotary-percent": rotary if 0 < rotary < 1 else None,
@@ -74,11 +76,13 @@ def fp8_flags(training: TrainingConfig) -> Flags:
 def layout_flags(scenario: Run) -> Flags:
     """How the model is divided, and what is recomputed.
 
-    Raises :class:`ConfigError` for unlike layers, which no flag here says.
+    Raises :class:`ConfigError` for layers that are unlike in more than precision and sliding
+    window, which no flag here says.
     """
     p, recompute = scenario.parallelism, scenario.recompute
-    usual = scenario.shape.layer.parts
-    if any(layer.parts != usual for _, layer in scenario.shape.runs):
+    plain = replace(scenario.shape, reach_tokens=None, layers=()).layer.parts
+    usual = {plain, scenario.shape.layer.parts}
+    if any(layer.parts not in usual for _, layer in scenario.shape.runs):
         raise ConfigError(
             f"a recipe has {scenario.shape.num_layers} equal layers; these are unlike, so give a "
             "model without layers"

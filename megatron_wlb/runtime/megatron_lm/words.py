@@ -89,8 +89,6 @@ def settings(words: Sequence[str], num_devices: int) -> Config:
     model, training = config.model, config.training
     if model.swiglu and model.ffn_hidden_size is None:  # as many weights as without a gate
         model = dataclasses.replace(model, ffn_hidden_size=model.hidden_size * 8 // 3 // 64 * 64)
-    if given.fp16:
-        training = dataclasses.replace(training, bf16=True)  # it has the same sizes and rates
     if given.global_batch_size is None:
         dp_size = max(1, common_guards.data_parallel_size(config, num_devices))
         training = dataclasses.replace(

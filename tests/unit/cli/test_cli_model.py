@@ -97,3 +97,47 @@ def test_lists_are_written_with_blanks_or_commas(words: list[str], capsys) -> No
     assert [(row["num_micro_batches"], row["packing"]) for row in rows] == [
         (2, "original"), (2, "hold"), (3, "original"), (3, "hold"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["--bf16", "--fp16", "--disable-bias-linear"])
+def test_numbers_beside_fp8_have_16_bits(given: str) -> None:
+    """As of every model that is simulated; fp16 is read so for measured and analytic costs too."""
+    path = Path("fp8.yaml")
+    said = {"--fp8-format": "hybrid", "--disable-bias-linear": True, given: True}
+    path.write_text(yaml.safe_dump({"MODEL_ARGS": RECIPE["MODEL_ARGS"] | said}))
+    model = read_model(str(path))
+    assert model.config.training.bf16 == ("16" in given)
+    ((_, layer),) = model.shape.runs
+    assert layer.precisions is not None
+    assert layer.precisions.elementwise.element_bytes == 2
+    assert layer.precisions.matrix.weight_bytes == 4
+
+
+def test_batches_that_grow_by_a_schedule_are_those_of_its_end() -> None:
+    path = Path("grows.yaml")
+    given = {**RECIPE["MODEL_ARGS"], "--step-batch-size-schedule": "0:8 1M:16"}
+    del given["--global-batch-size"]
+    path.write_text(yaml.safe_dump({"MODEL_ARGS": given}))
+    model = read_model(str(path))
+    assert model.num_micro_batches(1) == 16
+    assert model.num_micro_batches(2) == 8
+    with pytest.raises(ConfigError, match=r"--step-batch-size-schedule of --model .* batch of 16"):
+        model.num_micro_batches(3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "slices"), [("delayed", False), ("tensorwise", True)], ids=["delayed", "tensorwise"]
+)
+def test_slices_are_no_advice_for_delayed_scaling(recipe: str, slices: bool, capsys) -> None:
+    """The launcher refuses them."""
+    path = Path("fp8.yaml")
+    given = {"--fp8-format": "e4m3", "--fp8-recipe": recipe, "--pipeline-model-parallel-size": 2}
+    path.write_text(yaml.safe_dump({"MODEL_ARGS": RECIPE["MODEL_ARGS"] | given}))
+    for command in ("pack", "tune", "simulate"):
+        argv = [command, "corpus", "--model", str(path), "--steps", "2", "--json"]
+        assert main(argv) == 0, capsys.readouterr().err
+        assert ('"slim' in capsys.readouterr().out) == slices, command
+    argv = ["plan", "corpus", "--model", str(path), "--packing", "slim", "--pp-size", "2"]
+    argv += ["--num-devices", "2", "--steps", "1", "--refine", "1"]
+    assert main(argv) == (0 if slices else 2)
+    assert ("whose FP8 has delayed scaling" in capsys.readouterr().err) != slices

@@ -66,6 +66,9 @@ def test_packings_are_tried_on_the_stages_of_a_file(capsys: pytest.CaptureFixtur
         argv = ["pack", "--distribution", "reference", "--model", f"{name}.yaml", "--steps", "3"]
         assert main([*argv, "--packing", "original", "hold", "--json"]) == 0
         gains.append(json.loads(capsys.readouterr().out)["rows"][1]["work_speedup"])
+        assert main([*argv, "--packing", "original", "hold", "--json", "--pp-size", "4"]) == 0
+        asked = json.loads(capsys.readouterr().out)["rows"][1]["work_speedup"]
+        assert asked == gains[-1]  # the pipeline of the file, said again
     assert gains[0] != gains[1] == gains[2]
 
 

@@ -234,6 +234,14 @@ REFUSED = [
         ["--rampup-batch-size leads to a batch of 5", "DP 2", "use a multiple of 2"],
     ),
     (
+        f"{PP2_VPP2} --num-layers 8 --pipeline-model-parallel-layout Et*4|t*4L", 2,
+        ["has 2 stages, but PP 2 × VPP 2 are 4", "leave --num-virtual-stages-per-pipeline-rank"],
+    ),
+    (
+        "--step-batch-size-schedule 0:2,1M:7", 2,
+        ["--step-batch-size-schedule leads to a batch of 7", "DP 2", "use a multiple of 2"],
+    ),
+    (
         f"{PP2_VPP2} --rampup-batch-size 1 7 100", 2,
         ["between PP 2 and the 1 micro-batches"],
     ),

@@ -15,7 +15,9 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning.run import Run
+from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import ModelConfig
 from megatron_wlb.settings.recipe import read_recipe
 from megatron_wlb.study import write_recipe as recipe
 
@@ -25,6 +27,9 @@ ODD = ModelShape(
     qk_norm=True, rotary_percent=0.5, tied_embeddings=True,
 )  # fmt: skip
 FULL = Recompute("full", "uniform", 1)
+SOME_SLIDE = with_windows(
+    ODD, ModelConfig(num_layers=12, window_size=(299, 0), window_attn_skip_freq="5")
+)
 
 
 def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Flags]:
@@ -50,6 +55,8 @@ def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Fl
         (ODD, Parallelism(pp_size=4, stage_layers=(4, 3, 3, 2)), FULL, "original"),
         (ODD, Parallelism(pp_size=4, stage_layers=(3, 4, 3, 2)), FULL, "original"),
         (ODD, Parallelism(pp_size=2, vpp_size=2, stage_layers=(3, 4, 4, 1)), FULL, "original"),
+        (replace(ODD, reach_tokens=300), Parallelism(pp_size=2), FULL, "original"),
+        (SOME_SLIDE, Parallelism(pp_size=4, stage_layers=(4, 3, 3, 2)), FULL, "original"),
         (replace(ODD, rotary_percent=0.0), Parallelism(), Recompute("selective"), "fixed-greedy:2"),
     ],
 )
@@ -106,6 +113,7 @@ def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     variant = PackingSettings.parse("wlb:3", 4096, 6144)
     uneven = replace(layout, stage_layers=(9, 8, 10, 5))
     parts = {
+        "Model": recipe.model_flags(SOME_SLIDE),
         "Layout": recipe.layout_flags(replace(scenario, parallelism=uneven)),
         "Balance": recipe.balance_flags(scenario, variant.flags(), "hybrid", "my machine.yaml"),
     }

@@ -184,3 +184,11 @@ def test_coarse_pass_is_of_whole_windows_however_few_or_long_the_documents() -> 
     assert mfu(few) == pytest.approx(mfu(np.tile(few, 300)), rel=0.05)
     # Long documents are cut into windows.
     assert mfu(long) == pytest.approx(mfu(np.full(80, WINDOW)), rel=1e-9)
+
+
+def test_layouts_that_no_packing_can_run_are_rejected() -> None:
+    found = find(space(packings=("slim",), num_devices=2, fixed={"cp_size": 1}), num_refined=2)
+    layouts = {c.scenario.parallelism for c in found.candidates}
+    assert {(p.pp_size, p.vpp_size) for p in layouts} == {(2, 1)}
+    reasons = {one.reason for one in found.rejected if one.parallelism.vpp_size > 1}
+    assert any("slices need pipeline stages, and none that are virtual" in r for r in reasons)

@@ -9,6 +9,10 @@ import pytest
 
 from megatron_wlb.cost import AnalyticModel, ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.planning.sliding import with_windows
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import ModelConfig
 from megatron_wlb.study.search import Search, Space, search
 from megatron_wlb.study.stages import balanced_layers
 
@@ -55,6 +59,16 @@ def test_ranks_between_the_ends_have_a_layer() -> None:
     assert min(layers[1:3]) == 1
 
 
+def test_unlike_layers_count_as_their_mean() -> None:
+    settings = ModelConfig(num_layers=8, window_size=(99, 0), window_attn_skip_freq="2")
+    slides = with_windows(SHAPE, settings)
+    assert len(slides.layers) == 8
+    layout = Parallelism(pp_size=2)
+    found = balanced_layers(slides, H100, layout, Recompute(), [30_000])
+    plain = balanced_layers(SHAPE, H100, layout, Recompute(), [30_000])
+    assert found[-1] < plain[-1]  # as layers take less, the LM head is more of them
+
+
 def find(shape: ModelShape, **fixed: int) -> Search:
     space = Space(
         shape, H100, 4, 4096, (8,), packings=("original", "hold"), memory_gib=60.0,
@@ -81,9 +95,13 @@ def test_stages_stay_alike_where_a_layer_less_gains_nothing() -> None:
     assert {c.scenario.parallelism.stage_layers for c in found.candidates} == {None}
 
 
-def test_layers_that_do_not_divide_have_unlike_stages() -> None:
+@pytest.mark.parametrize(
+    "flags", ["", "--fp8-format hybrid", "--window-size 99 0 --window-attn-skip-freq 2"]
+)
+def test_layers_that_do_not_divide_have_unlike_stages(flags: str) -> None:
     """As of models that leave room for embedding and loss: 14 layers, and one at each end."""
-    shape = replace(SHAPE, num_layers=14, vocab_size=1024)
+    sizes = f"--num-layers 14 --hidden-size 1024 --num-attention-heads 8 --bf16 {flags}"
+    shape = model_shape(parse(sizes.split()), 1024)
     found = {c.scenario.parallelism for c in find(shape).candidates}
     stages = {p.vpp_size: p.stage_layers for p in found}
     assert stages.keys() == {1, 2, 4}
