@@ -361,7 +361,7 @@ def test_paths_per_split_train_and_evaluate_those(texts: list[Path], tmp_path: P
 
 
 REFUSED: dict[str, tuple[Flags, list[str]]] = {
-    "ours": ({"fp4_format": "e2m1"}, ["--fp4-format", "lengths", "train in --bf16"]),
+    "ours": ({"fp4_format": "e2m1"}, ["--fp4-format", "Blackwell", "use --fp8-format"]),
     "yaml": ({"yaml_cfg": "run.yaml"}, ["--yaml-cfg", "use flags"]),
     "hardware": ({"wlb_hardware": "none.yaml"}, ["--wlb-hardware", "none.yaml", "wlb profile"]),
     "no-validation": (

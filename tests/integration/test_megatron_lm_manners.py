@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
     "fp4": (
         {"fp4_format": "e2m1", "bf16": True},
         ConfigError.exit_code,
-        ["--fp4-format e2m1 does not work", "train in --bf16"],
+        ["--fp4-format e2m1 does not work", "use --fp8-format"],
     ),
     "mistyped": (
         {"num_layer": 4},
