@@ -287,7 +287,7 @@ def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> 
     return _planner(config, Split(corpora, "train", config.wlb.wlb_epochs), cost, dp_size)
 
 
-def of_evaluation(config: Config) -> Config:
+def without_growth(config: Config) -> Config:
     """Settings whose batches are the global one from the start."""
     training = dataclasses.replace(
         config.training, rampup_batch_size=(), step_batch_size_schedule=None
@@ -303,7 +303,7 @@ def make_evaluation_planner(
     Balanced and whole, but nothing is held back for balance, so that each evaluation is of the
     documents that arrive in its steps. Their batches are the global one from the start.
     """
-    config = of_evaluation(config)
+    config = without_growth(config)
     if config.wlb.wlb_packing != "slim":  # which holds back nothing as it is
         wlb = dataclasses.replace(
             config.wlb, wlb_packing="hold", wlb_hold_tau=math.inf, wlb_look_ahead=0, wlb_shape="off"

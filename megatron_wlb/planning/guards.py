@@ -16,7 +16,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
 from megatron_wlb.packing import check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
-from megatron_wlb.planning.from_config import batch, of_evaluation
+from megatron_wlb.planning.from_config import batch, without_growth
 from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
 from megatron_wlb.settings.config import Config, ModelConfig, flag_of
@@ -394,7 +394,7 @@ def check_evaluation(config: Config, world_size: int) -> None:
     refuse_all(
         f"{refused}; these are steps of evaluation, of {config.training.global_batch_size} "
         "windows: give --eval-global-batch-size, or --eval-iters 0"
-        for refused in _check_micro_batches(of_evaluation(config), world_size)
+        for refused in _check_micro_batches(without_growth(config), world_size)
     )
 
 

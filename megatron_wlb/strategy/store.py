@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
@@ -26,8 +25,6 @@ from megatron_wlb.cost.shape import ModelShape, Parallelism
 from megatron_wlb.cost.step_costs import UPDATE_BYTES
 from megatron_wlb.schedule.graph import Floats
 from megatron_wlb.strategy.layout import Cluster, Strategy
-
-Elements = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -18,6 +19,16 @@ from megatron_wlb.runtime.attention.context_parallel import (
 from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.attention.slices import LayerSlice, Slice, SliceStore, slice_attention
 from megatron_wlb.sharding import Sharding, rank_layout
+
+
+@contextmanager
+def packed_on_cpu(forward: Callable[..., Any], backward: Callable[..., Any]) -> Iterator[None]:
+    """torch's operations for packed segments, which it has for GPUs alone, on the CPU."""
+    library: Any = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
 
 
 def document_attention(

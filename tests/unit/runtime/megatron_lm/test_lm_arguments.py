@@ -114,6 +114,8 @@ def test_evaluations_have_the_sizes_that_they_are_given() -> None:
     args = argparse.Namespace(eval_global_batch_size=8, eval_micro_batch_size=None)
     training = arguments.of_evaluation(args, config()).training
     assert (training.global_batch_size, training.micro_batch_size) == (8, 2)
+    args.eval_micro_batch_size = 4
+    assert arguments.of_evaluation(args, config()).training.micro_batch_size == 4
     older = arguments.of_evaluation(argparse.Namespace(), config())
     assert older == config()
 

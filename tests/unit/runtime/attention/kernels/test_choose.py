@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.attention import flash_backward, flash_forward
+from helpers.attention import flash_backward, flash_forward, packed_on_cpu
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.attention.head_start import check_parts
@@ -384,11 +384,8 @@ def packed_operations() -> Iterator[None]:
         segments = segments_of(cu_q, cu_k, max_q, max_k)
         return flash_backward(grad, q, k, v, out, lse, segments, scale, causal)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
-    yield
-    library._destroy()
+    with packed_on_cpu(forward, backward):
+        yield
 
 
 def segments_of(cu_q: Any, cu_k: Any, max_q: int, max_k: int) -> Segments:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.attention import flash_backward, flash_forward
+from helpers.attention import flash_backward, flash_forward, packed_on_cpu
 from test_choose import CPU, HOPPER, install, segments_of
 
 from megatron_wlb.errors import CompatibilityError
@@ -156,11 +156,8 @@ def packed_operations() -> Iterator[None]:
                 grad, q, k, v, out, lse, segments, scale, causal, partial(factors, dropout)
             )
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
-    yield
-    library._destroy()
+    with packed_on_cpu(forward, backward):
+        yield
 
 
 @pytest.mark.parametrize("num_groups", [8, 2])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.attention import by_definition, flash_backward, flash_forward, in_slices
+from helpers.attention import by_definition, flash_backward, flash_forward, in_slices, packed_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_choose import install, segments_of
@@ -240,7 +240,8 @@ def packed_operations() -> Iterator[None]:
         q: Any, k: Any, v: Any, *lengths_and_flags: Any, scale: float,
         window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
-        *lengths, _, causal, _ = lengths_and_flags
+        *lengths, dropout, causal, _ = lengths_and_flags
+        assert not dropout
         reach = reach_of(window_size_left, window_size_right)
         segments = dataclasses.replace(segments_of(*lengths), reach_tokens=reach)
         out, lse = flash_forward(q, k, v, segments, scale, causal)
@@ -250,16 +251,14 @@ def packed_operations() -> Iterator[None]:
         grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *lengths_and_flags: Any,
         scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
-        *lengths, _, causal, _, _ = lengths_and_flags
+        *lengths, dropout, causal, _, _ = lengths_and_flags
+        assert not dropout
         reach = reach_of(window_size_left, window_size_right)
         segments = dataclasses.replace(segments_of(*lengths), reach_tokens=reach)
         return flash_backward(grad, q, k, v, out, lse, segments, scale, causal)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
-    yield
-    library._destroy()
+    with packed_on_cpu(forward, backward):
+        yield
 
 
 def test_torch_s_operations_are_told_of_the_window(packed_operations: None) -> None:
