@@ -24,7 +24,8 @@ from megatron_wlb.sharding import Sharding, rank_layout
 @contextmanager
 def packed_on_cpu(forward: Callable[..., Any], backward: Callable[..., Any]) -> Iterator[None]:
     """torch's operations for packed segments, which it has for GPUs alone, on the CPU."""
-    library: Any = torch.library.Library("aten", "IMPL")
+    register: Any = torch.library.Library
+    library = register("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
     yield
