@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from megatron_lm_runs import (
     BOTH,
     TP2_SP,
@@ -35,7 +36,10 @@ def test_checkpoints_of_sharded_weights_are_those_of_one_process(tmp_path: Path)
     two = finish(launch(tmp_path, 2, sharded | saved))
     one = finish(launch(tmp_path, 1, flags | {"save": "whole", "wlb_metrics": "one"}))
     assert_equal_steps(tmp_path / "two", tmp_path / "one")
-    assert validations(two) == validations(one)
+    # Printed with seven digits, of which another order of sums changes the last.
+    values = [list(map(float, validations(run))) for run in (two, one)]
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    assert values[0]
     assert logged(two, "params norm") == logged(one, "params norm") != []
     assert logged(two, "num zeros") == logged(one, "num zeros") != []
     there = {"load": "sharded", "ckpt_step": 2, "wlb_metrics": "there"}
