@@ -110,9 +110,7 @@ class Session:
     @property
     def compared(self) -> tuple[str, ...]:
         """Megatron's settings that plans depend on: of stages only where steps are simulated."""
-        wlb = self.config.wlb
-        simulated = wlb.wlb_shape == "on" or wlb.wlb_packing == "slim"
-        return (*_OF_COSTS, *_OF_STAGES) if simulated else _OF_COSTS
+        return (*_OF_COSTS, *_OF_STAGES) if self.config.wlb.simulates else _OF_COSTS
 
     def take_model(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Takes what Megatron has built; a second call with the same does nothing."""
