@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -40,7 +41,6 @@ def test_numbers_by_step_compute_what_one_process_does(
     ]
     assert len({len(plan.micro_batches[0]) for plan in plans}) > 1
     expected = oracle(case)
-    runs = gloo.run(
-        case.world_size, train, case.config, WORKLOAD, expected.initial, plan_for=varying_for
-    )
+    given = case.config, WORKLOAD, expected.initial, contextlib.nullcontext, varying_for
+    runs = gloo.run(case.world_size, train, *given)
     assert differences(expected, runs) == []
