@@ -190,6 +190,8 @@ class PackingSettings:
         defaults = {f.name: f.default for f in fields(self)}
         for name, packings in _COUNTS_FOR.items():
             value = getattr(self, name)
+            if name == "max_tokens" and self.micro_batches == "auto":
+                packings = (*packings, "original")  # whose micro-batches are windows otherwise
             if self.name in packings and value != defaults[name]:
                 values = value if isinstance(value, tuple) else (value,)
                 words += [flag_of(_configured(name)), *map(_word, values)]
