@@ -16,11 +16,11 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.packing import Packer, check_shaping
+from megatron_wlb.packing import Packer
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.sharding.select import Prediction, Selector
 
@@ -53,10 +53,18 @@ class Stream(Protocol):
 
 
 class Shaping(Protocol):
-    """Chooses other sizes and another order; see :class:`~megatron_wlb.planning.shaping.Shaper`."""
+    """Chooses other sizes, order or number of micro-batches.
+
+    See :class:`~megatron_wlb.planning.shaping.Shaper` and
+    :class:`~megatron_wlb.planning.numbers.NumberChooser`.
+    """
 
     def shape(self, ranks: Sequence[Sequence[Sequence[Document]]]) -> list[list[list[Document]]]:
         """Returns the same documents as ``[dp_size][micro-batches of a rank][documents]``."""
+        ...
+
+    def check(self, packing: str) -> None:
+        """Raises :class:`ConfigError` for a packing whose steps it may not deal anew."""
         ...
 
 
@@ -103,12 +111,11 @@ class Planner:
     ``dp_size`` ranks run N/dp_size micro-batches each. ``length_multiple`` is what a micro-batch's
     length has to be divisible by (TP with sequence parallel, 2 · CP · TP with context parallel);
     padding goes to the tail and is masked. ``selector`` chooses how each micro-batch is divided
-    over context-parallel ranks; None is for one rank. ``shaping`` reshapes each balanced step;
+    over context-parallel ranks; None is for one rank. ``shaping`` reshapes each packed step;
     ``slicing`` cuts each step's documents into as many micro-batches as it likes.
 
     Raises :class:`ConfigError` if N is not divisible by ``dp_size``, S_max not by
-    ``length_multiple`` or that not by 2 · CP, or for shaping of a packing that
-    :func:`check_shaping` refuses.
+    ``length_multiple`` or that not by 2 · CP, or for a packing that ``shaping`` refuses.
     """
 
     def __init__(
@@ -129,7 +136,7 @@ class Planner:
         for num_micro_batches in packer.limits.numbers:
             each_rank(num_micro_batches, dp_size)
         if shaping is not None:
-            check_shaping(packer.name)
+            shaping.check(packer.name)
         if selector and length_multiple % (2 * selector.cp_size):
             raise ConfigError(
                 f"length_multiple {length_multiple} is not divisible by 2 · CP = "
@@ -268,8 +275,9 @@ class Planner:
             [self._micro_batch(index, spans) for index, spans in enumerate(packed)]
         )
         if self.packer.in_stream_order:
-            return [micro_batches[rank :: self.dp_size] for rank in range(self.dp_size)]
-        ranks = [run_order(rank) for rank in assign(micro_batches, self.dp_size)]
+            ranks = [micro_batches[rank :: self.dp_size] for rank in range(self.dp_size)]
+        else:
+            ranks = [run_order(rank) for rank in assign(micro_batches, self.dp_size)]
         if self.shaping is None:
             return ranks
         shaped = self.shaping.shape(
@@ -370,14 +378,27 @@ def _whole(documents: Iterable[Document]) -> list[Span]:
     return [Span(document, 0, document.length) for document in documents]
 
 
-def assign(micro_batches: Sequence[MicroBatchPlan], dp_size: int) -> list[list[MicroBatchPlan]]:
+class Predicted(Protocol):
+    """A micro-batch whose time is predicted."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def predicted_us(self) -> float: ...
+
+
+_Predicted = TypeVar("_Predicted", bound=Predicted)
+
+
+def assign(micro_batches: Sequence[_Predicted], dp_size: int) -> list[list[_Predicted]]:
     """Gives each rank equally many micro-batches, with nearly equal sums of predicted time.
 
     In descending order of time each goes to the rank with the least so far that still has a place;
     ties by lowest index, so that all ranks agree.
     """
     num_places = len(micro_batches) // dp_size
-    ranks: list[list[MicroBatchPlan]] = [[] for _ in range(dp_size)]
+    ranks: list[list[_Predicted]] = [[] for _ in range(dp_size)]
     open_ranks = [(0.0, rank) for rank in range(dp_size)]  # least load first
     for micro_batch in sorted(micro_batches, key=lambda m: (-m.predicted_us, m.index)):
         load_us, rank = heappop(open_ranks)
@@ -387,7 +408,7 @@ def assign(micro_batches: Sequence[MicroBatchPlan], dp_size: int) -> list[list[M
     return ranks
 
 
-def run_order(micro_batches: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
+def run_order(micro_batches: Sequence[_Predicted]) -> list[_Predicted]:
     """Orders micro-batches: the smallest first and last, the largest in the middle; ties by index.
 
     The first and last micro-batches fill and drain the pipeline while other stages wait: small

@@ -38,9 +38,9 @@ _EPILOG = f"""\
 packings (--packing a,b,…):
   {", ".join(PACKINGS)}; with a number: fixed-greedy:4 and
   fixed-solver:4 repack 4 global batches together, wlb:3 has 3 queues, hold:4 looks 4 steps
-  ahead; slim:32 cuts a data-parallel rank's step into 32 units; hold+shape has shaped steps, with
-  --pp-size. Default: all but the solver, which takes
-  seconds a step. 'paper' is every row of Table 2 but the solver's.
+  ahead; slim:32 cuts a data-parallel rank's step into 32 units; with --pp-size hold+shape has
+  shaped steps, and hold+auto numbers of micro-batches chosen step by step. Default: all but the
+  solver, which takes seconds a step. 'paper' is every row of Table 2 but the solver's.
 
 columns:
   imbalance  max · N / Σ of the modelled times of a step's micro-batches, 1 is perfect: mean over
@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     evaluations = _evaluate(args, cases, warm_up, steps)
     # The solver packs other steps, so nothing is over `original` there.
-    originals = {e.num_micro_batches: e for e in evaluations if e.setting.name == "original"}
+    originals = {e.num_micro_batches: e for e in evaluations if e.setting.is_plain}
     rows = [
         e.row(None if e.setting.name == "fixed-solver" else originals.get(e.num_micro_batches))
         | {"paper_imbalance": _paper(args, e)}
@@ -166,6 +166,7 @@ def _paper(args: argparse.Namespace, evaluation: Evaluation) -> float | None:
     setting = evaluation.setting
     ours = args.distribution, args.window, evaluation.num_micro_batches
     other = args.cost or args.model or args.queue_thresholds or args.max_step_tokens is not None
+    other = other or setting.micro_batches == "auto"
     if ours != ("reference", REFERENCE_WINDOW, 4) or other:
         return None
     number = setting.fixed_batches
@@ -235,7 +236,7 @@ def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
     # The solver packs other steps, so it compares with itself alone.
     same_steps = [e for e in at_hand if e.setting.name != "fixed-solver"]
     options = [e.option for e in same_steps or at_hand]
-    original = next((o for o in options if o.of.setting.name == "original"), None)
+    original = next((o for o in options if o.of.setting.is_plain), None)
     best = recommended(options, max_delay, original)
     limit = f"a mean delay of {max_delay:g} steps (--max-delay)"
     if best is None:

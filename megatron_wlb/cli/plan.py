@@ -335,7 +335,7 @@ def _verdict(found: Search) -> str:
     said += f": {title(best.candidate.scenario.parallelism)}, {outcome.title}"
     if original is None or original is best:
         return f"{said}."
-    beside = [c for c in found.packings if c.outcome.setting.name == "original"]
+    beside = [c for c in found.packings if c.outcome.setting.is_plain]
     if beside:
         return f"{said}: it does {gain(outcome.option, beside[0].outcome.option, 'simulated')}."
     return (

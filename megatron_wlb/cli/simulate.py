@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(
         group,
         "--packing a,b,…",
-        "as for wlb pack, like wlb:3; hold+shape has shaped steps (default: "
+        "as for wlb pack, like wlb:3; hold+shape has shaped steps, hold+auto chooses N (default: "
         f"{DEFAULT_PACKINGS}; with stages hold+shape too, and slim if none is virtual)",
     )
     about = f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)"

@@ -262,8 +262,11 @@ class Corpus:
             )
         return cls(prefix, lengths, info.vocab_size, info.eod)
 
-    def tokens(self, index: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens ``[start, stop)`` of a document, as a copy; CorpusError where there are none."""
+    def tokens(self, index: int, start: int, stop: int, epoch: int = 0) -> npt.NDArray[np.int64]:
+        """Tokens ``[start, stop)`` of a document, as a copy; CorpusError where there are none.
+
+        They are the same in every ``epoch`` unless the corpus is rewritten.
+        """
         if not 0 <= index < len(self.lengths):
             raise CorpusError(
                 f"{self.prefix} has documents 0 to {len(self.lengths) - 1}, not {index}"
@@ -273,7 +276,7 @@ class Corpus:
                 f"document {index} of {self.prefix} has {self.lengths[index]} tokens, "
                 f"not [{start}, {stop})"
             )
-        return self._read(index, start, stop)
+        return self._read(index, start, stop, epoch)
 
     def open_tokens(self) -> None:
         """Opens what :meth:`tokens` reads, which imports Megatron: to be done where no other thread
@@ -281,7 +284,7 @@ class Corpus:
         """
         _ = self._dataset
 
-    def _read(self, index: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def _read(self, index: int, start: int, stop: int, epoch: int) -> npt.NDArray[np.int64]:
         # A copy always: Megatron's arrays are views of a map that it closes.
         stored = self._dataset.get(index, offset=start, length=stop - start)
         return np.array(stored, dtype=np.int64)

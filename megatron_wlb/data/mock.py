@@ -61,7 +61,7 @@ class MockCorpus(Corpus):
     def open_tokens(self) -> None:
         """Opens nothing: tokens are made."""
 
-    def _read(self, index: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def _read(self, index: int, start: int, stop: int, epoch: int) -> npt.NDArray[np.int64]:
         assert self.vocab_size is not None and self.eod is not None
         # A generator that counts gives any token without those before it, and its stream is one
         # that NumPy guarantees for ever.

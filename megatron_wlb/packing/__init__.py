@@ -8,6 +8,7 @@ from megatron_wlb.packing.settings import (
     CUTS_AT_WINDOWS,
     PACKINGS,
     PackingSettings,
+    check_numbers,
     check_shaping,
     packer,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "Packer",
     "PackingMetrics",
     "PackingSettings",
+    "check_numbers",
     "check_shaping",
     "packer",
 ]

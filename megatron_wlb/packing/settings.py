@@ -24,9 +24,11 @@ PACKINGS = ("original", "fixed-greedy", "fixed-solver", "wlb", "hold", "slim")
 CUTS_AT_WINDOWS = frozenset({"original", "fixed-greedy", "fixed-solver"})
 """Packings that take documents of any length and cut them at the windows of the stream, as Megatron
 does. Cut before, at windows of their own, long documents would be cut twice and their work
-understated. Their micro-batches stay windows: :func:`check_shaping`."""
+understated. Their micro-batches stay windows: :func:`check_shaping`; but for a number that is
+chosen by step, :func:`check_numbers`."""
 
-SHAPED = "+shape"
+SHAPED, AUTO = "+shape", "+auto"
+_SUFFIXES: dict[str, tuple[str, Any]] = {SHAPED: ("shaped", True), AUTO: ("micro_batches", "auto")}
 
 _CONFIGURED = {"name": "wlb_packing", "tau": "wlb_hold_tau", "shaped": "wlb_shape"}
 """What a field is called in :class:`WlbConfig`, where that is not ``wlb_`` and its name."""
@@ -46,6 +48,7 @@ _COUNTS_FOR = {
     "units": ("slim",),
     "slice_multiple": ("slim",),
     "dp_merge": ("slim",),
+    "micro_batches": ("original", *_BALANCED),
 }
 """The packings that read a field; the others' flags leave it out."""
 
@@ -62,6 +65,22 @@ def check_shaping(name: str) -> None:
         raise ConfigError(
             f"micro-batches of {name} packing are windows, so they cannot be shaped; use hold or "
             "wlb, or leave shaping off"
+        )
+
+
+def check_numbers(name: str) -> None:
+    """Raises :class:`ConfigError` for a packing whose numbers of micro-batches may not be chosen
+    step by step.
+    """
+    if name == "slim":
+        raise ConfigError(
+            "slim packing chooses the number of micro-batches itself (--wlb-units); leave "
+            "--wlb-micro-batches out"
+        )
+    if name.startswith("fixed-"):
+        raise ConfigError(
+            f"{name} packing balances windows, which other numbers of micro-batches (auto) would "
+            "divide anew; use original, hold or wlb, or leave their number fixed"
         )
 
 
@@ -99,23 +118,41 @@ class PackingSettings:
     units: int | None = None
     slice_multiple: int | None = None
     dp_merge: Literal["auto", "off"] = "auto"
+    micro_batches: Literal["fixed", "auto"] = "fixed"
+    """Whether N is that of the batch size or, with a pipeline, chosen step by step."""
 
     def __post_init__(self) -> None:
         if self.shaped:
             check_shaping(self.name)
+        if self.micro_batches == "auto":
+            check_numbers(self.name)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is Megatron's own packing, with which others are compared."""
+        return self.name == "original" and self.micro_batches == "fixed"
+
+    @property
+    def simulated(self) -> bool:
+        """Whether steps are simulated to plan them."""
+        return self.shaped or self.micro_batches == "auto" or self.name == "slim"
 
     @classmethod
     def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> PackingSettings:
-        """Reads ``NAME`` or ``NAME:K``, with ``+shape`` behind it for shaped steps.
+        """Reads ``NAME`` or ``NAME:K``, with ``+shape`` behind it for shaped steps, and ``+auto``
+        for numbers of micro-batches that are chosen step by step.
 
         K is a number of global batches, queues, steps of look-ahead, or units. K queues part the
         window evenly: at ``i · window ÷ (K + 1)``. ``settings`` are for all.
 
         Raises :class:`ConfigError` for a K that is none, and for shaped windows.
         """
-        plain = text.removesuffix(SHAPED)
+        plain = text
+        while ending := next(filter(plain.endswith, _SUFFIXES), ""):
+            plain = plain.removesuffix(ending)
+            field_name, value = _SUFFIXES[ending]
+            settings[field_name] = value
         name, colon, number = plain.partition(":")
-        settings["shaped"] = plain != text
         if not colon:
             return cls(name, max_tokens, **settings)
         least = 0 if name == "hold" else 1
@@ -153,6 +190,8 @@ class PackingSettings:
         defaults = {f.name: f.default for f in fields(self)}
         for name, packings in _COUNTS_FOR.items():
             value = getattr(self, name)
+            if name == "max_tokens" and self.micro_batches == "auto":
+                packings = (*packings, "original")  # whose micro-batches are windows otherwise
             if self.name in packings and value != defaults[name]:
                 values = value if isinstance(value, tuple) else (value,)
                 words += [flag_of(_configured(name)), *map(_word, values)]
@@ -177,6 +216,8 @@ class PackingSettings:
             parts.append(f"{self.units} units")
         if self.shaped:
             parts.append("shaped")
+        if self.micro_batches == "auto":
+            parts.append("auto N")
         return ", ".join(parts)
 
     def packer(

@@ -186,17 +186,35 @@ def _least_us(step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int]
 def _numbers(
     step: StepDocuments, costs: ReplicaCosts, documents: Sequence[int], *, fewest: bool = False
 ) -> list[int]:
-    """Numbers of micro-batches to try, the most promising first.
+    """Numbers of micro-batches of one replica to try."""
+    times_us = step.us(costs)[documents]
+    return numbers_to_try(
+        costs,
+        total_us=float(times_us.sum()),
+        longest_us=float(times_us[0]),
+        num_tokens=int(step.lengths[documents].sum()),
+        num_documents=len(documents),
+        fewest=fewest,
+    )
+
+
+def numbers_to_try(
+    costs: ReplicaCosts,
+    *,
+    total_us: float,
+    longest_us: float,
+    num_tokens: int,
+    num_documents: int,
+    fewest: bool = False,
+) -> list[int]:
+    """Numbers of micro-batches to try of documents that take so long, the most promising first.
 
     By ``Σ + (PP - 1) / VPP · max``, whose maximum is at least the mean and the longest document.
     From V = Σ ÷ longest on only simulation tells them apart, so they stand apart by a quarter.
     """
-    times_us = step.us(costs)[documents]
-    total_us, longest_us = float(times_us.sum()), float(times_us[0])
-    tokens = int(step.lengths[documents].sum())
-    least = max(1, -(-tokens // costs.max_tokens))
-    most = max(least, min(len(documents), tokens // costs.least_tokens))
-    unit = costs.scheme.pp_size if costs.scheme.vpp_size > 1 else 1
+    least = max(1, -(-num_tokens // costs.max_tokens))
+    most = max(least, min(num_documents, num_tokens // costs.least_tokens))
+    unit = costs.number_multiple
     if costs.scheme.pp_size == 1 or fewest:
         return [_round_up(least, unit)]
     each_us = costs.micro_batch_us
@@ -254,7 +272,7 @@ def _pack(
             break
         for some in due.values():
             pairs = [exchange[at] if exchange else (0.0, 0.0) for at, _ in some]
-            for (at, bins), us in zip(some, _replica_us(step, costs, some, pairs), strict=True):
+            for (at, bins), us in zip(some, replica_us(step, costs, some, pairs), strict=True):
                 known = best[at]
                 if known is None or us < known.us:
                     best[at] = _Packed(us, bins)
@@ -263,7 +281,7 @@ def _pack(
 
 def _bins(step: StepDocuments, costs: ReplicaCosts, documents: list[int], number: int) -> Numbers:
     """LPT into so many micro-batches, or more where they would not hold all, in running order."""
-    unit = costs.scheme.pp_size if costs.scheme.vpp_size > 1 else 1
+    unit = costs.number_multiple
     times_us, lengths = step.us(costs)[documents], step.lengths[documents]
     while True:
         found = place(times_us, lengths, number, costs.max_tokens)
@@ -288,7 +306,7 @@ def _exchange_us(candidate: Candidate, numbers: Sequence[int]) -> list[tuple[flo
     return [(candidate.pull_us[number], candidate.push_us[number]) for number in numbers]
 
 
-def _replica_us(
+def replica_us(
     step: StepDocuments,
     costs: ReplicaCosts,
     some: Sequence[tuple[int, Numbers]],
@@ -306,7 +324,7 @@ def _replica_us(
             padded.append(total)
     stages = costs.costs.stages
     times_us = stages.times_us(segments).reshape(2, -1, len(some), number)
-    graph = graph_of(scheme.pp_size, scheme.vpp_size, number)
+    graph = graph_of(scheme.pp_size, scheme.vpp_size, number, costs.group_size)
     p2p_us = costs.costs.p2p_us(padded).reshape(len(some), number)
     done = graph.step_us(np.moveaxis(times_us, 2, 3), p2p_us.T)
     # The first stage runs first and last: the first forward hides the pull, the last backward the

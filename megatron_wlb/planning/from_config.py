@@ -282,8 +282,13 @@ class Split:
 
 def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
     """Makes the planner of training steps, before its first one."""
-    if config.wlb.wlb_shape == "on" and config.parallel.pipeline_model_parallel_size == 1:
-        logger.info("--wlb-shape on changes nothing: there is no pipeline to fill and drain")
+    if config.parallel.pipeline_model_parallel_size == 1:
+        for flag, value in (
+            ("--wlb-shape on", config.wlb.wlb_shape),
+            ("--wlb-micro-batches auto", config.wlb.wlb_micro_batches),
+        ):
+            if flag.endswith(value):
+                logger.info("%s changes nothing: there is no pipeline to fill and drain", flag)
     return _planner(config, Split(corpora, "train", config.wlb.wlb_epochs), cost, dp_size)
 
 
@@ -306,7 +311,12 @@ def make_evaluation_planner(
     config = without_growth(config)
     if config.wlb.wlb_packing != "slim":  # which holds back nothing as it is
         wlb = dataclasses.replace(
-            config.wlb, wlb_packing="hold", wlb_hold_tau=math.inf, wlb_look_ahead=0, wlb_shape="off"
+            config.wlb,
+            wlb_packing="hold",
+            wlb_hold_tau=math.inf,
+            wlb_look_ahead=0,
+            wlb_shape="off",
+            wlb_micro_batches="fixed",
         )
         config = dataclasses.replace(config, wlb=wlb)
     return _planner(config, Split(corpora, split), cost, dp_size)
@@ -321,7 +331,7 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     )
     if packing.name == "slim":
         _check_positions(config, documents.longest(packing))
-    costs = shaping_costs(config, run) if packing.shaped or packing.name == "slim" else None
+    costs = shaping_costs(config, run) if packing.simulated else None
     selector = _selector(config, run, documents.longest_segment(packing))
     planner = documents.planner(packing, costs=costs, selector=selector)
     limit_gib = config.wlb.wlb_memory_gib

@@ -14,7 +14,7 @@ from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.layers import MOST_LAYERS
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
-from megatron_wlb.packing import check_shaping
+from megatron_wlb.packing import check_numbers, check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planning.from_config import batch, without_growth
 from megatron_wlb.planning.sliding import windowed_layers
@@ -322,9 +322,13 @@ def _check_batch(config: Config) -> Iterator[str]:
             f"--wlb-long-documents is slice, but {w.wlb_packing} packing cuts no slices; use "
             "--wlb-packing slim, or split"
         )
-    if w.wlb_shape == "on":
+    for chosen, check_packing in (
+        (w.wlb_shape == "on", check_shaping),
+        (w.wlb_micro_batches == "auto", check_numbers),
+    ):
         try:
-            check_shaping(w.wlb_packing)
+            if chosen:
+                check_packing(w.wlb_packing)
         except ConfigError as error:
             yield str(error)
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:

@@ -46,7 +46,8 @@ from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Packer, PackingSettings
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
-from megatron_wlb.planner import Planner, Stream, each_rank
+from megatron_wlb.planner import Planner, Shaping, Stream, each_rank
+from megatron_wlb.planning.numbers import NumberChooser, max_tokens_by_number
 from megatron_wlb.planning.shaping import Shaper
 from megatron_wlb.planning.slicing import SLICE_MULTIPLE, SLICES_OF_A_WINDOW, MemoryLimit, Slicer
 from megatron_wlb.reading import real_number, whole_number
@@ -56,6 +57,8 @@ from megatron_wlb.settings import split
 from megatron_wlb.sharding.layout import length_multiple
 from megatron_wlb.sharding.select import MODES, Mode, Prediction, Selector, predict
 from megatron_wlb.sharding.shard import Kind, Sharding
+from megatron_wlb.strategy.costs import LEAST_TOKENS, ReplicaCosts
+from megatron_wlb.strategy.layout import Scheme
 
 MEMORY_SHARE = 0.9
 """The share that tensors may take of the memory that CUDA context and communicators leave. The rest
@@ -198,29 +201,51 @@ class Workload:
     ) -> Planner:
         """Makes the planner of at least so many steps.
 
-        Where there is a pipeline, settings may shape its steps, or choose the number of units, by
-        ``costs``; by stages' layers and sends that take no time if these are not given.
+        Where there is a pipeline, settings may shape its steps, or choose the number of
+        micro-batches or units, by ``costs``; by stages' layers and sends that take no time if these
+        are not given.
         """
-        made, p = self.packer(packing), self.layout
-        shaper = None
+        made = self.packer(packing)
         slicer = self._slicer(packing, costs) if packing.name == "slim" else None
-        if packing.shaped and p is not None and p.pp_size > 1:
-            shaper = Shaper(
-                costs or StepCosts(StageCosts.by_layers(self.cost, p)),
-                p,
-                num_micro_batches=each_rank(self.num_micro_batches, p.dp_size),
-                max_tokens=made.limits.max_tokens,
-                window=self.window,
-            )
         return Planner(
             self.stream(packing, num_steps + made.look_ahead + 1),
             made,
             self.cost,
             dp_size=self.dp_size if slicer is None else slicer.dp_size,
             length_multiple=self.length_multiple,
-            shaping=shaper,
+            shaping=self._shaping(packing, costs, made),
             slicing=slicer,
             selector=selector,
+        )
+
+    def _shaping(
+        self, packing: PackingSettings, costs: StepCosts | None, packer: Packer
+    ) -> Shaping | None:
+        """Makes what deals packed steps anew, if there is a pipeline that gains by it."""
+        p, shaper = self.layout, None
+        if p is None or p.pp_size == 1:
+            return None
+        costs = costs or StepCosts(StageCosts.by_layers(self.cost, p))
+        each, max_tokens = each_rank(self.num_micro_batches, p.dp_size), packer.limits.max_tokens
+        if packing.shaped:
+            shaper = Shaper(
+                costs, p, num_micro_batches=each, max_tokens=max_tokens, window=self.window
+            )
+        if packing.micro_batches == "fixed":
+            return shaper
+        least_tokens = min(LEAST_TOKENS * p.tp_size * p.cp_size, self.micro_batch_tokens)
+        return NumberChooser(
+            ReplicaCosts(
+                Scheme(p.tp_size, p.cp_size, p.pp_size, p.vpp_size),
+                max_tokens,
+                costs,
+                least_tokens,
+                group_size=p.group_size,
+            ),
+            p.dp_size,
+            max_tokens=max_tokens_by_number(p, self.memory, each, max_tokens, self.length_multiple),
+            in_stream_order=packer.in_stream_order,
+            then=shaper,
         )
 
     def _slicer(self, packing: PackingSettings, costs: StepCosts | None) -> Slicer:

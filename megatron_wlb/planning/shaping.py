@@ -29,6 +29,7 @@ from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.step_costs import BACKWARD_OVERHEAD, StageCost, StepCosts
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing import check_shaping
 from megatron_wlb.plan import Document
 from megatron_wlb.schedule.graph import Floats, Graph, graph_of
 
@@ -175,6 +176,9 @@ class Shaper:
                 best = pipelines
         self._improve(step, best)
         return [[[documents[n] for n in numbers] for numbers in p.members] for p in best]
+
+    def check(self, packing: str) -> None:
+        check_shaping(packing)
 
     def step_us(self, ranks: Ranks) -> float:
         """Simulated time of forward and backward of a step, by which plans are compared."""

@@ -306,7 +306,7 @@ class BatchBuilder:
         document = span.document
         first = document.offset + span.start
         stored: IntArray = self.corpora[document.corpus].tokens(
-            document.index, first + start, first + stop
+            document.index, first + start, first + stop, document.epoch
         )
         if stored.max() >= self.vocab_size or stored.min() < 0:
             raise CorpusError(

@@ -285,6 +285,11 @@ class WlbConfig:
         "`hold`, `wlb` with a pipeline: small micro-batches first and last, sizes and order chosen "
         "by simulated step time instead of equal work",
     )
+    wlb_micro_batches: Literal["fixed", "auto"] = setting(
+        "fixed",
+        "`original`, `hold`, `wlb` with a pipeline: how many micro-batches a step has. fixed: by "
+        "the batch size. auto: as many as make the simulated step of its documents shortest",
+    )
     wlb_fixed_batches: int = setting(
         1, "`fixed-greedy`, `fixed-solver`: global batches that are repacked together"
     )
@@ -386,6 +391,16 @@ class WlbConfig:
     )
     wlb_metrics: str | None = setting(None, "file for one JSON line a step")
     wlb_config: str | None = setting(None, "YAML file of settings, under the command line")
+
+    @property
+    def numbers_by_step(self) -> bool:
+        """Whether a plan, and not the batch size, says how many micro-batches its step has."""
+        return self.wlb_packing == "slim" or self.wlb_micro_batches == "auto"
+
+    @property
+    def simulates(self) -> bool:
+        """Whether steps are simulated to plan them."""
+        return self.wlb_shape == "on" or self.numbers_by_step
 
 
 @dataclass(frozen=True)

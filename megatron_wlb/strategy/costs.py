@@ -31,10 +31,18 @@ class ReplicaCosts:
     least_tokens: int = 1
     """Tokens of a micro-batch in the mean, at least, where documents are enough."""
     memory: MemoryModel | None = None
+    group_size: int | None = None
+    """Micro-batches that a chunk runs one after another, with virtual stages; PP if not given."""
 
     @property
     def kind(self) -> tuple[Scheme, int]:
         return self.scheme, self.max_tokens
+
+    @property
+    def number_multiple(self) -> int:
+        """What its number of micro-batches is a multiple of."""
+        scheme = self.scheme
+        return (self.group_size or scheme.pp_size) if scheme.vpp_size > 1 else 1
 
     @property
     def warm_up(self) -> float:

@@ -128,6 +128,7 @@ class Outcome:
         return {name: getattr(self, name) for name in ROW} | {
             "packing": self.setting.name,
             "shaped": self.setting.shaped,
+            "micro_batches": self.setting.micro_batches,
             "max_tokens": self.setting.max_tokens,
             "steps": self.num_steps,
             "step_ms": self.step_us / 1e3,

@@ -17,6 +17,7 @@ from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics,
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Slicing
 from megatron_wlb.planning.run import Workload
+from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import slowest_us
 from megatron_wlb.study.advice import Option, by_part
 
@@ -46,7 +47,7 @@ class Evaluation:
 
     @property
     def option(self) -> Option[Evaluation]:
-        cuts = self.setting.name in CUTS_AT_WINDOWS
+        cuts = self.setting.name in CUTS_AT_WINDOWS and self.setting.micro_batches == "fixed"
         longest = self.micro_batch_size * self.window if cuts else self.setting.max_tokens
         return Option(
             self, self.efficiency, self.efficiency_by_part, self.delay, self.imbalance, longest
@@ -180,7 +181,6 @@ class _Clock:
     def __init__(self, workload: Workload) -> None:
         self._cost, self._layout = workload.cost, workload.layout
         if self._layout is not None:
-            self._graph = workload.graph
             self._stages = StageCosts.by_layers(self._cost, self._layout)
 
     def devices_us(self, plan: StepPlan) -> float:
@@ -193,5 +193,6 @@ class _Clock:
         if p.pp_size == 1:
             slowest = max(sum(m.predicted_us for m in rank) for rank in ranks)
         else:
-            slowest = slowest_us(plan, self._stages, self._graph)
+            graph = graph_of(p.pp_size, p.vpp_size, len(ranks[0]), p.group_size)
+            slowest = slowest_us(plan, self._stages, graph)
         return p.dp_size * p.pp_size * slowest

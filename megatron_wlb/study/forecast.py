@@ -231,7 +231,7 @@ def _simulate(
     planner = workload.planner(
         packing,
         WARM_UP_STEPS + NUM_STEPS + SPARE_STEPS,
-        costs=planning.shaping_costs(config, run) if packing.shaped else run.costs,
+        costs=planning.shaping_costs(config, run) if packing.simulated else run.costs,
     )
     plans: list[StepPlan] = []
     while len(plans) < WARM_UP_STEPS + NUM_STEPS and (plan := planner.next_plan()) is not None:

@@ -28,7 +28,7 @@ from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingSettings
-from megatron_wlb.packing.settings import SHAPED, run_with
+from megatron_wlb.packing.settings import AUTO, SHAPED, run_with
 from megatron_wlb.planning.run import Run, tensors_gib, title
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
@@ -247,7 +247,7 @@ def search(
         )
         return [Choice(candidate, outcome) for outcome in outcomes]
 
-    plain = [name for name in space.packings if not name.endswith(SHAPED)]
+    plain = [name for name in space.packings if SHAPED not in name]
     refined: list[Choice] = []
     for candidate in told("refined", refining):
         p = candidate.scenario.parallelism
@@ -276,7 +276,7 @@ def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
             not choice.fits,
             outcome.delay_steps > max_delay,
             preference(outcome.option, base),
-            outcome.setting.name != "original",
+            not outcome.setting.is_plain,
             outcome.setting.max_tokens,
             _order(choice.candidate.scenario),
             outcome.title,
@@ -300,7 +300,7 @@ def _of_unlike_layouts(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _original(choices: Sequence[Choice]) -> Choice | None:
-    plain = [c for c in choices if c.outcome.setting.name == "original" and c.fits]
+    plain = [c for c in choices if c.outcome.setting.is_plain and c.fits]
     return max(plain, key=lambda choice: choice.outcome.mfu, default=None)
 
 
@@ -329,7 +329,7 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:
     window = candidate.scenario.window
     if candidate.scenario.parallelism.pp_size == 1:
-        packing = packing.removesuffix(SHAPED)
+        packing = packing.replace(SHAPED, "").replace(AUTO, "")
     return PackingSettings.parse(packing, window, min(int(windows * window), candidate.max_tokens))
 
 

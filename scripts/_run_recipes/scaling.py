@@ -14,6 +14,9 @@ NUM_STEPS = 3
 WINDOW_TOKENS = 128
 VOCAB_SIZE = 511
 """And one for the end of documents: 512, which every TP up to 4 pads alike."""
+MIDDLES = {"prefix": 256, "middle": 257, "suffix": 258, "pad": 259, "eod": 0}
+"""Tokens of fill-in-the-middle, which NullTokenizer knows by number: ids from 256 on are no bytes
+of the corpus, whose documents end with 0."""
 HEAD_DIM = 8
 
 Value = tuple[str, ...]
@@ -114,6 +117,9 @@ def scale(words: Sequence[str], num_devices: int, corpus: str) -> Scaled:
         flags.put("--data-path", (corpus,), DATA)
     flags.put("--tokenizer-type", ("NullTokenizer",), DATA)
     flags.put("--vocab-size", (str(VOCAB_SIZE),), DATA)
+    if "--fim-data" in flags.values:
+        for name, token in MIDDLES.items():
+            flags.put(f"--fim-{name}-token", token, DATA)
     of_layout = {f"--{name}" for name in OF_LAYOUT.split()}
     alone = {flag: value for flag, value in flags.values.items() if flag not in of_layout}
     named = {"TP": tp, "PP": pp, "CP": cp, "DP": dp}

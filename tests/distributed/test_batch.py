@@ -144,10 +144,10 @@ class CountingCorpus:
         self.num_read = 0
         self.threads: set[str] = set()
 
-    def tokens(self, index: int, start: int, stop: int) -> Any:
+    def tokens(self, index: int, start: int, stop: int, epoch: int) -> Any:
         self.num_read += stop - start
         self.threads.add(threading.current_thread().name)
-        return self.corpus.tokens(index, start, stop)
+        return self.corpus.tokens(index, start, stop, epoch)
 
 
 LENGTHS = (96, 1, 40, 23)

@@ -25,7 +25,7 @@ class MemoryCorpus:
     stored: tuple[Tokens, ...]
     prefix: str = "memory"
 
-    def tokens(self, index: int, start: int, stop: int) -> Tokens:
+    def tokens(self, index: int, start: int, stop: int, epoch: int = 0) -> Tokens:
         assert 0 <= start < stop <= len(self.stored[index]), (index, start, stop)
         return self.stored[index][start:stop]
 

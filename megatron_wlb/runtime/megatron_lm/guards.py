@@ -217,7 +217,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--sft", _OTHER_DATA, "use --data-path"),
     Refusal("--logits-load-dir", _OWN_ORDER),
     Refusal("--logits-save-dir", _OWN_ORDER),
-    Refusal("--fim-data", "it rewrites documents while it reads them"),
     Refusal(
         "--dataloader-inter-document-masking", "attention stays inside each document already"
     ),

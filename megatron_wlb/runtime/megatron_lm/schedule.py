@@ -56,7 +56,7 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
             )
         plan = next(data_iterator_of(data_iterator))
         own = len(plan.micro_batches[0])
-        if own != num_microbatches and not plan.chains:
+        if own != num_microbatches and not session.config.wlb.numbers_by_step:
             raise PlanError(
                 f"step {plan.step}: the plan has {own} micro-batches a rank, Megatron runs "
                 f"{num_microbatches}; resume with the batch flags of the checkpoint"

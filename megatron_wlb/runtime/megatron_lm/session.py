@@ -30,6 +30,7 @@ from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.arguments import of_evaluation
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
+from megatron_wlb.runtime.megatron_lm.middles import with_middles
 from megatron_wlb.runtime.megatron_lm.model import of_chunks
 from megatron_wlb.runtime.model import Model, require_layers, settle_kernel
 from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, tell_changes
@@ -109,9 +110,7 @@ class Session:
     @property
     def compared(self) -> tuple[str, ...]:
         """Megatron's settings that plans depend on: of stages only where steps are simulated."""
-        wlb = self.config.wlb
-        simulated = wlb.wlb_shape == "on" or wlb.wlb_packing == "slim"
-        return (*_OF_COSTS, *_OF_STAGES) if simulated else _OF_COSTS
+        return (*_OF_COSTS, *_OF_STAGES) if self.config.wlb.simulates else _OF_COSTS
 
     def take_model(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Takes what Megatron has built; a second call with the same does nothing."""
@@ -224,12 +223,16 @@ class Session:
             return Corpora.mock(self.config, vocab_size, tokenizer.eod)
         blend, per_split = get_blend_and_blend_per_split(self.args)
         if blend is not None:
-            return Corpora.of_blend(_blend(blend), self.config.data.split, vocab_size)
-        blends = {
-            name: None if given is None else _blend(given)
-            for name, given in zip(SPLITS, per_split, strict=True)
-        }
-        return Corpora.of_blends(blends, vocab_size)
+            corpora = Corpora.of_blend(_blend(blend), self.config.data.split, vocab_size)
+        else:
+            blends = {
+                name: None if given is None else _blend(given)
+                for name, given in zip(SPLITS, per_split, strict=True)
+            }
+            corpora = Corpora.of_blends(blends, vocab_size)
+        if not getattr(self.args, "fim_data", False):
+            return corpora
+        return with_middles(corpora, self.args, tokenizer, self.config.training.seed)
 
     def _make_cost(self) -> Cost:
         if self.restored is not None:

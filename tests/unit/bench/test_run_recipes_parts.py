@@ -74,6 +74,15 @@ def test_every_changed_flag_is_told(module: Any) -> None:
     assert told["--error-injection-rate"].kind == "faults"
 
 
+def test_middles_have_tokens_that_are_no_bytes_of_the_corpus(module: Any) -> None:
+    found, flags = scaled(module, "--fim-data")
+    tokens = {name: int(flags[f"--fim-{name}-token"][0]) for name in ("prefix", "middle", "suffix")}
+    assert len({*tokens.values()}) == 3 and all(255 < t < 512 for t in tokens.values())
+    kinds = {change.flag: change.kind for change in found.changes}
+    assert kinds["--fim-prefix-token"] == kinds["--fim-eod-token"] == "data"
+    assert "--fim-prefix-token" not in scaled(module)[1]
+
+
 def test_one_process_has_no_layout_and_the_same_batch(module: Any) -> None:
     found, flags = scaled(module)
     alone = module("scaling").grouped(found.alone)

@@ -146,6 +146,20 @@ def test_pipeline_raises_the_price_of_imbalance(capsys) -> None:
     assert 1 < piped["work_speedup"] != plain["work_speedup"]
 
 
+def test_numbers_chosen_by_step_are_over_original_as_megatron_runs_it(capsys) -> None:
+    packings = "original,original+auto,hold,hold+auto"
+    options = ["--steps", "12", "--num-micro-batches", "4", "--pp-size", "4", "--packing", packings]
+    found = rows(capsys, *REFERENCE, *options)
+    original, own, hold, chosen = (row["work_speedup"] for row in found)
+    assert original == 1 < own and hold < chosen
+    assert [row["title"] for row in found] == [
+        "original", "original, auto N", "hold", "hold, auto N",
+    ]  # fmt: skip
+    assert found[3]["flags"][-2:] == ["--wlb-micro-batches", "auto"]
+    alone = rows(capsys, *REFERENCE, *options[:4], "--packing", "hold,hold+auto")
+    assert alone[0]["imbalance_mean"] == alone[1]["imbalance_mean"]  # without a pipeline
+
+
 def test_model_and_hardware_make_another_cost(capsys) -> None:
     Path("model.yaml").write_text(
         "num_layers: 32\nhidden_size: 4096\nnum_attention_heads: 32\nffn_hidden_size: 11008\n"

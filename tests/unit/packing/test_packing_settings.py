@@ -53,6 +53,13 @@ def test_flags_leave_out_what_the_packing_does_not_read(name: str) -> None:
     assert ("--wlb-look-ahead" in given) == ("--wlb-delay-price" in given) == (name == "hold")
 
 
+def test_original_reads_s_max_where_its_micro_batches_are_no_windows() -> None:
+    chosen = PackingSettings.parse("original+auto", WINDOW, 3 * WINDOW)
+    assert read_back(chosen) == chosen
+    assert "--wlb-max-tokens" in chosen.flags()
+    assert PackingSettings("original", 3 * WINDOW).flags() == ["--wlb-packing", "original"]
+
+
 def test_defaults_are_those_of_training() -> None:
     assert PackingSettings.of_config(Config().wlb, 9) == PackingSettings("hold", 9)
 

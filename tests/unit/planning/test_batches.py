@@ -121,6 +121,18 @@ def test_growing_batches_have_their_micro_batches_and_lose_nothing(packing: str)
     assert 0 <= tokens - given < max(Lengths.lengths)
 
 
+@pytest.mark.parametrize("packing", ["original", "hold"])
+def test_numbers_by_step_keep_the_documents_of_growing_batches(packing: str) -> None:
+    pp2 = f"{RAMP} --pipeline-model-parallel-size 2"
+    fixed, chosen = (planner(packing, flags) for flags in (pp2, f"{pp2} --wlb-micro-batches auto"))
+    numbers = set()
+    for one, other in zip(fixed.plans(24), chosen.plans(24), strict=True):
+        assert sorted(pieces(one)) == sorted(pieces(other))
+        assert max(m.length for m in other) <= 2 * WINDOW
+        numbers.add(len(other.micro_batches[0]) - len(one.micro_batches[0]))
+    assert len(numbers) > 1
+
+
 def test_growing_batches_are_those_of_one_checkpoint_only() -> None:
     saved = planner("hold", RAMP).state_dict()
     for flags in ("", "--rampup-batch-size 4 4 30"):

@@ -214,6 +214,14 @@ REFUSED = [
         "--wlb-shape on --wlb-packing fixed-greedy", 1,
         ["fixed-greedy packing are windows", "cannot be shaped"],
     ),
+    (
+        "--wlb-micro-batches auto --wlb-packing slim", 1,
+        ["slim packing chooses the number of micro-batches itself", "leave --wlb-micro-batches"],
+    ),
+    (
+        "--wlb-micro-batches auto --wlb-packing fixed-greedy", 1,
+        ["fixed-greedy packing balances windows", "use original, hold or wlb"],
+    ),
     ("--deterministic-mode", 1, ["NCCL_ALGO=None", "to one of Ring, Tree"]),
     ("--save-interval 5", 1, ["--save-interval is given without --save FOLDER"]),
     (
@@ -360,6 +368,7 @@ def test_number_below_its_least_is_refused(flag: str, least: int) -> None:
         ("--pipeline-model-parallel-size 2 --num-layers 6 --decoder-first-pipeline-num-layers 4 "
          "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 2, 8),
         ("--wlb-shape on --wlb-packing wlb", 1, 8),
+        ("--wlb-micro-batches auto --wlb-packing original", 1, 8),
         ("--wlb-long-documents slice --wlb-packing slim --wlb-units 3", 1, 8),
         ("--micro-batch-size 2 --seq-length 512 --wlb-max-tokens 1024", 2, 2),
         ("--micro-batch-size 2 --decrease-batch-size-if-needed --global-batch-size 15", 2, 3),

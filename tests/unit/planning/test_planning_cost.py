@@ -18,6 +18,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import (
     known_cost,
+    make_evaluation_planner,
     make_planner,
     max_tokens,
     model_shape,
@@ -26,6 +27,7 @@ from megatron_wlb.planning.from_config import (
     recompute,
     run_of,
 )
+from megatron_wlb.planning.numbers import NumberChooser
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 
@@ -290,6 +292,11 @@ def test_shaping_is_for_pipelines_and_off_unless_asked_for() -> None:
     assert planned("--wlb-shape on").shaping is None
     assert planned(pp).shaping is None
     assert planned(pp, "--wlb-shape on").shaping is not None
+    assert planned("--wlb-micro-batches auto").shaping is None
+    assert isinstance(planned(pp, "--wlb-micro-batches auto").shaping, NumberChooser)
+    config = settings("--num-layers 8 --wlb-micro-batches auto --wlb-shape on", pp)
+    evaluated = make_evaluation_planner(config, CORPORA, COEFFICIENTS, 1, "train")
+    assert evaluated.shaping is None
 
 
 @pytest.mark.parametrize("cost", ["coefficients", "table", "analytic"])

@@ -73,7 +73,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--sft": {"sft": True},
     "--logits-load-dir": {"logits_load_dir": "logits"},
     "--logits-save-dir": {"logits_save_dir": "logits"},
-    "--fim-data": {"fim_data": True},
     "--dataloader-inter-document-masking": {"dataloader_inter_document_masking": True},
     "--dataloader-save": {"dataloader_save": "state"},
     "--object-storage-cache-path": {"object_storage_cache_path": "/cache"},

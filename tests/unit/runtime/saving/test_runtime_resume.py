@@ -86,7 +86,8 @@ def test_machine_measured_anew_is_told(tmp_path: Path, caplog: pytest.LogCapture
     tell_changes(config, as_saved(config), saved)
     assert "says other figures than when the checkpoint was saved" in caplog.text
     assert machine_digest(settings(f"--wlb-hardware {path}")) is None  # no plan depends on it
-    assert machine_digest(settings("--wlb-shape on")) is not None
+    for simulated in ("--wlb-shape on", "--wlb-micro-batches auto", "--wlb-packing slim"):
+        assert machine_digest(settings(simulated)) is not None
 
 
 def filled_in(config: Config) -> dict[str, object]:
