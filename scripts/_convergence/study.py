@@ -1,0 +1,209 @@
+"""What the runs say: differences of held-out loss to ``original``, seed by seed, with intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.files import replacing, write_text
+from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE
+
+BASE = "original"
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 97.5 % quantile of Student's t with 1, 2, … degrees of freedom."""
+NORMAL = 1.96
+LENGTHS = ("short", "middling", "long")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One packing with one seed."""
+
+    tokens: list[int]
+    seconds: list[float]
+    steps: list[int]
+    loss: list[float]
+    by_length: list[list[float]]
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        looks = json.loads(path.read_text(encoding="utf-8"))["looks"]
+        columns = ("tokens", "seconds", "steps", "loss", "losses")
+        return cls(*([look[name] for look in looks] for name in columns))
+
+    @property
+    def late(self) -> float:
+        """The mean of the later half of the looks."""
+        return statistics.fmean(self.loss[len(self.loss) // 2 :])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean over seeds with its 95 % interval by Student's t; infinite for one seed."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Difference:
+        if len(values) < 2:
+            return cls(values[0], math.inf)
+        spread = statistics.stdev(values) / math.sqrt(len(values))
+        degrees = len(values) - 1
+        quantile = STUDENT[degrees - 1] if degrees <= len(STUDENT) else NORMAL
+        return cls(statistics.fmean(values), quantile * spread)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} ± {self.half:.4f}"
+
+    @property
+    def verdict(self) -> str:
+        if abs(self.mean) <= self.half:
+            return "no difference seen"
+        return "learns more" if self.mean < 0 else "learns less"
+
+
+COLUMNS: dict[str, Callable[[Run], float]] = {
+    "at the end": lambda run: run.loss[-1],
+    "later half": lambda run: run.late,
+    **{
+        f"{name} documents": lambda run, at=at: run.by_length[-1][at]  # type: ignore[misc]
+        for at, name in enumerate(LENGTHS)
+    },
+}
+"""Figures of a run, in nats a token."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """All runs, by packing and seed."""
+
+    runs: Mapping[tuple[str, int], Run]
+    packings: Sequence[str]
+    seeds: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if BASE not in self.packings:
+            raise ConfigError(f"--packings has no {BASE}, with which all are compared; add it")
+
+    def values(self, packing: str, of: Callable[[Run], float]) -> list[float]:
+        return [of(self.runs[packing, seed]) for seed in self.seeds]
+
+    def difference(self, packing: str, of: Callable[[Run], float]) -> Difference:
+        pairs = zip(self.values(packing, of), self.values(BASE, of), strict=True)
+        return Difference.of([own - base for own, base in pairs])
+
+    def spread(self, of: Callable[[Run], float]) -> float:
+        """Standard deviation of ``original`` from seed to seed."""
+        values = self.values(BASE, of)
+        return statistics.stdev(values) if len(values) > 1 else math.inf
+
+    def summary(self) -> dict[str, Any]:
+        result: dict[str, Any] = {"seeds": list(self.seeds), "packings": {}}
+        for packing in self.packings:
+            figures: dict[str, Any] = {}
+            for name, of in COLUMNS.items():
+                own = self.difference(packing, of)
+                mean = statistics.fmean(self.values(packing, of))
+                half = own.half if math.isfinite(own.half) else None
+                figures[name] = {"loss": mean, "difference": own.mean, "interval": half}
+            last = [self.runs[packing, seed] for seed in self.seeds]
+            figures["tokens"] = statistics.fmean(run.tokens[-1] for run in last)
+            figures["steps"] = statistics.fmean(run.steps[-1] for run in last)
+            figures["seconds"] = statistics.fmean(run.seconds[-1] for run in last)
+            result["packings"][packing] = figures
+        return result
+
+    def rows(self) -> list[list[str]]:
+        rows = []
+        for packing in self.packings:
+            loss = statistics.fmean(self.values(packing, COLUMNS["at the end"]))
+            apart = [
+                "" if packing == BASE else str(self.difference(packing, of))
+                for of in COLUMNS.values()
+            ]
+            judged = self.difference(packing, COLUMNS["at the end"]).verdict
+            rows.append([packing, f"{loss:.4f}", *apart, "" if packing == BASE else judged])
+        return rows
+
+    @property
+    def headings(self) -> list[str]:
+        return ["packing", "loss at the end", *(f"Δ {name}" for name in COLUMNS), "says"]
+
+    def table(self) -> Table:
+        table = Table(title=f"held-out loss, nats a token; Δ to {BASE}, {len(self.seeds)} seeds")
+        for heading in self.headings:
+            table.add_column(heading)
+        for row in self.rows():
+            table.add_row(*row)
+        return table
+
+    def draw(self, path: Path) -> None:
+        """Differences with their intervals, and the curves of the first three packings."""
+        figure = Figure(figsize=(11, 4.2), dpi=150, facecolor="white")
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+        curves, apart = figure.subplots(1, 2)
+        styles = {BASE: (GREY, 2.5), "hold": (BLUE, 1.5), "slim": (ORANGE, 1.5)}
+        for packing, (colour, width) in styles.items():
+            if packing not in self.packings:
+                continue
+            for seed in self.seeds:
+                run = self.runs[packing, seed]
+                label = packing if seed == self.seeds[0] else None
+                curves.plot(
+                    np.array(run.tokens[1:]) / 1e6, run.loss[1:], color=colour, lw=width,
+                    alpha=0.7, label=label,
+                )  # fmt: skip
+        curves.set_xlabel("tokens trained, millions")
+        curves.set_ylabel("held-out loss, nats a token")
+        curves.set_title("a line for each seed", color=INK)
+        curves.legend(frameon=False)
+        others = [packing for packing in self.packings if packing != BASE]
+        for at, name in enumerate(("short documents", "middling documents", "long documents")):
+            found = [self.difference(packing, COLUMNS[name]) for packing in others]
+            where = np.arange(len(others)) + 0.2 * (at - 1)
+            halves = [one.half if math.isfinite(one.half) else 0.0 for one in found]
+            colour = (GREY, BLUE, ORANGE)[at]
+            apart.errorbar(
+                [one.mean for one in found], where, xerr=halves, fmt="o", color=colour, label=name
+            )
+        apart.axvline(0, color=INK, lw=0.8)
+        apart.set_yticks(range(len(others)), others)
+        apart.invert_yaxis()
+        apart.set_xlabel(f"difference to {BASE} at the end, 95 % interval (left is better)")
+        apart.legend(frameon=False)
+        with replacing(path) as draft:
+            figure.savefig(draft, format="png")
+
+    def write(self, page: Path, picture: Path, kind: str) -> None:
+        """Puts table and picture between the page's marks for this kind of study."""
+        lines = ["| " + " | ".join(self.headings) + " |", "|" + " --- |" * len(self.headings)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows()]
+        spread = self.spread(COLUMNS["at the end"])
+        text = "\n".join(
+            [
+                f"![Held-out loss and differences]({picture.relative_to(page.parent)})",
+                "",
+                *lines,
+                "",
+                f"{len(self.seeds)} seeds. From seed to seed `{BASE}` itself varies by "
+                f"{spread:.4f} (standard deviation at the end).",
+            ]
+        )
+        begin, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"
+        content = page.read_text(encoding="utf-8")
+        marked = re.compile(re.escape(begin) + ".*" + re.escape(end), re.DOTALL)
+        if not marked.search(content):
+            raise ConfigError(f"{page} has no place for this study; add {begin} and {end}")
+        write_text(page, marked.sub(lambda _: f"{begin}\n\n{text}\n\n{end}", content))

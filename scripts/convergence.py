@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Does a packing change what is learned? The same model and text, several seeds, equal tokens.
+
+Each packing trains with each seed; runs with one seed start from the same weights and take the same
+documents in the same order. Held-out documents are whole modules of the interpreter's library that
+no run trains on, and the loss on them is by length. A run that is there is kept, so that a study
+that was stopped goes on. --minutes gives each run equal time on two cores (PP=2) instead.
+
+    scripts/convergence.py --out runs/learning                 # hours: 3 seeds of 7 packings
+    scripts/convergence.py --out /tmp/short --tokens 1e5 --seeds 1 2 --packings original hold
+    scripts/convergence.py --out runs/learning --page docs/learning.md     # page and picture anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from _common import add_seeds, parser_of
+from _convergence import study
+from rich.console import Console
+
+from megatron_wlb.bench.quickstart import EXCLUDED
+from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.errors import ConfigError, run_program
+from megatron_wlb.files import write_text
+from megatron_wlb.packing import PackingSettings
+
+HERE = Path(__file__).parent
+WINDOW, NUM_MICRO_BATCHES = 2048, 8
+PACKINGS = {
+    "original": "original",
+    "fixed-greedy:8": "fixed-greedy:8",
+    "wlb": "wlb:3",
+    "hold": "hold",
+    "hold:4": "hold:4",
+    "hold-cap": "hold",
+    "slim": "slim",
+}
+"""What is trained, and its packing. K is batches, queues, or steps of look-ahead; ``hold-cap``
+has at most 1.1 global batches of tokens a step."""
+FLAGS = (
+    *("--seq-length", str(WINDOW), "--global-batch-size", str(NUM_MICRO_BATCHES)),
+    *("--num-layers", "4", "--hidden-size", "96", "--num-attention-heads", "4"),
+    *("--split", "90,10,0", "--lr", "2e-3", "--min-lr", "2e-4"),
+    *("--weight-decay", "0.1", "--wlb-device", "cpu"),
+    *("--wlb-cost", "analytic", "--wlb-hardware", "cpu"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the study."""
+
+    packing: str
+    seed: int
+    result: Path
+
+    def command(self, options: argparse.Namespace, prefix: str) -> list[str]:
+        steps = round(options.tokens / (WINDOW * NUM_MICRO_BATCHES))
+        packing = PackingSettings.parse(PACKINGS[self.packing], WINDOW, 2 * WINDOW)
+        cap = round(1.1 * WINDOW * NUM_MICRO_BATCHES)
+        pp_size = 2 if options.minutes else 1
+        return [
+            *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
+            *("--nproc-per-node", str(pp_size), str(HERE / "_convergence/learn.py")),
+            *("--result", str(self.result), "--tokens", str(options.tokens)),
+            *("--seconds", str(60 * options.minutes), "--looks", str(options.looks)),
+            *("--data-path", prefix, "--train-iters", str(steps), "--seed", str(self.seed)),
+            *("--lr-warmup-iters", str(steps // 20)),
+            *("--pipeline-model-parallel-size", str(pp_size), *FLAGS, *packing.flags()),
+            *(["--wlb-max-step-tokens", str(cap)] if self.packing == "hold-cap" else []),
+        ]
+
+    def run(self, options: argparse.Namespace, prefix: str, console: Console) -> None:
+        """Raises :class:`ConfigError` for a run that fails: names its log."""
+        start_s, log = time.monotonic(), self.result.with_suffix(".log")
+        with log.open("w", encoding="utf-8") as file:
+            command, env = self.command(options, prefix), {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, env=env, check=False
+            )
+        if done.returncode:
+            raise ConfigError(f"{self.packing}, seed {self.seed} failed; see {log}")
+        loss = json.loads(self.result.read_text(encoding="utf-8"))["looks"][-1]["loss"]
+        console.print(
+            f"{self.packing}, seed {self.seed}: held-out loss {loss:.4f} after "
+            f"{time.monotonic() - start_s:.0f} s"
+        )
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder")
+    parser.add_argument("--packings", nargs="+", choices=PACKINGS, default=list(PACKINGS))
+    add_seeds(parser)
+    parser.add_argument("--tokens", type=float, default=4e6, help="of each run; default: 4e6")
+    parser.add_argument("--minutes", type=float, default=0, help="of each run on two cores")
+    parser.add_argument("--looks", type=int, default=8, help="at held-out documents; default: 8")
+    parser.add_argument("--jobs", type=int, default=0, help="runs at once; default: one a core")
+    parser.add_argument("--page", type=Path, help="page to write, its picture in images/ beside it")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    options = parser.parse_args()
+    console = Console(stderr=options.json, highlight=False)
+    options.out.mkdir(parents=True, exist_ok=True)
+    prefix = build_corpus(
+        [sysconfig.get_path("stdlib")], options.out / "corpus", python_definitions=True,
+        exclude=EXCLUDED, force=True, reuse=True,
+    ).prefix  # fmt: skip
+    kind = f"pp2-{options.minutes:g}min" if options.minutes else f"{options.tokens:g}"
+    jobs = [
+        Job(packing, seed, options.out / f"{kind}_{packing.replace(':', '-')}_{seed}.json")
+        for seed in options.seeds
+        for packing in options.packings
+    ]
+    missing = [job for job in jobs if not job.result.exists()]
+    console.print(f"{len(jobs)} runs, {len(jobs) - len(missing)} of them there", highlight=False)
+    at_once = 1 if options.minutes else options.jobs or len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            list(pool.map(lambda job: job.run(options, prefix, console), missing))
+        except ConfigError:
+            pool.shutdown(cancel_futures=True)
+            raise
+    runs = {(job.packing, job.seed): study.Run.read(job.result) for job in jobs}
+    found = study.Study(runs, options.packings, options.seeds)
+    write_text(options.out / f"{kind}.json", json.dumps(found.summary(), indent=2) + "\n")
+    console.print(found.table())
+    if options.page:
+        picture = options.page.parent / "images" / f"learning-{kind}.png"
+        found.draw(picture)
+        found.write(options.page, picture, kind)
+    if options.json:
+        sys.stdout.write(json.dumps(found.summary()) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, place_flag="--out"))
