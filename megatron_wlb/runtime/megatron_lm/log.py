@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
@@ -20,6 +21,7 @@ from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
+from megatron_wlb.runtime.prediction import track_step
 from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.simulator.step import slowest_us
 
@@ -34,6 +36,7 @@ class Log:
     def install(self, patches: PatchSet) -> None:
         from megatron.training import training
 
+        patches.wrap(MTPLossLoggingHelper, "track_mtp_metrics", track_step)
         for name in (
             "training_log",
             "num_floating_point_operations",
