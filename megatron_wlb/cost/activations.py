@@ -165,7 +165,13 @@ class ActivationModel:
         if self.recompute.granularity == "full" and rotary:
             operations.append(Operation("rotary angles", FP32 * rotary))
         if last:
-            operations += self._head()
+            for num, layer in self.shape.predictors:
+                operations += replace(self, precisions=layer.precisions)._predictor(layer) * num
+            operations += self._head() * (1 + self.shape.num_ahead)
+            if self.shape.predictors:
+                # All depths' hidden states in one, of which each LM head reads a part. All but the
+                # last are another layer's input too, as they are.
+                operations.append(Operation("depths", self.shape.num_ahead * self._hidden))
         return Tape(_scaled(operations, 1 / self.parallelism.cp_size))
 
     # Sizes on this rank, in numbers or bytes a token.
@@ -439,6 +445,32 @@ class ActivationModel:
             ),
             self._out_of("fc2", self._bytes.matrix.element_bytes * f, part.rows),
         ]
+
+    def _predictor(self, layer: Layer) -> tuple[Operation, ...]:
+        """A layer that predicts further ahead, without its last norm and LM head."""
+        rows = 2 / self.parallelism.sequence_shards
+        # A hidden state and a token's embedding, and both side by side.
+        norms = self._norm("joined norms", 2 * self._residual_numbers, num_rows=rows)
+        matrix_bytes = self._bytes.matrix.element_bytes
+        hidden = self.shape.hidden_size
+        inner = (
+            _with(
+                norms, saved=2 * matrix_bytes * self._residual_numbers, backward=2 * self._hidden
+            ),
+            Operation(
+                "joining",
+                self._hidden,
+                forward=2 * self._collective + self._gathered,
+                backward=2 * (self._gathered + self._collective) + self._hidden,
+                weight_bytes=self._weight(2 * hidden, hidden),
+            ),
+            *self._layers(((1, layer),), keep_output=True),
+        )
+        if not self.recompute.of_predictors:
+            return (self._embedding(), *inner)
+        buffers = (sum(o.keys for o in inner), sum(o.gradients for o in inner))
+        recomputed = Operation("recomputed", self._hidden, 0.0, 0.0, 0, inner, 0.0, *buffers)
+        return (self._embedding(), recomputed)
 
     def _head(self) -> list[Operation]:
         shape, p, e = self.shape, self.parallelism, self.element_bytes

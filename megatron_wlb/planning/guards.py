@@ -28,10 +28,11 @@ _AT_LEAST = (
     (
         1,
         f"{_PARALLEL_SIZES} distributed_timeout_minutes num_layers {_MODEL_SIZES} rotary_base "
-        "make_vocab_size_divisible_by mtp_num_layers vocab_size micro_batch_size global_batch_size train_iters "
+        "make_vocab_size_divisible_by vocab_size micro_batch_size global_batch_size train_iters "
         "exit_interval lr_decay_iters recompute_num_layers eval_iters save_interval log_interval "
         "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple "
-        "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings",
+        "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings "
+        "mtp_num_layers",
     ),
     (
         0,
@@ -280,12 +281,18 @@ def _check_positions(config: Config) -> Iterator[str]:
 def _check_prediction(config: Config) -> Iterator[str]:
     """Layers that predict further ahead, where Megatron builds or runs them."""
     m, t, num = config.model, config.training, config.model.mtp_num_layers
+    split = config.parallel.split
+    if not any(_check_split(config)) and split.num_ahead not in (None, num or 0):
+        yield (
+            f"--pipeline-model-parallel-layout {split.pipeline_model_parallel_layout} has "
+            f"{split.num_ahead} m, but --mtp-num-layers is {num or 0}; give as many"
+        )
     if num is None:
         return
     if m.position_embedding_type == "learned_absolute":
         yield (
-            f"--mtp-num-layers is {num}, but --position-embedding-type learned_absolute has a table "
-            "of which Megatron would not keep the last stage's copy alike; use rope or none"
+            f"--mtp-num-layers is {num}, but Megatron would not keep the last stage's table of "
+            "--position-embedding-type learned_absolute like the first's; use rope or none"
         )
     if m.window_attn_skip_freq is not None:
         yield (

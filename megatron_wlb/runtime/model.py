@@ -43,7 +43,7 @@ from megatron_wlb.runtime.attention.kernels import ChosenKernel, Demand, choose_
 from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.norm import TorchNorm
-from megatron_wlb.runtime.prediction import layers_of, complete_layers
+from megatron_wlb.runtime.prediction import complete_layers, layers_of
 from megatron_wlb.runtime.transfer import of_all_ranks
 from megatron_wlb.settings.config import Config
 
@@ -147,7 +147,9 @@ def transformer_config(config: Config) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",
         cuda_graph_scope=[],
         window_size=tuple(model.window_size) or None,
-        window_attn_skip_freq=list(map(int, windowed_layers(model))) if model.window_attn_skip_freq else None,
+        window_attn_skip_freq=(
+            list(map(int, windowed_layers(model))) if model.window_attn_skip_freq else None
+        ),
     )
     if model.position_embedding_type == "yarn":
         for name, value in settings.items():

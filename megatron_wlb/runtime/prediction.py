@@ -35,6 +35,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.compat.patching import PatchSet
 
+
 @dataclass(frozen=True)
 class Ahead:
     """What the micro-batch at hand takes in and predicts at each depth, 0 … D; ``[1, T/CP]`` each.

@@ -84,7 +84,8 @@ class ModelConfig:
     attention_dropout: float = setting(0.0, "dropout of attention's probabilities")
     init_method_std: float = setting(0.02, "standard deviation of initial weights")
     mtp_num_layers: int | None = setting(
-        None, "layers after the last one, each predicting one token further ahead; none if not given"
+        None,
+        "layers after the last one, each predicting one token further ahead; none if not given",
     )
     mtp_loss_scaling_factor: float = setting(
         0.1, "what the mean loss of --mtp-num-layers counts beside the model's own"

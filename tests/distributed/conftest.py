@@ -6,6 +6,7 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import WORKLOAD, Layout, Oracle
 from helpers.oracle import OracleRun, run_oracle
+
 from megatron_wlb.settings.config import ModelConfig
 
 

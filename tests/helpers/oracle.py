@@ -127,7 +127,7 @@ def _backward(model: Any, workload: Workload, step: int, factor: float) -> list[
             mean = losses / num_labels[depth]
             loss = loss + shares[depth] * mean
             means[depth] += mean.item()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     return means
 
 
@@ -151,9 +151,9 @@ def _logits(model: Any, tokens: Any, mask: Any) -> Iterator[Any]:
         model.decoder.register_forward_hook(after),
     ]
     positions = torch.arange(tokens.shape[1])[None]
-    with mock.patch.object(model, "mtp_process", False):
-        with mock.patch.object(model.config, "mtp_num_layers", None):
-            yield model(input_ids=tokens, position_ids=positions, attention_mask=mask)
+    alone = mock.patch.object(model, "mtp_process", False)
+    with alone, mock.patch.object(model.config, "mtp_num_layers", None):
+        yield model(input_ids=tokens, position_ids=positions, attention_mask=mask)
     for hook in hooks:
         hook.remove()
     hidden = seen["hidden"]

@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning.from_config import parallelism, schedule_graph
+from megatron_wlb.planning.from_config import schedule_graph
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
@@ -167,8 +167,11 @@ class Log:
         """
         # Slices have orders of their own, other steps the order of as many micro-batches.
         graph = schedule_graph(self.session.config, len(plan.micro_batches[0]) or 1)
-        layout = parallelism(self.session.config)
-        return slowest_us(plan, StageCosts.by_layers(self.session.cost, layout), graph)
+        model, p = self.session.config.model, self.session.config.parallel
+        layers = [*p.split.layers(model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)]
+        layers[-1] += model.mtp_num_layers or 0
+        shares = [num / sum(layers) for num in layers]
+        return slowest_us(plan, StageCosts.shared(self.session.cost, shares), graph)
 
     @cached_property
     def _peak_tflops(self) -> float:

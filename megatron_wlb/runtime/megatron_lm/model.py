@@ -33,7 +33,7 @@ from megatron_wlb.runtime.model import (
     with_document_attention,
 )
 from megatron_wlb.runtime.norm import TorchNorm
-from megatron_wlb.runtime.prediction import inner_name, complete_layers
+from megatron_wlb.runtime.prediction import complete_layers, inner_name
 from megatron_wlb.settings.config import Config
 
 
