@@ -165,13 +165,7 @@ class ActivationModel:
         if self.recompute.granularity == "full" and rotary:
             operations.append(Operation("rotary angles", FP32 * rotary))
         if last:
-            for num, layer in self.shape.predictors:
-                operations += replace(self, precisions=layer.precisions)._predictor(layer) * num
-            operations += self._head() * (1 + self.shape.num_ahead)
-            if self.shape.predictors:
-                # All depths' hidden states in one, of which each LM head reads a part. All but the
-                # last are another layer's input too, as they are.
-                operations.append(Operation("depths", self.shape.num_ahead * self._hidden))
+            operations += [*self._predictors(), *self._head()]
         return Tape(_scaled(operations, 1 / self.parallelism.cp_size))
 
     # Sizes on this rank, in numbers or bytes a token.
@@ -445,6 +439,22 @@ class ActivationModel:
             ),
             self._out_of("fc2", self._bytes.matrix.element_bytes * f, part.rows),
         ]
+
+    def _predictors(self) -> list[Operation]:
+        """Layers that predict further ahead, and their LM heads: Megatron's runs last."""
+        num_ahead = self.shape.num_ahead
+        if not num_ahead:
+            return []
+        # All depths' hidden states are copied into one tensor for the LM heads. Where these are
+        # done in backward, its gradient takes as much until all the layers are.
+        operations = [Operation("depths", (1 + num_ahead) * self._hidden)]
+        for num, layer in self.shape.predictors:
+            operations += replace(self, precisions=layer.precisions)._predictor(layer) * num
+        operations += self._head() * num_ahead
+        if self.element_bytes != FP32:  # Megatron holds the last depth's logits beside its own.
+            logits = self.element_bytes * self.shape.vocab_size / self.parallelism.tp_size
+            operations[-1] = replace(operations[-1], saved=operations[-1].saved + logits)
+        return operations
 
     def _predictor(self, layer: Layer) -> tuple[Operation, ...]:
         """A layer that predicts further ahead, without its last norm and LM head."""
