@@ -1,4 +1,4 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` with multi-token prediction: what it trains, logs, saves."""
+"""Megatron-LM's own ``pretrain_gpt.py`` with multi-token prediction: trained, logged, resumed."""
 
 from __future__ import annotations
 
