@@ -107,7 +107,7 @@ def _backward(model: Any, workload: Workload, step: int, factor: float) -> list[
 
     examples = workload.examples(step)
     depths = 1 + (model.config.mtp_num_layers or 0)
-    shares = [1.0] + [factor / (depths - 1)] * (depths - 1)
+    shares = [1.0, *(factor / (depths - 1) for _ in range(depths - 1))]
     num_labels = [
         sum(int((labels[depth:] >= 0).sum()) for _, labels in examples) for depth in range(depths)
     ]
@@ -185,7 +185,14 @@ def _slide(model: Any, config: Config) -> None:
         return given, {**named, "attention_mask": causal | far}
 
     further = model.mtp.layers if model.mtp_process else ()
-    layers = [*model.decoder.layers, *(layer.transformer_layer for layer in further)]
+    name = (
+        "mtp_model_layer"
+        if hasattr(next(iter(further), None), "mtp_model_layer")
+        else (
+            "transformer_layer"  # up to Megatron-LM 0.16
+        )
+    )
+    layers = [*model.decoder.layers, *(getattr(layer, name) for layer in further)]
     for number, layer in enumerate(layers, start=1):
         if is_layer_window_attention(size, every, number):
             layer.register_forward_pre_hook(in_reach, with_kwargs=True)
