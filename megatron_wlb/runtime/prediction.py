@@ -101,8 +101,10 @@ def predicting(ahead: Ahead | None, position_ids: torch.Tensor) -> Iterator[None
             if hasattr(module, "roll_tensor"):
                 patches.replace(module, "roll_tensor", look_up)
         patches.wrap(MTPLossLoggingHelper, name, save)
-        if "forward_func" in inspect.signature(_recompute).parameters:
-            patches.replace(MultiTokenPredictionLayer, "_checkpointed_forward", _of_tensors)
+        takes = inspect.signature(_recompute).parameters
+        if "padding_mask" not in takes:
+            mended = _of_tensors if "forward_func" in takes else _without_padding
+            patches.replace(MultiTokenPredictionLayer, "_checkpointed_forward", mended)
         yield
     finally:
         patches.restore()
@@ -120,6 +122,12 @@ def _of_tensors(layer: Any, forward: Any, **kwargs: Any) -> torch.Tensor:
         return forward(**dict(zip(names, tensors, strict=False)), **named, **others)
 
     result: torch.Tensor = _recompute(layer, forward_of, **{name: kwargs[name] for name in names})
+    return result
+
+
+def _without_padding(layer: Any, *, padding_mask: None, **kwargs: Any) -> torch.Tensor:
+    """The same of 0.18, whose layer gives it a mask, of None, that it does not take."""
+    result: torch.Tensor = _recompute(layer, **kwargs)
     return result
 
 
