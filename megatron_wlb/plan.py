@@ -98,6 +98,10 @@ class Span(NamedTuple):
     def is_slice(self) -> bool:
         return self.start > 0 or self.stop < self.document.length
 
+    def targets_ahead(self, depth: int) -> int:
+        """Tokens with a label ``depth`` tokens further on than :attr:`num_targets` has."""
+        return max(0, min(self.stop, self.document.num_targets - depth) - self.start)
+
     @property
     def length(self) -> int:
         return self.stop - self.start
@@ -227,6 +231,10 @@ class StepPlan:
     def num_targets(self) -> int:
         """The loss normaliser: Σ token losses of the step is divided by this, once."""
         return sum(m.num_targets for m in self)
+
+    def targets_ahead(self, depth: int) -> int:
+        """Tokens with a label ``depth`` tokens further on."""
+        return sum(span.targets_ahead(depth) for m in self for span in m.spans)
 
     @cached_property
     def imbalance(self) -> float:

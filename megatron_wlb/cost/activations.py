@@ -165,7 +165,7 @@ class ActivationModel:
         if self.recompute.granularity == "full" and rotary:
             operations.append(Operation("rotary angles", FP32 * rotary))
         if last:
-            operations += self._head()
+            operations += [*self._predictors(), *self._head()]
         return Tape(_scaled(operations, 1 / self.parallelism.cp_size))
 
     # Sizes on this rank, in numbers or bytes a token.
@@ -439,6 +439,48 @@ class ActivationModel:
             ),
             self._out_of("fc2", self._bytes.matrix.element_bytes * f, part.rows),
         ]
+
+    def _predictors(self) -> list[Operation]:
+        """Layers that predict further ahead, and their LM heads: Megatron's runs last."""
+        num_ahead = self.shape.num_ahead
+        if not num_ahead:
+            return []
+        # All depths' hidden states are copied into one tensor for the LM heads. Where these are
+        # done in backward, its gradient takes as much until all the layers are.
+        operations = [Operation("depths", (1 + num_ahead) * self._hidden)]
+        for num, layer in self.shape.predictors:
+            operations += replace(self, precisions=layer.precisions)._predictor(layer) * num
+        operations += self._head() * num_ahead
+        if self.element_bytes != FP32:  # Megatron holds the last depth's logits beside its own.
+            logits = self.element_bytes * self.shape.vocab_size / self.parallelism.tp_size
+            operations[-1] = replace(operations[-1], saved=operations[-1].saved + logits)
+        return operations
+
+    def _predictor(self, layer: Layer) -> tuple[Operation, ...]:
+        """A layer that predicts further ahead, without its last norm and LM head."""
+        rows = 2 / self.parallelism.sequence_shards
+        # A hidden state and a token's embedding, and both side by side.
+        norms = self._norm("joined norms", 2 * self._residual_numbers, num_rows=rows)
+        matrix_bytes = self._bytes.matrix.element_bytes
+        hidden = self.shape.hidden_size
+        inner = (
+            _with(
+                norms, saved=2 * matrix_bytes * self._residual_numbers, backward=2 * self._hidden
+            ),
+            Operation(
+                "joining",
+                self._hidden,
+                forward=2 * self._collective + self._gathered,
+                backward=2 * (self._gathered + self._collective) + self._hidden,
+                weight_bytes=self._weight(2 * hidden, hidden),
+            ),
+            *self._layers(((1, layer),), keep_output=True),
+        )
+        if not self.recompute.of_predictors:
+            return (self._embedding(), *inner)
+        buffers = (sum(o.keys for o in inner), sum(o.gradients for o in inner))
+        recomputed = Operation("recomputed", self._hidden, 0.0, 0.0, 0, inner, 0.0, *buffers)
+        return (self._embedding(), recomputed)
 
     def _head(self) -> list[Operation]:
         shape, p, e = self.shape, self.parallelism, self.element_bytes

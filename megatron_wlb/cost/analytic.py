@@ -14,8 +14,9 @@ operation's precision):
   ``cp_overlap``;
 * element-wise operations: what they read and write, at memory bandwidth.
 
-The first stage has the embedding besides, the last one the LM head and its fp32 loss. Sends between
-stages belong to the schedule, so :mod:`megatron_wlb.simulator` has them. Backward takes twice the
+The first stage has the embedding besides, the last one the LM head and its fp32 loss. So has each
+layer that predicts further ahead, and a product that joins its two inputs. Sends between stages
+belong to the schedule, so :mod:`megatron_wlb.simulator` has them. Backward takes twice the
 forward's linear work and 2.5 times its attention work (flash attention computes the scores again),
 and once more the forward of what is recomputed. Its TP collectives are others: Megatron gathers a
 part's input again (with sequence parallelism) and reduces its gradient beside matrix products, so
@@ -146,21 +147,49 @@ class AnalyticModel:
             self._tp_backward_us(0, 1, weights, precisions),
         )
 
+    def joining(self, layer: Layer) -> ForwardTimes:
+        """What a layer that predicts further ahead does with its two inputs: norms, one product.
+
+        Its input is gathered where sequence parallelism spreads it; its output always, as the
+        product is divided by columns.
+        """
+        shape, p = self.shape, self.parallelism
+        weights = shape.joining_parameters
+        precisions = layer.precisions or Precisions.same(self.element_bytes)
+        # Both are read and written by a norm, and by what puts them side by side.
+        numbers = 8 * shape.hidden_size / p.sequence_shards
+        return ForwardTimes(
+            self._matrix_us(weights, precisions.matrix),
+            self._elementwise_us(numbers * precisions.elementwise.element_bytes),
+            self._tp_us(3 if p.sequence_parallel else 1, precisions.collective.element_bytes),
+            self._tp_backward_us(1, 2, weights, precisions),
+        )
+
     def stage_cost(self, stage: Stage) -> DocumentCost:
         """Cost of a document in a virtual stage."""
         if not (stage.layers or stage.first or stage.last):
             return WithoutDocuments()
-        recompute = self.recompute
+        recompute, further = self.recompute, self.shape.predictors if stage.last else ()
         (first,) = slices(stage.layers, [recompute.recomputed_layers(stage.num_layers)])
-        linear_us, backward_us, attention_us, unseen_us = self._layers_us(stage.layers)
+        first += further if recompute.of_predictors else ()
+        linear_us, backward_us, attention_us, unseen_us = self._layers_us(stage.layers + further)
         again_us, _, again_attention_us, again_unseen_us = self._layers_us(first)
         if recompute.granularity == "selective":
             again_attention_us, again_unseen_us = attention_us, unseen_us
-        ends = ((self.embedding(), stage.first), (self.head(), stage.last))
-        linear_us += sum(part.linear_us for part, has in ends if has)
-        backward_us += sum(part.backward_linear_us for part, has in ends if has)
+        num_ahead = sum(num for num, _ in further)
+        joining = [(num, self.joining(layer)) for num, layer in further]
+        ends = [
+            (stage.first + num_ahead, self.embedding()),
+            (stage.last + num_ahead, self.head()),
+            *joining,
+        ]
+        linear_us += sum(num * part.linear_us for num, part in ends)
+        backward_us += sum(num * part.backward_linear_us for num, part in ends)
+        if recompute.of_predictors:
+            again_us += sum(num * part.linear_us for num, part in joining)
         if self.reduce_in_fp32:  # Backward gathers keys and values, and reduces their gradients.
-            backward_us += sum(num * self._longer_us(layer) for num, layer in stage.layers)
+            runs = stage.layers + further
+            backward_us += sum(num * self._longer_us(layer) for num, layer in runs)
         return DocumentCost(
             linear_us,
             attention_us,

@@ -127,6 +127,14 @@ class MemoryModel:
             # Tied weights are one tensor only where both ends are on one rank.
             shared = shape.tied_embeddings and p.pp_size == 1
             total += shape.norm_vectors * shape.hidden_size + (0 if shared else embedding)
+            # Prediction further ahead has a copy of the embedding there, and three norms a layer.
+            if shape.predictors and p.pp_size > 1 and not shape.tied_embeddings:
+                total += embedding
+            joining = shape.joining_parameters // p.tp_size
+            norms = 3 * shape.norm_vectors * shape.hidden_size
+            for num, layer in shape.predictors:
+                parts = sum(self._part_parameters(part) for part in layer.parts)
+                total += num * (joining + norms + parts)
         return total
 
     def _part_parameters(self, part: Part) -> int:
@@ -156,10 +164,13 @@ class MemoryModel:
         shape, p = self.shape, self.parallelism
         total = 0
         for stage in self._stages[pp_rank :: p.pp_size]:
-            for num, layer in stage.layers:
+            further = shape.predictors if stage.last else ()
+            joining = [0] * len(stage.layers) + [shape.joining_parameters] * len(further)
+            for (num, layer), more in zip(stage.layers + further, joining, strict=True):
                 matrix = layer.precisions and layer.precisions.matrix
                 if matrix and matrix.weight_bytes is not None:
-                    weights = num * shape.hidden_size * layer.matrix_numbers // p.tp_size
+                    own = shape.hidden_size * layer.matrix_numbers + more
+                    weights = num * own // p.tp_size
                     total += weights * (matrix.weight_bytes - self._element_bytes)
         return total
 

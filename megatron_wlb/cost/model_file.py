@@ -13,7 +13,7 @@ from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import check_names, named_file, read_mapping, shipped
 
-_SIZES = {f.name: f.default is MISSING for f in fields(ModelShape) if f.name != "layers"}
+_SIZES = {f.name: f.default is MISSING for f in fields(ModelShape) if f.type != "Runs"}
 """What a file may give, of equal layers, and whether it must."""
 
 VOCAB_MULTIPLE = 128

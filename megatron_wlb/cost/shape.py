@@ -70,10 +70,13 @@ class ModelShape:
     """``(number, layer)`` in order, where layers are unlike. The choice of a context-parallel
     sharding goes by the sizes above all the same, but by the share of layers with a sliding
     window."""
+    predictors: Runs = ()
+    """The same of layers behind the last one that predict further ahead (multi-token prediction),
+    each with an embedding, a projection and an LM head of its own. They are in the last stage."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        for num, _ in self.runs:
+        for num, _ in self.all_runs:
             whole_number("model shape: layers of a run", num, 1, MOST_LAYERS)
         total = sum(num for num, _ in self.runs)
         if total != self.num_layers:
@@ -81,7 +84,8 @@ class ModelShape:
                 f"model shape: the runs of layers have {total}, but num_layers is "
                 f"{self.num_layers}; give each layer once"
             )
-        reaches = {part.reach_tokens for _, layer in self.runs for part in layer.parts} - {None}
+        reaches = {part.reach_tokens for _, layer in self.all_runs for part in layer.parts}
+        reaches -= {None}
         if not reaches <= {self.reach_tokens}:
             raise ConfigError(
                 f"model shape: layers reach {', '.join(map(str, sorted(filter(None, reaches))))} "
@@ -99,9 +103,19 @@ class ModelShape:
         """All layers in order."""
         return self.layers or ((self.num_layers, self.layer),)
 
+    @property
+    def all_runs(self) -> Runs:
+        """Those that predict further ahead too."""
+        return self.runs + self.predictors
+
+    @property
+    def num_ahead(self) -> int:
+        """Layers that predict further ahead."""
+        return sum(num for num, _ in self.predictors)
+
     def row_multiple(self, *, spread: bool) -> int:
         """What a rank's tokens must be a multiple of; ``spread`` by sequence parallelism."""
-        precisions = [layer.precisions for _, layer in self.runs if layer.precisions]
+        precisions = [layer.precisions for _, layer in self.all_runs if layer.precisions]
         return math.lcm(*(p.matrix.rows[spread] for p in precisions))
 
     @property
@@ -116,9 +130,17 @@ class ModelShape:
 
     @property
     def linear_parameters(self) -> int:
-        """Weights that every token is multiplied with: all layers' and the LM head's."""
-        numbers = sum(num * layer.matrix_numbers for num, layer in self.runs)
-        return self.hidden_size * numbers + self.head_linear_parameters
+        """Weights that every token is multiplied with: all layers' and the LM head's, which is
+        used once more for each layer that predicts further ahead.
+        """
+        numbers = sum(num * layer.matrix_numbers for num, layer in self.all_runs)
+        further = self.num_ahead * (self.joining_parameters + self.head_linear_parameters)
+        return self.hidden_size * numbers + self.head_linear_parameters + further
+
+    @property
+    def joining_parameters(self) -> int:
+        """Weights by which a layer that predicts further ahead joins a hidden state and a token."""
+        return 2 * self.hidden_size**2
 
     @property
     def linear_flops(self) -> int:
@@ -141,7 +163,7 @@ class ModelShape:
     @property
     def _query_sizes(self) -> tuple[int, int]:
         """Numbers of a token's queries: all layers', and those of layers with a sliding window."""
-        runs = self.runs
+        runs = self.all_runs
         return (
             sum(num * layer.query_size for num, layer in runs),
             sum(num * layer.windowed_query_size for num, layer in runs),
@@ -227,7 +249,7 @@ class Parallelism:
         else:
             layers = (shape.num_layers // num,) * num
         names = "num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"
-        for part in (*(part for _, layer in shape.runs for part in layer.parts), shape):
+        for part in (*(part for _, layer in shape.all_runs for part in layer.parts), shape):
             for name in names:
                 if getattr(part, name, 0) % self.tp_size:
                     raise ConfigError(
@@ -274,6 +296,11 @@ class Recompute:
             return [(1, True)] * first + [(1, False)] * (num_layers - first)
         starts = range(0, num_layers, self.num_layers)
         return [(min(self.num_layers, num_layers - start), True) for start in starts]
+
+    @property
+    def of_predictors(self) -> bool:
+        """Whether layers that predict further ahead run forward once more."""
+        return self.granularity == "full" and self.method == "uniform"
 
     def recomputed_layers(self, num_layers: int) -> int:
         """How many of a chunk's layers run forward once more."""

@@ -67,6 +67,8 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         dropout=m.hidden_dropout > 0,
     )
     shape = with_windows(shape, m)
+    if m.mtp_num_layers:
+        shape = dataclasses.replace(shape, predictors=((m.mtp_num_layers, shape.layer),))
     return shape if config.training.fp8_format is None else _in_fp8(config, shape)
 
 
@@ -83,8 +85,11 @@ def _in_fp8(config: Config, shape: ModelShape) -> ModelShape:
     first = min(first, num)
     last = min(last, num - first)
     head, inner, tail = slices(shape.runs, (first, num - first - last, last))
-    within = [(n, dataclasses.replace(layer, precisions=precisions)) for n, layer in inner]
-    return dataclasses.replace(shape, layers=(*head, *within, *tail))
+    within, further = (
+        tuple((n, dataclasses.replace(layer, precisions=precisions)) for n, layer in runs)
+        for runs in (inner, shape.predictors)  # which Megatron leaves out of nothing
+    )
+    return dataclasses.replace(shape, layers=(*head, *within, *tail), predictors=further)
 
 
 def parallelism(config: Config, dp_size: int = 1) -> Parallelism:

@@ -31,7 +31,8 @@ _AT_LEAST = (
         "make_vocab_size_divisible_by vocab_size micro_batch_size global_batch_size train_iters "
         "exit_interval lr_decay_iters recompute_num_layers eval_iters save_interval log_interval "
         "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple "
-        "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings",
+        "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings "
+        "mtp_num_layers",
     ),
     (
         0,
@@ -40,7 +41,7 @@ _AT_LEAST = (
     ),
 )
 _AT_MOST = (
-    (MOST_LAYERS, "num_layers"),
+    (MOST_LAYERS, "num_layers mtp_num_layers"),
     (MOST_MICRO_BATCHES, "micro_batch_size global_batch_size wlb_units"),
     (MOST_TOKENS, "seq_length wlb_max_tokens wlb_slice_multiple"),
     (MOST_DEVICES, f"{_PARALLEL_SIZES} num_virtual_stages_per_pipeline_rank"),
@@ -54,7 +55,8 @@ _WITHIN = (
     (
         (0, math.inf),
         "lr weight_decay adam_eps clip_grad norm_epsilon init_method_std "
-        "wlb_yarn_beta_fast wlb_yarn_beta_slow wlb_yarn_mscale wlb_yarn_mscale_all_dim",
+        "wlb_yarn_beta_fast wlb_yarn_beta_slow wlb_yarn_mscale wlb_yarn_mscale_all_dim "
+        "mtp_loss_scaling_factor",
     ),
     ((1, math.inf), "rope_scaling_factor wlb_yarn_rotary_scaling_factor"),
 )
@@ -81,6 +83,7 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_layout(config, world_size)
     yield from _check_model(config)
     yield from _check_recompute(config)
+    yield from _check_prediction(config)
     yield from _check_optimizer(config)
     yield from _check_batch(config)
     yield from _check_data(config)
@@ -272,6 +275,35 @@ def _check_positions(config: Config) -> Iterator[str]:
         yield (
             "--position-embedding-type yarn rotates the whole head in halves; leave "
             "--rotary-interleaved and --rotary-percent out"
+        )
+
+
+def _check_prediction(config: Config) -> Iterator[str]:
+    """Layers that predict further ahead, where Megatron builds or runs them."""
+    m, t, num = config.model, config.training, config.model.mtp_num_layers
+    split = config.parallel.split
+    if not any(_check_split(config)) and split.num_ahead not in (None, num or 0):
+        yield (
+            f"--pipeline-model-parallel-layout {split.pipeline_model_parallel_layout} has "
+            f"{split.num_ahead} m, but --mtp-num-layers is {num or 0}; give as many"
+        )
+    if num is None:
+        return
+    if m.position_embedding_type == "learned_absolute":
+        yield (
+            f"--mtp-num-layers is {num}, but Megatron would not keep the last stage's table of "
+            "--position-embedding-type learned_absolute like the first's; use rope or none"
+        )
+    if m.window_attn_skip_freq is not None:
+        yield (
+            f"--mtp-num-layers is {num}, but whether such a layer has a window by "
+            f"--window-attn-skip-freq {m.window_attn_skip_freq} differs between versions of "
+            "Megatron; leave that out, so that all layers have it"
+        )
+    if t.recompute_method == "uniform" and t.recompute_num_layers not in (None, 1):
+        yield (
+            f"--mtp-num-layers is {num}, of which Megatron recomputes each layer for itself; use "
+            f"--recompute-num-layers 1 in place of {t.recompute_num_layers}"
         )
 
 

@@ -27,11 +27,12 @@ import torch
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CorpusError
-from megatron_wlb.plan import MicroBatchPlan, Span
+from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.runtime.attention.context_parallel import KeyGather
 from megatron_wlb.runtime.attention.core import PlanSeqParams
 from megatron_wlb.runtime.attention.kernels import Segments
 from megatron_wlb.runtime.attention.slices import Slice, SliceStore
+from megatron_wlb.runtime.prediction import Ahead
 from megatron_wlb.runtime.transfer import mapped, pinned, to_device
 from megatron_wlb.sharding import Sharding, rank_layout
 
@@ -47,7 +48,7 @@ class Batch:
     position_ids: torch.Tensor
     packed_seq_params: PlanSeqParams
     tokens: torch.Tensor | None
-    """Token ids, on the first stage only."""
+    """Token ids, on the first stage, and on the last where layers predict further ahead."""
     labels: torch.Tensor | None
     """Labels, on the last stage only; 0 where there is none."""
     loss_mask: torch.Tensor | None
@@ -55,6 +56,8 @@ class Batch:
     num_targets: int
     """Local tokens that have a label: this rank's part of the loss normaliser. 0 before the last
     stage."""
+    ahead: Ahead | None = None
+    """On the last stage, what layers that predict further ahead take, if there are any."""
 
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -141,6 +144,7 @@ class BatchBuilder:
 
     ``corpora`` are in the order of ``Document.corpus``. Ids from ``vocab_size`` on are an error, as
     they would index beyond the embedding. ``reach_tokens`` is as in :func:`local_params`.
+    ``num_ahead`` layers predict further ahead (:mod:`megatron_wlb.runtime.prediction`).
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class BatchBuilder:
         cp_rank: int = 0,
         cp_size: int = 1,
         reach_tokens: int | None = None,
+        num_ahead: int = 0,
     ) -> None:
         self.corpora = corpora
         self.vocab_size = vocab_size
@@ -159,6 +164,10 @@ class BatchBuilder:
         self.cp_rank = cp_rank
         self.cp_size = cp_size
         self.reach_tokens = reach_tokens
+        self.num_ahead = num_ahead
+        self.depth_weights: list[float] = []
+        """What a label of each depth counts; who runs a step weighs them."""
+        self.step_targets = 0
         self.slices = SliceStore()
         """The open documents of the step; who runs it begins and ends that."""
         self.groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
@@ -207,15 +216,29 @@ class BatchBuilder:
         """Does the host's part of :meth:`build`: a batch in memory from which it can be copied."""
         local, params = self._shared(plan)
         assert params.positions is not None
-        tokens = labels = loss_mask = None
-        num_targets = 0
-        if first or last:
-            ids, targets, mask = self._read(plan, local, last=last)
-            num_targets = int(mask.sum()) if last else 0
-            tokens = self._pinned(torch.from_numpy(ids)[None]) if first else None
-            labels = self._pinned(torch.from_numpy(targets)[None]) if last else None
-            loss_mask = self._pinned(torch.from_numpy(mask)[None]) if last else None
-        return Batch(plan, params.positions[None], params, tokens, labels, loss_mask, num_targets)
+        if not (first or last):
+            return Batch(plan, params.positions[None], params, None, None, None, 0)
+        ids, targets, masks = self._read(plan, local, last=last)
+        num_targets = int(masks[0].sum()) if last else 0
+        for depth, weight in enumerate(self.depth_weights[: len(masks) - 1], start=1):
+            masks[depth] *= weight
+        tokens, labels, weights = (
+            tuple(self._pinned(torch.from_numpy(row)[None]) for row in rows)
+            for rows in (ids, targets, masks)
+        )
+        ahead = None
+        if last and self.num_ahead:
+            ahead = Ahead(tokens, labels, weights, num_targets, self.step_targets)
+        return Batch(
+            plan,
+            params.positions[None],
+            params,
+            tokens[0] if first or ahead else None,
+            labels[0] if last else None,
+            weights[0] if last else None,
+            num_targets,
+            ahead,
+        )
 
     def finish(self, made: Batch) -> Batch:
         """Copies what :meth:`prepare` made to the device; the host waits for none of it."""
@@ -228,19 +251,25 @@ class BatchBuilder:
             self._moved[index] = own, mapped(own, move)
         params = self._moved[index][1]
         assert params.positions is not None
+        tensors = made.tokens, made.labels, made.loss_mask, made.ahead
+        tokens, labels, loss_mask, ahead = mapped(tensors, move)
         return replace(
             made,
             position_ids=params.positions[None],
             packed_seq_params=params,
-            tokens=mapped(made.tokens, move),
-            labels=mapped(made.labels, move),
-            loss_mask=mapped(made.loss_mask, move),
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            ahead=ahead,
         )
 
-    def forget(self) -> None:
-        """Drops what the chunks of the last step had in common; to be called between steps."""
+    def begin(self, plan: StepPlan) -> None:
+        """Begins a step: drops what chunks of the last one had in common, and weighs labels."""
         self._latest.clear()
         self._moved.clear()
+        self.step_targets = plan.num_targets
+        ahead = (plan.targets_ahead(depth) for depth in range(1, self.num_ahead + 1))
+        self.depth_weights = [plan.num_targets / num if num else 0.0 for num in ahead]
 
     def _use_device(self) -> Callable[[], None] | None:
         """Gives a thread this thread's GPU: else its pinned memory would open the first one's."""
@@ -277,16 +306,18 @@ class BatchBuilder:
     def _read(
         self, plan: MicroBatchPlan, local: IntArray | slice, *, last: bool
     ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
-        """Ids, labels and loss mask of the ``local`` tokens, ``[T/CP]`` each.
+        """Ids, labels and loss mask of the ``local`` tokens at each depth, ``[1 + D, T/CP]`` each;
+        of depth 0 alone before the last stage.
 
-        Read are runs of local tokens of a span, and for labels the token after each.
+        Read are runs of local tokens of a span, and for labels the tokens after each.
         """
         ends = np.cumsum(plan.lengths)
         rows = np.arange(plan.padded_length) if isinstance(local, slice) else local
         cuts = np.append(np.searchsorted(rows, ends[:-1]), np.flatnonzero(np.diff(rows) != 1) + 1)
         edges = np.unique(np.append(cuts, [0, len(rows)])).tolist()
-        ids, targets = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
-        mask = np.zeros(len(rows), dtype=np.float32)
+        depths = 1 + self.num_ahead if last else 1
+        ids, targets = np.zeros((2, depths, len(rows)), dtype=np.int64)
+        masks = np.zeros((depths, len(rows)), dtype=np.float32)
         for begin, end in itertools.pairwise(edges):
             number = int(np.searchsorted(ends, rows[begin], side="right"))
             if number == len(plan.spans):  # of padding
@@ -294,12 +325,16 @@ class BatchBuilder:
             span = plan.spans[number]
             start = int(rows[begin] - ends[number]) + span.length
             num_tokens = end - begin
-            num_targets = min(num_tokens, span.num_targets - start) if last else 0
-            stored = self._stored(span, start, start + max(num_tokens, num_targets + 1))
-            ids[begin:end] = stored[:num_tokens]
-            targets[begin : begin + num_targets] = stored[1 : num_targets + 1]
-            mask[begin : begin + num_targets] = 1.0
-        return ids, targets, mask
+            # Up to the last label of the document.
+            rest = span.document.num_targets + 1 - span.start - start
+            num_read = min(num_tokens + depths, rest) if last else num_tokens
+            stored = self._stored(span, start, start + num_read)
+            for depth in range(depths):
+                own, labels = stored[depth:][:num_tokens], stored[depth + 1 :][:num_tokens]
+                ids[depth, begin : begin + len(own)] = own
+                targets[depth, begin : begin + len(labels)] = labels
+                masks[depth, begin : begin + len(labels)] = 1.0
+        return ids, targets, masks
 
     def _stored(self, span: Span, start: int, stop: int) -> IntArray:
         """Tokens ``[start, stop)`` of a span, counted from its first one."""

@@ -25,6 +25,7 @@ from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.runtime.attention.core import layer_reach, model_reach
 from megatron_wlb.runtime.batch import local_params
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.prediction import Ahead, layers_of, predicting, take_losses
 from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.transfer import from_first_rank
 from megatron_wlb.sharding import Sharding, length_multiple
@@ -150,6 +151,7 @@ def _undisturbed(model: Model) -> Iterator[None]:
         for chunk in model.chunks:
             stack.enter_context(chunk.no_sync())  # type: ignore[operator]
         yield
+    take_losses()
     for gpt, chunk in zip(model.gpts, model.chunks, strict=True):
         chunk.zero_grad_buffer()  # type: ignore[operator]
         # What --defer-embedding-wgrad-compute leaves for the end of a step; lists or None.
@@ -208,14 +210,21 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
                 local, 1, config.hidden_size, device=device, dtype=config.params_dtype
             )
             gpt.set_input_tensor(hidden.requires_grad_())
+        # Any tokens do, of each depth too.
+        depths = 1 + len(layers_of(gpt)) - len(gpt.decoder.layers)
+        rows = (tokens,) * depths, (tokens,) * depths, (torch.ones_like(tokens).float(),) * depths
+        ahead = Ahead(*rows, num_tokens, num_tokens) if depths > 1 else None
+        positions = params.positions[None]
         start = _now()
-        output = chunk(
-            input_ids=tokens,
-            position_ids=params.positions[None],
-            attention_mask=None,
-            labels=tokens if gpt.post_process else None,
-            packed_seq_params=params,
-        )
+        with predicting(ahead, positions):
+            output = chunk(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=None,
+                labels=tokens if gpt.post_process else None,
+                loss_mask=ahead.weights[0] if ahead else None,
+                packed_seq_params=params,
+            )
         middle = _now()
         output.float().sum().backward()
         forward, backward = forward + middle - start, backward + _now() - middle
@@ -231,7 +240,7 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
     device = model.device
     _, params = local_params([length], np.arange(length), device, **_shard(model))
     # Layers that are alike, by whether they have a sliding window.
-    layers = [layer.self_attention for gpt in model.gpts for layer in gpt.decoder.layers]
+    layers = [layer.self_attention for gpt in model.gpts for layer in layers_of(gpt)]
     kinds = [[layer for layer in layers if (layer.core_attention.reach_tokens is None) == whole]
              for whole in (True, False)]  # fmt: skip
     forward = backward = 0.0

@@ -43,6 +43,7 @@ from megatron_wlb.runtime.attention.kernels import ChosenKernel, Demand, choose_
 from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.norm import TorchNorm
+from megatron_wlb.runtime.prediction import complete_layers, layers_of
 from megatron_wlb.runtime.transfer import of_all_ranks
 from megatron_wlb.settings.config import Config
 
@@ -92,7 +93,7 @@ _ALIKE = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "sequence_parallel bf16 recompute_granularity recompute_method recompute_num_layers "
     "deterministic_mode account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-    "pipeline_model_parallel_layout"
+    "pipeline_model_parallel_layout mtp_num_layers mtp_loss_scaling_factor"
 )
 """Settings that Megatron's configuration calls as we do."""
 
@@ -146,7 +147,9 @@ def transformer_config(config: Config) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",
         cuda_graph_scope=[],
         window_size=tuple(model.window_size) or None,
-        window_attn_skip_freq=list(map(int, windowed_layers(model))) if model.window_size else None,
+        window_attn_skip_freq=(
+            list(map(int, windowed_layers(model))) if model.window_attn_skip_freq else None
+        ),
     )
     if model.position_embedding_type == "yarn":
         for name, value in settings.items():
@@ -190,6 +193,21 @@ def layer_submodules(
     return with_document_attention(spec, options), TorchNorm
 
 
+def prediction_submodules(
+    core: TransformerConfig, layer: ModuleSpec, norm: Any, vp_stage: int | None
+) -> Any:
+    """The layers that predict further ahead, of the model's own ``layer`` and ``norm``; None on a
+    chunk that has none.
+    """
+    block = gpt_layer_specs.get_gpt_mtp_block_spec(
+        core, layer, use_transformer_engine=norm is not TorchNorm, vp_stage=vp_stage
+    )
+    for further in block.layer_specs if block else ():
+        parts = further.submodules
+        parts.enorm = parts.hnorm = parts.layer_norm = norm
+    return block
+
+
 def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> ModuleSpec:
     """``spec``, of a GPT layer, with its core attention replaced by ours.
 
@@ -209,7 +227,7 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
 
 def require_document_attention(gpt: GPTModel) -> None:
     """Raises :class:`CompatibilityError` where Megatron built another core attention than ours."""
-    for layer in gpt.decoder.layers:
+    for layer in layers_of(gpt):
         installed = type(layer.self_attention.core_attention)
         if installed is not DocumentAttention:
             raise CompatibilityError(
@@ -226,6 +244,14 @@ def require_layers(config: Config, model: Model) -> None:
     stages = p.split.layers(config.model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)
     planned = list(stages[model.groups.pp.rank() :: model.groups.pp.size()])
     built = [len(gpt.decoder.layers) for gpt in model.gpts]
+    ends = [gpt.post_process * (config.model.mtp_num_layers or 0) for gpt in model.gpts]
+    further = [len(layers_of(gpt)) - len(gpt.decoder.layers) for gpt in model.gpts]
+    if further != ends:
+        raise CompatibilityError(
+            f"Megatron built model chunks of {further} layers that predict further ahead on "
+            f"pipeline rank {model.groups.pp.rank()}, but plans are for {ends}; this Megatron "
+            "places or shares them otherwise than one that megatron-wlb knows"
+        )
     if built != planned:
         raise CompatibilityError(
             f"Megatron built model chunks of {built} layers on pipeline rank "
@@ -329,6 +355,9 @@ def build_model(config: Config, vocab_size: int) -> Model:
     for chunk in range(vpp):
         vp_stage = chunk if vpp > 1 else None
         layer, final_norm = layer_submodules(core, transformer_impl(config), options)
+        mtp = None
+        if core.mtp_num_layers:
+            mtp = prediction_submodules(core, layer, final_norm, vp_stage)
         gpt = GPTModel(
             config=core,
             transformer_layer_spec=TransformerBlockSubmodules(
@@ -348,10 +377,12 @@ def build_model(config: Config, vocab_size: int) -> Model:
             rope_scaling=config.model.use_rope_scaling,
             rope_scaling_factor=config.model.rope_scaling_factor,
             seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
+            mtp_block_spec=mtp,
             pg_collection=groups,
             vp_stage=vp_stage,
         )
         use_document_positions(gpt)
+        complete_layers(gpt)
         require_document_attention(gpt)
         gpts.append(gpt.to("cuda"))
     chunks: list[torch.nn.Module] = list(gpts)

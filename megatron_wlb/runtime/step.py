@@ -33,6 +33,7 @@ from megatron_wlb.runtime.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.hosts import Hosts
 from megatron_wlb.runtime.merge import check_merged, open_groups
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.prediction import predicting, take_losses
 from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.schedule.order import sliced
 from megatron_wlb.settings.config import Config
@@ -50,6 +51,8 @@ class StepLoss:
 
     total: HostCopy
     num_targets: int
+    ahead: tuple[HostCopy, ...] = ()
+    """Of layers that predict further ahead: the mean loss of each depth, in a step that trains."""
 
     @cached_property
     def loss_sum(self) -> float:
@@ -78,13 +81,15 @@ def loss_function(
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """Megatron's ``forward_step_func``: runs the next micro-batch of this chunk."""
     batch = next(batches)
-    output = model(
-        input_ids=batch.tokens,
-        position_ids=batch.position_ids,
-        attention_mask=None,
-        labels=batch.labels,
-        packed_seq_params=batch.packed_seq_params,
-    )
+    with predicting(batch.ahead, batch.position_ids):
+        output = model(
+            input_ids=batch.tokens,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            labels=batch.labels,
+            loss_mask=batch.ahead.weights[0] if batch.ahead else None,
+            packed_seq_params=batch.packed_seq_params,
+        )
     return output, partial(loss_function, batch)
 
 
@@ -128,6 +133,7 @@ class StepRunner:
             cp_rank=cp.rank(),
             cp_size=cp.size(),
             reach_tokens=model_reach(model.config),
+            num_ahead=model.config.mtp_num_layers or 0,
         )
         return cls(
             model,
@@ -149,9 +155,13 @@ class StepRunner:
         for report in reports:
             total += report
         torch.distributed.all_reduce(total, group=model.groups.dp_cp)
+        num_ahead = 0 if forward_only else self.batches.num_ahead
+        ahead = take_losses() if num_ahead else None
+        total = torch.cat([total, total.new_zeros(num_ahead) if ahead is None else ahead])
         last = torch.distributed.get_process_group_ranks(model.groups.pp)[-1]
         torch.distributed.broadcast(total, src=last, group=model.groups.pp)
-        return StepLoss(HostCopy(total), plan.num_targets)
+        main, *further = map(HostCopy, total)
+        return StepLoss(main, plan.num_targets, tuple(further))
 
     def run_schedule(
         self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
@@ -167,7 +177,7 @@ class StepRunner:
         dp_rank, label = model.groups.dp.rank(), f"step {plan.step}"
         micro_batches = plan.micro_batches[dp_rank]
         lengths = [m.padded_length // self._num_shards(m) for m in micro_batches]
-        self.batches.forget()
+        self.batches.begin(plan)
         self.batches.slices.begin(forward_only)
         schedule: Callable[..., list[Any]]
         if plan.chains:

@@ -83,6 +83,13 @@ class ModelConfig:
     hidden_dropout: float = setting(0.0, "dropout after attention and MLP")
     attention_dropout: float = setting(0.0, "dropout of attention's probabilities")
     init_method_std: float = setting(0.02, "standard deviation of initial weights")
+    mtp_num_layers: int | None = setting(
+        None,
+        "layers after the last one, each predicting one token further ahead; none if not given",
+    )
+    mtp_loss_scaling_factor: float = setting(
+        0.1, "what the mean loss of --mtp-num-layers counts beside the model's own"
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,9 @@ class ParallelConfig:
         False, "LM head and loss count as a layer where layers are divided over stages"
     )
     pipeline_model_parallel_layout: str | None = setting(
-        None, "stages one by one, of embedding E, layers t and loss L, as in 'Et*3|(t*4|)*2t*3L'"
+        None,
+        "stages one by one, of embedding E, layers t, --mtp-num-layers m and loss L, as in "
+        "'Et*3|(t*4|)*2t*3L'",
     )
     context_parallel_size: int = setting(
         1, "CP: ranks over which each micro-batch's tokens are divided"

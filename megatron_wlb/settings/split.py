@@ -61,6 +61,11 @@ class PipelineSplit:
         """Whether there is any flag."""
         return self.has_ends or self.has_layout or self.accounts > 0
 
+    @property
+    def num_ahead(self) -> int | None:
+        """Layers of the layout that predict further ahead; None without a layout."""
+        return "".join(self._stages()).count("m") if self.has_layout else None
+
     def vpp_size(self, pp_size: int) -> int | None:
         """Model chunks a pipeline rank that the layout has; None without a layout.
 
@@ -121,15 +126,20 @@ class PipelineSplit:
     def _of_layout(self, num_layers: int, pp_size: int, vpp_size: int) -> tuple[int, ...]:
         layout, stages = self.pipeline_model_parallel_layout, self._stages()
         signs = "".join(stages)
-        if not re.fullmatch("Et*L", signs):
+        if not re.fullmatch("Et*m*L", signs):
             raise ConfigError(
-                f"{LAYOUT} {layout} has other than one E, layers t and one L in this order; give "
-                "it as Et*3|t*4|t*3L"
+                f"{LAYOUT} {layout} has other than one E, layers t, layers m if any, and one L in "
+                "this order; give it as Et*3|t*4|t*3L"
             )
-        if len(signs) - 2 != num_layers:
+        if signs.count("t") != num_layers:
             raise ConfigError(
-                f"{LAYOUT} {layout} has {len(signs) - 2} layers, but --num-layers is {num_layers}"
+                f"{LAYOUT} {layout} has {signs.count('t')} layers, but --num-layers is {num_layers}"
                 "; give as many"
+            )
+        if "m" in "".join(stages[:-1]):
+            raise ConfigError(
+                f"{LAYOUT} {layout} has m before the last stage: Megatron sends hidden states of "
+                "all depths from there, and plans know those of one; put all m with L"
             )
         if self.vpp_size(pp_size) != vpp_size:
             raise ConfigError(
@@ -151,11 +161,11 @@ class PipelineSplit:
                     "use smaller factors"
                 )
             text = re.sub(factor, lambda m: m[1] * int(m[2]), text)
-        if other := sorted(set(text) - set("EtL|")):
-            meant = "multi-token prediction cannot run" if "m" in other else "no layer is called so"
+        if other := sorted(set(text) - set("EtmL|")):
             raise ConfigError(
-                f"{LAYOUT} {layout} has {other[-1]!r}: {meant}; use E (embedding), t (layer), L "
-                "(loss), | between stages, *N and parentheses"
+                f"{LAYOUT} {layout} has {other[-1]!r}: no layer is called so; use E (embedding), t "
+                "(layer), m (multi-token prediction), L (loss), | between stages, *N and "
+                "parentheses"
             )
         return text.split("|")
 
@@ -191,10 +201,13 @@ def _between(num_layers: int, pp_size: int, first: int | None, last: int | None)
     return [*([] if first is None else [first]), *ranks, *([] if last is None else [last])]
 
 
-def flags_of(stage_layers: Sequence[int], vpp_size: int) -> dict[str, int | str]:
+def flags_of(
+    stage_layers: Sequence[int], vpp_size: int, num_ahead: int = 0
+) -> dict[str, int | str]:
     """The flags by which Megatron builds such stages; none where all have as many.
 
-    The first and the last stage where that says it all, else a layout, which has VPP in it.
+    ``num_ahead`` layers in the last one predict further ahead. The first and the last stage where
+    that says it all, else a layout, which has VPP in it.
     """
     first, *middle = stage_layers
     if not any(layers != first for layers in middle):
@@ -204,7 +217,7 @@ def flags_of(stage_layers: Sequence[int], vpp_size: int) -> dict[str, int | str]
         usual = middle[0] if middle else None
         return {flag: n for flag, n in ((_FIRST, first), (_LAST, last)) if n != usual}
     stages = ["t" * layers for layers in stage_layers]
-    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}{'m' * num_ahead}L"
     return {LAYOUT: "|".join(map(_short, stages))}
 
 

@@ -50,6 +50,7 @@ def model_flags(shape: ModelShape) -> Flags:
             "--window-size": f"{shape.reach_tokens - 1},0" if shape.reach_tokens else None,
             "--window-attn-skip-freq": pattern_of(shape),
             "--untie-embeddings-and-output-weights": not shape.tied_embeddings,
+            "--mtp-num-layers": shape.num_ahead or None,
             "--position-embedding-type": positions,
             "--rotary-percent": rotary if 0 < rotary < 1 else None,
             "--hidden-dropout": None if shape.dropout else 0.0,
@@ -87,7 +88,7 @@ def layout_flags(scenario: Run) -> Flags:
             f"a recipe has {scenario.shape.num_layers} equal layers; these are unlike, so give a "
             "model without layers"
         )
-    uneven = flags_of(p.layers_of_stages(scenario.shape), p.vpp_size)
+    uneven = flags_of(p.layers_of_stages(scenario.shape), p.vpp_size, scenario.shape.num_ahead)
     return _given(
         {
             "--tensor-model-parallel-size": p.tp_size,

@@ -7,14 +7,16 @@ from helpers.gloo import GlooPool
 from helpers.layouts import WORKLOAD, Layout, Oracle
 from helpers.oracle import OracleRun, run_oracle
 
+from megatron_wlb.settings.config import ModelConfig
+
 
 @pytest.fixture(scope="session")
 def oracle(gloo: GlooPool) -> Oracle:
     """The oracle's run for a case; one for all layouts of a model."""
-    runs: dict[tuple[str, int], OracleRun] = {}
+    runs: dict[ModelConfig, OracleRun] = {}
 
     def run(case: Layout) -> OracleRun:
-        key = (case.model, case.config.model.num_layers)
+        key = case.config.model
         if key not in runs:
             (runs[key],) = gloo.run(1, run_oracle, case.config, WORKLOAD)
         return runs[key]

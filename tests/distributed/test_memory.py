@@ -80,6 +80,11 @@ CASES = {
     "pp-full": (f"{LLAMA} {PP} {FULL}", RAGGED),
     "pp-uneven": (f"{LLAMA} {PP} --decoder-last-pipeline-num-layers 1", RAGGED),
     "pp-ends-only": (f"{GROUPED} {PP} --pipeline-model-parallel-layout Et*4|L", RAGGED),
+    # Layers that predict further ahead, on the last rank.
+    "ahead": (f"{LLAMA} --mtp-num-layers 2", ONE),
+    "pp-ahead-bf16": (f"{PP} {BF16} --mtp-num-layers 1", RAGGED),
+    "pp-ahead-full": (f"{LLAMA} {PP} {FULL} --mtp-num-layers 2", RAGGED),
+    "sp-ahead": (f"{LLAMA} {SP} --mtp-num-layers 1", ONE),
     # Interleaved.
     "vpp": (f"{LLAMA} {VPP}", RAGGED),
     "vpp-selective": (f"{VPP} {SELECTIVE}", [*RISING, [200], [100]]),

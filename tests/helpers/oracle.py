@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +32,9 @@ class OracleStep:
     loss: float
     """Σ token losses ÷ Σ labelled tokens, in nats."""
     gradients: State
-    """Gradients of that loss; not clipped."""
+    """Gradients of that loss, and of what predicts further ahead; not clipped."""
+    ahead: tuple[float, ...] = ()
+    """The mean loss of each layer that predicts further ahead."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,9 @@ def run_oracle(config: Config, workload: Workload) -> OracleRun:
     steps = []
     for number in range(len(workload.steps)):
         optimizer.zero_grad()
-        loss = _backward(model, workload, number)
+        loss, *ahead = _backward(model, workload, number, config.model.mtp_loss_scaling_factor)
         gradients = {name: p.grad.numpy().copy() for name, p in parameters.items()}
-        steps.append(OracleStep(loss, gradients))
+        steps.append(OracleStep(loss, gradients, tuple(ahead)))
         if t.clip_grad:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), t.clip_grad)
         for group in optimizer.param_groups:
@@ -95,28 +99,76 @@ def learning_rate(config: Config, step: int) -> float:
     return t.min_lr + (t.lr - t.min_lr) * remaining
 
 
-def _backward(model: Any, workload: Workload, step: int) -> float:
-    """Leaves the gradients of the step's loss in the model; returns the loss."""
+def _backward(model: Any, workload: Workload, step: int, factor: float) -> list[float]:
+    """Leaves the gradients of the step's loss in the model; returns the mean loss of the model
+    itself, and of each layer that predicts further ahead.
+    """
     import torch
 
     examples = workload.examples(step)
-    num_labels = sum(int((labels >= 0).sum()) for _, labels in examples)
-    total = 0.0
+    depths = 1 + (model.config.mtp_num_layers or 0)
+    shares = [1.0, *(factor / (depths - 1) for _ in range(depths - 1))]
+    num_labels = [
+        sum(int((labels[depth:] >= 0).sum()) for _, labels in examples) for depth in range(depths)
+    ]
+    means = [0.0] * depths
     for tokens, labels in examples:
         length = len(tokens)
         # True is masked.
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        logits = model(
-            input_ids=torch.from_numpy(tokens)[None],
-            position_ids=torch.arange(length)[None],
+        loss = torch.zeros(())
+        for depth, logits in enumerate(_logits(model, torch.from_numpy(tokens)[None], mask)):
+            losses = torch.nn.functional.cross_entropy(
+                logits[0, : max(length - depth, 0)],
+                torch.from_numpy(labels[depth:]),
+                ignore_index=-1,
+                reduction="sum",
+            )
+            mean = losses / num_labels[depth]
+            loss = loss + shares[depth] * mean
+            means[depth] += mean.item()
+        loss.backward()  # type: ignore[no-untyped-call]
+    return means
+
+
+def _logits(model: Any, tokens: Any, mask: Any) -> Iterator[Any]:
+    """Logits of one document, of the model itself and of each layer that predicts further ahead.
+
+    Megatron shifts tokens inside such a layer; its losses are not used.
+    """
+    import torch
+
+    seen: dict[str, Any] = {}
+
+    def before(_module: Any, _given: Any, named: dict[str, Any]) -> None:
+        seen["rotary"] = named.get("rotary_pos_emb")
+
+    def after(_module: Any, _given: Any, hidden: Any) -> None:
+        seen["hidden"] = hidden
+
+    hooks = [
+        model.decoder.register_forward_pre_hook(before, with_kwargs=True),
+        model.decoder.register_forward_hook(after),
+    ]
+    positions = torch.arange(tokens.shape[1])[None]
+    alone = mock.patch.object(model, "mtp_process", False)
+    with alone, mock.patch.object(model.config, "mtp_num_layers", None):
+        yield model(input_ids=tokens, position_ids=positions, attention_mask=mask)
+    for hook in hooks:
+        hook.remove()
+    hidden = seen["hidden"]
+    tied = model.share_embeddings_and_output_weights
+    for layer in model.mtp.layers if model.mtp_process else ():
+        hidden, tokens, positions = layer(
+            input_ids=tokens,
+            position_ids=positions,
+            hidden_states=hidden,
             attention_mask=mask,
-        )
-        losses = torch.nn.functional.cross_entropy(
-            logits[0], torch.from_numpy(labels), ignore_index=-1, reduction="sum"
-        )
-        (losses / num_labels).backward()  # type: ignore[no-untyped-call]
-        total += losses.item()
-    return total / num_labels
+            rotary_pos_emb=seen["rotary"],
+            embedding=model.embedding,
+        )[:3]
+        weight = model.embedding.word_embeddings.weight if tied else None
+        yield model.output_layer(hidden, weight=weight)[0].transpose(0, 1)
 
 
 def _slide(model: Any, config: Config) -> None:
@@ -132,7 +184,16 @@ def _slide(model: Any, config: Config) -> None:
         far = torch.ones_like(causal).tril(-size[0] - 1)  # more than W keys before the query
         return given, {**named, "attention_mask": causal | far}
 
-    for number, layer in enumerate(model.decoder.layers, start=1):
+    further = model.mtp.layers if model.mtp_process else ()
+    name = (
+        "mtp_model_layer"
+        if hasattr(next(iter(further), None), "mtp_model_layer")
+        else (
+            "transformer_layer"  # up to Megatron-LM 0.16
+        )
+    )
+    layers = [*model.decoder.layers, *(getattr(layer, name) for layer in further)]
+    for number, layer in enumerate(layers, start=1):
         if is_layer_window_attention(size, every, number):
             layer.register_forward_pre_hook(in_reach, with_kwargs=True)
 
@@ -142,7 +203,10 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.initialize_model_parallel()
@@ -171,17 +235,21 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         cuda_graph_scope=[],
+        mtp_num_layers=m.mtp_num_layers,
     )
     for name, value in dataclasses.asdict(m).items():
         if name.startswith("wlb_yarn_") and m.position_embedding_type == "yarn":
             setattr(core, name.removeprefix("wlb_"), value)
             core.yarn_correction_range_round_to_int = True
     multiple = m.make_vocab_size_divisible_by
+    layer = get_gpt_layer_local_spec(qk_layernorm=m.qk_layernorm, normalization=m.normalization)
+    further = None
+    if m.mtp_num_layers:
+        further = get_gpt_mtp_block_spec(core, layer, use_transformer_engine=False)
     return GPTModel(
         config=core,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            qk_layernorm=m.qk_layernorm, normalization=m.normalization
-        ),
+        transformer_layer_spec=layer,
+        mtp_block_spec=further,
         vocab_size=math.ceil(vocab_size / multiple) * multiple,
         max_sequence_length=m.max_position_embeddings or config.data.seq_length,
         share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,

@@ -50,6 +50,7 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
         cp_rank=cp.rank(),
         cp_size=cp.size(),
         reach_tokens=model_reach(model.config),
+        num_ahead=model.config.mtp_num_layers or 0,
     )
     return StepRunner(model, batches, **options)
 
@@ -123,7 +124,7 @@ def train(
     held, parameters = load(config, model, initial)
     optimizer, scheduler = build_optimizer(config, model)
     ranges = [_gradient_range(optimizer, p) for p in parameters]
-    losses, evaluated, gradients = [], [], []
+    losses, ahead, evaluated, gradients = [], [], [], []
     with fault(runner):
         for number in range(len(workload.steps)):
             plan = plan_for(config, workload, torch.distributed.get_world_size(), number)
@@ -131,7 +132,9 @@ def train(
                 chunk.train()
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            losses.append(runner.run(plan).mean)
+            loss = runner.run(plan)
+            losses.append(loss.mean)
+            ahead.append(tuple(depth.item() for depth in loss.ahead))
             hooked = [chunk for chunk in model.chunks if chunk.use_forward_hook]
             for chunk in model.chunks:
                 chunk.eval()
@@ -160,6 +163,7 @@ def train(
         tuple(gradients),
         tuple(ranges),
         weights,
+        tuple(ahead),
     )
 
 

@@ -65,6 +65,8 @@ class RankRun:
     """The part of each parameter's flat elements whose gradient this rank has."""
     final: tuple[Array, ...]
     """Each parameter's weights after the last step."""
+    ahead: tuple[tuple[float, ...], ...]
+    """The losses of each step of layers that predict further ahead."""
 
 
 def whole_name(name: str, first_layer: int, tied: bool) -> str:
@@ -100,6 +102,9 @@ def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
     """Lists how the ranks' run differs from the oracle's, and what no rank holds."""
     found: list[str] = []
     for rank, run in enumerate(runs):
+        for number, (seen, step) in enumerate(zip(run.ahead, oracle.steps, strict=True)):
+            if len(seen) != len(step.ahead) or not np.allclose(seen, step.ahead, rtol=1e-6):
+                found.append(f"step {number}: loss ahead on rank {rank}: {seen}, not {step.ahead}")
         for label, losses in (("loss", run.losses), ("evaluated loss", run.evaluated)):
             for number, (loss, step) in enumerate(zip(losses, oracle.steps, strict=True)):
                 # fp32 sums of some hundred token losses, of about one size; 1e-7 was seen.

@@ -27,6 +27,7 @@ from helpers.layouts import (
     WORKLOAD,
     Layout,
 )
+from megatron_wlb.settings.config import ModelConfig
 
 SLICES = Layout("gpt2", 1, pp=2, dp=2, extra=OVERLAP)
 """It runs documents in slices, the others whole ones."""
@@ -37,6 +38,7 @@ CASES = (
     Layout("gpt2", 5, pp=2, dp=2, extra=OVERLAP),
     Layout("llama", 4, pp=2, cp=2),
     Layout("llama", 9, pp=4, vpp=2, extra=f"{NO_P2P_OVERLAP} {GROUP} 5"),
+    Layout("mixed", 3, pp=2, extra=f"--mtp-num-layers 2 {FULL}"),
     SLICES,
 )
 
@@ -83,13 +85,13 @@ def main() -> None:
     from helpers.shards import differences
 
     fault = _stock_communicator if "stock" in sys.argv else _public_shapes
-    oracles: dict[tuple[str, int], OracleRun] = {}
+    oracles: dict[ModelConfig, OracleRun] = {}
     found = {}
     with GlooPool(4) as pool:
         (core,) = pool.run(1, describe_core)
         for case in CASES:
             config = case.config
-            key = (case.model, config.model.num_layers)
+            key = config.model
             if key not in oracles:
                 (oracles[key],) = pool.run(1, run_oracle, config, WORKLOAD)
             initial = oracles[key].initial

@@ -23,6 +23,7 @@ _P2P = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZER = "megatron.core.optimizer.optimizer:MegatronOptimizer"
 _ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
+_MTP = "megatron.core.transformer.multi_token_prediction"
 _TRAINING = "megatron.training.training"
 _PRETRAIN = f"{_TRAINING}:pretrain"
 _SET_UP = f"{_TRAINING}:setup_model_and_optimizer"
@@ -73,7 +74,15 @@ CORE: Table = {
         "rotary_base pg_collection vp_stage"
     ),
     "megatron.core.models.gpt.gpt_model:GPTModel.forward": (
-        "self input_ids position_ids attention_mask labels packed_seq_params"
+        "self input_ids position_ids attention_mask labels packed_seq_params loss_mask"
+    ),
+    "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec": (
+        "config spec use_transformer_engine vp_stage"
+    ),
+    f"{_MTP}:roll_tensor": "tensor shifts dims cp_group packed_seq_params",
+    f"{_MTP}:MultiTokenPredictionLayer._checkpointed_forward": IS_THERE,
+    f"{_MTP}:MTPLossLoggingHelper.track_mtp_metrics": (
+        "loss_scale iteration writer wandb_writer total_loss_dict"
     ),
     "megatron.core.transformer.transformer_block:TransformerBlockSubmodules": IS_THERE,
     "megatron.core.transformer.module:Float16Module": "self config module",

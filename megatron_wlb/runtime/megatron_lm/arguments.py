@@ -34,7 +34,7 @@ _SAME = (
     "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_interleaved",
     "normalization", "qk_layernorm", "swiglu", "add_qkv_bias",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "hidden_dropout",
-    "attention_dropout", "transformer_impl",
+    "attention_dropout", "transformer_impl", "mtp_num_layers", "mtp_loss_scaling_factor",
     # The layout.
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",

@@ -158,8 +158,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--enable-mhc-connections", _DENSE),
     Refusal("--heterogeneous-layers-config-path", _DENSE),
     Refusal("--experimental-attention-variant", _DENSE),
-    Refusal("--mtp-num-layers", "prediction further ahead crosses documents"),
     Refusal("--mtp-standalone", "its stage has a schedule of its own"),
+    Refusal("--mtp-use-repeated-layer", "cost and memory models know a layer for each depth"),
+    Refusal("--mtp-detach-heads", "it was not compared with one process"),
     Refusal(
         "--position-embedding-type", "positions are by document",
         "use rope, learned_absolute or none", ("rope", "learned_absolute", "none"),

@@ -11,15 +11,17 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning.from_config import parallelism, schedule_graph
+from megatron_wlb.planning.from_config import schedule_graph
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
+from megatron_wlb.runtime.prediction import track_step
 from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.simulator.step import slowest_us
 
@@ -34,6 +36,7 @@ class Log:
     def install(self, patches: PatchSet) -> None:
         from megatron.training import training
 
+        patches.wrap(MTPLossLoggingHelper, "track_mtp_metrics", track_step)
         for name in (
             "training_log",
             "num_floating_point_operations",
@@ -164,8 +167,11 @@ class Log:
         """
         # Slices have orders of their own, other steps the order of as many micro-batches.
         graph = schedule_graph(self.session.config, len(plan.micro_batches[0]) or 1)
-        layout = parallelism(self.session.config)
-        return slowest_us(plan, StageCosts.by_layers(self.session.cost, layout), graph)
+        model, p = self.session.config.model, self.session.config.parallel
+        layers = [*p.split.layers(model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)]
+        layers[-1] += model.mtp_num_layers or 0
+        shares = [num / sum(layers) for num in layers]
+        return slowest_us(plan, StageCosts.shared(self.session.cost, shares), graph)
 
     @cached_property
     def _peak_tflops(self) -> float:

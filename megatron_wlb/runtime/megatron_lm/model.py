@@ -33,6 +33,7 @@ from megatron_wlb.runtime.model import (
     with_document_attention,
 )
 from megatron_wlb.runtime.norm import TorchNorm
+from megatron_wlb.runtime.prediction import complete_layers, inner_name
 from megatron_wlb.settings.config import Config
 
 
@@ -52,9 +53,12 @@ def install(patches: PatchSet, settings: Config) -> None:
         # a dispatcher of experts that a dense model never has.
         config.variable_seq_lengths = True
         config.batch_p2p_sync = BATCH_P2P_SYNC  # nor is there one for this
-        spec = packed(transformer_layer_spec, attention_options(settings, config, choose))
-        build(self, config, spec, *args, **kwargs)
+        options = attention_options(settings, config, choose)
+        if kwargs.get("mtp_block_spec") is not None:
+            kwargs["mtp_block_spec"] = packed_block(kwargs["mtp_block_spec"], options)
+        build(self, config, packed(transformer_layer_spec, options), *args, **kwargs)
         use_document_positions(self)
+        complete_layers(self)
 
     @functools.wraps(make_norm)
     def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
@@ -76,6 +80,18 @@ def packed(spec: Any, options: AttentionOptions) -> Any:
         layers = [packed(layer, options) for layer in spec.layer_specs or []]
         return dataclasses.replace(spec, layer_specs=layers)
     return with_document_attention(copy.deepcopy(spec), options)
+
+
+def packed_block(spec: Any, options: AttentionOptions) -> Any:
+    """A copy of the spec of layers that predict further ahead, with our attention in each.
+
+    Raises :class:`CompatibilityError` as :func:`packed`.
+    """
+    made = copy.deepcopy(spec)
+    for layer in made.layer_specs:
+        name = inner_name(layer.submodules)
+        setattr(layer.submodules, name, packed(getattr(layer.submodules, name), options))
+    return made
 
 
 def of_chunks(chunks: Sequence[torch.nn.Module]) -> Model:

@@ -258,7 +258,9 @@ class RunLog:
             )
         begin_s, self._told_s = max(step.asked_s, self._told_s), time.monotonic()
         took = step_values(step.plan, step.planned_s - step.asked_s, self._told_s - begin_s)
-        self._step(iteration, {"loss": loss, "grad_norm": grad_norm, "lr": step.lr, **took})
+        ahead = {f"mtp_{k}_loss": mean.item() for k, mean in enumerate(step.loss.ahead, start=1)}
+        values = {"loss": loss, **ahead, "grad_norm": grad_norm, "lr": step.lr, **took}
+        self._step(iteration, values)
 
     def _step(self, iteration: int, values: dict[str, float]) -> None:
         values_by_name = {"iteration": iteration, **values}

@@ -44,6 +44,24 @@ REFUSED = [
         ["--wlb-cp-overlap-groups", "or where data-parallel ranks run documents together"],
     ),
     ("--window-size 8", 1, ["--window-size is 8;", "give W,0"]),
+    (
+        "--mtp-num-layers 1 --position-embedding-type learned_absolute", 1,
+        ["--mtp-num-layers is 1", "--position-embedding-type learned_absolute", "use rope or none"],
+    ),
+    (
+        "--mtp-num-layers 1 --window-size 8,0 --window-attn-skip-freq 2", 1,
+        ["--mtp-num-layers is 1", "--window-attn-skip-freq 2", "leave that out"],
+    ),
+    (
+        "--mtp-num-layers 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2", 1,
+        ["--mtp-num-layers is 2", "each layer for itself", "--recompute-num-layers 1"],
+    ),
+    (
+        "--mtp-num-layers 2 --pipeline-model-parallel-size 2 "
+        "--pipeline-model-parallel-layout Ett|ttmL", 2,
+        ["layout Ett|ttmL has 1 m", "--mtp-num-layers is 2", "give as many"],
+    ),
     ("--window-size 8,8", 1, ["--window-size is 8,8;", "none behind it"]),
     ("--window-attn-skip-freq 2", 1, ["--window-attn-skip-freq", "only with --window-size"]),
     (

@@ -36,7 +36,7 @@ CHECKED: dict[str, Any] = {
     "pipeline_model_parallel_layout": None,
     "fp8": None, "fp8_recipe": "delayed", "fp8_param_gather": False,
     "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1,
-    "num_layers_at_end_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1, "mtp_num_layers": None, "mtp_loss_scaling_factor": 0.1,
 }  # fmt: skip
 
 

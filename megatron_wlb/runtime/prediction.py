@@ -1,0 +1,188 @@
+"""Multi-token prediction by document: tokens, labels and losses of layers that predict further on.
+
+At depth ``k`` of ``D`` the token at position ``p`` of a document takes the token ``p + k`` in, and
+predicts the one after. Megatron makes both by shifting a micro-batch's tensors inside the model,
+where the next row may be another document's, or a context-parallel rank's next piece. Here the host
+reads them from the corpus, as it does the labels of the model itself, and while a micro-batch runs
+forward Megatron's shift looks them up. A document that was cut ends at the cut, with one label
+more.
+
+The loss of a depth is the mean over all tokens of the step that have a label there, times
+``--mtp-loss-scaling-factor ÷ D``. Megatron-LM from 0.17 on means this, one micro-batch at a time;
+0.16 divides by the labels of the model itself. Here all versions compute it: what a token of depth
+``k`` counts is in the masks.
+
+Legend: ``T/CP`` local tokens of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel, gpt_model
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossLoggingHelper,
+    MultiTokenPredictionLayer,
+)
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.patching import PatchSet
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What the micro-batch at hand takes in and predicts at each depth, 0 … D; ``[1, T/CP]`` each.
+
+    Depth 0 is the model itself.
+    """
+
+    tokens: tuple[torch.Tensor, ...]
+    labels: tuple[torch.Tensor, ...]
+    weights: tuple[torch.Tensor, ...]
+    """What each token counts in the loss, fp32: 0 without a label. With one, 1 at depth 0, and
+    further on the step's labels at depth 0 ÷ those at this depth."""
+    num_targets: int
+    """Local tokens that have a label at depth 0."""
+    step_targets: int
+    """The same of the whole step."""
+
+    @property
+    def divisor(self) -> int:
+        """What Megatron is told to be the labels of each depth: then it scales nothing itself."""
+        return max(self.num_targets, 1)
+
+    def after(self, tensor: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """The same one depth on. Positions stay: no prediction layer reads them.
+
+        Raises :class:`CompatibilityError` for a tensor that is none of these.
+        """
+        for series in (self.tokens, self.labels, self.weights):
+            for here, there in pairwise(series):
+                if tensor is here:
+                    return there
+        if tensor is position_ids:
+            return tensor
+        if tensor.dtype != self.labels[0].dtype:
+            raise CompatibilityError(
+                f"Megatron shifts a tensor of {tensor.dtype} for multi-token prediction, which is "
+                "neither tokens, labels nor loss mask; this Megatron is not one that megatron-wlb "
+                "knows"
+            )
+        return self.labels[1]  # Megatron copies the labels first.
+
+
+@contextlib.contextmanager
+def predicting(ahead: Ahead | None, position_ids: torch.Tensor) -> Iterator[None]:
+    """Lets a forward pass inside the block take ``ahead``; None leaves Megatron as it is."""
+    if ahead is None:
+        yield
+        return
+    patches = PatchSet()
+    num_tokens = ahead.weights[0].new_full((), ahead.divisor)
+    name = next(n for n in ("save_metrics_to_tracker", "save_loss_to_tracker")
+                if hasattr(MTPLossLoggingHelper, n))  # fmt: skip
+
+    def look_up(tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return ahead.after(tensor, position_ids), num_tokens
+
+    def save(original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Saves this rank's share of the step's mean; Megatron gives one over ``divisor``."""
+        original(loss * (ahead.divisor / max(ahead.step_targets, 1)), *args, **kwargs)
+
+    try:
+        for module in (multi_token_prediction, gpt_model):  # which has a name of its own up to 0.16
+            if hasattr(module, "roll_tensor"):
+                patches.replace(module, "roll_tensor", look_up)
+        patches.wrap(MTPLossLoggingHelper, name, save)
+        takes = inspect.signature(_recompute).parameters
+        if "padding_mask" not in takes:
+            mended = _of_tensors if "forward_func" in takes else _without_padding
+            patches.replace(MultiTokenPredictionLayer, "_checkpointed_forward", mended)
+        yield
+    finally:
+        patches.restore()
+
+
+_recompute = MultiTokenPredictionLayer._checkpointed_forward
+
+
+def _of_tensors(layer: Any, forward: Any, **kwargs: Any) -> torch.Tensor:
+    """Full recomputation of a layer, up to 0.17: its checkpoints can keep tensors alone."""
+    others = {k: v for k, v in kwargs.items() if v is not None and not torch.is_tensor(v)}
+    names = [name for name in kwargs if name not in others]
+
+    def forward_of(*tensors: torch.Tensor | None, **named: torch.Tensor | None) -> Any:
+        return forward(**dict(zip(names, tensors, strict=False)), **named, **others)
+
+    result: torch.Tensor = _recompute(layer, forward_of, **{name: kwargs[name] for name in names})
+    return result
+
+
+def _without_padding(layer: Any, *, padding_mask: None, **kwargs: Any) -> torch.Tensor:
+    """The same of 0.18, whose layer gives it a mask, of None, that it does not take."""
+    result: torch.Tensor = _recompute(layer, **kwargs)
+    return result
+
+
+def take_losses() -> torch.Tensor | None:
+    """Takes the step's loss of each depth, ``[D]``: on the last stage of a step that trained."""
+    _sum_over_ranks()
+    tracker = MTPLossLoggingHelper.tracker
+    losses: torch.Tensor | None = tracker.get("loss_values", tracker.get("values"))
+    tracker.clear()
+    return losses
+
+
+def track_step(original: Any, _scale: float, *args: Any, **kwargs: Any) -> None:
+    """Megatron's ``track_mtp_metrics``; what ranks saved adds up to the step's means."""
+    _sum_over_ranks()
+    original(1.0, *args, **kwargs)
+
+
+def _sum_over_ranks() -> None:
+    """Does Megatron's sums, where it would take the mean over ranks."""
+    tracker = MTPLossLoggingHelper.tracker
+    group, tracker["avg_group"] = tracker.get("avg_group"), None
+    if group is not None:
+        # Of losses (0.19 has another name for them), and of right guesses and all.
+        for name in ("values", "loss_values", "correct_values", "total_values"):
+            if name in tracker:
+                torch.distributed.all_reduce(tracker[name], group=group)
+
+
+def layers_of(gpt: GPTModel) -> list[Any]:
+    """All transformer layers of a chunk: the decoder's, then those that predict further on."""
+    mtp = getattr(gpt, "mtp", None)
+    further = mtp.layers if mtp is not None else ()
+    return [*gpt.decoder.layers, *(getattr(layer, inner_name(layer)) for layer in further)]
+
+
+def inner_name(layer: Any) -> str:
+    """What a prediction layer, or the submodules of its spec, call the transformer layer in it."""
+    return "mtp_model_layer" if hasattr(layer, "mtp_model_layer") else "transformer_layer"
+
+
+def complete_layers(gpt: GPTModel) -> None:
+    """Mends what Megatron builds of prediction layers, before weights are wrapped.
+
+    Attention counts on after the decoder's layers: some versions begin anew, and slices of
+    documents keep keys by these numbers. The last of several stages has a copy of tied embeddings,
+    which the LM head takes too. There Megatron gives the head a weight that nobody uses, no
+    checkpoint can be saved with, and no gradient comes for; and where matrix products add to the
+    gradients, it would leave out the embedding's part.
+    """
+    if not getattr(gpt, "mtp_process", False):
+        return
+    if gpt.share_embeddings_and_output_weights and gpt.post_process and not gpt.pre_process:
+        gpt.output_layer.weight = None
+        gpt.embedding.word_embeddings.weight.zero_out_wgrad = True
+    first = gpt.config.num_layers + 1
+    for number, layer in enumerate(layers_of(gpt)[len(gpt.decoder.layers) :], start=first):
+        layer.self_attention.core_attention.layer_number = number

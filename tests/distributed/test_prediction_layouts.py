@@ -1,0 +1,103 @@
+"""Multi-token prediction in every kind of layout computes what one process does.
+
+Losses of all depths, every gradient and the weights after several steps, against
+:mod:`helpers.oracle`, with documents of 1 to 60 tokens; and faults that must not pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+from helpers.gloo import GlooPool
+from helpers.layouts import FULL, SHARDED, WORKLOAD, Layout, Oracle
+from helpers.ranks import sliced_for, train
+from helpers.shards import differences
+
+ONE = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5"
+TWO = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
+
+NO_FAULT = contextlib.nullcontext
+
+CASES = [
+    Layout("llama", 5, extra=TWO),  # untied
+    Layout("mixed", 4, dp=2, extra=f"{ONE} {SHARDED}"),  # tied
+    Layout("mixed", 5, pp=2, extra=TWO),
+    Layout("llama", 4, pp=2, extra=f"{ONE} {FULL}"),
+    Layout("llama", 4, pp=2, vpp=2, extra=ONE),
+    Layout("llama", 3, tp="2sp", extra=TWO),
+    Layout("mixed", 3, tp="2", extra=f"{TWO} {FULL}"),
+    Layout("llama", 5, cp=2, sharding="per-document", extra=ONE),
+    Layout("mixed", 4, pp=2, cp=2, extra=TWO),
+    Layout("sliding", 3, extra=TWO),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prediction_computes_what_one_process_does(
+    gloo: GlooPool, oracle: Oracle, case: Layout
+) -> None:
+    expected = oracle(case)
+    assert len(expected.steps[0].ahead) == case.config.model.mtp_num_layers
+    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial)
+    assert differences(expected, runs) == []
+
+
+@pytest.mark.parametrize(
+    "case", [Layout("mixed", 3, pp=2, extra=TWO), Layout("llama", 3, cp=2, extra=ONE)], ids=str
+)
+def test_prediction_in_slices_computes_what_one_process_does(
+    gloo: GlooPool, oracle: Oracle, case: Layout
+) -> None:
+    expected = oracle(case)
+    runs = gloo.run(
+        case.world_size, train, case.config, WORKLOAD, expected.initial, NO_FAULT, sliced_for
+    )
+    assert differences(expected, runs) == []
+
+
+@contextlib.contextmanager
+def shift_across_documents(runner) -> Iterator[None]:
+    """Tokens and labels of depth 1 are those of the next row, whatever document that is of."""
+    finish = runner.batches.finish
+
+    def rolled(made):
+        batch = finish(made)
+        ahead = batch.ahead
+        tokens, labels = ahead.tokens, ahead.labels
+        ahead = dataclasses.replace(
+            ahead,
+            tokens=(tokens[0], tokens[0].roll(-1), *tokens[2:]),
+            labels=(labels[0], labels[0].roll(-1), *labels[2:]),
+            weights=(ahead.weights[0], *(ahead.weights[0].roll(-1) for _ in tokens[1:])),
+        )
+        return dataclasses.replace(batch, ahead=ahead)
+
+    with mock.patch.object(runner.batches, "finish", rolled):
+        yield
+
+
+@contextlib.contextmanager
+def count_labels_of_the_model(runner) -> Iterator[None]:
+    """Losses further ahead are divided by the labels of the model itself."""
+    begin = runner.batches.begin
+
+    def unweighed(plan):
+        begin(plan)
+        runner.batches.depth_weights = [1.0] * len(runner.batches.depth_weights)
+
+    with mock.patch.object(runner.batches, "begin", unweighed):
+        yield
+
+
+@pytest.mark.parametrize("fault", [shift_across_documents, count_labels_of_the_model])
+def test_prediction_fault_differs_from_the_oracle(gloo: GlooPool, oracle: Oracle, fault) -> None:
+    case = CASES[0]
+    expected = oracle(case)
+    runs = gloo.run(1, train, case.config, WORKLOAD, expected.initial, fault)
+    found = differences(expected, runs)
+    assert any(line.startswith("step 0: gradient of") for line in found)
+    assert any(line.startswith("step 0: loss ahead") for line in found)

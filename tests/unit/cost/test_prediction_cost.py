@@ -1,0 +1,86 @@
+"""Layers that predict further ahead: in costs, memory, stages and the flags that are written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_wlb.cost import MemoryModel, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost.analytic import AnalyticModel
+from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.split import flags_of
+from megatron_wlb.study.stages import balanced_layers
+from megatron_wlb.study.write_recipe import model_flags
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1536 --swiglu "
+    "--untie-embeddings-and-output-weights"
+)
+PLAIN = model_shape(parse(FLAGS.split()), 32000)
+TWO = model_shape(parse([*FLAGS.split(), "--mtp-num-layers", "2"]), 32000)
+H100 = load_hardware("h100-sxm")
+FULL = Recompute("full", "uniform", 1)
+LENGTHS = [4096, 300, 17]
+
+
+def test_prediction_adds_a_layer_a_projection_and_a_head_for_each_depth() -> None:
+    head, joining = 512 * 32000, 2 * 512 * 512
+    layer = 512 * PLAIN.layer.matrix_numbers
+    assert TWO.linear_parameters - PLAIN.linear_parameters == 2 * (layer + joining + head)
+    assert TWO.attention_flops(100) == pytest.approx(PLAIN.attention_flops(100) * 10 / 8)
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), FULL])
+def test_prediction_costs_the_last_stage_alone(recompute: Recompute) -> None:
+    layout = Parallelism(pp_size=4, tp_size=2, sequence_parallel=True)
+    plain = AnalyticModel(PLAIN, H100, layout, recompute).stage_costs()
+    two = AnalyticModel(TWO, H100, layout, recompute).stage_costs()
+    assert two[:-1] == plain[:-1]
+    layer_us = plain[1].total_us(LENGTHS) / 2
+    more_us = two[-1].total_us(LENGTHS) - plain[-1].total_us(LENGTHS)
+    head_us = plain[-1].total_us(LENGTHS) - plain[1].total_us(LENGTHS)
+    assert more_us > 2 * (layer_us + head_us)
+    assert more_us < 3 * (layer_us + head_us)
+
+
+def test_prediction_makes_the_balanced_last_stage_shorter() -> None:
+    layout = Parallelism(pp_size=2)
+    deep = [dataclasses.replace(shape, num_layers=48) for shape in (PLAIN, TWO)]
+    plain, two = (balanced_layers(s, H100, layout, Recompute(), LENGTHS) for s in deep)
+    assert sum(plain) == sum(two) == 48
+    assert two[-1] < plain[-1] - 2
+
+
+def test_prediction_is_in_the_memory_of_the_last_rank() -> None:
+    layout = Parallelism(pp_size=2)
+    plain, two = (MemoryModel(shape, layout) for shape in (PLAIN, TWO))
+    assert two.num_parameters(0) == plain.num_parameters(0)
+    embedding, layer = 512 * 32000, 512 * PLAIN.layer.matrix_numbers
+    more = two.num_parameters(1) - plain.num_parameters(1)
+    assert more - embedding - 2 * (layer + 2 * 512 * 512) in range(50 * 512)  # norms and biases
+    lengths = [4096] * 4
+    assert two.activation_peak_bytes(0, lengths) == plain.activation_peak_bytes(0, lengths)
+    assert two.activation_peak_bytes(1, lengths) > plain.activation_peak_bytes(1, lengths)
+
+
+def test_prediction_is_in_flags_that_are_written() -> None:
+    assert model_flags(TWO)["--mtp-num-layers"] == 2
+    assert "--mtp-num-layers" not in model_flags(PLAIN)
+    layers = flags_of([4, 3, 0, 1], 2, num_ahead=2)["--pipeline-model-parallel-layout"]
+    assert layers == "Et*4|t*3||tmmL"
+    flags = f"{FLAGS} --mtp-num-layers 2 --pipeline-model-parallel-size 2"
+    config = parse([*flags.split(), "--pipeline-model-parallel-layout", str(layers)])
+    assert config.parallel.split.num_ahead == 2
+    assert config.parallel.split.layers(8, 2, 2) == (4, 3, 0, 1)
+
+
+def test_prediction_layers_stay_in_fp8_where_last_layers_leave_it() -> None:
+    flags = f"{FLAGS} --mtp-num-layers 1 --bf16 --fp8-format hybrid --first-last-layers-bf16"
+    shape = model_shape(parse(flags.split()), 32000)
+    assert shape.runs[-1][1].precisions is None
+    ((num, layer),) = shape.predictors
+    assert num == 1
+    assert layer.precisions is not None
+    assert layer.precisions.matrix.element_bytes == 1
