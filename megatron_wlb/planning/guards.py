@@ -46,7 +46,8 @@ _AT_MOST = (
     (MOST_MICRO_BATCHES, "micro_batch_size global_batch_size wlb_units"),
     (MOST_TOKENS, "seq_length wlb_max_tokens wlb_slice_multiple"),
     (MOST_DEVICES, f"{_PARALLEL_SIZES} num_virtual_stages_per_pipeline_rank"),
-    (MAX_SIZE, f"{_MODEL_SIZES} {_LATENT_SIZES} vocab_size make_vocab_size_divisible_by max_position_embeddings"),
+    (MAX_SIZE, f"{_MODEL_SIZES} vocab_size make_vocab_size_divisible_by max_position_embeddings"),
+    (MAX_SIZE, _LATENT_SIZES),
 )
 """Above these nothing comes to an end, or fits a number of the kernels."""
 _WITHIN = (
@@ -282,8 +283,10 @@ def _check_latent(config: Config) -> Iterator[str]:
             f"--wlb-cp-overlap-groups is {config.wlb.wlb_cp_overlap_groups}, but with {flag} ranks "
             "exchange one latent for all heads; leave it out"
         )
-    if p.context_parallel_size > 1:
-        why = f"does not work with {flag} and --context-parallel-size {p.context_parallel_size}"
+    merges = config.wlb.wlb_packing == "slim" and config.wlb.wlb_dp_merge != "off"
+    if p.context_parallel_size > 1 or merges:
+        other = "--wlb-dp-merge" if merges else "--context-parallel-size"
+        why = f"does not work with {flag} and {other} {config.flat()[other[2:].replace('-', '_')]}"
         if m.window_size:
             yield f"--window-size {why}: latents of all tokens are exchanged; leave one of them out"
         if config.training.fp8_format is not None:

@@ -244,9 +244,7 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
         core, heads = attention.core_attention, attention.num_attention_heads_per_partition
         groups = attention.num_query_groups_per_partition
         query, key, value = (
-            torch.randn(
-                tokens, num, dim, device=device, dtype=config.params_dtype
-            ).requires_grad_()
+            torch.randn(tokens, num, dim, device=device, dtype=config.params_dtype).requires_grad_()
             for tokens, num, dim in (
                 (num_queries, heads, core.key_dim),
                 (num_keys, groups, core.key_dim),

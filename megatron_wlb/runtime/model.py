@@ -230,8 +230,7 @@ def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> Modu
     elif module is not SelfAttention:
         raise CompatibilityError(
             f"the layer's attention is {getattr(module, '__name__', module)}; attention to packed "
-            "documents takes the place of the core of Megatron's SelfAttention and MLASelfAttention "
-            "only"
+            "documents takes the place of the core of Megatron's SelfAttention or MLASelfAttention"
         )
     attention.submodules.core_attention = core
     return spec

@@ -73,7 +73,8 @@ class ModelConfig:
         128, "with --multi-latent-attention: numbers of a query's and key's head without a position"
     )
     qk_pos_emb_head_dim: int = setting(
-        64, "with --multi-latent-attention: numbers besides, which are rotated; all heads' keys "
+        64,
+        "with --multi-latent-attention: numbers besides, which are rotated; all heads' keys "
         "share them",
     )
     v_head_dim: int = setting(128, "with --multi-latent-attention: numbers of a value's head")

@@ -159,6 +159,7 @@ def sent_numbers(case: Layout) -> tuple[list[int], list[int], int]:
     its tokens.
     """
     from helpers.ranks import build_runner
+
     from megatron_wlb.runtime.attention import context_parallel
 
     gathered, reduced = [], []

@@ -406,7 +406,7 @@ class _Run:
         parallel, least_bytes = self.parallel, self.parallel.head_start_bytes
         if self.segments is None or least_bytes is None or not isinstance(self.kernel, LseKernel):
             return None
-        if self.latent is not None:  # Little is exchanged, and near keys are projected with others.
+        if self.latent is not None:  # Little is exchanged, and near keys come of it too.
             return None
         if self.segments.reach_tokens is not None:  # Queries do not see all far keys.
             return None
@@ -438,8 +438,8 @@ class _Run:
 
         ``begin`` works while the first one's is. Where that has a head start (``is_split``), it has
         far keys only. ``opened`` are the buffers in which a slice's rows are written. ``into`` are
-        tensors as those given, whose storage was freed: they are filled again. With ``keep`` latents
-        are projected so that it can be differentiated.
+        tensors as those given, whose storage was freed: they are filled again. With ``keep`` the
+        projection of latents can be differentiated.
         """
         values = (None,) if value is None else self._heads(value)
         groups = list(zip(self._heads(key), values, strict=True))

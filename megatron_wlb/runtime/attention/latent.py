@@ -58,7 +58,7 @@ class DocumentLatentAttention(MLASelfAttention):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _no_mock_of_te():
             super().__init__(*args, **kwargs)
-        self.rotary_pos_emb = DocumentRotaryEmbedding(self.rotary_pos_emb)
+        self.rotary_pos_emb: DocumentRotaryEmbedding = DocumentRotaryEmbedding(self.rotary_pos_emb)
         assert isinstance(self.core_attention, DocumentAttention)
         self.core_attention.expand = self.expand
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
@@ -77,8 +77,8 @@ class DocumentLatentAttention(MLASelfAttention):  # type: ignore[misc]
     ) -> tuple[torch.Tensor | None, ...]:
         """Query, key and value ``[T/CP, 1, H, …]``, and what they are projected up from.
 
-        Where tokens are spread over ranks latents ``[n, 1, 1, R]`` are in the key's place, and there
-        is no value.
+        Where tokens are spread over ranks latents ``[n, 1, 1, R]`` are in the key's place, and
+        there is no value.
         """
         config, params = self.config, packed_seq_params
         if not isinstance(params, PlanSeqParams):
@@ -92,9 +92,8 @@ class DocumentLatentAttention(MLASelfAttention):  # type: ignore[misc]
             low = self._down(self.linear_q_down_proj, hidden_states, config.q_lora_rank)
             low = self.q_layernorm(low)
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-        latent, shared = self._down(self.linear_kv_down_proj, hidden_states, sum(sizes)).split(
-            sizes, dim=-1
-        )
+        both = self._down(self.linear_kv_down_proj, hidden_states, sum(sizes))
+        latent, shared = torch.split(both, sizes, dim=-1)
         latent = self.kv_layernorm(latent)
         own_angles = angles
         if config.sequence_parallel:
@@ -117,13 +116,11 @@ class DocumentLatentAttention(MLASelfAttention):  # type: ignore[misc]
         key, value = pair or (latents, None)
         return query, key, value, low, latents
 
-    def expand(
-        self, latents: torch.Tensor, num_shards: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def expand(self, latents: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~megatron_wlb.runtime.attention.context_parallel.Expand`."""
         config, heads = self.config, self.num_attention_heads_per_partition
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-        latent, shared = latents.squeeze(2).split(sizes, dim=-1)
+        latent, shared = torch.split(latents.squeeze(2), sizes, dim=-1)
         both, _ = self.linear_kv_up_proj(latent)
         # The heads of each rank give the shared key a part of its gradient.
         if config.sequence_parallel:
@@ -137,10 +134,12 @@ class DocumentLatentAttention(MLASelfAttention):  # type: ignore[misc]
         return key, value.contiguous()
 
     def _by_shard(self, rows: torch.Tensor, num_shards: int) -> torch.Tensor:
-        """Rows in the order of TP ranks, CP ranks and tokens -> of CP ranks, TP ranks and tokens."""
+        """Rows in the order of TP ranks, CP ranks, tokens -> of CP ranks, TP ranks, tokens."""
         if num_shards == 1:
             return rows
-        return rows.unflatten(0, (self.tp_group.size(), num_shards, -1)).transpose(0, 1).flatten(0, 2)
+        tp_size = self.tp_group.size()
+        divided = rows.view(tp_size, num_shards, -1, *rows.shape[1:])
+        return divided.transpose(0, 1).reshape(rows.shape)
 
     def _angles(self, params: PlanSeqParams) -> tuple[torch.Tensor, float]:
         """Angles ``[T/CP, 1, 1, …]`` of the local tokens' positions, and YaRN's factor."""

@@ -34,7 +34,9 @@ _SAME = (
     "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_interleaved",
     "normalization", "qk_layernorm", "swiglu", "add_qkv_bias",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "hidden_dropout",
-    "attention_dropout", "transformer_impl",
+    "attention_dropout", "transformer_impl", "multi_latent_attention", "q_lora_rank",
+    "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type",
+    "rotary_scaling_factor", "mscale", "mscale_all_dim",
     # The layout.
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",

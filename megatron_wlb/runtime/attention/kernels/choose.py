@@ -64,7 +64,8 @@ class Candidate:
         run it.
 
         Where values are narrower than keys, and it cannot run that or computes it wrong, the values
-        are filled up. Whatever a package fails with is such a reason: an error would leave other ranks waiting.
+        are filled up. Whatever a package fails with is such a reason: an error would leave other
+        ranks waiting.
         """
         try:
             reason = self.obstacle(demand)
@@ -264,7 +265,7 @@ def _reaches(demand: Demand) -> list[int | None]:
 
 
 DROPPED_DOCUMENTS = 8
-"""Documents of the problem that dropout is checked with, each as long as a value's head has dimensions."""
+"""Documents of the problem that dropout is checked with, each as long as a value's head is wide."""
 DROPPED_OFF = 1 / 128
 """By how much the dropped share may be off, besides chance: kernels compare 8 random bits."""
 
