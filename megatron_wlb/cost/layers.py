@@ -151,7 +151,7 @@ class Latent:
 
     @property
     def numbers(self) -> int:
-        """Of a token's latent, with the key that heads share: what CP ranks exchange."""
+        """A token's latent and the key that heads share: what CP ranks exchange."""
         return self.kv_lora_rank + self.qk_pos_emb_head_dim
 
 

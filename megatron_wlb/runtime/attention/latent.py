@@ -41,8 +41,9 @@ from megatron_wlb.runtime.attention.rope import DocumentRotaryEmbedding
 
 @contextlib.contextmanager
 def _no_mock_of_te() -> Iterator[None]:
-    """Without TransformerEngine some versions of Megatron ask whether a layer is of a class of it
-    that is a mock, which is an error.
+    """Keeps Megatron from asking whether a layer is of a class of TransformerEngine's that is a mock.
+
+    Some versions do where TransformerEngine is missing, which is an error.
     """
     has_te = multi_latent_attention.HAVE_TE
     multi_latent_attention.HAVE_TE = has_te and isinstance(multi_latent_attention.TELinear, type)
