@@ -41,7 +41,7 @@ from megatron_wlb.runtime.attention.rope import DocumentRotaryEmbedding
 
 @contextlib.contextmanager
 def _no_mock_of_te() -> Iterator[None]:
-    """Keeps Megatron from asking whether a layer is of a class of TransformerEngine's that is a mock.
+    """Keeps Megatron from asking whether a layer is of a mock of TransformerEngine's class.
 
     Some versions do where TransformerEngine is missing, which is an error.
     """
