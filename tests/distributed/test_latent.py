@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,6 +15,9 @@ from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import scatter_for, sliced_for, train
 from helpers.shards import differences
 from helpers.workload import make_workload
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.from_config import model_shape
 
 WORKLOAD = make_workload(
     [[37, 1, 5, 60, (33, 20), 2, 29], [8, 60, 1, (60, 1, 47), 21, 13]], vocab_size=59
@@ -193,3 +197,27 @@ def test_ranks_send_one_latent_a_token(gloo: GlooPool, tp: str) -> None:
         assert sum(reduced) == m.num_layers * own * of_latent
         assert sum(gathered) == 2 * sum(reduced)  # again in the backward pass
         assert sum(reduced) * 4 < m.num_layers * own * of_pair
+
+
+# What is measured.
+
+
+def measured_tables(case: Layout) -> Any:
+    from helpers.ranks import build_runner
+
+    from megatron_wlb.planning.from_config import model_shape
+    from megatron_wlb.runtime.measure import measure_tables
+
+    model = build_runner(case.config, WORKLOAD).model
+    return measure_tables(model, model_shape(case.config, 64), 60, 59, "here")
+
+
+def test_measured_costs_serve_the_model_with_its_latents(gloo: GlooPool) -> None:
+    tables, same = gloo.run(2, measured_tables, CP2)
+    assert tables == same
+    shape = model_shape(CP2.config, 64)
+    tables.check(shape, 1, 2)
+    work = tables.work([60])
+    assert min(work.forward_linear_us, work.backward_attention_us) > 0
+    with pytest.raises(ConfigError, match="latent"):
+        tables.check(dataclasses.replace(shape, latent=None), 1, 2)
