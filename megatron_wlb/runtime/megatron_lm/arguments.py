@@ -134,6 +134,11 @@ def config_of(args: argparse.Namespace) -> Config:
     values["window_size"] = tuple(getattr(args, "window_size", None) or ())
     skipped = getattr(args, "window_attn_skip_freq", None)  # parsed: a number or a list
     values["window_attn_skip_freq"] = None if skipped is None else str(skipped)
+    modules = getattr(args, "recompute_modules", None)  # core_attn if not given
+    if values["recompute_granularity"] == "selective" and "core_attn" not in (
+        modules or ["core_attn"]
+    ):
+        values["recompute_granularity"] = None  # what other modules save is not counted
     if values["recompute_granularity"] is None:  # Megatron then reads neither
         values["recompute_method"] = values["recompute_num_layers"] = None
     values["fp8_recipe"] = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))

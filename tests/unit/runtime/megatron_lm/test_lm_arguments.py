@@ -76,6 +76,13 @@ def test_settings_of_model_and_layout_are_megatrons() -> None:
     assert found.wlb.wlb_queue_thresholds == (100, 200)
 
 
+def test_selective_recomputation_counts_where_it_is_of_attention() -> None:
+    assert config(recompute_modules=["mla_up_proj"]).training.recompute_granularity is None
+    for modules in (None, ["core_attn"], ["mlp", "core_attn"]):
+        found = config(recompute_modules=modules).training
+        assert found.recompute_granularity == "selective"
+
+
 def test_latents_are_those_of_megatrons_flags() -> None:
     sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 12, "v_head_dim": 14}
     found = config(multi_latent_attention=True, group_query_attention=False, **sizes)
