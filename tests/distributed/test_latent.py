@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, KEEP, SELECTIVE, SHARDED, Layout
+from helpers.layouts import FULL, GATHER, KEEP, SELECTIVE, Layout
 from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import scatter_for, sliced_for, train
 from helpers.shards import differences
@@ -23,7 +23,7 @@ WORKLOAD = make_workload(
     [[37, 1, 5, 60, (33, 20), 2, 29], [8, 60, 1, (60, 1, 47), 21, 13]], vocab_size=59
 )
 FEW = "--num-layers 2"
-CP2 = Layout("latent-yarn", 3, cp=2, sharding="per-document", extra=f"{FEW} {SHARDED}")
+CP2 = Layout("latent-yarn", 3, cp=2, sharding="per-document", extra=f"{FEW} {GATHER}")
 TP2 = Layout("latent-yarn", 2, tp="2", extra=FEW)
 
 Expected = Callable[[Layout], OracleRun]
