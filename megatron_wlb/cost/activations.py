@@ -30,7 +30,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.exchange import exchange_bytes
-from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precisions, Runs, slices
+from megatron_wlb.cost.layers import (
+    Attention,
+    FeedForward,
+    LatentAttention,
+    Layer,
+    Precisions,
+    Runs,
+    slices,
+)
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.workspace import FP32, WORKSPACES, Workspace
 from megatron_wlb.schedule.graph import Floats
@@ -330,6 +338,8 @@ class ActivationModel:
 
     def _attention(self, part: Attention) -> list[Operation]:
         """Lists the operations from the norm's output to the projection."""
+        if isinstance(part, LatentAttention):
+            return self._latent_attention(part)
         tp_size, e = self.parallelism.tp_size, self._bytes.attention.element_bytes
         q, k = part.query_size / tp_size, part.key_size / tp_size
         heads, groups = part.num_attention_heads / tp_size, part.num_query_groups / tp_size
@@ -385,6 +395,85 @@ class ActivationModel:
         matrix = self._bytes.matrix
         copy = matrix.element_bytes * q if matrix.keeps_copies else 0.0
         return [*operations, attention, self._out_of("projection", e * q + copy, part.rows)]
+
+    def _latent_attention(self, part: LatentAttention) -> list[Operation]:
+        """The same of multi-latent attention: products down, norms, products up with the rotation,
+        attention.
+
+        Over CP ranks latents are kept, and keys and values of all tokens made anew. A slice's
+        buffer has values as wide as keys.
+        """
+        p, e, sizes = self.parallelism, self._bytes.attention.element_bytes, part.latent
+        heads, shards = part.num_attention_heads / p.tp_size, p.sequence_shards
+        query, value = heads * sizes.key_dim, heads * sizes.v_head_dim
+        up = heads * (sizes.qk_head_dim + sizes.v_head_dim)
+        low, joint = (sizes.q_lora_rank or 0) / shards, sizes.numbers / shards
+        normed = (sizes.q_lora_rank or 0) + sizes.kv_lora_rank
+        # Of queries that are projected at once the products are no latents, and not kept.
+        down = self._into("down", e * (low + joint), part.columns, bias=False)
+        # Column-parallel products are of all tokens, on each rank, before they are spread.
+        whole = e * (shards - 1) * (low + joint)
+        operations = [replace(down, forward=down.forward + whole, backward=down.backward + whole)]
+        if part.qk_norm:
+            rows = (1 + (sizes.q_lora_rank is not None)) / shards
+            norm = self._norm("latent norm", normed / shards, num_rows=rows)
+            operations.append(_with(norm, saved=e * normed / shards, backward=self._hidden))
+        divided = p.cp_size > 1
+        made = 0.0 if divided else e * (query + value)
+        operations.append(
+            Operation(
+                "up",
+                e * query + made + e * joint,
+                forward=e * (query + (0.0 if divided else up)),
+                backward=self._hidden + 2 * e * query + made + (0.0 if divided else e * up),
+                weight_bytes=self.element_bytes * part.inner_weights // p.tp_size,
+            )
+        )
+        kept = FP32 * heads
+        workspace, prefix = self._workspace(part, 1) or (e * (2 * query + value), 0.0)
+        gradients = self._hidden + e * (value + query)
+        if divided:
+            attention = self._exchanged_latents(part, kept, gradients)
+        elif self.recompute.granularity == "selective":
+            again = gradients + e * (query + value) + workspace + kept + e * value
+            attention = Operation("attention", forward=kept, backward=again)
+        else:
+            backward = gradients + e * (query + value) + workspace
+            attention = Operation("attention", kept, backward=backward)
+        keys, totals = 2 * e * query, 2 * FP32 * query
+        attention = replace(attention, keys=keys, gradients=totals, prefix=prefix)
+        if self.recompute.granularity != "selective":
+            attention = replace(attention, joined=e * value)
+            operations[-1] = replace(operations[-1], cached=made)
+        matrix = self._bytes.matrix
+        copy = matrix.element_bytes * value if matrix.keeps_copies else 0.0
+        return [*operations, attention, self._out_of("projection", e * value + copy, part.rows)]
+
+    def _exchanged_latents(self, part: LatentAttention, kept: float, gradients: float) -> Operation:
+        """As :meth:`_context_attention`: what is made of all ranks' latents is the most."""
+        p, e, sizes = self.parallelism, self._bytes.attention.element_bytes, part.latent
+        heads, num_keys = part.num_attention_heads / p.tp_size, p.cp_size + 0.5
+        key, value = e * heads * sizes.key_dim, e * heads * sizes.v_head_dim
+        row = 2 * key  # with values as wide as keys
+        product = e * heads * (sizes.qk_head_dim + sizes.v_head_dim)
+        # The product, keys and values of it, values widened, and both in one.
+        making = p.cp_size * (product + key + value + key + row)
+        copy = num_keys * row
+        gathering = max(making, p.cp_size * row + copy)
+        sums = p.cp_size * row * (max(e, FP32) / e if self.reduce_in_fp32 else 1.0)
+        latents = p.cp_size * e * (sizes.numbers / p.sequence_shards + sizes.kv_lora_rank)
+        workspace = self._workspace(part, num_keys)
+        in_kernel = num_keys * (key + value) + (workspace[0] if workspace else copy)
+        # The rows wait with their graph: for the kernel, for sums of its gradients, for their own.
+        backward = gradients + p.cp_size * row + latents
+        backward += max(copy + in_kernel, copy + num_keys * (key + value) + sums, sums + making)
+        if self.recompute.granularity == "selective":
+            forward, backward = max(gathering, copy + kept), kept + backward
+            return Operation("attention", forward=forward, backward=backward)
+        if self.keep_gathered:
+            kept += copy + p.cp_size * row + latents
+            return Operation("attention", kept, forward=gathering, backward=backward - copy)
+        return Operation("attention", kept, forward=gathering, backward=backward)
 
     def _context_attention(self, part: Attention, kept: float, gradients: float) -> Operation:
         """Attention over CP ranks, in one head group.

@@ -11,7 +11,8 @@ operation's precision):
 * CP: the other ranks' K and V, and the copy of all ranks' into the order that the attention kernel
   takes; of all keys, though with a sliding window long documents exchange fewer. The exchange of
   the first of ``g`` head groups is not hidden, that of the others is for the machine's
-  ``cp_overlap``;
+  ``cp_overlap``. With multi-latent attention one latent a token is exchanged, and each rank
+  projects those of all tokens up to keys and values, and once more in backward;
 * element-wise operations: what they read and write, at memory bandwidth.
 
 The first stage has the embedding besides, the last one the LM head and its fp32 loss. So has each
@@ -61,6 +62,8 @@ class ForwardTimes:
     """A token²."""
     unseen_us: float = 0.0
     """What a sliding window saves of that, a token² beyond its reach."""
+    again_us: float = 0.0
+    """What of the forward runs once more in backward, a token."""
 
     @property
     def linear_us(self) -> float:
@@ -70,7 +73,8 @@ class ForwardTimes:
     @property
     def backward_linear_us(self) -> float:
         """The same of the backward pass."""
-        return BACKWARD_LINEAR * (self.linear_us - self.tp_us) + self.tp_backward_us
+        once_us = BACKWARD_LINEAR * (self.linear_us - self.tp_us) + self.tp_backward_us
+        return once_us + self.again_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +107,21 @@ class AnalyticModel:
         spread = 5 * len(layer.parts) * shape.hidden_size / p.sequence_shards
         local = sum(part.elementwise_numbers for part in layer.parts)
         kv_bytes = 2 * layer.key_size / p.tp_size * attention.element_bytes
-        gathered_bytes = kv_bytes * (p.cp_size - 1) / p.cp_size
+        sent_bytes = self._sent_numbers(layer) * attention.element_bytes
+        gathered_bytes = sent_bytes * (p.cp_size - 1) / p.cp_size
         exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size, p.cp_size)
-        # Each rank copies the keys and values of all ranks into the order of its kernel.
-        copied_bytes = 2 * kv_bytes if p.cp_size > 1 else 0.0
+        # Each rank copies the keys and values of all ranks into the order of its kernel, after it
+        # has made those of latents.
+        made = any(layer.latents)
+        copied_bytes = (4 if made else 2) * kv_bytes if p.cp_size > 1 else 0.0
+        up_us = self._matrix_us(sum(part.up_weights for part in layer.latents), precisions.matrix)
+        weights = shape.hidden_size * layer.matrix_numbers + layer.inner_weights
         attention_tflops = machine.reached_tflops("attention_share", attention.peak)
         pair_us = 2 / (self._devices * attention_tflops * 1e6)
         num_parts = len(layer.parts)
         columns = shape.hidden_size * sum(part.columns for part in layer.parts)
         return ForwardTimes(
-            self._matrix_us(shape.hidden_size * layer.matrix_numbers, precisions.matrix),
+            self._matrix_us(weights, precisions.matrix) + (p.cp_size - 1) * up_us,
             self._elementwise_us(
                 (spread + local / p.tp_size) * precisions.elementwise.element_bytes
             ),
@@ -122,7 +131,15 @@ class AnalyticModel:
             machine.memory_us(copied_bytes),
             layer.query_size * pair_us,
             layer.windowed_query_size * pair_us,
+            p.cp_size * up_us if p.cp_size > 1 else 0.0,
         )
+
+    def _sent_numbers(self, layer: Layer) -> float:
+        """What a token's keys and values, or its latents, have on this rank: CP ranks send it."""
+        latents = sum(part.latent.numbers for part in layer.latents)
+        rest = layer.key_size - sum(part.key_size for part in layer.latents)
+        p = self.parallelism
+        return 2 * rest / p.tp_size + latents / p.sequence_shards
 
     def embedding(self) -> ForwardTimes:
         """What the first stage has besides its layers."""
@@ -226,6 +243,8 @@ class AnalyticModel:
             for part in layer.parts
             if isinstance(part, Attention)
         ]
+        if any(layer.latents):
+            return 0.0
         num = self.num_head_groups or min(map(default_head_groups, key_heads), default=1)
         return (num - 1) / num
 

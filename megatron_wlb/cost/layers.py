@@ -123,6 +123,88 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Sizes of multi-latent attention, which Megatron calls so. Raises :class:`ConfigError` for
+    values that are wider than keys.
+    """
+
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    """None: queries are projected at once."""
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        whole_number("q_lora_rank", self.q_lora_rank or 1, 1, MOST)
+        if self.v_head_dim > self.key_dim:
+            raise ConfigError(
+                f"model shape: v_head_dim {self.v_head_dim} is above a key's "
+                f"{self.key_dim} (qk_head_dim + qk_pos_emb_head_dim); give at most that"
+            )
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers of a query's head and of a key's."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+    @property
+    def numbers(self) -> int:
+        """A token's latent and the key that heads share: what CP ranks exchange."""
+        return self.kv_lora_rank + self.qk_pos_emb_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention(Attention):
+    """Multi-latent attention, of as many key/value heads as query heads. ``kv_channels`` is
+    :attr:`Latent.key_dim`; norms are the latents'.
+    """
+
+    latent: Latent
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a token's query and value in the mean, all heads: FLOPs go by them."""
+        return self.num_attention_heads * (self.latent.key_dim + self.latent.v_head_dim) // 2
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of a token's key and value in the mean."""
+        return self.query_size
+
+    @property
+    def columns(self) -> int:
+        """What the hidden state is projected down to; without a rank, whole queries."""
+        queries = self.latent.q_lora_rank or self.num_attention_heads * self.latent.key_dim
+        return queries + self.latent.numbers
+
+    @property
+    def rows(self) -> int:
+        return self.num_attention_heads * self.latent.v_head_dim
+
+    @property
+    def up_weights(self) -> int:
+        """Weights that project latents up to keys and values."""
+        heads = self.num_attention_heads * (self.latent.qk_head_dim + self.latent.v_head_dim)
+        return self.latent.kv_lora_rank * heads
+
+    @property
+    def inner_weights(self) -> int:
+        """All weights that neither take nor give the hidden state."""
+        queries = self.num_attention_heads * self.latent.key_dim
+        return (self.latent.q_lora_rank or 0) * queries + self.up_weights
+
+    @property
+    def elementwise_numbers(self) -> int:
+        """Read and written a token: queries and keys put together, values copied, latents
+        normalised.
+        """
+        heads = self.num_attention_heads * (2 * self.latent.key_dim + self.latent.v_head_dim)
+        return 2 * (heads + self.latent.numbers + (self.latent.q_lora_rank or 0))
+
+
+@dataclass(frozen=True, slots=True)
 class FeedForward:
     """A dense MLP."""
 
@@ -174,6 +256,16 @@ class Layer:
     def matrix_numbers(self) -> int:
         """Weights of its matrix products for each number of the hidden state."""
         return sum(part.columns + part.rows for part in self.parts)
+
+    @property
+    def latents(self) -> Iterator[LatentAttention]:
+        """Its parts that have multi-latent attention."""
+        return (part for part in self.parts if isinstance(part, LatentAttention))
+
+    @property
+    def inner_weights(self) -> int:
+        """Weights of its matrix products besides, which neither take nor give the hidden state."""
+        return sum(part.inner_weights for part in self.latents)
 
     @property
     def query_size(self) -> int:

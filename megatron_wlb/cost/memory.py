@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_wlb.cost.activations import DOCUMENT_TOKENS, ActivationModel, Kernels, Tape
 from megatron_wlb.cost.hardware import Hardware
-from megatron_wlb.cost.layers import Part
+from megatron_wlb.cost.layers import LatentAttention, Part
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
 from megatron_wlb.cost.slices import SliceTape, Unit
 from megatron_wlb.cost.workspace import FP32
@@ -140,10 +140,24 @@ class MemoryModel:
     def _part_parameters(self, part: Part) -> int:
         """Norm, both matrix products and what biases and norms it has besides."""
         shape, tp, h = self.shape, self.parallelism.tp_size, self.shape.hidden_size
+        if isinstance(part, LatentAttention):
+            return self._latent_parameters(part)
         norms = h + (2 * part.kv_channels if part.qk_norm else 0)
         total = shape.norm_vectors * norms + h * (part.columns + part.rows) // tp
         if shape.linear_bias or part.qkv_bias:
             total += part.columns // tp
+        return total + (h if shape.linear_bias else 0)
+
+    def _latent_parameters(self, part: LatentAttention) -> int:
+        """The same of multi-latent attention, of which the last product alone has a bias."""
+        shape, tp, h = self.shape, self.parallelism.tp_size, self.shape.hidden_size
+        low = part.latent.q_lora_rank or 0
+        norms = h + (low + part.latent.kv_lora_rank if part.qk_norm else 0)
+        divided = h * (part.columns + part.rows) + part.inner_weights
+        total = shape.norm_vectors * norms + divided // tp
+        if self.kernels == "fused":  # whose layers have whole down projections on each rank
+            down = h * (low + part.latent.numbers)
+            total += down - down // tp
         return total + (h if shape.linear_bias else 0)
 
     def state_bytes(self, pp_rank: int) -> StateBytes:
@@ -169,7 +183,7 @@ class MemoryModel:
             for (num, layer), more in zip(stage.layers + further, joining, strict=True):
                 matrix = layer.precisions and layer.precisions.matrix
                 if matrix and matrix.weight_bytes is not None:
-                    own = shape.hidden_size * layer.matrix_numbers + more
+                    own = shape.hidden_size * layer.matrix_numbers + layer.inner_weights + more
                     weights = num * own // p.tp_size
                     total += weights * (matrix.weight_bytes - self._element_bytes)
         return total

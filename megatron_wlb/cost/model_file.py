@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
+from megatron_wlb.cost.layers import Latent
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import check_names, named_file, read_mapping, shipped
@@ -37,6 +38,11 @@ def load_model(name_or_path: str) -> ModelShape:
     content.pop("description", None)
     try:
         check_names("", "size", content, _SIZES, [n for n, needed in _SIZES.items() if needed])
+        if isinstance(content.get("latent"), dict):
+            sizes = {f.name: f.default is MISSING for f in fields(Latent)}
+            needed = [name for name, must in sizes.items() if must]
+            check_names("latent: ", "size", content["latent"], sizes, needed)
+            content["latent"] = Latent(**content["latent"])
         return ModelShape(**content)
     except ConfigError as error:
         raise ConfigError(f"model {path}: {error}") from None

@@ -15,6 +15,8 @@ from megatron_wlb.cost.layers import (
     MOST_LAYERS,
     Attention,
     FeedForward,
+    Latent,
+    LatentAttention,
     Layer,
     Runs,
     check_sizes,
@@ -66,6 +68,9 @@ class ModelShape:
     """The most keys that a query sees, its own the last, with a sliding window; None: all of its
     document up to its own."""
 
+    latent: Latent | None = None
+    """Sizes of multi-latent attention; None without."""
+
     layers: Runs = ()
     """``(number, layer)`` in order, where layers are unlike. The choice of a context-parallel
     sharding goes by the sizes above all the same, but by the share of layers with a sliding
@@ -96,6 +101,9 @@ class ModelShape:
     def layer(self) -> Layer:
         """A layer of the sizes given here."""
         attention = Attention(*(getattr(self, f.name) for f in fields(Attention)))
+        if self.latent is not None:
+            sizes = {f.name: getattr(self, f.name) for f in fields(LatentAttention)}
+            attention = LatentAttention(**sizes)
         return Layer((attention, FeedForward(self.ffn_hidden_size, self.gated)))
 
     @property
@@ -134,8 +142,9 @@ class ModelShape:
         used once more for each layer that predicts further ahead.
         """
         numbers = sum(num * layer.matrix_numbers for num, layer in self.all_runs)
+        inner = sum(num * layer.inner_weights for num, layer in self.all_runs)
         further = self.num_ahead * (self.joining_parameters + self.head_linear_parameters)
-        return self.hidden_size * numbers + self.head_linear_parameters + further
+        return self.hidden_size * numbers + inner + self.head_linear_parameters + further
 
     @property
     def joining_parameters(self) -> int:

@@ -209,6 +209,8 @@ def model_identity(shape: ModelShape) -> dict[str, Any]:
     sizes = {name: getattr(shape, name) for name in _IDENTITY}
     if shape.reach_tokens is not None:
         sizes |= {"reach_tokens": shape.reach_tokens}
+    if shape.latent is not None:
+        sizes |= {"latent": asdict(shape.latent)}
     unlike = {"layers": shape.layers, "predictors": shape.predictors}
     return sizes | {name: repr(runs) for name, runs in unlike.items() if runs}
 
@@ -218,7 +220,7 @@ def check_model(measured: Mapping[str, Any], shape: ModelShape) -> None:
     if not isinstance(measured, Mapping):
         raise ConfigError(f"model is {shown(measured)}; give its sizes by name")
     identity = model_identity(shape)
-    for name in (*_IDENTITY, "reach_tokens", "layers", "predictors"):
+    for name in (*_IDENTITY, "reach_tokens", "latent", "layers", "predictors"):
         ours, theirs = identity.get(name), measured.get(name)
         if ours != theirs:
             raise ConfigError(

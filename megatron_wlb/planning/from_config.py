@@ -22,7 +22,7 @@ from megatron_wlb.cost import (
 )
 from megatron_wlb.cost.fp8 import fp8_products
 from megatron_wlb.cost.hardware import LEAST, MOST
-from megatron_wlb.cost.layers import Precisions, slices
+from megatron_wlb.cost.layers import Latent, Precisions, slices
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.cost.workspace import FP32
@@ -48,23 +48,31 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
     """The sizes that the model's FLOPs and memory depend on."""
     m = config.model
     rows = m.max_position_embeddings or config.data.seq_length
+    latent = None
+    if m.multi_latent_attention:
+        sizes = {f.name: getattr(m, f.name) for f in dataclasses.fields(Latent)}
+        latent = Latent(**sizes)
+    rotates = m.position_embedding_type in ("rope", "yarn") and latent is None
     shape = ModelShape(
         hidden_size=m.hidden_size,
         ffn_hidden_size=m.ffn_hidden_size or 4 * m.hidden_size,
         num_layers=m.num_layers,
         num_attention_heads=m.num_attention_heads,
         num_query_groups=m.num_query_groups if m.group_query_attention else m.num_attention_heads,
-        kv_channels=m.kv_channels or m.hidden_size // m.num_attention_heads,
+        kv_channels=(
+            latent.key_dim if latent else m.kv_channels or m.hidden_size // m.num_attention_heads
+        ),
         vocab_size=padded_vocab_size,
         gated=m.swiglu,
         rms_norm=m.normalization == "RMSNorm",
         linear_bias=not m.disable_bias_linear,
         qkv_bias=m.add_qkv_bias,
         qk_norm=m.qk_layernorm,
-        rotary_percent=m.rotary_percent if m.position_embedding_type in ("rope", "yarn") else 0.0,
+        rotary_percent=m.rotary_percent if rotates else 0.0,
         learned_positions=rows if m.position_embedding_type == "learned_absolute" else 0,
         tied_embeddings=not m.untie_embeddings_and_output_weights,
         dropout=m.hidden_dropout > 0,
+        latent=latent,
     )
     shape = with_windows(shape, m)
     if m.mtp_num_layers:

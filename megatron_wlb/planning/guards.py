@@ -22,6 +22,7 @@ from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
 from megatron_wlb.settings.config import Config, ModelConfig, flag_of
 
 _PARALLEL_SIZES = "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"
+_LATENT_SIZES = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
 _MODEL_SIZES = "hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels"
 
 _AT_LEAST = (
@@ -32,7 +33,7 @@ _AT_LEAST = (
         "exit_interval lr_decay_iters recompute_num_layers eval_iters save_interval log_interval "
         "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple "
         "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings "
-        "mtp_num_layers",
+        f"mtp_num_layers {_LATENT_SIZES}",
     ),
     (
         0,
@@ -46,6 +47,7 @@ _AT_MOST = (
     (MOST_TOKENS, "seq_length wlb_max_tokens wlb_slice_multiple"),
     (MOST_DEVICES, f"{_PARALLEL_SIZES} num_virtual_stages_per_pipeline_rank"),
     (MAX_SIZE, f"{_MODEL_SIZES} vocab_size make_vocab_size_divisible_by max_position_embeddings"),
+    (MAX_SIZE, _LATENT_SIZES),
 )
 """Above these nothing comes to an end, or fits a number of the kernels."""
 _WITHIN = (
@@ -56,9 +58,9 @@ _WITHIN = (
         (0, math.inf),
         "lr weight_decay adam_eps clip_grad norm_epsilon init_method_std "
         "wlb_yarn_beta_fast wlb_yarn_beta_slow wlb_yarn_mscale wlb_yarn_mscale_all_dim "
-        "mtp_loss_scaling_factor",
+        "mtp_loss_scaling_factor mscale mscale_all_dim",
     ),
-    ((1, math.inf), "rope_scaling_factor wlb_yarn_rotary_scaling_factor"),
+    ((1, math.inf), "rope_scaling_factor wlb_yarn_rotary_scaling_factor rotary_scaling_factor"),
 )
 """Settings by their bounds."""
 
@@ -220,7 +222,9 @@ def _check_model(config: Config) -> Iterator[str]:
             f"{m.num_attention_heads}; change one of them or give --kv-channels"
         )
     head_dim = m.kv_channels or m.hidden_size // m.num_attention_heads
-    if m.position_embedding_type in ("rope", "yarn") and head_dim % 2:
+    if m.multi_latent_attention:
+        yield from _check_latent(config)
+    elif m.position_embedding_type in ("rope", "yarn") and head_dim % 2:
         yield (
             f"rotary positions need an even head dimension, but it is {head_dim}; change "
             "--kv-channels or --num-attention-heads"
@@ -252,6 +256,47 @@ def _check_model(config: Config) -> Iterator[str]:
         )
 
 
+def _check_latent(config: Config) -> Iterator[str]:
+    """Multi-latent attention that cannot run, or that Megatron would run as something else."""
+    m, p, flag = config.model, config.parallel, "--multi-latent-attention"
+    if m.group_query_attention:
+        yield f"{flag} has no query groups; leave --group-query-attention out"
+    if m.rotary_interleaved or m.position_embedding_type == "yarn":
+        given = "--rotary-interleaved" if m.rotary_interleaved else "--position-embedding-type yarn"
+        yield f"{given} does not work with {flag}; rotate with --rope-type rope or yarn"
+    if m.qk_pos_emb_head_dim % 2:
+        yield f"--qk-pos-emb-head-dim is {m.qk_pos_emb_head_dim}; rotary positions need an even one"
+    if m.v_head_dim > m.qk_head_dim + m.qk_pos_emb_head_dim:
+        yield (
+            f"--v-head-dim is {m.v_head_dim}, above --qk-head-dim + --qk-pos-emb-head-dim = "
+            f"{m.qk_head_dim + m.qk_pos_emb_head_dim}; kernels take values as wide as keys at most"
+        )
+    if m.transformer_impl != "transformer_engine":  # which has all of them on each rank
+        tp = p.tensor_model_parallel_size
+        for name, size in (
+            ("--q-lora-rank", m.q_lora_rank or tp),
+            ("--kv-lora-rank + --qk-pos-emb-head-dim", m.kv_lora_rank + m.qk_pos_emb_head_dim),
+        ):
+            if size % tp:
+                yield f"{name} is {size}, which TP {tp} does not divide; use a multiple of {tp}"
+    if (config.wlb.wlb_cp_overlap_groups or 1) > 1:
+        yield (
+            f"--wlb-cp-overlap-groups is {config.wlb.wlb_cp_overlap_groups}, but with {flag} ranks "
+            "exchange one latent for all heads; leave it out"
+        )
+    merges = config.wlb.wlb_packing == "slim" and config.wlb.wlb_dp_merge != "off"
+    if p.context_parallel_size > 1 or merges:
+        other = "--wlb-dp-merge" if merges else "--context-parallel-size"
+        why = f"does not work with {flag} and {other} {config.flat()[other[2:].replace('-', '_')]}"
+        if m.window_size:
+            yield f"--window-size {why}: latents of all tokens are exchanged; leave one of them out"
+        if config.training.fp8_format is not None:
+            yield (
+                f"--fp8-format {why}: keys and values are projected again in the backward pass, "
+                "where nothing scales them; leave one of them out"
+            )
+
+
 def _check_positions(config: Config) -> Iterator[str]:
     """Settings of positions that Megatron would leave out without a word."""
     m = config.model
@@ -263,6 +308,9 @@ def _check_positions(config: Config) -> Iterator[str]:
     }
     of_rope = {"use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
     of_yarn = {name for name in given if name.startswith("wlb_yarn_")}
+    if m.multi_latent_attention:  # whose YaRN has flags of its own for all but these
+        of_yarn -= {"wlb_yarn_original_max_position_embeddings"}
+        of_yarn -= {"wlb_yarn_beta_fast", "wlb_yarn_beta_slow"}
     for kind, names in (("rope", of_rope & given), ("yarn", of_yarn)):
         if names and m.position_embedding_type != kind:
             yield (

@@ -515,7 +515,8 @@ class Run:
             latency = replace(known, extrapolate=self.extrapolate)
         else:
             heads = shape.num_attention_heads // self.parallelism.tp_size
-            latency = AnalyticAttention(heads, shape.kv_channels, self.hardware.attention_tflops)
+            head_dim = shape.layer.query_size // shape.num_attention_heads
+            latency = AnalyticAttention(heads, head_dim, self.hardware.attention_tflops)
         if shape.reach_tokens is None:
             return latency
         return SlidingAttention(latency, shape.reach_tokens, shape.windowed_share)

@@ -253,10 +253,12 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
         core, heads = attention.core_attention, attention.num_attention_heads_per_partition
         groups = attention.num_query_groups_per_partition
         query, key, value = (
-            torch.randn(
-                tokens, num, config.kv_channels, device=device, dtype=config.params_dtype
-            ).requires_grad_()
-            for tokens, num in ((num_queries, heads), (num_keys, groups), (num_keys, groups))
+            torch.randn(tokens, num, dim, device=device, dtype=config.params_dtype).requires_grad_()
+            for tokens, num, dim in (
+                (num_queries, heads, core.key_dim),
+                (num_keys, groups, core.key_dim),
+                (num_keys, groups, core.value_dim),
+            )
         )
         start = _now()
         output = core.options.kernel(query, key, value, segments, core.softmax_scale)

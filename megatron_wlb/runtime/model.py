@@ -21,12 +21,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
@@ -40,6 +44,7 @@ from megatron_wlb.runtime.attention.core import (
 )
 from megatron_wlb.runtime.attention.head_start import least_bytes
 from megatron_wlb.runtime.attention.kernels import ChosenKernel, Demand, choose_kernel
+from megatron_wlb.runtime.attention.latent import DocumentLatentAttention
 from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.norm import TorchNorm
@@ -96,6 +101,11 @@ _ALIKE = (
     "pipeline_model_parallel_layout mtp_num_layers mtp_loss_scaling_factor"
 )
 """Settings that Megatron's configuration calls as we do."""
+_ALIKE_LATENT = (
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
+    "rotary_base rotary_percent rotary_scaling_factor mscale mscale_all_dim"
+)
+"""The same of multi-latent attention."""
 
 
 def transformer_config(config: Config) -> TransformerConfig:
@@ -106,7 +116,17 @@ def transformer_config(config: Config) -> TransformerConfig:
     dtype = torch.bfloat16 if training.bf16 else torch.float32
     settings = config.flat()
     on_gpu = not cpu.installed()
-    core = TransformerConfig(
+    make: Callable[..., TransformerConfig] = TransformerConfig
+    if model.multi_latent_attention:
+        make = partial(
+            MLATransformerConfig,
+            rope_type=model.rope_type or "yarn",
+            original_max_position_embeddings=model.wlb_yarn_original_max_position_embeddings,
+            beta_fast=model.wlb_yarn_beta_fast,
+            beta_slow=model.wlb_yarn_beta_slow,
+            **{name: settings[name] for name in _ALIKE_LATENT.split()},
+        )
+    core = make(
         **{name: settings[name] for name in _ALIKE.split()},
         num_query_groups=model.num_query_groups if model.group_query_attention else None,
         num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
@@ -121,8 +141,9 @@ def transformer_config(config: Config) -> TransformerConfig:
         masked_softmax_fusion=False,
         add_bias_linear=not model.disable_bias_linear,
         # TransformerEngine's kernel takes angles row by row, and ours are each token's own. It has
-        # no factor, which YaRN needs, and old versions know no pairs.
+        # no factor, which YaRN needs, and old versions know no pairs. That of latents counts rows.
         apply_rope_fusion=on_gpu
+        and not model.multi_latent_attention
         and model.position_embedding_type == "rope"
         and not model.rotary_interleaved
         and rope_utils.fused_apply_rotary_pos_emb is not None,
@@ -180,16 +201,20 @@ def layer_submodules(
                 "transformer-engine[pytorch], or use --transformer-impl local"
             )
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=core.qk_layernorm
+            qk_layernorm=core.qk_layernorm, multi_latent_attention=core.multi_latent_attention
         )
         return with_document_attention(spec, options), gpt_layer_specs.TENorm
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        qk_layernorm=core.qk_layernorm, multi_latent_attention=core.multi_latent_attention
+    )
     # Megatron's own torch norm refuses sequence parallelism.
     spec.submodules.input_layernorm = TorchNorm
     spec.submodules.pre_mlp_layernorm = TorchNorm
     if core.qk_layernorm:
         attention = spec.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = TorchNorm
+        attention.q_layernorm = TorchNorm
+        of_keys = "kv_layernorm" if core.multi_latent_attention else "k_layernorm"
+        setattr(attention, of_keys, TorchNorm)
     return with_document_attention(spec, options), TorchNorm
 
 
@@ -211,17 +236,21 @@ def prediction_submodules(
 def with_document_attention(spec: ModuleSpec, options: AttentionOptions) -> ModuleSpec:
     """``spec``, of a GPT layer, with its core attention replaced by ours.
 
-    Raises :class:`CompatibilityError` for a layer whose attention is not plain self-attention (MLA,
-    Mamba …).
+    Raises :class:`CompatibilityError` for a layer whose attention is neither plain nor multi-latent
+    self-attention (Mamba …).
     """
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
     module = getattr(attention, "module", None)
-    if module is not SelfAttention:
+    core: Any = partial(DocumentAttention, options=options)
+    if module is MLASelfAttention:  # which takes a spec, or a class, of its core
+        attention.module = DocumentLatentAttention
+        core = ModuleSpec(DocumentAttention, params={"options": options})
+    elif module is not SelfAttention:
         raise CompatibilityError(
             f"the layer's attention is {getattr(module, '__name__', module)}; attention to packed "
-            "documents takes the place of the core of Megatron's SelfAttention only"
+            "documents takes the place of the core of Megatron's SelfAttention or MLASelfAttention"
         )
-    attention.submodules.core_attention = partial(DocumentAttention, options=options)
+    attention.submodules.core_attention = core
     return spec
 
 
@@ -275,17 +304,19 @@ def attention_options(
     tp = core.tensor_model_parallel_size
     device = torch.empty(0, device="cuda").device  # the CPU, under emulation
     num_groups = core.num_query_groups // tp
+    latent = core.multi_latent_attention
     demand = Demand(
         device,
         core.params_dtype,
         core.num_attention_heads // tp,
         num_groups,
-        core.kv_channels,
+        core.qk_head_dim + core.qk_pos_emb_head_dim if latent else core.kv_channels,
         core.deterministic_mode,
         core.attention_dropout,
         model_reach(core),
+        core.v_head_dim if latent else None,
     )
-    num_head_groups = config.wlb.wlb_cp_overlap_groups
+    num_head_groups = 1 if latent else config.wlb.wlb_cp_overlap_groups
     if num_head_groups is None:
         num_head_groups = default_head_groups(num_groups) if device.type == "cuda" else 1
     if num_groups % num_head_groups:
@@ -300,7 +331,7 @@ def attention_options(
         num_head_groups,
         wlb.wlb_cp_keep_gathered,
         wlb.wlb_cp_reduce_in_fp32,
-        least_bytes(kernel, demand),
+        None if latent else least_bytes(kernel, demand),
         name,
         dropping,
         config.training.seed,

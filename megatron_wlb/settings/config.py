@@ -62,6 +62,30 @@ class ModelConfig:
     wlb_yarn_beta_slow: float = setting(1.0, "with `yarn`: rotations below which all is scaled")
     wlb_yarn_mscale: float = setting(1.0, "with `yarn`: concentration of attention")
     wlb_yarn_mscale_all_dim: float = setting(0.0, "with `yarn`: concentration that is divided by")
+    multi_latent_attention: bool = setting(
+        False, "multi-latent attention: keys and values of all heads come of one latent of a token"
+    )
+    q_lora_rank: int | None = setting(
+        None, "with --multi-latent-attention: rank of queries' projection; whole if not given"
+    )
+    kv_lora_rank: int = setting(32, "with --multi-latent-attention: numbers of the latent")
+    qk_head_dim: int = setting(
+        128, "with --multi-latent-attention: numbers of a query's and key's head without a position"
+    )
+    qk_pos_emb_head_dim: int = setting(
+        64,
+        "with --multi-latent-attention: numbers besides, which are rotated; all heads' keys "
+        "share them",
+    )
+    v_head_dim: int = setting(128, "with --multi-latent-attention: numbers of a value's head")
+    rope_type: Literal["rope", "yarn"] | None = setting(
+        None, "with --multi-latent-attention: how these are rotated; yarn if not given"
+    )
+    rotary_scaling_factor: float = setting(
+        1.0, "with yarn there: length that is aimed at ÷ that which it was trained for before"
+    )
+    mscale: float = setting(1.0, "with yarn there: concentration of attention")
+    mscale_all_dim: float = setting(0.0, "with yarn there: concentration that is divided by")
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "kind of layer norm")
     norm_epsilon: float = setting(1e-5, "epsilon of the layer norm")
     qk_layernorm: bool = setting(False, "normalise queries and keys")

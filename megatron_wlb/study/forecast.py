@@ -37,7 +37,7 @@ DEFAULT_VOCAB_SIZE = 32000
 """The vocabulary of settings that name none, where no corpus does either."""
 
 _NOT_MODELLED = {
-    "--yaml-cfg", "--num-experts", "--multi-latent-attention",
+    "--yaml-cfg", "--num-experts",
     "--use-torch-fsdp2", "--use-megatron-fsdp",
     "--hybrid-override-pattern", "--cpu-offloading-num-layers",
 }  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -33,15 +33,22 @@ def model_flags(shape: ModelShape) -> Flags:
     own_channels = shape.kv_channels * shape.num_attention_heads != shape.hidden_size
     rotary = 0.0 if shape.learned_positions else shape.rotary_percent
     positions = "learned_absolute" if shape.learned_positions else "rope" if rotary else "none"
+    latent = (
+        {flag_of(name): size for name, size in asdict(shape.latent).items()}
+        if (shape.latent)
+        else {}
+    )
     return _given(
         {
+            "--multi-latent-attention": bool(latent),
+            **latent,
             "--num-layers": shape.num_layers,
             "--hidden-size": shape.hidden_size,
             "--ffn-hidden-size": shape.ffn_hidden_size,
             "--num-attention-heads": shape.num_attention_heads,
             "--group-query-attention": grouped,
             "--num-query-groups": shape.num_query_groups if grouped else None,
-            "--kv-channels": shape.kv_channels if own_channels else None,
+            "--kv-channels": shape.kv_channels if own_channels and not latent else None,
             "--normalization": "RMSNorm" if shape.rms_norm else None,
             "--swiglu": shape.gated,
             "--disable-bias-linear": not shape.linear_bias,

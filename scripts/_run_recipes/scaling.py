@@ -240,6 +240,8 @@ def _scale_model(flags: _Flags, tp: int, pp: int) -> None:
     shrunk("--kv-channels", HEAD_DIM / (hidden / heads), 2)
     for name in ("ffn-hidden-size", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"):
         shrunk(f"--{name}", small / hidden, 8)
+    if "--multi-latent-attention" in flags.values:
+        _scale_latent(flags)
     shrunk("--mup-base-hidden-size", small / hidden, 8)
     if flags.number("--make-vocab-size-divisible-by", 128) > 128:
         flags.put("--make-vocab-size-divisible-by", 128, SCALED)
@@ -248,6 +250,21 @@ def _scale_model(flags: _Flags, tp: int, pp: int) -> None:
     )
     flags.put_if_given("--max-position-embeddings", max(1, longest) * WINDOW_TOKENS, SCALED)
     flags.put_if_given("--seq-length", WINDOW_TOKENS, SCALED)
+
+
+def _scale_latent(flags: _Flags) -> None:
+    """Heads of multi-latent attention as other heads, in their ratios, and ranks as heads.
+
+    TP divides what down projections give.
+    """
+    head = flags.number("--qk-head-dim", 128)
+    for name, default in (
+        ("qk-head-dim", 128), ("qk-pos-emb-head-dim", 64), ("v-head-dim", 128),
+        ("kv-lora-rank", 32), ("q-lora-rank", 0),
+    ):  # fmt: skip
+        size = flags.number(f"--{name}", default) * HEAD_DIM / head
+        if size:
+            flags.put(f"--{name}", max(1, round(size / 4)) * 4, SCALED)
 
 
 def _scale_layers(flags: _Flags, pp: int) -> int:

@@ -51,7 +51,6 @@ def check_settings() -> None:
     for size in ((64, -1), (64, 2), (-1, 0)):
         refused(lambda s=size: check_config(config(window_size=s)), f"{size!r}", "set it to (W, 0)")
     for name, value in (
-        ("multi_latent_attention", True),
         ("softmax_type", "learnable"),
         ("qk_clip", True),
         ("log_max_attention_logit", True),
@@ -145,6 +144,7 @@ def check_specs() -> None:
 
     from megatron_wlb.runtime import model
     from megatron_wlb.runtime.attention.core import DocumentAttention
+    from megatron_wlb.runtime.attention.latent import DocumentLatentAttention
     from megatron_wlb.runtime.norm import TorchNorm
 
     chosen = options()
@@ -153,7 +153,13 @@ def check_specs() -> None:
     core = found.submodules.core_attention
     assert core.func is DocumentAttention and core.keywords == {"options": chosen}
     mla = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True)
-    refused(lambda: model.with_document_attention(mla, chosen), "MLASelfAttention")
+    found = model.with_document_attention(mla, chosen).submodules.self_attention
+    core = found.submodules.core_attention
+    assert found.module is DocumentLatentAttention
+    assert core.module is DocumentAttention and core.params == {"options": chosen}
+    fused = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True)
+    fused.submodules.self_attention.module = type("FusedMLASelfAttention", (), {})
+    refused(lambda: model.with_document_attention(fused, chosen), "FusedMLASelfAttention")
     refused(lambda: model.with_document_attention(SimpleNamespace(), chosen), "attention is None")
 
     assert not gpt_layer_specs.HAVE_TE
@@ -171,7 +177,7 @@ def check_specs() -> None:
             config(qk_layernorm=True), "transformer_engine", chosen
         )
     assert norm == "its norm"
-    stand_in.assert_called_once_with(qk_layernorm=True)
+    stand_in.assert_called_once_with(qk_layernorm=True, multi_latent_attention=False)
     attention = layer.submodules.self_attention.submodules
     assert attention.core_attention.func is DocumentAttention
     # Its own norms stay.

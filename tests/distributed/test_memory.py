@@ -30,6 +30,11 @@ LLAMA = (
 )
 GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 2"
 QK_NORM = f"{GROUPED} --qk-layernorm --add-qkv-bias"
+LATENT = (
+    f"{LLAMA} --multi-latent-attention --kv-lora-rank 48 --qk-head-dim 24 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 28"
+)
+LOW = f"{LATENT} --q-lora-rank 56 --qk-layernorm"
 PP = "--pipeline-model-parallel-size 2"
 VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 ACCOUNTS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
@@ -72,6 +77,17 @@ CASES = {
     "cp-grouped-sharded": (f"{QK_NORM} {CP} {SHARDED}", ONE),
     "cp-keep": (f"{CP} --wlb-cp-keep-gathered", ONE),
     "cp-selective-bf16": (f"{GROUPED} {CP} {SELECTIVE} {BF16}", ONE),
+    # Multi-latent attention.
+    "latent": (LATENT, ONE),
+    "latent-low-bf16": (f"{LOW} {BF16}", ONE),
+    "latent-selective": (f"{LOW} {SELECTIVE}", ONE),
+    "latent-full": (f"{LATENT} {FULL}", ONE),
+    "latent-tp": (f"{LOW} {TP}", ONE),
+    "latent-sp": (f"{LATENT} {SP} {BF16}", ONE),
+    "latent-cp": (f"{LATENT} {CP}", ONE),
+    "latent-cp-keep": (f"{LOW} {CP} --wlb-cp-keep-gathered", ONE),
+    "latent-cp-selective": (f"{LATENT} {CP} {SELECTIVE}", ONE),
+    "latent-pp": (f"{LATENT} {PP}", RAGGED),
     # 1F1B.
     "pp": (f"{LLAMA} {PP}", RAGGED),
     "pp-rising": (f"{GROUPED} {PP}", RISING),

@@ -45,6 +45,7 @@ CASES = [
     Layout("gpt2", 1, dp=2, pp=2, extra=f"{OVERLAP} {SHARDED} {FULL}"),
     Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS),
     Layout("llama", 1, dp=2, tp="2sp"),
+    Layout("latent-yarn", 1, dp=2, tp="2sp"),
 ]
 BLOCKS = {
     2: [((0, 1), 3), ((0, 1), 1), ((0, 1), 2)],

@@ -75,6 +75,21 @@ def test_kernel_is_attention_by_definition(name: str, num_groups: int, head_dim:
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (24, 16)])
+def test_kernel_with_narrow_values_is_attention_by_definition(
+    name: str, key_dim: int, value_dim: int
+) -> None:
+    kernel = kernel_called(name, replace(demand(HEADS, key_dim), value_head_dim=value_dim))
+    lengths_q, lengths_k = [5, 300, 1, 64, 129], [5, 700, 90, 64, 131]
+    query, key, value, grad = tensors(HEADS, key_dim, sum(lengths_q), sum(lengths_k))
+    inputs = [query, key, value[..., :value_dim].contiguous(), grad[..., :value_dim].contiguous()]
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    out = kernel(*leaves, Segments.of(lengths_q, lengths_k, "cuda"), SCALE)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+    assert_as_good_as_bf16(found, inputs, lengths_q, lengths_k)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
 @pytest.mark.parametrize("num_groups", [8, 2])
 @pytest.mark.parametrize("reach_tokens", [2, 40, 128, 500])
 def test_kernel_with_a_window_is_attention_by_definition(

@@ -49,6 +49,20 @@ MODELS |= {name: f"{MODELS['llama']} {flags}" for name, flags in MODELS_OF_POSIT
 MODELS["sliding"] = f"{MODELS['llama']} --window-size 3,0"
 MODELS["sliding-skip"] = f"{MODELS['gpt2']} --window-size 12,0 --window-attn-skip-freq 3"
 MODELS["sliding-list"] = f"{MODELS['mixed']} --window-size 6,0 --window-attn-skip-freq [0,1,1,0]"
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 7 --normalization RMSNorm --swiglu --disable-bias-linear --ffn-hidden-size 48 "
+    "--untie-embeddings-and-output-weights"
+)
+MODELS_OF_LATENTS = {
+    # Queries projected at once, no norms, plain rotation; learned positions too, as Megatron has.
+    "latent": f"{LATENT} --rope-type rope --position-embedding-type learned_absolute",
+    # Queries of a latent too, norms of both, YaRN with a factor, so that short documents notice.
+    "latent-yarn": f"{LATENT} --q-lora-rank 10 --qk-layernorm --rotary-scaling-factor 8 "
+    "--wlb-yarn-original-max-position-embeddings 16 --wlb-yarn-beta-fast 4 --mscale 1.5 "
+    "--mscale-all-dim 0.7",
+}
+MODELS |= MODELS_OF_LATENTS
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 OVERLAP = "--overlap-grad-reduce"

@@ -207,12 +207,23 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     m = config.model
-    core = TransformerConfig(
+    latent: dict[str, Any] = {}
+    if m.multi_latent_attention:
+        latent = {name: getattr(m, name) for name in LATENT.split()}
+        latent |= {"rope_type": m.rope_type or "yarn", "rotary_base": m.rotary_base}
+        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
+            latent[name] = getattr(m, f"wlb_yarn_{name}")
+    core = (MLATransformerConfig if latent else TransformerConfig)(
+        **latent,
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
         ffn_hidden_size=m.ffn_hidden_size,
@@ -242,24 +253,55 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
             setattr(core, name.removeprefix("wlb_"), value)
             core.yarn_correction_range_round_to_int = True
     multiple = m.make_vocab_size_divisible_by
-    layer = get_gpt_layer_local_spec(qk_layernorm=m.qk_layernorm, normalization=m.normalization)
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=m.qk_layernorm,
+        normalization=m.normalization,
+        multi_latent_attention=m.multi_latent_attention,
+    )
+    if latent:
+        spec.submodules.self_attention.submodules.core_attention = _plain_attention()
     further = None
     if m.mtp_num_layers:
-        further = get_gpt_mtp_block_spec(core, layer, use_transformer_engine=False)
-    return GPTModel(
-        config=core,
-        transformer_layer_spec=layer,
-        mtp_block_spec=further,
-        vocab_size=math.ceil(vocab_size / multiple) * multiple,
-        max_sequence_length=m.max_position_embeddings or config.data.seq_length,
-        share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
-        position_embedding_type=m.position_embedding_type,
-        rotary_percent=m.rotary_percent,
-        rotary_base=m.rotary_base,
-        rope_scaling=m.use_rope_scaling,
-        rope_scaling_factor=m.rope_scaling_factor,
-        seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
-    )
+        further = get_gpt_mtp_block_spec(core, spec, use_transformer_engine=False)
+    # Without TransformerEngine Megatron asks whether layers are of a class of it that is a mock.
+    with mock.patch.object(multi_latent_attention, "HAVE_TE", False):
+        return GPTModel(
+            config=core,
+            transformer_layer_spec=spec,
+            mtp_block_spec=further,
+            vocab_size=math.ceil(vocab_size / multiple) * multiple,
+            max_sequence_length=m.max_position_embeddings or config.data.seq_length,
+            share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
+            position_embedding_type=m.position_embedding_type,
+            rotary_percent=m.rotary_percent,
+            rotary_base=m.rotary_base,
+            rope_scaling=m.use_rope_scaling,
+            rope_scaling_factor=m.rope_scaling_factor,
+            seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+        )
+
+
+LATENT = (
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor "
+    "mscale mscale_all_dim"
+)
+
+
+def _plain_attention() -> Any:
+    """Attention written out, as Megatron's own takes no values that are narrower than keys."""
+    import torch
+
+    class PlainAttention(torch.nn.Module):
+        def __init__(self, *_: Any, softmax_scale: float, **__: Any) -> None:
+            super().__init__()
+            self.scale = softmax_scale
+
+        def forward(self, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
+            query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # b, h, s, d
+            scores = (query @ key.mT * self.scale).masked_fill(mask, -math.inf)
+            return (scores.softmax(-1) @ value).permute(2, 0, 1, 3).flatten(2)
+
+    return PlainAttention
 
 
 def _randomise(parameters: dict[str, Any], seed: int) -> State:

@@ -17,13 +17,16 @@ The first exchange may have a *head start*: see
 With a sliding window a rank sends only what others see, where that is less
 (:attr:`megatron_wlb.sharding.RankLayout.sent`), and takes its own keys from itself.
 
+A layer with multi-latent attention exchanges *latents* instead, which have one small head, and
+projects what it receives up to keys and values (:class:`LatentRows`).
+
 With several *head groups* each of these happens once a group of key/value heads, and the
 communication of the next group runs while the present one is computed.
 
 What it holds is in :func:`megatron_wlb.cost.exchange.exchange_bytes`.
 
 Legend: ``T`` tokens of the micro-batch, ``Tk`` keys of the kernel call, ``H`` query heads, ``G``
-key/value heads, ``D`` head dimension.
+key/value heads, ``D`` head dimension, ``R`` numbers of a token's latent.
 """
 
 from __future__ import annotations
@@ -31,18 +34,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.attention.head_start import JoinedCall, NearKeys, pays
 from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.attention.kernels.base import LseKernel
-from megatron_wlb.runtime.attention.slices import KernelCall, LayerSlice
+from megatron_wlb.runtime.attention.slices import KernelCall, LayerSlice, halves
 from megatron_wlb.runtime.transfer import to_device
 from megatron_wlb.sharding import RankLayout
 
@@ -153,6 +157,50 @@ class ContextParallel:
     """The least that the first head group exchanges to begin with near keys; None is never."""
 
 
+class Expand(Protocol):
+    """Projects latents up: those of ``num_shards`` ranks ``[num_shards · n, 1, 1, R]`` to keys and
+    values ``[T, 1, G, …]``, in the order of ranks and of each one's tokens.
+
+    With sequence parallelism a rank has ``n`` of its tokens' latents, and all tensor-parallel ranks
+    call it together; otherwise those of all its tokens.
+    """
+
+    def __call__(
+        self, latents: torch.Tensor, num_shards: int
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class LatentRows:
+    """All ranks' latents of one layer and micro-batch, from a gather to a reduction."""
+
+    def __init__(self, expand: Expand, num_shards: int) -> None:
+        self._expand, self._num_shards = expand, num_shards
+        self._latents: torch.Tensor | None = None
+        self._pairs: torch.Tensor | None = None
+
+    def up(self, latents: torch.Tensor, *, keep: bool) -> torch.Tensor:
+        """``[…, 1, R] -> [T, 2, G, D]``, narrower values filled up with zeros; with ``keep`` it can
+        be differentiated.
+        """
+        latents.requires_grad_(keep)
+        with torch.set_grad_enabled(keep):
+            key, value = self._expand(latents.unsqueeze(1), self._num_shards)
+            value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+            pairs = torch.cat([key, value], dim=1)
+        if keep:
+            self._latents, self._pairs = latents, pairs
+        return pairs.detach()
+
+    def down(self, sums: torch.Tensor) -> torch.Tensor:
+        """Gradients of the latents by those of keys and values; adds the weights' to theirs."""
+        latents, pairs = self._latents, self._pairs
+        assert latents is not None and pairs is not None
+        self._latents = self._pairs = None
+        torch.autograd.backward(pairs, sums.to(pairs.dtype))
+        assert latents.grad is not None
+        return latents.grad.to(sums.dtype)
+
+
 @dataclass(slots=True)
 class _Part:
     """One head group between forward and backward."""
@@ -160,7 +208,7 @@ class _Part:
     calls: list[KernelCall | JoinedCall]
     """Calls for the slice's chunks, and then one for all other tokens, if there are any."""
     pair: torch.Tensor
-    """``[Tk, 2, G/g, D]``: key and value of the last call are its halves."""
+    """``[Tk, 2, G/g, D]``: key and value of the last call are its :func:`halves`."""
 
     @property
     def out(self) -> torch.Tensor:
@@ -170,13 +218,15 @@ class _Part:
 def context_attention(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     segments: Segments | None,
     gather: KeyGather,
     kernel: VarlenKernel,
     scale: float,
     parallel: ContextParallel,
     cut: LayerSlice | None = None,
+    expand: Expand | None = None,
+    value_dim: int | None = None,
 ) -> torch.Tensor:
     """Computes attention of the local queries to the keys of all ranks.
 
@@ -184,13 +234,17 @@ def context_attention(
     local order: ``[T/CP, H, D], [T/CP, G, D], [T/CP, G, D] -> [T/CP, H, D]``. ``segments`` are the
     queries and keys of the local chunks, ``gather`` says where those keys are. The first tokens may
     be those of a slice, ``cut``; ``segments`` are the others, or None where no others are local.
+
+    With ``expand`` there are latents ``[n, 1, R]`` for keys, and no values; ``value_dim`` is the
+    width of those that they are projected up to.
     """
-    if gather.layout.num_tokens != len(key) * parallel.group.size():
+    if gather.layout.num_tokens != len(query) * parallel.group.size():
         raise PlanError(
-            f"attention got {len(key)} local tokens on each of {parallel.group.size()} "
+            f"attention got {len(query)} local tokens on each of {parallel.group.size()} "
             f"context-parallel ranks, where the plan has {gather.layout.num_tokens} in all"
         )
-    run = _Run(segments, gather, kernel, scale, parallel, cut)
+    latent = LatentRows(expand, parallel.group.size()) if expand else None
+    run = _Run(segments, gather, kernel, scale, parallel, cut, latent, value_dim)
     if torch.is_grad_enabled():
         apply: Any = _ContextAttention.apply
         out: torch.Tensor = apply(query, key, value, run)
@@ -201,9 +255,9 @@ def context_attention(
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: _Run
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, run: _Run
     ) -> torch.Tensor:
-        ctx.save_for_backward(*((key, value) if run.gather.has_others else (None, None)))
+        ctx.save_for_backward(*((key, value) if run.gathers_again else (None, None)))
         ctx.run = run
         with torch.enable_grad():
             ctx.parts = list(run.forward(query, key, value, keep=True))
@@ -212,7 +266,7 @@ class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         parts, ctx.parts = ctx.parts, None
         if parts is None:
             raise RuntimeError("backward ran through this attention before; run forward again")
@@ -230,6 +284,14 @@ class _Run:
     scale: float
     parallel: ContextParallel
     cut: LayerSlice | None
+    latent: LatentRows | None = None
+    value_dim: int | None = None
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether the backward pass needs what was sent."""
+        # Of latents it needs those of a slice too, for the gradient of what projects them up.
+        return self.gather.has_others or self.latent is not None
 
     @property
     def _num_own(self) -> int:
@@ -237,20 +299,22 @@ class _Run:
         return self.cut.slice.num_queries if self.cut else 0
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, keep: bool
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, *, keep: bool
     ) -> Iterator[_Part]:
         """Each head group's part, with graphs of its own if gradients are enabled."""
-        opened = () if self.cut is None else self._heads(self.cut.fill(key).pair)
+        like = key if self.latent is None else query  # which has as many heads as its keys
+        opened = () if self.cut is None else self._heads(self.cut.fill(like).pair)
         parts = self._head_start(query, key)
         begun: list[JoinedCall] = []
 
         def begin() -> None:
             if parts is not None:
                 kernel, first = cast(LseKernel, self.kernel), self._heads(query)[0]
-                local = self._heads(key)[0], self._heads(value)[0]
+                local = self._heads(key)[0], self._heads(cast(torch.Tensor, value))[0]
                 begun.append(JoinedCall(kernel, parts, self.scale, first[self._num_own :], local))
 
-        pairs = self._gathered(key, value, begin, parts is not None, opened=opened)
+        kept = keep and self.parallel.keep_gathered
+        pairs = self._gathered(key, value, begin, parts is not None, opened=opened, keep=kept)
         for number, (group_query, pair) in enumerate(zip(self._heads(query), pairs, strict=True)):
             calls: list[KernelCall | JoinedCall] = []
             if self.cut is not None:
@@ -261,17 +325,17 @@ class _Run:
                 calls.append(begun[0])
             elif self.segments is not None:
                 rest = group_query[self._num_own :]
-                whole = rest, pair[:, 0], pair[:, 1], self.segments
+                whole = rest, *halves(pair, self.value_dim), self.segments
                 calls.append(KernelCall.of(self.kernel, *whole, self.scale, keep))
-            if not (keep and self.parallel.keep_gathered):
+            if not kept:
                 _free(pair)
             yield _Part(calls, pair)
         if self.cut is not None:
             self.cut.filled()
 
     def backward(
-        self, parts: list[_Part], key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, parts: list[_Part], key: torch.Tensor, value: torch.Tensor | None, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Gradients of the local query, key and value; frees what the parts hold."""
         opened: tuple[torch.Tensor, ...] = ()
         if self.cut is not None:
@@ -284,11 +348,12 @@ class _Run:
         def begin() -> None:
             if isinstance(joined, JoinedCall):
                 first = self._heads(grad)[0][self._num_own :]
-                joined.begin_backward(first, (self._heads(key)[0], self._heads(value)[0]))
+                local = self._heads(key)[0], self._heads(cast(torch.Tensor, value))[0]
+                joined.begin_backward(first, local)
 
         is_joined = isinstance(joined, JoinedCall)
-        if self.gather.has_others and not self.parallel.keep_gathered:
-            gathered = self._gathered(key, value, begin, is_joined, into=pairs)
+        if self.gathers_again and not self.parallel.keep_gathered:
+            gathered = self._gathered(key, value, begin, is_joined, into=pairs, keep=True)
         else:
             begin()
         grads_query, reducing = [], []
@@ -302,27 +367,29 @@ class _Run:
                     cast(list[KernelCall], calls), grad_out[: self._num_own], opened[number]
                 )
                 own_rows = self.cut.rows(opened[number])
-            halves: list[torch.Tensor] = []
+            far: list[torch.Tensor] = []
             near: list[torch.Tensor] = []
             gather = self.gather
             if self.segments is not None:
                 call, rest = part.calls[-1], grad_out[self._num_own :]
                 if isinstance(call, JoinedCall):
-                    grad_query, halves, near = call.backward(rest, pair)
+                    grad_query, far, near = call.backward(rest, pair)
                     gather = gather.split[1]
                 else:
-                    grad_query, *halves = call.backward(rest)
+                    grad_query, *far = call.backward(rest)
                 own.append(grad_query)
             _free(pair)
             grads_query.append(_joined(own, dim=0))
-            reducing.append(self._start_reduce(pair, gather, halves, near, own_rows))
-            del halves, near, own
+            reducing.append(self._start_reduce(pair, gather, far, near, own_rows))
+            del far, near, own
         for _, _, work in reducing:
             work.wait()
         if self.cut is not None:
             self.cut.turned()
         locals_ = [self._own(local, rows) for local, rows, _ in reducing]
         local = _joined(locals_, dim=2).to(pairs[0].dtype)
+        if self.latent is not None:
+            return _joined(grads_query), local, None
         return _joined(grads_query), local[:, 0], local[:, 1]
 
     def _own(self, reduced: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -338,6 +405,8 @@ class _Run:
         """The parts of the first head group's keys, if it pays to begin with the near ones."""
         parallel, least_bytes = self.parallel, self.parallel.head_start_bytes
         if self.segments is None or least_bytes is None or not isinstance(self.kernel, LseKernel):
+            return None
+        if self.latent is not None:  # Little is exchanged, and near keys come of it too.
             return None
         if self.segments.reach_tokens is not None:  # Queries do not see all far keys.
             return None
@@ -357,20 +426,23 @@ class _Run:
     def _gathered(
         self,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         begin: Callable[[], None],
         is_split: bool,
         *,
         opened: Sequence[torch.Tensor] = (),
         into: list[torch.Tensor] | None = None,
+        keep: bool,
     ) -> Iterator[torch.Tensor]:
         """Each head group's ``[Tk, 2, G/g, D]``, the next one's collective under way.
 
         ``begin`` works while the first one's is. Where that has a head start (``is_split``), it has
         far keys only. ``opened`` are the buffers in which a slice's rows are written. ``into`` are
-        tensors as those given, whose storage was freed: they are filled again.
+        tensors as those given, whose storage was freed: they are filled again. With ``keep`` the
+        projection of latents can be differentiated.
         """
-        groups = list(zip(self._heads(key), self._heads(value), strict=True))
+        values = (None,) if value is None else self._heads(value)
+        groups = list(zip(self._heads(key), values, strict=True))
         started = self._start_gather(*groups[0])
         for number in range(len(groups)):
             rows, sent, work = started
@@ -382,6 +454,8 @@ class _Run:
                 begin()
             work.wait()
             del sent, work
+            if self.latent is not None:
+                rows = self.latent.up(rows, keep=keep)
             index = (self.gather.split[1] if is_split and number == 0 else self.gather).rows
             if self.cut is not None and opened:
                 self.cut.write(opened[number], rows, self.gather.slice_rows)
@@ -394,12 +468,17 @@ class _Run:
             yield pair
 
     def _start_gather(
-        self, key: torch.Tensor, value: torch.Tensor
+        self, key: torch.Tensor, value: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """``[T/CP, G/g, D]`` ×2 -> all rows ``[T, 2, G/g, D]``, what is sent, and the work.
 
-        Of keys in reach alone rows are those that all ranks send, and then the local ones.
+        Of keys in reach alone rows are those that all ranks send, and then the local ones. Of
+        latents there are ``[n, 1, R]``, and so many of each rank.
         """
+        if value is None:
+            local = key.detach().contiguous()
+            rows = local.new_empty(len(local) * self.parallel.group.size(), *local.shape[1:])
+            return rows, local, _all_gather(rows, local, group=self.parallel.group, async_op=True)
         local = torch.stack((key.detach(), value.detach()), dim=1)
         rows = local.new_empty(self.gather.layout.num_rows, *local.shape[1:])
         if self.gather.sent is not None:
@@ -413,7 +492,7 @@ class _Run:
         self,
         pair: torch.Tensor,
         gather: KeyGather,
-        halves: Sequence[torch.Tensor],
+        far: Sequence[torch.Tensor],
         near: Sequence[torch.Tensor],
         own: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -421,15 +500,16 @@ class _Run:
 
         ``pair`` is what they are the gradients of, ``gather`` where it is from. ``near`` are those
         of near keys and values, if these were attended to apart. ``own`` ``[n, 2, G/g, D]`` are the
-        slice's. In fp32 where that is asked for. Also what is sent, and the work.
+        slice's. In fp32 where that is asked for. Also what is sent, and the work. Of latents, their
+        gradients by these.
         """
         exact = torch.promote_types(pair.dtype, torch.float32)
         dtype = exact if self.parallel.reduce_in_fp32 else pair.dtype
-        make = pair.new_empty if halves else pair.new_zeros
+        make = pair.new_empty if far else pair.new_zeros
         rows = make(gather.layout.num_rows, *pair.shape[1:], dtype=dtype)
         num_local = len(gather.layout.tokens)
         # Rows are filled by one pass that reads each gradient once: most rows have one only.
-        for grad, to in zip(halves, rows.unbind(1), strict=False):
+        for grad, to in zip(far, halves(rows, self.value_dim), strict=False):
             if dtype == grad.dtype:
                 torch.index_select(grad, 0, gather.first, out=to)
             else:  # through a copy, of as few rows as is received
@@ -447,6 +527,8 @@ class _Run:
             assert self.gather.slice_rows is not None
             rows.index_copy_(0, self.gather.slice_rows, own.to(rows.dtype))
         sums = rows[: gather.num_received]
+        if self.latent is not None:
+            sums = rows = self.latent.down(rows)
         local = rows.new_empty(len(sums) // self.parallel.group.size(), *rows.shape[1:])
         work = _reduce_scatter(local, sums, group=self.parallel.group, async_op=True)
         return local, rows, work

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.runtime.attention.context_parallel import (
     ContextParallel,
+    Expand,
     KeyGather,
     context_attention,
 )
@@ -115,6 +116,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         *,
@@ -129,7 +132,11 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
             )
         # apply_query_key_layer_scaling changes no result: Megatron divides scores by the layer's
         # number to keep them in fp16's range, and multiplies them again. Here they are fp32.
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.key_dim = k_channels or config.kv_channels
+        self.value_dim = v_channels or self.key_dim
+        self.expand: Expand | None = None
+        """What projects latents up to keys and values, if these are exchanged under CP."""
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(self.key_dim)
         self.layer_number = layer_number
         self.reach_tokens = layer_reach(config, layer_number)
         """The most keys that a query sees; None without a sliding window."""
@@ -147,14 +154,17 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         self,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """``[T/CP, 1, H, D], [T/CP, 1, G, D], [T/CP, 1, G, D] -> [T/CP, 1, H·D]``."""
+        """``[T/CP, 1, H, D], [T/CP, 1, G, D], [T/CP, 1, G, Dv] -> [T/CP, 1, H·Dv]``.
+
+        With :attr:`expand` there are latents ``[n, 1, 1, R]`` for keys, and no values.
+        """
         params = packed_seq_params
         if not isinstance(params, PlanSeqParams) or not params.num_tokens:
             raise PlanError(
@@ -182,28 +192,30 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 f"attention over {self.config.context_parallel_size} context-parallel ranks got a "
                 f"micro-batch that is{'' if gather else ' not'} divided over ranks"
             )
-        qkv = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        qkv = query.squeeze(1), key.squeeze(1), None if value is None else value.squeeze(1)
         options = self.options
         if self.training and options.dropping is not None:
             with own_numbers(options.seed):
                 out = self._attend(*qkv, params, group, options.dropping)
         else:
             out = self._attend(*qkv, params, group, options.kernel)
-        return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, D] -> [T/CP, 1, H·D]
+        return out.reshape(out.shape[0], 1, -1)  # [T/CP, H, Dv] -> [T/CP, 1, H·Dv]
 
     def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         params: PlanSeqParams,
         group: torch.distributed.ProcessGroup | None,
         kernel: VarlenKernel,
     ) -> torch.Tensor:
         run, options = None, self.options
         if params.slice is not None:
-            run = LayerSlice(params.slice, self.layer_number, kernel, self.softmax_scale)
+            known = kernel, self.softmax_scale, self.value_dim
+            run = LayerSlice(params.slice, self.layer_number, *known)
         if group is None or params.gather is None:
+            assert value is not None
             return self._alone(query, key, value, params.segments, run, kernel)
         return context_attention(
             query,
@@ -221,6 +233,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
                 options.head_start_bytes,
             ),
             run,
+            self.expand if value is None else None,
+            self.value_dim,
         )
 
     def _alone(
@@ -293,7 +307,7 @@ def check_config(config: TransformerConfig) -> None:
 
 
 _HONOURED: tuple[tuple[str, Any, str], ...] = (
-    ("multi_latent_attention", False, "its keys and values have other shapes than one head's"),
+    ("cache_mla_latents", False, "it is for inference"),
     ("experimental_attention_variant", None, "only causal softmax attention is known here"),
     ("softmax_type", "vanilla", "its kernels know no offset or sink in the softmax"),
     ("qk_clip", False, "its kernels do not report the largest logit"),

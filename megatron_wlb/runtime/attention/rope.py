@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_wlb.runtime.attention.core import PlanSeqParams
 
@@ -56,6 +57,14 @@ class DocumentRotaryEmbedding(torch.nn.Module):
 
 
 def use_document_positions(model: GPTModel) -> None:
-    """Makes ``model`` rotate by position in the document; learned positions need nothing."""
+    """Makes ``model`` rotate by position in the document; learned positions need nothing.
+
+    Layers of multi-latent attention have a rotation each, with tables of megabytes: all get the
+    first one's.
+    """
     if hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb = DocumentRotaryEmbedding(model.rotary_pos_emb)
+    attentions = [getattr(layer, "self_attention", None) for layer in model.decoder.layers]
+    own = [a for a in attentions if isinstance(a, MultiLatentAttention)]
+    for attention in own:
+        attention.rotary_pos_emb = own[0].rotary_pos_emb

@@ -30,12 +30,20 @@ Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
 
 
+def halves(pair: torch.Tensor, value_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[…, G, D]`` and values of a pair ``[…, 2, G, D]``, of which narrower values fill the
+    first ``value_dim`` numbers; None: all.
+    """
+    key, value = pair.unbind(1)
+    return key, value[..., :value_dim]
+
+
 class Buffer:
     """The keys and values of one document in one layer, and their gradients."""
 
     def __init__(self, length: int, like: torch.Tensor) -> None:
         self.pair = like.new_empty(length, 2, *like.shape[1:])
-        """``[L, 2, G, D]``: key and value are its halves."""
+        """``[L, 2, G, D]``: see :func:`halves`."""
         self.grad: torch.Tensor | None = None
         """Gradients summed so far, of at least fp32; None before the first backward pass."""
         self.cuts = [0]
@@ -146,6 +154,8 @@ class LayerSlice:
     layer: int
     kernel: VarlenKernel
     scale: float
+    value_dim: int | None = None
+    """Numbers of a value's head; None: as many as a key's."""
 
     def fill(self, key: torch.Tensor) -> Buffer:
         """The buffer for the slice's rows; ``key`` is any ``[…, G, D]`` of the right dtype.
@@ -187,11 +197,15 @@ class LayerSlice:
         """Each chunk's queries to the buffer's rows that it sees: ``[q, H, D]`` each."""
         queries = torch.split(query, [chunk.max_q for chunk in self.slice.chunks])
         return [
-            KernelCall.of(self.kernel, own, pair[rows, 0], pair[rows, 1], chunk, self.scale, keep)
+            KernelCall.of(self.kernel, own, *self.halves(pair[rows]), chunk, self.scale, keep)
             for own, chunk, rows in zip(
                 queries, self.slice.chunks, self.slice.key_rows, strict=True
             )
         ]
+
+    def halves(self, pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of rows, or their gradients."""
+        return halves(pair, self.value_dim)
 
     def filled(self) -> None:
         """Ends the forward pass: without a backward pass, the last slice's frees the buffer."""
@@ -218,10 +232,10 @@ class LayerSlice:
         grads_query = []
         parts = torch.split(grad_out, [len(call.out) for call in calls])
         for call, part, rows in zip(calls, parts, self.slice.key_rows, strict=True):
-            grad_query, *halves = call.backward(part)
+            grad_query, *own = call.backward(part)
             grads_query.append(grad_query)
-            for number, half in enumerate(halves):
-                grad[rows, number] += half
+            for half, total in zip(own, self.halves(grad[rows]), strict=True):
+                total += half
         return grads_query
 
     def turned(self) -> None:
@@ -255,6 +269,8 @@ def slice_attention(
 ) -> torch.Tensor:
     """A slice's queries to all of its document so far: ``[n, H, D], [n, G, D] ×2 -> [n, H, D]``.
 
+    Values, and so the output, may be narrower than ``D``.
+
     Raises :class:`PlanError` where slices run in another order, backward too.
     """
     if torch.is_grad_enabled():
@@ -280,15 +296,15 @@ class _SliceAttention(torch.autograd.Function):
         (grad_query,) = run.differentiate([call], grad_out, grad)
         pair = run.rows(grad).to(buffer.pair.dtype)
         run.turned()
-        return grad_query, pair[:, 0], pair[:, 1], None
+        return grad_query, *run.halves(pair), None
 
 
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice, *, keep: bool
 ) -> KernelCall:
     buffer = run.fill(key)
-    for number, half in enumerate((key, value)):
-        run.write(buffer.pair[:, number], half)
+    for half, rows in zip((key, value), run.halves(buffer.pair), strict=True):
+        run.write(rows, half)
     with torch.set_grad_enabled(keep):
         (call,) = run.attend(buffer.pair, query, keep=keep)
     run.filled()

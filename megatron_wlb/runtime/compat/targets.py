@@ -24,6 +24,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZER = "megatron.core.optimizer.optimizer:MegatronOptimizer"
 _ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
 _MTP = "megatron.core.transformer.multi_token_prediction"
+_LATENT = "megatron.core.transformer.multi_latent_attention"
 _TRAINING = "megatron.training.training"
 _PRETRAIN = f"{_TRAINING}:pretrain"
 _SET_UP = f"{_TRAINING}:setup_model_and_optimizer"
@@ -65,6 +66,17 @@ CORE: Table = {
     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward": (
         "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
     ),
+    f"{_LATENT}:MLASelfAttention.get_query_key_value_tensors": (
+        "self hidden_states key_value_states position_ids packed_seq_params inference_context"
+    ),
+    f"{_LATENT}:MultiLatentAttention.forward": (
+        "self hidden_states attention_mask packed_seq_params"
+    ),
+    f"{_LATENT}:HAVE_TE": IS_THERE,
+    "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb": (
+        "t freqs config mscale cp_group"
+    ),
+    "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__": "self fp8",
     "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec": (
         "qk_layernorm normalization"
     ),

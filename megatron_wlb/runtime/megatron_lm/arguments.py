@@ -35,6 +35,8 @@ _SAME = (
     "normalization", "qk_layernorm", "swiglu", "add_qkv_bias",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "hidden_dropout",
     "attention_dropout", "transformer_impl", "mtp_num_layers", "mtp_loss_scaling_factor",
+    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim",
     # The layout.
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
@@ -132,6 +134,11 @@ def config_of(args: argparse.Namespace) -> Config:
     values["window_size"] = tuple(getattr(args, "window_size", None) or ())
     skipped = getattr(args, "window_attn_skip_freq", None)  # parsed: a number or a list
     values["window_attn_skip_freq"] = None if skipped is None else str(skipped)
+    modules = getattr(args, "recompute_modules", None)  # core_attn if not given
+    if values["recompute_granularity"] == "selective" and "core_attn" not in (
+        modules or ["core_attn"]
+    ):
+        values["recompute_granularity"] = None  # what other modules save is not counted
     if values["recompute_granularity"] is None:  # Megatron then reads neither
         values["recompute_method"] = values["recompute_num_layers"] = None
     values["fp8_recipe"] = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))

@@ -150,7 +150,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--lazy-mpu-init", _OWN_RANKS),
     # The model.
     Refusal("--num-experts", _DENSE),
-    Refusal("--multi-latent-attention", "attention is packed MHA or GQA"),
+    Refusal("--cache-mla-latents", "it is for inference"),
+    Refusal("--mla-down-proj-fusion", "attention runs Megatron's separate down projections"),
     Refusal("--is-hybrid-model", _DENSE),
     Refusal("--hybrid-override-pattern", _DENSE),
     Refusal("--hybrid-attention-ratio", _DENSE),
@@ -358,10 +359,16 @@ def _shards(args: argparse.Namespace) -> int:
 
 
 def turn_off(args: argparse.Namespace) -> None:
-    """Turns off what has no effect but would fail; :func:`check` has told of it."""
+    """Turns off what has no effect but would fail; :func:`check` has told of it.
+
+    Megatron's fused rotation of latents, which is on unless it is turned off, takes a token's row
+    for its position.
+    """
     for name, value in _TURNED_OFF.items():
         if hasattr(args, name):
             setattr(args, name, value)
+    if getattr(args, "multi_latent_attention", False):
+        args.apply_rope_fusion = False
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -60,6 +60,17 @@ def test_small_recipe_keeps_ratios_and_flags(module: Any) -> None:
     assert found.num_processes == 4 and found.layout == "TP2 PP2"
 
 
+def test_small_latents_keep_ratios_and_divide_over_tp(module: Any) -> None:
+    sizes = {"kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    _, flags = scaled(module, "--multi-latent-attention", *words)
+    head = int(flags["--qk-head-dim"][0])  # 128 where it is not given
+    for name, size in sizes.items():
+        assert int(flags[f"--{name}"][0]) * 128 == size * head
+    assert "--q-lora-rank" not in flags
+    assert int(flags["--kv-lora-rank"][0]) % 4 == 0
+
+
 def test_every_changed_flag_is_told(module: Any) -> None:
     """With what it was and what it is; no other flag differs."""
     found, flags = scaled(module, "--wandb-project", "one", "--error-injection-rate", "100")

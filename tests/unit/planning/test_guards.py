@@ -14,6 +14,8 @@ from megatron_wlb.settings.command_line import parse
 
 PP2_VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 
+LATENT = "--multi-latent-attention"
+
 REFUSED = [
     # Flags, world size, and what the message must say: value, limit, remedy.
     (
@@ -42,6 +44,35 @@ REFUSED = [
     (
         "--wlb-cp-overlap-groups 2 --wlb-packing slim --wlb-dp-merge off", 2,
         ["--wlb-cp-overlap-groups", "or where data-parallel ranks run documents together"],
+    ),
+    (
+        f"{LATENT} --group-query-attention --num-query-groups 2", 1,
+        ["--multi-latent-attention has no query groups", "leave --group-query-attention out"],
+    ),
+    (
+        f"{LATENT} --position-embedding-type yarn", 1,
+        ["--position-embedding-type yarn does not work", "--rope-type rope or yarn"],
+    ),
+    (f"{LATENT} --qk-pos-emb-head-dim 7", 1, ["--qk-pos-emb-head-dim is 7", "an even one"]),
+    (
+        f"{LATENT} --v-head-dim 200", 1,
+        ["--v-head-dim is 200", "--qk-head-dim + --qk-pos-emb-head-dim = 192", "at most"],
+    ),
+    (
+        f"{LATENT} --kv-lora-rank 33 --tensor-model-parallel-size 2", 2,
+        ["--kv-lora-rank + --qk-pos-emb-head-dim is 97", "TP 2", "a multiple of 2"],
+    ),
+    (
+        f"{LATENT} --wlb-cp-overlap-groups 2 --context-parallel-size 2", 2,
+        ["--wlb-cp-overlap-groups is 2", "one latent for all heads", "leave it out"],
+    ),
+    (
+        f"{LATENT} --window-size 8,0 --context-parallel-size 2", 2,
+        ["--window-size does not work", "--context-parallel-size 2", "leave one of them out"],
+    ),
+    (
+        f"{LATENT} --fp8-format hybrid --wlb-packing slim", 1,
+        ["--fp8-format does not work", "--wlb-dp-merge auto", "leave one of them out"],
     ),
     ("--window-size 8", 1, ["--window-size is 8;", "give W,0"]),
     (

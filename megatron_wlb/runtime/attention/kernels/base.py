@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron_wlb.errors import PlanError
@@ -90,12 +91,12 @@ class VarlenKernel(Protocol):
     Args:
         query: ``[Tq, H, D]``, the segments one after another; ``Tq = sum(segments.lengths_q)``.
         key: ``[Tk, G, D]`` with ``H % G == 0`` (grouped-query attention); any strides, the last 1.
-        value: ``[Tk, G, D]``, likewise.
+        value: ``[Tk, G, Dv]``, likewise; ``Dv`` is ``D``, or less where that is demanded.
         segments: whose queries and keys these are.
         scale: factor of the scores before the softmax.
 
     Returns:
-        ``[Tq, H, D]``, in storage of its own.
+        ``[Tq, H, Dv]``, in storage of its own.
     """
 
     def __call__(
@@ -220,9 +221,63 @@ def packed_kernel(
         said = (s.cu_seqlens_q, s.cu_seqlens_k, s.max_q, s.max_k, scale)
         sliding = {} if s.reach_tokens is None else {"window_size": (s.reach_tokens - 1, 0)}
         out = attend(query, key, value, **dict(zip(names, said, strict=True)), **sliding)
-        return (out[0] if isinstance(out, tuple) else out).view(query.shape)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.view(*query.shape[:-1], value.shape[-1])
 
     return kernel
+
+
+def with_wide_values(kernel: VarlenKernel) -> VarlenKernel:
+    """``kernel``, which takes values as wide as keys only, for narrower ones.
+
+    They get zeros, which change no score, and the output loses the columns that come of them.
+    """
+
+    def widen(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return F.pad(tensor, (0, like.shape[-1] - tensor.shape[-1]))
+
+    if not isinstance(kernel, LseKernel):
+
+        def attend(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            segments: Segments,
+            scale: float,
+        ) -> torch.Tensor:
+            out = kernel(query, key, widen(value, key), segments, scale)
+            return out[..., : value.shape[-1]].contiguous()
+
+        return attend
+    inner = kernel
+
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = inner.forward(query, key, widen(value, key), segments, scale, causal)
+        return out[..., : value.shape[-1]].contiguous(), lse
+
+    def backward(
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = (widen(grad, key), query, key, widen(value, key), widen(out, key), lse)
+        d_query, d_key, d_value = inner.backward(*wide, segments, scale, causal)
+        return d_query, d_key, d_value[..., : value.shape[-1]]
+
+    return LseKernel(forward, backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +291,7 @@ class Demand:
     num_groups: int
     """Key/value heads of a TP rank, G."""
     head_dim: int
+    """Numbers of a query's head and a key's, D."""
     deterministic: bool = False
     """Whether gradients must be the same bits each time."""
     dropout: float = 0.0
@@ -244,6 +300,13 @@ class Demand:
     ``1 / (1 - dropout)``."""
     reach_tokens: int | None = None
     """The most keys that a query sees in layers of a sliding window; None where none has one."""
+    value_head_dim: int | None = None
+    """Numbers of a value's head, at most D; None: D too."""
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value's head."""
+        return self.value_head_dim or self.head_dim
 
 
 NO_DROPOUT = "it has no dropout"

@@ -21,7 +21,12 @@ from megatron_wlb.runtime.attention.kernels import (
     torch_varlen,
     transformer_engine,
 )
-from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, VarlenKernel
+from megatron_wlb.runtime.attention.kernels.base import (
+    Demand,
+    Segments,
+    VarlenKernel,
+    with_wide_values,
+)
 from megatron_wlb.runtime.transfer import of_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -58,24 +63,37 @@ class Candidate:
         """The kernel with the demanded dropout, checked; or in one line why this process cannot
         run it.
 
-        Whatever a package fails with is such a reason: an error would leave other ranks waiting.
+        Where values are narrower than keys, and it cannot run that or computes it wrong, the values
+        are filled up. Whatever a package fails with is such a reason: an error would leave other
+        ranks waiting.
         """
         try:
             reason = self.obstacle(demand)
             if reason is not None:
                 return reason
-            if demand.dropout:
-                kernel = self.build(demand)
-                return check_dropout(kernel, demand) or kernel
-            if self.build_lse is not None:
+            check = check_dropout if demand.dropout else check_kernel
+            if self.build_lse is not None and not demand.dropout:
                 with contextlib.suppress(Exception):
-                    kernel = self.build_lse(demand)
-                    if check_kernel(kernel, demand) is None:
-                        return kernel
+                    made = _checked(self.build_lse(demand), demand, check)
+                    if not isinstance(made, str):
+                        return made
             kernel = self.build(demand)
         except Exception as error:
             return f"it cannot be set up ({_one_line(error)})"
-        return kernel if self.is_reference else check_kernel(kernel, demand) or kernel
+        if self.is_reference and not demand.dropout:
+            return kernel
+        return _checked(kernel, demand, check)
+
+
+def _checked(
+    kernel: VarlenKernel, demand: Demand, check: Callable[[VarlenKernel, Demand], str | None]
+) -> VarlenKernel | str:
+    """``kernel``, or the same with values filled up, or what is wrong with it."""
+    reason = check(kernel, demand)
+    if reason is not None and demand.value_dim < demand.head_dim:
+        kernel = with_wide_values(kernel)
+        reason = check(kernel, demand)
+    return reason or kernel
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -165,13 +183,15 @@ def choose_kernel(name: str, demand: Demand) -> ChosenKernel:
     slowest_ms = min(times_ms.values()) * (1 + TIE)
     chosen = next(called for called, time_ms in times_ms.items() if time_ms <= slowest_ms)
     logger.info(
-        "attention kernel: %s (%s, %s, %d query and %d key/value heads of %d)%s",
+        "attention kernel: %s (%s, %s, %d query and %d key/value heads of %s)%s",
         chosen,
         demand.device.type,
         str(demand.dtype).removeprefix("torch."),
         demand.num_heads,
         demand.num_groups,
-        demand.head_dim,
+        demand.head_dim
+        if demand.value_dim == demand.head_dim
+        else f"{demand.head_dim} and {demand.value_dim}",
         "".join(f"; {why}" for why in _reasons(chosen, agreed))
         if name == "auto"
         else "; as demanded",
@@ -245,7 +265,7 @@ def _reaches(demand: Demand) -> list[int | None]:
 
 
 DROPPED_DOCUMENTS = 8
-"""Documents of the problem that dropout is checked with, each as long as a head has dimensions."""
+"""Documents of the problem that dropout is checked with, each as long as a value's head is wide."""
 DROPPED_OFF = 1 / 128
 """By how much the dropped share may be off, besides chance: kernels compare 8 random bits."""
 
@@ -261,10 +281,10 @@ def check_dropout(kernel: VarlenKernel, demand: Demand) -> str | None:
 
 
 def _dropout(kernel: VarlenKernel, demand: Demand, reach_tokens: int | None) -> str | None:
-    lengths = [demand.head_dim] * DROPPED_DOCUMENTS
+    lengths = [demand.value_dim] * DROPPED_DOCUMENTS
     problem = Problem.of(demand, lengths, lengths, reach_tokens)
-    values = torch.eye(demand.head_dim, device=demand.device).repeat(DROPPED_DOCUMENTS, 1)
-    problem.pair[:, 1] = values.unsqueeze(1)
+    values = torch.eye(demand.value_dim, device=demand.device).repeat(DROPPED_DOCUMENTS, 1)
+    problem.pair[:, 1, :, : demand.value_dim] = values.unsqueeze(1)
     try:
         with _drawn_alike(demand.device):
             found = problem.solve(kernel, demand.dtype)
@@ -276,7 +296,7 @@ def _dropout(kernel: VarlenKernel, demand: Demand, reach_tokens: int | None) -> 
 
     is_kept = by_document(found[0] != 0)  # [documents, H, q, k]
     is_seen = torch.ones(is_kept.shape[-2:], dtype=torch.bool, device=demand.device).tril()
-    is_seen = is_seen.triu(1 - (reach_tokens or demand.head_dim))
+    is_seen = is_seen.triu(1 - (reach_tokens or demand.value_dim))
     seen = is_kept[:, :, is_seen]
     share, expected = 1 - seen.float().mean().item(), demand.dropout
     if abs(share - expected) > DROPPED_OFF + 6 * math.sqrt(expected / seen.numel()):
@@ -314,7 +334,8 @@ class Problem:
 
     query: torch.Tensor
     pair: torch.Tensor
-    """Keys and values are strided halves of one tensor, as under context parallelism."""
+    """Keys and values are strided halves of one tensor, as under context parallelism; of narrower
+    values the rest is nothing."""
     grad: torch.Tensor
     """The output's gradient."""
     segments: Segments
@@ -333,15 +354,15 @@ class Problem:
             both = zip(lengths_q, lengths_k, strict=True)
             lengths_k = [min(k, q + reach_tokens - 1) for q, k in both]
 
-        def draw(lengths: Sequence[int], *heads: int) -> torch.Tensor:
-            shape = (sum(lengths), *heads, demand.head_dim)
+        def draw(lengths: Sequence[int], *heads: int, dim: int = demand.head_dim) -> torch.Tensor:
+            shape = (sum(lengths), *heads, dim)
             values = torch.randn(shape, generator=generator, device=demand.device)
             return values.to(demand.dtype)
 
         return cls(
             draw(lengths_q, demand.num_heads),
             draw(lengths_k, 2, demand.num_groups),
-            draw(lengths_q, demand.num_heads),
+            draw(lengths_q, demand.num_heads, dim=demand.value_dim),
             Segments.of(lengths_q, lengths_k, demand.device, reach_tokens),
         )
 
@@ -351,7 +372,8 @@ class Problem:
             t.to(dtype).detach().requires_grad_() for t in (self.query, self.pair)
         ]
         scale = query.shape[-1] ** -0.5
-        out = kernel(query, pair[:, 0], pair[:, 1], self.segments, scale)
+        value = pair[:, 1, :, : self.grad.shape[-1]]
+        out = kernel(query, pair[:, 0], value, self.segments, scale)
         return [out.detach(), *torch.autograd.grad(out, inputs, self.grad.to(dtype))]
 
     def mistake(

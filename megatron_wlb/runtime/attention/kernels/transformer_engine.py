@@ -50,10 +50,12 @@ def build(demand: Demand) -> VarlenKernel:
     attention = importlib.import_module("transformer_engine.pytorch").DotProductAttention
 
     @cache  # a module for each number of heads: context parallelism may run them in groups
-    def module(num_heads: int, num_groups: int, head_dim: int, scale: float) -> torch.nn.Module:
+    def module(
+        num_heads: int, num_groups: int, head_dims: tuple[int, int], scale: float
+    ) -> torch.nn.Module:
         built: torch.nn.Module = attention(
             num_heads,
-            head_dim,
+            head_dims[0] if len(set(head_dims)) == 1 else head_dims,
             num_gqa_groups=num_groups,
             attention_dropout=demand.dropout,
             qkv_format="thd",
@@ -65,7 +67,8 @@ def build(demand: Demand) -> VarlenKernel:
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **packed: Any
     ) -> torch.Tensor:  # [T, H·D]
-        run = module(query.shape[1], key.shape[1], query.shape[2], scale)
+        head_dims = query.shape[2], value.shape[2]
+        run = module(query.shape[1], key.shape[1], head_dims, scale)
         out: torch.Tensor = run(query, key, value, qkv_format="thd", attn_mask_type=_MASK, **packed)
         return out
 

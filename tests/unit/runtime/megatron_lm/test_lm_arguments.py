@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.planning.from_config import parallelism
+from megatron_wlb.planning.from_config import model_shape, parallelism
 from megatron_wlb.runtime.megatron_lm import arguments
 from megatron_wlb.settings.config import Config, WlbConfig
 
@@ -37,6 +37,9 @@ CHECKED: dict[str, Any] = {
     "fp8": None, "fp8_recipe": "delayed", "fp8_param_gather": False,
     "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1,
     "num_layers_at_end_in_bf16": 1, "mtp_num_layers": None, "mtp_loss_scaling_factor": 0.1,
+    "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rope_type": None, "rotary_scaling_factor": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 0.0,
 }  # fmt: skip
 
 
@@ -71,6 +74,23 @@ def test_settings_of_model_and_layout_are_megatrons() -> None:
     assert found.data.data_path == ("0.5", "a", "0.5", "b")
     assert found.wlb.wlb_packing == "wlb"
     assert found.wlb.wlb_queue_thresholds == (100, 200)
+
+
+def test_selective_recomputation_counts_where_it_is_of_attention() -> None:
+    assert config(recompute_modules=["mla_up_proj"]).training.recompute_granularity is None
+    for modules in (None, ["core_attn"], ["mlp", "core_attn"]):
+        found = config(recompute_modules=modules).training
+        assert found.recompute_granularity == "selective"
+
+
+def test_latents_are_those_of_megatrons_flags() -> None:
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 12, "v_head_dim": 14}
+    found = config(multi_latent_attention=True, group_query_attention=False, **sizes)
+    shape = model_shape(found, 128)
+    assert shape.latent is not None
+    assert {name: getattr(shape.latent, name) for name in sizes} == sizes
+    assert shape.kv_channels == 12 + 64 and shape.num_query_groups == 4
+    assert model_shape(config(), 128).latent is None
 
 
 def test_no_overlap_is_told_only_where_there_are_virtual_stages() -> None:

@@ -1,0 +1,100 @@
+"""Multi-latent attention costs what its matrices, its pairs and its latents do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wlb.cost import Parallelism, Recompute, load_hardware
+from megatron_wlb.cost.activations import ActivationModel
+from megatron_wlb.cost.analytic import AnalyticModel
+from megatron_wlb.cost.layers import Latent, Precisions
+from megatron_wlb.cost.model_file import load_model
+from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.cost.table import check_model, model_identity
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.study.write_recipe import model_flags
+
+H100 = load_hardware("h100-sxm")
+FLAGS = (
+    "--num-layers 3 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 --swiglu "
+    "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 28 --disable-bias-linear --position-embedding-type none "
+    "--untie-embeddings-and-output-weights"
+)
+WHOLE = model_shape(parse(FLAGS.split()), 1024)
+LOW = model_shape(parse([*FLAGS.split(), "--q-lora-rank", "96"]), 1024)
+
+
+def layer(shape: ModelShape, **layout: Any) -> AnalyticModel:
+    return AnalyticModel(shape, H100, Parallelism(**layout), Recompute())
+
+
+def test_linear_flops_are_of_every_matrix() -> None:
+    shared = 512 * (64 + 16) + 64 * 8 * (32 + 28) + 8 * 28 * 512 + 3 * 512 * 1024
+    queries = 512 * 8 * 48
+    assert WHOLE.linear_parameters == 3 * (shared + queries) + 512 * 1024
+    low = 512 * 96 + 96 * 8 * 48
+    assert LOW.linear_parameters == 3 * (shared + low) + 512 * 1024
+
+
+def test_pairs_cost_keys_and_narrower_values() -> None:
+    plain = dataclasses.replace(WHOLE, latent=None)
+    assert WHOLE.attention_flops(100) * 2 * 48 == plain.attention_flops(100) * (48 + 28)
+    times = [layer(shape).layer().attention_us for shape in (WHOLE, plain)]
+    assert times[0] / times[1] == pytest.approx((48 + 28) / (2 * 48))
+
+
+def test_ranks_exchange_latents_and_project_all_of_them() -> None:
+    """Sequence parallelism divides what is sent; projecting is not divided, and runs twice."""
+    two, one = layer(LOW, cp_size=2).layer(), layer(LOW).layer()
+    sent = layer(LOW, cp_size=2)._sent_numbers
+    assert sent(LOW.layer) == 64 + 16
+    assert layer(LOW, cp_size=2, tp_size=4)._sent_numbers(LOW.layer) == 80
+    spread = layer(LOW, cp_size=2, tp_size=4, sequence_parallel=True)
+    assert spread._sent_numbers(LOW.layer) == 20
+    plain = dataclasses.replace(LOW, latent=None)
+    assert sent(plain.layer) == 2 * 8 * 48
+    up_us = layer(LOW)._matrix_us(64 * 8 * (32 + 28), Precisions.same(2).matrix)
+    assert two.matrix_us == pytest.approx(one.matrix_us / 2 + up_us / 2)
+    assert (one.again_us, two.again_us) == (0.0, pytest.approx(up_us))
+    in_one = dataclasses.replace(layer(plain, cp_size=2), num_head_groups=1).layer()
+    assert two.cp_us < in_one.cp_us
+
+
+def test_context_parallel_ranks_keep_latents_in_place_of_keys_and_values() -> None:
+    def saved(shape: ModelShape, cp_size: int) -> float:
+        model = ActivationModel(shape, Parallelism(cp_size=cp_size), Recompute(), 2, "fused")
+        return cp_size * model.tape(first=False, last=False).saved_per_token
+
+    keys_and_values = 3 * 2 * 8 * (48 + 28)
+    assert saved(LOW, 1) - saved(LOW, 2) == pytest.approx(keys_and_values)
+
+
+def test_recipe_and_file_give_the_same_model_again(tmp_path: Path) -> None:
+    flags = [word for f, x in model_flags(LOW).items() for word in ([f] if x is True else [f, x])]
+    found = model_shape(parse([*map(str, flags)]), 1024)
+    assert found == dataclasses.replace(LOW, dropout=found.dropout)
+    sizes = "kv_lora_rank: 64, qk_head_dim: 32, qk_pos_emb_head_dim: 16, v_head_dim: 28"
+    text = "{hidden_size: 512, ffn_hidden_size: 1024, num_layers: 3, num_attention_heads: 8, "
+    text += "num_query_groups: 8, kv_channels: 48, vocab_size: 1024, gated: true, "
+    text += "linear_bias: false, rotary_percent: 0.0, tied_embeddings: false, "
+    (tmp_path / "m.yaml").write_text(f"{text} latent: {{{sizes}}}}}")
+    assert load_model(str(tmp_path / "m.yaml")) == WHOLE
+    (tmp_path / "m.yaml").write_text(f"{text} latent: {{{sizes}, rank: 3}}}}")
+    with pytest.raises(ConfigError, match="rank"):
+        load_model(str(tmp_path / "m.yaml"))
+
+
+def test_costs_of_other_latents_are_refused() -> None:
+    check_model(model_identity(LOW), LOW)
+    assert "latent" not in model_identity(dataclasses.replace(LOW, latent=None))
+    with pytest.raises(ConfigError, match="latent"):
+        check_model(model_identity(LOW), WHOLE)
+    with pytest.raises(ConfigError, match="v_head_dim 90 is above a key's 48"):
+        Latent(64, 32, 16, 90)
