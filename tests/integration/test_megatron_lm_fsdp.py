@@ -36,10 +36,9 @@ def test_checkpoints_of_sharded_weights_are_those_of_one_process(tmp_path: Path)
     two = finish(launch(tmp_path, 2, sharded | saved))
     one = finish(launch(tmp_path, 1, flags | {"save": "whole", "wlb_metrics": "one"}))
     assert_equal_steps(tmp_path / "two", tmp_path / "one")
-    # Printed with seven digits, of which another order of sums changes the last.
-    values = [list(map(float, validations(run))) for run in (two, one)]
-    assert values[0] == pytest.approx(values[1], rel=1e-6)
-    assert values[0]
+    # Printed as 5.542151E+00. Another order of sums changes the last digit by one.
+    sharded_losses, whole_losses = (list(map(float, validations(run))) for run in (two, one))
+    assert len(whole_losses) > 1 and sharded_losses == pytest.approx(whole_losses, abs=1.1e-6)
     assert logged(two, "params norm") == logged(one, "params norm") != []
     assert logged(two, "num zeros") == logged(one, "num zeros") != []
     there = {"load": "sharded", "ckpt_step": 2, "wlb_metrics": "there"}
