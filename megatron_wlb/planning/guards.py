@@ -16,6 +16,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
 from megatron_wlb.packing import check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
+from megatron_wlb.planning import experts
 from megatron_wlb.planning.from_config import batch, without_growth
 from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
@@ -24,6 +25,12 @@ from megatron_wlb.settings.config import Config, ModelConfig, flag_of
 _PARALLEL_SIZES = "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"
 _MODEL_SIZES = "hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels"
 
+_EXPERT_SIZES = (
+    "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
+    "moe_router_num_groups moe_router_group_topk expert_model_parallel_size "
+    "expert_tensor_parallel_size"
+)
+
 _AT_LEAST = (
     (
         1,
@@ -31,7 +38,8 @@ _AT_LEAST = (
         "make_vocab_size_divisible_by vocab_size micro_batch_size global_batch_size train_iters "
         "exit_interval lr_decay_iters recompute_num_layers eval_iters save_interval log_interval "
         "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple "
-        "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings",
+        "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings "
+        f"{_EXPERT_SIZES}",
     ),
     (
         0,
@@ -44,7 +52,11 @@ _AT_MOST = (
     (MOST_MICRO_BATCHES, "micro_batch_size global_batch_size wlb_units"),
     (MOST_TOKENS, "seq_length wlb_max_tokens wlb_slice_multiple"),
     (MOST_DEVICES, f"{_PARALLEL_SIZES} num_virtual_stages_per_pipeline_rank"),
-    (MAX_SIZE, f"{_MODEL_SIZES} vocab_size make_vocab_size_divisible_by max_position_embeddings"),
+    (
+        MAX_SIZE,
+        f"{_MODEL_SIZES} {_EXPERT_SIZES} vocab_size make_vocab_size_divisible_by "
+        "max_position_embeddings",
+    ),
 )
 """Above these nothing comes to an end, or fits a number of the kernels."""
 _WITHIN = (
@@ -56,7 +68,7 @@ _WITHIN = (
         "lr weight_decay adam_eps clip_grad norm_epsilon init_method_std "
         "wlb_yarn_beta_fast wlb_yarn_beta_slow wlb_yarn_mscale wlb_yarn_mscale_all_dim",
     ),
-    ((1, math.inf), "rope_scaling_factor wlb_yarn_rotary_scaling_factor"),
+    ((1, math.inf), "rope_scaling_factor wlb_yarn_rotary_scaling_factor wlb_expert_imbalance"),
 )
 """Settings by their bounds."""
 
@@ -80,6 +92,7 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
         return
     yield from _check_layout(config, world_size)
     yield from _check_model(config)
+    yield from experts.refusals(config, world_size)
     yield from _check_recompute(config)
     yield from _check_optimizer(config)
     yield from _check_batch(config)

@@ -6,7 +6,6 @@ document before its own, and its own. ``--window-attn-skip-freq`` says which lay
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import itertools
 
@@ -15,9 +14,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_TOKENS
 from megatron_wlb.reading import shown
 from megatron_wlb.settings.config import ModelConfig
-
-_EXPRESSION = 10_000
-"""The most characters of an expression, and entries of a list that it says."""
+from megatron_wlb.settings.pattern import read_pattern
 
 
 def reach_tokens(model: ModelConfig) -> int | None:
@@ -75,10 +72,7 @@ def _pattern(text: str, num_layers: int) -> list[bool]:
     """What ``--window-attn-skip-freq`` says of each layer: N, or a list of 0 and 1 that Python
     would make of sums and multiples of lists.
     """
-    try:
-        said = _value(ast.parse(text[:_EXPRESSION].strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        said = None
+    said = read_pattern(text)
     if isinstance(said, int) and said >= 1:  # every Nth layer sees all
         return [layer % said != 0 for layer in range(1, num_layers + 1)]
     if isinstance(said, list) and len(said) == num_layers and set(said) <= {0, 1}:
@@ -87,23 +81,3 @@ def _pattern(text: str, num_layers: int) -> list[bool]:
         f"--window-attn-skip-freq is {shown(text)}; give N of at least 1, or a list of 1 (window) "
         f"and 0 (none) for each of the {num_layers} layers, as in ([1]*3+[0])*2"
     )
-
-
-def _value(node: ast.expr) -> int | list[int]:
-    """A number or list of numbers. Raises :class:`ValueError` for anything else, or too long."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        entries = [_value(entry) for entry in node.elts]
-        if all(isinstance(entry, int) for entry in entries):
-            return entries  # type: ignore[return-value]
-    if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return (left + right)[:_EXPRESSION]
-        if isinstance(node.op, ast.Mult):
-            if isinstance(left, int):
-                left, right = right, left
-            if isinstance(left, list) and isinstance(right, int) and right <= _EXPRESSION:
-                return (left * right)[:_EXPRESSION]
-    raise ValueError

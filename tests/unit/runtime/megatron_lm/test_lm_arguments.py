@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_wlb.planning.experts import expert_layers
 from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.runtime.megatron_lm import arguments
 from megatron_wlb.settings.config import Config, WlbConfig
@@ -37,6 +38,15 @@ CHECKED: dict[str, Any] = {
     "fp8": None, "fp8_recipe": "delayed", "fp8_param_gather": False,
     "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1,
     "num_layers_at_end_in_bf16": 1,
+    "num_experts": None, "moe_ffn_hidden_size": None, "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": None, "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None, "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False, "moe_router_num_groups": None, "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False,
+    "moe_router_bias_update_rate": 1e-3, "moe_router_dtype": None, "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 2,
 }  # fmt: skip
 
 
@@ -71,6 +81,22 @@ def test_settings_of_model_and_layout_are_megatrons() -> None:
     assert found.data.data_path == ("0.5", "a", "0.5", "b")
     assert found.wlb.wlb_packing == "wlb"
     assert found.wlb.wlb_queue_thresholds == (100, 200)
+
+
+def test_experts_are_those_that_megatron_has_parsed() -> None:
+    found = config(
+        num_experts=16,
+        moe_layer_freq=[0, *[1] * 7],
+        moe_router_load_balancing_type=["seq_aux_loss", "global_aux_loss"],
+        moe_aux_loss_coeff=[1e-3, 1e-4],
+        expert_model_parallel_size=4,
+    )
+    assert found.model.num_experts == 16 and expert_layers(found.model) == [False, *[True] * 7]
+    assert found.model.moe_router_load_balancing_type == ("seq_aux_loss", "global_aux_loss")
+    assert found.model.moe_aux_loss_coeff == (1e-3, 1e-4)
+    assert found.parallel.expert_model_parallel_size == 4
+    assert config().model.moe_router_load_balancing_type == ("aux_loss",)
+    assert config().model.moe_aux_loss_coeff == (0.0,)
 
 
 def test_no_overlap_is_told_only_where_there_are_virtual_stages() -> None:
