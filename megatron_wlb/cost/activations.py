@@ -16,6 +16,9 @@ Two ways to count, by the kernels that run:
 
 A number is kept in the precision of the operation that reads it again.
 
+Experts keep the tokens that come to them, more than the mean rank's where routing is uneven by
+``expert_imbalance``.
+
 Legend: ``h`` hidden, ``f`` FFN, ``q``/``k`` numbers of a token's query/key on a TP rank. All bytes
 are those of one device, a token of the micro-batch (padded, over CP).
 """
@@ -30,7 +33,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.exchange import exchange_bytes
-from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precisions, Runs, slices
+from megatron_wlb.cost.layers import (
+    Attention,
+    Experts,
+    FeedForward,
+    Layer,
+    Precisions,
+    Runs,
+    slices,
+)
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.workspace import FP32, WORKSPACES, Workspace
 from megatron_wlb.schedule.graph import Floats
@@ -135,6 +146,8 @@ class ActivationModel:
     document_tokens: float = DOCUMENT_TOKENS
     reduce_in_fp32: bool = False
     """Under CP: whether their gradients are summed in fp32."""
+    expert_imbalance: float = 1.0
+    """How many times the mean rank's tokens the experts of this rank get."""
     precisions: Precisions | None = None
     """The precisions of the layer at hand."""
 
@@ -269,7 +282,12 @@ class ActivationModel:
     def _layer(self, layer: Layer) -> tuple[Operation, ...]:
         operations: list[Operation] = []
         for part in layer.parts:
-            inner = self._attention(part) if isinstance(part, Attention) else self._mlp(part)
+            if isinstance(part, Attention):
+                inner = self._attention(part)
+            else:
+                inner = self._mlp(part) if part.columns else []
+            if isinstance(part, Experts):
+                inner += self._experts(part)
             operations += [self._layer_norm(), *inner, self._residual("output")]
         return tuple(operations)
 
@@ -425,7 +443,61 @@ class ActivationModel:
             )
         return Operation("attention", kept, forward=max(gathering - kept, copy), backward=backward)
 
-    def _mlp(self, part: FeedForward) -> list[Operation]:
+    def _experts(self, part: Experts) -> list[Operation]:
+        """Lists the operations from the norm's output to the sum of what a token's experts give.
+
+        A rank's experts get ``got`` tokens for each of the micro-batch: with experts divided by
+        tensor parallelism also those of the ranks that have the other parts.
+        """
+        p, e, h = self.parallelism, self._elementwise, self.shape.hidden_size
+        sent = part.topk / p.sequence_shards
+        got = sent * self.expert_imbalance * p.expert_tp_size
+        f, columns = part.expert_hidden_size / p.expert_tp_size, part.expert_columns
+        columns_here = columns / p.expert_tp_size
+        # Kernels of all experts at once have all their gradients; one by one, one.
+        num = part.num_experts // p.ep_size if self._fused else 1
+        weights = self.element_bytes * num * h // p.expert_tp_size
+        matrix = self._bytes.matrix.element_bytes
+        logits = FP32 * part.num_experts / p.sequence_shards
+        copies, arrived = e * h * sent, e * h * got
+        # The copies that are sent, those that have come, and these sorted by expert.
+        moved = copies + (2 if part.num_experts > p.ep_size else 1) * arrived
+        # Scores, the chosen ones, and where each copy went.
+        routing = 2 * logits + (FP32 + INT64) * sent + part.num_experts / p.sequence_shards
+        act = 2 * e * f * got if part.gated and not self._fused else 0.0
+        return [
+            Operation("router", routing, forward=logits, backward=self._hidden + 2 * logits),
+            Operation(
+                "dispatch",
+                matrix * h * got,
+                forward=max(0.0, moved - matrix * h * got),
+                backward=self._hidden + moved,
+            ),
+            Operation(
+                "expert fc1",
+                e * columns_here * got,
+                forward=self._quantised(h) * got,
+                backward=self._hidden
+                + (e * columns_here + e * h) * got
+                + (self._quantised(h) + self._quantised(columns_here)) * got,
+                weight_bytes=weights * columns,
+            ),
+            Operation(
+                "expert activation",
+                act + FP32 * got,
+                backward=self._hidden + e * (columns_here + f) * got,
+            ),
+            Operation(
+                "expert fc2",
+                matrix * f * got,
+                forward=arrived + self._quantised(f) * got,
+                backward=self._hidden + arrived + e * f * got + self._quantised(h) * got,
+                weight_bytes=weights * part.expert_hidden_size,
+            ),
+            Operation("combine", forward=moved, backward=self._hidden + moved),
+        ]
+
+    def _mlp(self, part: FeedForward | Experts) -> list[Operation]:
         """Lists the operations from the norm's output to the second product."""
         tp_size, e = self.parallelism.tp_size, self._elementwise
         f, columns = part.rows / tp_size, part.columns / tp_size

@@ -12,6 +12,9 @@ operation's precision):
   takes; of all keys, though with a sliding window long documents exchange fewer. The exchange of
   the first of ``g`` head groups is not hidden, that of the others is for the machine's
   ``cp_overlap``;
+* experts: ``topk`` copies of each token go to the ranks that have its experts and come back, with
+  an all-to-all each way, and one more each way in backward; with TP of experts, these ranks gather
+  what each has got, and reduce what they give. Nothing hides them. Routing is even;
 * element-wise operations: what they read and write, at memory bandwidth.
 
 The first stage has the embedding besides, the last one the LM head and its fp32 loss. Sends between
@@ -60,16 +63,23 @@ class ForwardTimes:
     """A token²."""
     unseen_us: float = 0.0
     """What a sliding window saves of that, a token² beyond its reach."""
+    ep_us: float = 0.0
+    """Exchange with experts of other ranks, as much backward as forward."""
+    routed_us: float = 0.0
+    """What of ``matrix_us`` and ``elementwise_us`` experts do: each rank's for all that exchange
+    tokens with it."""
 
     @property
     def linear_us(self) -> float:
         """All that grows with the tokens."""
-        return self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us + self.cp_copy_us
+        local_us = self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us
+        return local_us + self.cp_copy_us + self.ep_us
 
     @property
     def backward_linear_us(self) -> float:
         """The same of the backward pass."""
-        return BACKWARD_LINEAR * (self.linear_us - self.tp_us) + self.tp_backward_us
+        both_us = self.tp_us + self.ep_us
+        return BACKWARD_LINEAR * (self.linear_us - both_us) + self.tp_backward_us + self.ep_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +118,19 @@ class AnalyticModel:
         copied_bytes = 2 * kv_bytes if p.cp_size > 1 else 0.0
         attention_tflops = machine.reached_tflops("attention_share", attention.peak)
         pair_us = 2 / (self._devices * attention_tflops * 1e6)
-        num_parts = len(layer.parts)
+        # Experts without a shared one have no product that tensor parallelism divides.
+        num_parts = sum(part.columns > 0 for part in layer.parts)
         columns = shape.hidden_size * sum(part.columns for part in layer.parts)
+        routed, exchange_bytes, copied = self._experts(layer)
+        routed_us = self._matrix_us(
+            shape.hidden_size * sum(part.routed_numbers for part in layer.experts),
+            precisions.matrix,
+        ) + self._elementwise_us(routed / p.tp_size * precisions.elementwise.element_bytes)
         return ForwardTimes(
             self._matrix_us(shape.hidden_size * layer.matrix_numbers, precisions.matrix),
             self._elementwise_us(
-                (spread + local / p.tp_size) * precisions.elementwise.element_bytes
+                (spread + copied + (local + routed) / p.tp_size)
+                * precisions.elementwise.element_bytes
             ),
             self._tp_us(2 * num_parts, precisions.collective.element_bytes),
             self._tp_backward_us(num_parts, num_parts, columns, precisions),
@@ -121,7 +138,30 @@ class AnalyticModel:
             machine.memory_us(copied_bytes),
             layer.query_size * pair_us,
             layer.windowed_query_size * pair_us,
+            self._exchange_us(exchange_bytes * precisions.collective.element_bytes),
+            routed_us,
         )
+
+    def _experts(self, layer: Layer) -> tuple[float, float, float]:
+        """Numbers a token: those of its experts' activations, over TP; those that a rank sends to
+        experts; those that are read and written to sort copies by their experts, and back.
+        """
+        p, h = self.parallelism, self.shape.hidden_size / self.parallelism.sequence_shards
+        routed = sent = copied = 0.0
+        for part in layer.experts:
+            routed += part.routed_elementwise_numbers
+            sent += part.topk * h
+            copied += 2 * (1 + part.topk) * h
+            if part.num_experts > p.ep_size:  # and again by those of the rank
+                copied += 4 * part.topk * h * p.expert_tp_size
+        return routed, sent, copied
+
+    def _exchange_us(self, num_bytes: float) -> float:
+        """Time in which so many bytes of a token over CP go to experts, and back."""
+        p, machine = self.parallelism, self.hardware
+        each, tp_size = num_bytes / p.cp_size, p.expert_tp_size
+        gathered_us = machine.transfer_us((tp_size - 1) * each, tp_size, tp_size)
+        return 2 * (machine.all_to_all_us(each, p.ep_size, tp_size) + gathered_us)
 
     def embedding(self) -> ForwardTimes:
         """What the first stage has besides its layers."""
@@ -177,6 +217,15 @@ class AnalyticModel:
         stages = self.parallelism.stages(self.shape)
         costs = {stage: self.stage_cost(stage) for stage in set(stages)}
         return tuple(costs[stage] for stage in stages)
+
+    def routed_us(self, stage: Stage) -> tuple[float, float]:
+        """What a token's experts do in a virtual stage, forward and backward."""
+        (again,) = slices(stage.layers, [self.recompute.recomputed_layers(stage.num_layers)])
+        forward_us, again_us = (
+            sum((num * self.layer(layer).routed_us for num, layer in runs), 0.0)
+            for runs in (stage.layers, again)
+        )
+        return forward_us, BACKWARD_LINEAR * forward_us + again_us
 
     def cost(self) -> DocumentCost:
         """Cost of a document in the whole model: the sum over its stages."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_wlb.cost.layers import Experts
+from megatron_wlb.cost.model_file import layers_with_experts
+from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import shown
 from megatron_wlb.settings.config import Config, ModelConfig, flag_of
-from megatron_wlb.settings.pattern import read_pattern
 
 
 def expert_layers(model: ModelConfig) -> list[bool]:
@@ -15,15 +16,24 @@ def expert_layers(model: ModelConfig) -> list[bool]:
     num_layers = model.num_layers
     if model.num_experts is None:
         return [False] * num_layers
-    said = read_pattern(model.moe_layer_freq)
-    if isinstance(said, int) and said >= 1:  # every Nth layer, from the first on
-        return [layer % said == 0 for layer in range(num_layers)]
-    if isinstance(said, list) and len(said) == num_layers and set(said) <= {0, 1}:
-        return [bool(one) for one in said]
-    raise ConfigError(
-        f"--moe-layer-freq is {shown(model.moe_layer_freq)}; give N of at least 1, or a list of 1 "
-        f"(experts) and 0 (dense) for each of the {num_layers} layers, as in [0]+[1]*3"
+    return layers_with_experts(flag_of("moe_layer_freq"), model.moe_layer_freq, num_layers)
+
+
+def with_experts(shape: ModelShape, model: ModelConfig) -> ModelShape:
+    """``shape``, of ``model``, with experts in place of the dense MLP where layers have them.
+
+    Raises :class:`ConfigError` as :func:`expert_layers`, and for sizes that cannot be.
+    """
+    if model.num_experts is None:
+        return shape
+    experts = Experts(
+        model.num_experts,
+        model.moe_router_topk,
+        model.moe_ffn_hidden_size or shape.ffn_hidden_size,
+        shape.gated,
+        model.moe_shared_expert_intermediate_size or 0,
     )
+    return shape.with_experts(experts, expert_layers(model))
 
 
 def refusals(config: Config, world_size: int) -> Iterator[str]:

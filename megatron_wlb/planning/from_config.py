@@ -33,6 +33,7 @@ from megatron_wlb.data.ramp import LinearRamp, Ramp, StepRamp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner, Stream
+from megatron_wlb.planning.experts import with_experts
 from megatron_wlb.planning.run import Run, read_cost
 from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.planning.sliding import with_windows
@@ -66,7 +67,7 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         tied_embeddings=not m.untie_embeddings_and_output_weights,
         dropout=m.hidden_dropout > 0,
     )
-    shape = with_windows(shape, m)
+    shape = with_experts(with_windows(shape, m), m)
     return shape if config.training.fp8_format is None else _in_fp8(config, shape)
 
 
@@ -100,6 +101,8 @@ def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
         sequence_parallel=p.sequence_parallel,
         group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
         stage_layers=p.split.uneven(config.model.num_layers, pp_size, vpp_size),
+        ep_size=p.expert_model_parallel_size,
+        etp_size=p.expert_tensor_parallel_size,
     )
 
 
@@ -168,6 +171,7 @@ def run_of(
         num_head_groups=wlb.wlb_cp_overlap_groups,
         micro_batch_size=micro_batch_size,
         ramp=ramp,
+        expert_imbalance=wlb.wlb_expert_imbalance,
     )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
+from megatron_wlb.cost.layers import Layer
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_TOKENS
-from megatron_wlb.reading import shown
+from megatron_wlb.reading import read_pattern, shown
 from megatron_wlb.settings.config import ModelConfig
-from megatron_wlb.settings.pattern import read_pattern
 
 
 def reach_tokens(model: ModelConfig) -> int | None:
@@ -60,10 +61,10 @@ def with_windows(shape: ModelShape, model: ModelConfig) -> ModelShape:
     return dataclasses.replace(slides, layers=tuple(runs))
 
 
-def pattern_of(shape: ModelShape) -> str | None:
-    """What ``--window-attn-skip-freq`` says of such layers; None where all are alike in that."""
-    windowed = itertools.groupby(shape.runs, lambda run: run[1].windowed_query_size > 0)
-    runs = [(has, sum(num for num, _ in own)) for has, own in windowed]
+def pattern_of(shape: ModelShape, has_it: Callable[[Layer], bool]) -> str | None:
+    """What a flag such as ``--window-attn-skip-freq`` says of layers; None where all are alike."""
+    grouped = itertools.groupby(shape.runs, lambda run: has_it(run[1]))
+    runs = [(has, sum(num for num, _ in own)) for has, own in grouped]
     said = "+".join(f"[{int(has)}]*{num}" for has, num in runs)
     return f"({said})" if len(runs) > 1 else None
 

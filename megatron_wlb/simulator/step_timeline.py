@@ -52,6 +52,9 @@ class StepTimeline:
     """What each data-parallel rank's pipeline holds; empty without a memory model."""
     units: tuple[tuple[Unit, ...], ...] = ()
     """Each data-parallel rank's micro-batches, where documents run in slices."""
+    waits_us: tuple[Floats, ...] = ()
+    """How long actions wait for those of other replicas that exchange tokens with experts, per
+    data-parallel rank ``[2, S, N]``; empty where no replica waits for another."""
 
     @property
     def graph(self) -> Graph:
@@ -109,6 +112,13 @@ class StepTimeline:
         available_us = self.dp_size * self.pp_size * self.pipeline_us
         busy_us = sum(map(sum, self.busy_us))  # by rounding, it may be more than there is
         return max(0.0, 1.0 - busy_us / available_us) if available_us else 0.0
+
+    @cached_property
+    def expert_wait_share(self) -> float:
+        """Share of the ranks' time that they wait at exchanges for a replica with more work."""
+        available_us = self.dp_size * self.pp_size * self.pipeline_us
+        waits_us = float(sum(own.sum() for own in self.waits_us))
+        return waits_us / available_us if available_us else 0.0
 
     @property
     def tokens_per_s(self) -> float:

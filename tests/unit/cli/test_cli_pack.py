@@ -223,9 +223,11 @@ def test_model_file_also_says_the_window_the_batch_and_the_pipeline(capsys) -> N
     )
     (recipe,) = rows(capsys, *options[:2], "recipe.yaml", *options[3:])
     assert recipe["efficiency"] == chunks["efficiency"]
-    Path("recipe.yaml").write_text(Path("recipe.yaml").read_text() + "  --num-experts: 8\n")
+    Path("recipe.yaml").write_text(
+        Path("recipe.yaml").read_text() + "  --use-megatron-fsdp: true\n"
+    )
     assert main(["pack", *options[:2], "recipe.yaml", *options[3:]]) == 2
-    assert "recipe.yaml: --num-experts is not modelled" in capsys.readouterr().err
+    assert "recipe.yaml: --use-megatron-fsdp is not modelled" in capsys.readouterr().err
     Path("model.yaml").write_text("seq_length: 8192\nglobal_batch_size: 8\nwlb_shape: on\n")
     (row,) = rows(capsys, *options)  # said, though training has these sizes by default
     assert (row["window"], row["num_micro_batches"]) == (8192, 8)
