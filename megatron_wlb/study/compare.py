@@ -37,7 +37,8 @@ EXAMPLE_STEPS = 6
 """Steps of which each micro-batch is kept, to be drawn."""
 ROW = (
     "title", "sharding", "tokens_per_s", "mfu", "bubble_share", "packing_imbalance", "pp_imbalance",
-    "cp_imbalance", "dp_imbalance", "delay_steps", "step_tokens", "sharding_shares",
+    "cp_imbalance", "dp_imbalance", "expert_wait_share", "delay_steps", "step_tokens",
+    "sharding_shares",
 )  # fmt: skip
 """What a row of JSON has under the name that :class:`Outcome` gives it."""
 

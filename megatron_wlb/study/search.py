@@ -377,8 +377,8 @@ def _runs(
         return
     if not _of_layout(layout, space.packings):
         reason = (
-            "slices need pipeline stages, none that are virtual, and all experts in each replica; "
-            "give other packings too"
+            "slices need pipeline stages, and none that are virtual, with all experts in each "
+            "replica; give other packings too"
         )
         yield Rejected(layout, 0, space.recompute[0], "batch and schedule", reason)
         return

@@ -348,3 +348,19 @@ def test_pipeline_is_advised_to_cut_slices(capsys) -> None:
     advice = capsys.readouterr().out.splitlines()[-1]
     assert "train with --wlb-packing slim" in advice and "run in slices" in advice
     assert "memory for micro-batches" not in advice and "delays a token by 0.000" in advice
+
+
+def test_replicas_that_share_experts_keep_each_other_waiting(capsys) -> None:
+    options = ["--distribution", "reference", "--model", "mixtral-8x7b", "--steps", "4"]
+    options += ["--num-micro-batches", "16", "--dp-size", "4", "--pp-size", "2"]
+    both, divided = ["--packing", "original,hold"], ["--ep-size", "4"]
+    alone, even = rows(capsys, *options, *both)
+    shared, balanced = rows(capsys, *options, *both, *divided)
+    lost = shared["efficiency"] / alone["efficiency"]
+    assert lost < 0.98 and lost < balanced["efficiency"] / even["efficiency"]
+    assert main(["pack", *options, *divided]) == 0
+    assert "slim" not in capsys.readouterr().out
+    assert main(["pack", *options, "--packing", "slim", *divided]) == 2
+    assert "exchange tokens with experts" in capsys.readouterr().err
+    assert main(["pack", *options, "--ep-size", "3"]) == 2
+    assert "does not divide" in capsys.readouterr().err
