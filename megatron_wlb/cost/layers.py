@@ -225,7 +225,7 @@ class Experts:
 
     @property
     def routed_numbers(self) -> int:
-        """Those of them that are in experts which other ranks may have."""
+        """Weights that it passes in experts, which other ranks may have."""
         return self.topk * self.expert_numbers
 
     @property
