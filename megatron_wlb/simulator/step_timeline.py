@@ -154,8 +154,9 @@ class StepTimeline:
     def critical_path(self) -> tuple[Activity, ...]:
         """What kept the step from ending earlier, first to last.
 
-        The parts and the transfers between them fill the step. Only a reduction that overlaps a
-        backward starts within it.
+        The parts and the transfers between them fill the step, but where replicas that exchange
+        tokens with experts wait for each other. Only a reduction that overlaps a backward starts
+        within it.
         """
         tail = self._critical_tail()
         what, ranks = "", range(self.pp_size)

@@ -23,6 +23,7 @@ from itertools import product
 from typing import Literal, TypeAlias, TypeVar
 
 from megatron_wlb.cost import Hardware, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
@@ -30,6 +31,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingSettings
 from megatron_wlb.packing.settings import SHAPED, run_with
 from megatron_wlb.planning.run import Run, tensors_gib, title
+from megatron_wlb.reading import real_number
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
@@ -92,6 +94,7 @@ class Space:
                 f"{self.num_devices} devices, a window of {self.window} tokens and "
                 f"{len(self.num_micro_batches)} numbers of micro-batches; give at least 1 of each"
             )
+        real_number("--expert-imbalance", self.expert_imbalance, 1, MOST)
         for packing in self.packings:  # Now, not once layouts have been searched for minutes.
             PackingSettings.parse(packing, self.window, self.window)
 
