@@ -124,7 +124,7 @@ def simulate_step(
     Args:
         plan: a step planned for this layout.
         layout: how the model is divided over devices.
-        model: a name (``550m``, ``7b``, ``30b``, ``70b``) or a YAML file of sizes.
+        model: a name (``550m``, ``7b``, ``mixtral-8x7b``, …) or a YAML file of sizes.
         hardware: a name (``h100-sxm``, ``h200``, ``a100``, ``cpu``) or a hardware file.
         sharding: how context-parallel ranks share a micro-batch.
 

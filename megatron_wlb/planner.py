@@ -13,18 +13,22 @@ give the same steps, bit for bit. ``StepPlan.digest`` lets them check.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_wlb.cost import Cost
+from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.packing import Packer
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.sharding.select import Prediction, Selector
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BACKLOG_STEPS = 4
 """Waiting tokens, in mean steps, from which on the planner warns. On heavy-tailed lengths `wlb` and
@@ -112,7 +116,8 @@ class Planner:
     length has to be divisible by (TP with sequence parallel, 2 · CP · TP with context parallel);
     padding goes to the tail and is masked. ``selector`` chooses how each micro-batch is divided
     over context-parallel ranks; None is for one rank. ``shaping`` reshapes each packed step;
-    ``slicing`` cuts each step's documents into as many micro-batches as it likes.
+    ``slicing`` cuts each step's documents into as many micro-batches as it likes. ``experts`` are
+    groups of replicas that run micro-batches of the same place together.
 
     Raises :class:`ConfigError` if N is not divisible by ``dp_size``, S_max not by
     ``length_multiple`` or that not by 2 · CP, or for a packing that ``shaping`` refuses.
@@ -129,6 +134,7 @@ class Planner:
         shaping: Shaping | None = None,
         slicing: Slicing | None = None,
         selector: Selector | None = None,
+        experts: ExpertGroups | None = None,
     ) -> None:
         for name, value in (("dp_size", dp_size), ("length_multiple", length_multiple)):
             if value < 1:
@@ -156,6 +162,7 @@ class Planner:
         self.shaping = shaping
         self.slicing = slicing
         self.selector = selector
+        self.experts = experts
         self.step = 0
         """The step that :meth:`next_plan` plans next."""
         self._steps_read = 0  # steps that the stream has given; more where the packer looks ahead
@@ -277,7 +284,7 @@ class Planner:
         if self.packer.in_stream_order:
             ranks = [micro_batches[rank :: self.dp_size] for rank in range(self.dp_size)]
         else:
-            ranks = [run_order(rank) for rank in assign(micro_batches, self.dp_size)]
+            ranks = deal(micro_batches, self.dp_size, self.experts)
         if self.shaping is None:
             return ranks
         shaped = self.shaping.shape(
@@ -387,25 +394,66 @@ class Predicted(Protocol):
     @property
     def predicted_us(self) -> float: ...
 
+    @property
+    def padded_length(self) -> int: ...
+
 
 _Predicted = TypeVar("_Predicted", bound=Predicted)
 
 
-def assign(micro_batches: Sequence[_Predicted], dp_size: int) -> list[list[_Predicted]]:
+def assign(
+    micro_batches: Sequence[_Predicted],
+    dp_size: int,
+    together: int = 1,
+    time_us: Callable[[_Predicted], float] = attrgetter("predicted_us"),
+) -> list[list[_Predicted]]:
     """Gives each rank equally many micro-batches, with nearly equal sums of predicted time.
 
     In descending order of time each goes to the rank with the least so far that still has a place;
-    ties by lowest index, so that all ranks agree.
+    ties by lowest index, so that all ranks agree. Where so many neighbours run ``together``, what
+    they run at once takes the time of the slowest. So as many next to each other in that order go
+    to one group at once, the first of them to its rank with the least.
     """
     num_places = len(micro_batches) // dp_size
     ranks: list[list[_Predicted]] = [[] for _ in range(dp_size)]
-    open_ranks = [(0.0, rank) for rank in range(dp_size)]  # least load first
-    for micro_batch in sorted(micro_batches, key=lambda m: (-m.predicted_us, m.index)):
-        load_us, rank = heappop(open_ranks)
-        ranks[rank].append(micro_batch)
-        if len(ranks[rank]) < num_places:
-            heappush(open_ranks, (load_us + micro_batch.predicted_us, rank))
+    loads_us = [0.0] * dp_size
+    open_groups = [(0.0, first) for first in range(0, dp_size, together)]  # least load first
+    ordered = sorted(micro_batches, key=lambda m: (-time_us(m), m.index))
+    for at in range(0, len(ordered), together):
+        load_us, first = heappop(open_groups)
+        row, own = ordered[at : at + together], range(first, first + together)
+        for micro_batch, rank in zip(row, sorted(own, key=loads_us.__getitem__), strict=True):
+            ranks[rank].append(micro_batch)
+            loads_us[rank] += time_us(micro_batch)
+        if len(ranks[first]) < num_places:
+            heappush(open_groups, (load_us + time_us(row[0]), first))
     return ranks
+
+
+def deal(
+    micro_batches: Sequence[_Predicted], dp_size: int, experts: ExpertGroups | None = None
+) -> list[list[_Predicted]]:
+    """Assigns micro-batches to replicas, and orders those of each.
+
+    Where replicas exchange tokens with experts, those of the same place are of like work, but for
+    what experts do, which is even as it is. All replicas of a group run their places in one order:
+    that of :func:`run_order`, by mean times.
+    """
+    if experts is None:
+        return [run_order(rank) for rank in assign(micro_batches, dp_size)]
+    size = experts.num_replicas
+
+    def own_us(m: _Predicted) -> float:
+        return experts.own_us(m.predicted_us, m.padded_length)
+
+    ranks = assign(micro_batches, dp_size, size, own_us)
+    ordered: list[list[_Predicted]] = []
+    for first in range(0, dp_size, size):
+        group = ranks[first : first + size]
+        sums_us = [sum(m.predicted_us for m in row) for row in zip(*group, strict=True)]
+        places = _small_at_ends(sorted(range(len(sums_us)), key=lambda at: (sums_us[at], -at)))
+        ordered += [[rank[at] for at in places] for rank in group]
+    return ordered
 
 
 def run_order(micro_batches: Sequence[_Predicted]) -> list[_Predicted]:
@@ -414,5 +462,8 @@ def run_order(micro_batches: Sequence[_Predicted]) -> list[_Predicted]:
     The first and last micro-batches fill and drain the pipeline while other stages wait: small
     ones keep that short.
     """
-    ascending = sorted(micro_batches, key=lambda m: (m.predicted_us, m.index))
-    return ascending[::2] + ascending[1::2][::-1]
+    return _small_at_ends(sorted(micro_batches, key=lambda m: (m.predicted_us, m.index)))
+
+
+def _small_at_ends(ascending: Sequence[T]) -> list[T]:
+    return [*ascending[::2], *ascending[1::2][::-1]]

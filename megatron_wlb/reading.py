@@ -7,6 +7,7 @@ one of each kind of number, so that a limit holds wherever a value comes from.
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import json
 import math
@@ -303,3 +304,37 @@ class Several(argparse.Action):
                 f"{option_string} {shown(' '.join(values))[1:-1]} is no list of whole numbers; "
                 "write several as 4 16 or 4,16"
             ) from None
+
+
+_EXPRESSION = 10_000
+"""The most characters of an expression, and entries of a list that it says."""
+
+
+def read_pattern(text: str) -> int | list[int] | None:
+    """What a pattern of layers says, as Megatron's flags write it: N, or a list that Python would
+    make of sums and multiples of lists. None where it is anything else.
+    """
+    try:
+        return _pattern(ast.parse(text[:_EXPRESSION].strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _pattern(node: ast.expr) -> int | list[int]:
+    """A number or list of numbers. Raises :class:`ValueError` for anything else, or too long."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        entries = [_pattern(entry) for entry in node.elts]
+        if all(isinstance(entry, int) for entry in entries):
+            return entries  # type: ignore[return-value]
+    if isinstance(node, ast.BinOp):
+        left, right = _pattern(node.left), _pattern(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return (left + right)[:_EXPRESSION]
+        if isinstance(node.op, ast.Mult):
+            if isinstance(left, int):
+                left, right = right, left
+            if isinstance(left, list) and isinstance(right, int) and right <= _EXPRESSION:
+                return (left * right)[:_EXPRESSION]
+    raise ValueError

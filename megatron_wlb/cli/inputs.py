@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import get_args
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import MODELS, Model, add_model_flag, read_model
-from megatron_wlb.cost import Cost, ModelShape, Parallelism, Recompute, analytic_cost, load_hardware
+from megatron_wlb.cost import (
+    AnalyticModel,
+    Cost,
+    ModelShape,
+    Parallelism,
+    Recompute,
+    analytic_cost,
+    load_hardware,
+)
+from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import LongDocuments
@@ -17,7 +27,12 @@ from megatron_wlb.data.mock import LENGTHS
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
-from megatron_wlb.planning.from_config import known_cost, padded_vocab_size
+from megatron_wlb.planning.from_config import (
+    known_cost,
+    padded_vocab_size,
+    parallelism,
+    recompute,
+)
 from megatron_wlb.planning.run import Workload, read_cost
 from megatron_wlb.reading import real_number, text_of_flag, whole_number
 from megatron_wlb.settings.config import Config, from_flat
@@ -178,6 +193,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "simulation; without any, as long as their slowest micro-batch",
     )
     flag(group, "--vpp-size N", "model chunks a stage (VPP)")
+    flag(group, "--ep-size N", "ranks over which experts are divided (default: --model's, or 1)")
     add_model_flag(group)
     flag(group, "--hardware NAME|FILE", "of --model (default: h100-sxm)")
     add_cost_file(group)
@@ -208,6 +224,7 @@ def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batche
     names = "dp_size", "pp_size", "vpp_size", "stage_layers"
     sizes = {name: getattr(args, name, None) for name in names}
     given = {name: size for name, size in sizes.items() if size is not None}
+    layout = Parallelism(**given) if given else None
     return Workload(
         source=documents,
         window=args.window,
@@ -216,9 +233,34 @@ def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batche
         seed=args.seed,
         long_documents=args.long_documents,
         length_multiple=args.length_multiple,
-        layout=Parallelism(**given) if given else None,
+        layout=layout,
         micro_batch_size=args.micro_batch_size,
+        experts=_experts(args, layout or Parallelism()),
     )
+
+
+def _experts(args: argparse.Namespace, layout: Parallelism) -> ExpertGroups | None:
+    """Replicas of ``layout`` that exchange tokens with experts, with the TP and CP of ``--model``.
+
+    Raises :class:`ConfigError` for experts that cannot be divided so.
+    """
+    if args.model is None:
+        return None
+    model = read_model(args.model)
+    own = parallelism(model.config, layout.dp_size)
+    own = replace(
+        own,
+        pp_size=layout.pp_size,
+        vpp_size=layout.vpp_size,
+        stage_layers=layout.stage_layers,
+        ep_size=args.ep_size or own.ep_size,
+    )
+    if own.ep_size == 1 or layout.dp_size == 1:
+        return None
+    shape = padded_vocabulary(model.shape, own.tp_size)
+    own.check_experts(shape)
+    hardware = load_hardware(args.hardware or model.config.wlb.wlb_hardware)
+    return ExpertGroups.of(AnalyticModel(shape, hardware, own, recompute(model.config)))
 
 
 def cost(args: argparse.Namespace) -> Cost:

@@ -36,7 +36,7 @@ STEPS = 40
 HEADROOM = 0.05
 NUM_TUNED = 36
 """Packings and S_max that are simulated of the best layouts, about."""
-SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size")
+SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "ep_size")
 
 _EPILOG = f"""\
 {inputs.SOURCES}
@@ -90,6 +90,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     flag(group, "--recompute", "only this (default: as little as fits)", choices=RECOMPUTE)
     flag(group, "--packing a,b,…", "as for wlb simulate", ["original", "wlb", "hold", "hold+shape"])
     flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
+    about = "memory of a rank whose experts get so many times the mean rank's tokens"
+    flag(group, "--expert-imbalance X", about, 1.0)
     inputs.add_long_documents(group)
     flag(group, "--refine N", "layouts to simulate", 8)
     flag(group, "--strategies", "replicas of unlike layouts instead, which follow the documents")
@@ -125,6 +127,11 @@ def _run(args: argparse.Namespace) -> int:
     inputs.fill_window(args)
     documents, space = inputs.source(args), _space(args)
     if args.strategies:
+        if space.shape.experts:
+            raise ConfigError(
+                f"--strategies has replicas of unlike layouts, but those of --model {args.model} "
+                "exchange tokens with experts; leave --strategies out"
+            )
         return plan_strategies.run(args, documents, space)
     documents.check(window=space.window, long_documents=args.long_documents)
     most, cases = max(space.num_micro_batches) * space.window, args.refine + NUM_TUNED
@@ -214,6 +221,7 @@ def _space(args: argparse.Namespace) -> Space:
         args.headroom,
         args.cost_extrapolate,
         fixed,
+        args.expert_imbalance,
     )
 
 

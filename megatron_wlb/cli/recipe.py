@@ -191,7 +191,8 @@ def _table(recipe: Recipe, found: Forecast, checkout: Path | None) -> Table:
     rows = {
         "parameters": f"{found.parameters / 1e9:.2f} billion",
         "layout": f"{found.num_devices} devices: TP {found.tp_size} × CP {found.cp_size} × "
-        f"PP {found.pp_size} × DP {found.dp_size}, VPP {found.vpp_size}",
+        f"PP {found.pp_size} × DP {found.dp_size}, VPP {found.vpp_size}"
+        + (f", EP {found.ep_size}" if found.ep_size > 1 else ""),
         "micro-batches a rank": str(found.num_micro_batches),
         "window": f"{found.window:,} tokens",
         **({} if found.units is None else {"units a rank": f"{found.units}, of one step"}),

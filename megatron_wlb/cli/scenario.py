@@ -69,8 +69,11 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         ("pp", "pipeline stages"),
         ("vpp", "model chunks a pipeline rank (interleaved schedule)"),
         ("dp", "data-parallel replicas"),
+        ("ep", "ranks over which experts are divided, of several replicas where one has too few"),
+        ("etp", "ranks over which each expert is divided"),
     ):
-        flag(group, f"--{size}-size N", f"{text} (default: --model's, or 1)")
+        none = "1" if size != "etp" else "TP"
+        flag(group, f"--{size}-size N", f"{text} (default: --model's, or {none})")
     about_settings = {f.name: str(f.metadata["help"]) for f in fields(ParallelConfig)}
     for name, value in SPLIT.items():
         flag(group, f"{flag_of(name)}{value}", f"{about_settings[name]} (as --model, if none)")
@@ -78,6 +81,8 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     flag(group, "--num-micro-batches N", f"{about} (default: --model's, or PP × DP)")
     add_micro_batch_size(group)
     flag(group, "--recompute", "activations (default: --model's, or none)", choices=RECOMPUTE)
+    about = "memory of a rank whose experts get so many times the mean rank's tokens"
+    flag(group, "--expert-imbalance X", f"{about} (default: --model's, or 1)")
     about = "reduce gradients after the last backward instead of beside it"
     flag(group, "--no-overlap-grad-reduce", about)
 
@@ -90,6 +95,9 @@ def fill_layout(args: argparse.Namespace) -> None:
         ("tp_size", p.tensor_model_parallel_size),
         ("cp_size", p.context_parallel_size),
         ("pp_size", p.pipeline_model_parallel_size),
+        ("ep_size", p.expert_model_parallel_size),
+        ("etp_size", p.expert_tensor_parallel_size),
+        ("expert_imbalance", model.config.wlb.wlb_expert_imbalance),
     ):
         if getattr(args, name) is None:
             setattr(args, name, size)
@@ -143,6 +151,8 @@ def run_of(args: argparse.Namespace) -> Run:
         sequence_parallel=args.tp_size > 1,
         group_size=config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
         stage_layers=args.stage_layers,
+        ep_size=args.ep_size,
+        etp_size=args.etp_size,
     )
     return Run(
         padded_vocabulary(shape, layout.tp_size),
@@ -156,6 +166,7 @@ def run_of(args: argparse.Namespace) -> Run:
         None if args.cost is None else cost_of_file(args, shape, layout),
         args.cost_extrapolate,
         micro_batch_size=args.micro_batch_size,
+        expert_imbalance=args.expert_imbalance,
     )
 
 

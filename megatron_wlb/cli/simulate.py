@@ -53,6 +53,8 @@ columns:
   peak       the most that a device held in any step; red where it is above the limit
   PP, CP, DP imbalance, 1 is perfect: the slowest micro-batch of a pipeline, the slowest attention
              of the ranks that share a sequence, the slowest replica, each over the mean
+  experts    share of the ranks' time that they wait for a replica with more work, with which they
+             exchange tokens; a part of the bubble
   delay      steps between a token's arrival and its run, in the mean
 
 All of it is simulated: Megatron's schedule replayed with modelled times (docs/simulator.md).
@@ -112,7 +114,8 @@ def _run(args: argparse.Namespace) -> int:
     max_tokens, said = scenario.most_tokens(args, base)
     if said:
         remark(said)
-    packings, shardings = _packings(args, max_tokens), _shardings(args)
+    packings = _packings(args, max_tokens, base.parallelism.expert_replicas)
+    shardings = _shardings(args)
     num_cases = len(packings) * args.num_seeds
     most, default = base.step_tokens, (WARM_UP_STEPS, STEPS)
     warm_up, steps = num_steps(
@@ -144,12 +147,15 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings]:
+def _packings(
+    args: argparse.Namespace, max_tokens: int, expert_replicas: int
+) -> list[PackingSettings]:
     """What is asked for, after `original`, which all are compared with."""
     named = args.packing
     if named is None:
         named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
-        named += run_with(args.pp_size, args.vpp_size, ["slim"] if can_slice(args) else [])
+        sliced = ["slim"] if can_slice(args) else []
+        named += run_with(args.pp_size, args.vpp_size, sliced, expert_replicas)
     names = ["original", *named]
     return [
         PackingSettings.parse(name, args.window, max_tokens, max_age=args.max_age)
@@ -229,13 +235,14 @@ def _of_windows(base: Run) -> str:
 def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> Table:
     original = outcomes[0]
     with_sharding = base.parallelism.cp_size > 1
+    with_experts = base.costs.experts is not None
     words = ("packing", "sharding") if with_sharding else ("packing",)
     table = table_of(
         f"{scenario.machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
         f"window {base.window:,}, N {base.num_micro_batches}{_of_windows(base)}, "
         f"S_max {original.setting.max_tokens / base.window:.3g} windows",
         (*words, "speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP", "DP",
-         "delay"),
+         *(["experts"] if with_experts else []), "delay"),
         words,
         f"simulated: {original.num_steps} steps of each, {args.num_seeds} seeds; memory limit "
         f"{base.limit_gib:.1f} GiB",
@@ -258,6 +265,7 @@ def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> 
             f"{outcome.pp_imbalance:.3f}",
             f"{outcome.cp_imbalance:.3f}",
             f"{outcome.dp_imbalance:.3f}",
+            *([f"{outcome.expert_wait_share:.1%}"] if with_experts else []),
             f"{outcome.delay_steps:.2f}",
         )
     return table

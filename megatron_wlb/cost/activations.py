@@ -1,9 +1,5 @@
 """The operations of a model chunk and the bytes that each keeps: what activation memory is made of.
 
-A chunk is a *tape* of operations. Forward writes it: each adds what its backward needs. Backward
-reads it from the end: each needs some working memory, then lets go of what it kept. Full recompute
-is an operation that keeps its input and, in backward, writes and reads an inner tape.
-
 Two ways to count, by the kernels that run:
 
 * ``torch``: Megatron's local layer spec on the CPU: norms of several operations that keep fp32
@@ -16,22 +12,22 @@ Two ways to count, by the kernels that run:
 
 A number is kept in the precision of the operation that reads it again.
 
+Experts keep the tokens that come to them, more than the mean rank's where routing is uneven by
+``expert_imbalance``.
+
 Legend: ``h`` hidden, ``f`` FFN, ``q``/``k`` numbers of a token's query/key on a TP rank. All bytes
 are those of one device, a token of the micro-batch (padded, over CP).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from megatron_wlb.cost.exchange import exchange_bytes
 from megatron_wlb.cost.layers import (
     Attention,
+    Experts,
     FeedForward,
     LatentAttention,
     Layer,
@@ -40,86 +36,14 @@ from megatron_wlb.cost.layers import (
     slices,
 )
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.tape import Operation, Tape, scaled, with_more
 from megatron_wlb.cost.workspace import FP32, WORKSPACES, Workspace
-from megatron_wlb.schedule.graph import Floats
 
 Kernels: TypeAlias = Literal["torch", "fused"]
 
 INT64 = 8
 DOCUMENT_TOKENS = 1024
 """Tokens of a document in the mean, for what kernels add to each; real corpora have more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """Bytes a token of one operation; ``weight_bytes`` are absolute."""
-
-    name: str
-    saved: float = 0.0
-    """Kept from its forward to its backward, its output included where a later one needs it."""
-    forward: float = 0.0
-    """Alive besides only while it runs forward."""
-    backward: float = 0.0
-    """Alive besides only while it runs backward: gradients in and out, temporaries."""
-    weight_bytes: int = 0
-    """The gradient of its weight, before it is added to the gradient buffer."""
-    inner: tuple[Operation, ...] = ()
-    """What is written and read again in backward, for an operation that recomputes."""
-    cached: float = 0.0
-    """What of ``saved`` nobody keeps where a document's buffer has its keys and values."""
-    keys: float = 0.0
-    """Such buffers' bytes, a token of the document; context-parallel ranks do not divide it."""
-    gradients: float = 0.0
-    """Bytes of their gradients' buffers, a token of the document."""
-    joined: float = 0.0
-    """Kept besides where a slice and whole documents share a micro-batch: two outputs in one."""
-    prefix: float = 0.0
-    """Bytes in which its backward works, a key of the slices before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tape:
-    """The operations of one model chunk, in forward order."""
-
-    operations: tuple[Operation, ...]
-
-    @property
-    def saved_per_token(self) -> float:
-        """Bytes that a micro-batch in flight keeps, a token."""
-        return sum(operation.saved for operation in self.operations)
-
-    def forward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
-        """The most that a micro-batch adds while it runs forward, what it keeps included.
-
-        Of many, all at once.
-        """
-        num_tokens = np.asarray(num_tokens, dtype=np.float64)
-        kept = peak = np.zeros_like(num_tokens)
-        for operation in self.operations:
-            working = operation.forward
-            if operation.inner:  # forward without keeping anything: its largest operation
-                working = max(o.forward + o.saved for o in operation.inner)
-            peak = np.maximum(peak, kept + (operation.saved + working) * num_tokens)
-            kept = kept + operation.saved * num_tokens
-        return peak
-
-    def backward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
-        """The most of a micro-batch while it runs backward, what it has kept included.
-
-        Of many, all at once.
-        """
-        num_tokens = np.asarray(num_tokens, dtype=np.float64)
-        peak = kept = self.saved_per_token * num_tokens
-        for operation in reversed(self.operations):
-            working = operation.backward * num_tokens + operation.weight_bytes
-            if operation.inner:
-                inner = Tape(operation.inner)
-                working = working + np.maximum(
-                    inner.forward_peak_bytes(num_tokens), inner.backward_peak_bytes(num_tokens)
-                )
-            peak = np.maximum(peak, kept + working)
-            kept = kept - operation.saved * num_tokens
-        return peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +67,8 @@ class ActivationModel:
     document_tokens: float = DOCUMENT_TOKENS
     reduce_in_fp32: bool = False
     """Under CP: whether their gradients are summed in fp32."""
+    expert_imbalance: float = 1.0
+    """How many times the mean rank's tokens the experts of this rank get."""
     precisions: Precisions | None = None
     """The precisions of the layer at hand."""
 
@@ -174,7 +100,7 @@ class ActivationModel:
             operations.append(Operation("rotary angles", FP32 * rotary))
         if last:
             operations += [*self._predictors(), *self._head()]
-        return Tape(_scaled(operations, 1 / self.parallelism.cp_size))
+        return Tape(scaled(operations, 1 / self.parallelism.cp_size))
 
     # Sizes on this rank, in numbers or bytes a token.
 
@@ -277,7 +203,12 @@ class ActivationModel:
     def _layer(self, layer: Layer) -> tuple[Operation, ...]:
         operations: list[Operation] = []
         for part in layer.parts:
-            inner = self._attention(part) if isinstance(part, Attention) else self._mlp(part)
+            if isinstance(part, Attention):
+                inner = self._attention(part)
+            else:
+                inner = self._mlp(part) if part.columns else []
+            if isinstance(part, Experts):
+                inner += self._experts(part)
             operations += [self._layer_norm(), *inner, self._residual("output")]
         return tuple(operations)
 
@@ -286,7 +217,7 @@ class ActivationModel:
         rows = 1 / self.parallelism.sequence_shards
         norm = self._norm("norm", self._residual_numbers, num_rows=rows)
         kept = self._bytes.matrix.element_bytes * self._residual_numbers
-        return _with(norm, saved=kept, backward=self._hidden)
+        return with_more(norm, saved=kept, backward=self._hidden)
 
     def _into(self, name: str, product: float, columns: int, *, bias: bool) -> Operation:
         """A matrix product from the hidden state to ``product`` bytes, which are kept."""
@@ -356,7 +287,7 @@ class ActivationModel:
             kept_input = copied if self._keeps_residual else 0.0
             kept_output = 0.0 if rotated else e * (q + k)
             operations.append(
-                _with(norm, saved=kept_input + kept_output, backward=self._hidden + e * k)
+                with_more(norm, saved=kept_input + kept_output, backward=self._hidden + e * k)
             )
         if rotated:
             tables = 0.0 if self._fused else 4 * e * rotary  # cos and sin, for q and for k
@@ -417,7 +348,7 @@ class ActivationModel:
         if part.qk_norm:
             rows = (1 + (sizes.q_lora_rank is not None)) / shards
             norm = self._norm("latent norm", normed / shards, num_rows=rows)
-            operations.append(_with(norm, saved=e * normed / shards, backward=self._hidden))
+            operations.append(with_more(norm, saved=e * normed / shards, backward=self._hidden))
         divided = p.cp_size > 1
         made = 0.0 if divided else e * (query + value)
         operations.append(
@@ -514,7 +445,61 @@ class ActivationModel:
             )
         return Operation("attention", kept, forward=max(gathering - kept, copy), backward=backward)
 
-    def _mlp(self, part: FeedForward) -> list[Operation]:
+    def _experts(self, part: Experts) -> list[Operation]:
+        """Lists the operations from the norm's output to the sum of what a token's experts give.
+
+        A rank's experts get ``got`` tokens for each of the micro-batch: with experts divided by
+        tensor parallelism also those of the ranks that have the other parts.
+        """
+        p, e, h = self.parallelism, self._elementwise, self.shape.hidden_size
+        sent = part.topk / p.sequence_shards
+        got = sent * self.expert_imbalance * p.expert_tp_size
+        f, columns = part.expert_hidden_size / p.expert_tp_size, part.expert_columns
+        columns_here = columns / p.expert_tp_size
+        # Kernels of all experts at once have all their gradients; one by one, one.
+        num = part.num_experts // p.ep_size if self._fused else 1
+        weights = self.element_bytes * num * h // p.expert_tp_size
+        matrix = self._bytes.matrix.element_bytes
+        logits = FP32 * part.num_experts / p.sequence_shards
+        copies, arrived = e * h * sent, e * h * got
+        # The copies that are sent, those that have come, and these sorted by expert.
+        moved = copies + (2 if part.num_experts > p.ep_size else 1) * arrived
+        # Scores, the chosen ones, and where each copy went.
+        routing = 2 * logits + (FP32 + INT64) * sent + part.num_experts / p.sequence_shards
+        act = 2 * e * f * got if part.gated and not self._fused else 0.0
+        return [
+            Operation("router", routing, forward=logits, backward=self._hidden + 2 * logits),
+            Operation(
+                "dispatch",
+                matrix * h * got,
+                forward=max(0.0, moved - matrix * h * got),
+                backward=self._hidden + moved,
+            ),
+            Operation(
+                "expert fc1",
+                e * columns_here * got,
+                forward=self._quantised(h) * got,
+                backward=self._hidden
+                + (e * columns_here + e * h) * got
+                + (self._quantised(h) + self._quantised(columns_here)) * got,
+                weight_bytes=weights * columns,
+            ),
+            Operation(
+                "expert activation",
+                act + FP32 * got,
+                backward=self._hidden + e * (columns_here + f) * got,
+            ),
+            Operation(
+                "expert fc2",
+                matrix * f * got,
+                forward=arrived + self._quantised(f) * got,
+                backward=self._hidden + arrived + e * f * got + self._quantised(h) * got,
+                weight_bytes=weights * part.expert_hidden_size,
+            ),
+            Operation("combine", forward=moved, backward=self._hidden + moved),
+        ]
+
+    def _mlp(self, part: FeedForward | Experts) -> list[Operation]:
         """Lists the operations from the norm's output to the second product."""
         tp_size, e = self.parallelism.tp_size, self._elementwise
         f, columns = part.rows / tp_size, part.columns / tp_size
@@ -553,7 +538,7 @@ class ActivationModel:
         matrix_bytes = self._bytes.matrix.element_bytes
         hidden = self.shape.hidden_size
         inner = (
-            _with(
+            with_more(
                 norms, saved=2 * matrix_bytes * self._residual_numbers, backward=2 * self._hidden
             ),
             Operation(
@@ -576,7 +561,7 @@ class ActivationModel:
         logits = shape.vocab_size / p.tp_size
         norm = self._norm("final norm", self._residual_numbers, num_rows=1 / p.sequence_shards)
         return [
-            _with(norm, saved=self._hidden),
+            with_more(norm, saved=self._hidden),
             Operation(
                 "output layer",
                 forward=self._collective + e * logits,
@@ -591,25 +576,3 @@ class ActivationModel:
                 backward=0.0 if e == FP32 else e * logits,
             ),
         ]
-
-
-def _with(operation: Operation, *, saved: float = 0.0, backward: float = 0.0) -> Operation:
-    """``operation`` with more bytes."""
-    saved, backward = operation.saved + saved, operation.backward + backward
-    return replace(operation, saved=saved, backward=backward)
-
-
-def _scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, ...]:
-    """``operations`` on a share of the tokens."""
-    return tuple(
-        replace(
-            o,
-            saved=o.saved * factor,
-            forward=o.forward * factor,
-            backward=o.backward * factor,
-            inner=_scaled(o.inner, factor),
-            cached=o.cached * factor,
-            joined=o.joined * factor,
-        )
-        for o in operations
-    )

@@ -13,6 +13,9 @@ operation's precision):
   the first of ``g`` head groups is not hidden, that of the others is for the machine's
   ``cp_overlap``. With multi-latent attention one latent a token is exchanged, and each rank
   projects those of all tokens up to keys and values, and once more in backward;
+* experts: ``topk`` copies of each token go to the ranks that have its experts and come back, with
+  an all-to-all each way, and one more each way in backward; with TP of experts, these ranks gather
+  what each has got, and reduce what they give. Nothing hides them. Routing is even;
 * element-wise operations: what they read and write, at memory bandwidth.
 
 The first stage has the embedding besides, the last one the LM head and its fp32 loss. So has each
@@ -64,16 +67,23 @@ class ForwardTimes:
     """What a sliding window saves of that, a token² beyond its reach."""
     again_us: float = 0.0
     """What of the forward runs once more in backward, a token."""
+    ep_us: float = 0.0
+    """Exchange with experts of other ranks, as much backward as forward."""
+    routed_us: float = 0.0
+    """What of ``matrix_us`` and ``elementwise_us`` experts do: each rank's for all that exchange
+    tokens with it."""
 
     @property
     def linear_us(self) -> float:
         """All that grows with the tokens."""
-        return self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us + self.cp_copy_us
+        local_us = self.matrix_us + self.elementwise_us + self.tp_us + self.cp_us
+        return local_us + self.cp_copy_us + self.ep_us
 
     @property
     def backward_linear_us(self) -> float:
         """The same of the backward pass."""
-        once_us = BACKWARD_LINEAR * (self.linear_us - self.tp_us) + self.tp_backward_us
+        both_us = self.tp_us + self.ep_us
+        once_us = BACKWARD_LINEAR * (self.linear_us - both_us) + self.tp_backward_us + self.ep_us
         return once_us + self.again_us
 
 
@@ -118,12 +128,19 @@ class AnalyticModel:
         weights = shape.hidden_size * layer.matrix_numbers + layer.inner_weights
         attention_tflops = machine.reached_tflops("attention_share", attention.peak)
         pair_us = 2 / (self._devices * attention_tflops * 1e6)
-        num_parts = len(layer.parts)
+        # Experts without a shared one have no product that tensor parallelism divides.
+        num_parts = sum(part.columns > 0 for part in layer.parts)
         columns = shape.hidden_size * sum(part.columns for part in layer.parts)
+        routed, exchange_bytes, copied = self._experts(layer)
+        routed_us = self._matrix_us(
+            shape.hidden_size * sum(part.routed_numbers for part in layer.experts),
+            precisions.matrix,
+        ) + self._elementwise_us(routed / p.tp_size * precisions.elementwise.element_bytes)
         return ForwardTimes(
             self._matrix_us(weights, precisions.matrix) + (p.cp_size - 1) * up_us,
             self._elementwise_us(
-                (spread + local / p.tp_size) * precisions.elementwise.element_bytes
+                (spread + copied + (local + routed) / p.tp_size)
+                * precisions.elementwise.element_bytes
             ),
             self._tp_us(2 * num_parts, precisions.collective.element_bytes),
             self._tp_backward_us(num_parts, num_parts, columns, precisions),
@@ -132,6 +149,8 @@ class AnalyticModel:
             layer.query_size * pair_us,
             layer.windowed_query_size * pair_us,
             p.cp_size * up_us if p.cp_size > 1 else 0.0,
+            self._exchange_us(exchange_bytes * precisions.collective.element_bytes),
+            routed_us,
         )
 
     def _sent_numbers(self, layer: Layer) -> float:
@@ -140,6 +159,27 @@ class AnalyticModel:
         rest = layer.key_size - sum(part.key_size for part in layer.latents)
         p = self.parallelism
         return 2 * rest / p.tp_size + latents / p.sequence_shards
+
+    def _experts(self, layer: Layer) -> tuple[float, float, float]:
+        """Numbers a token: those of its experts' activations, over TP; those that a rank sends to
+        experts; those that are read and written to sort copies by their experts, and back.
+        """
+        p, h = self.parallelism, self.shape.hidden_size / self.parallelism.sequence_shards
+        routed = sent = copied = 0.0
+        for part in layer.experts:
+            routed += part.routed_elementwise_numbers
+            sent += part.topk * h
+            copied += 2 * (1 + part.topk) * h
+            if part.num_experts > p.ep_size:  # and again by those of the rank
+                copied += 4 * part.topk * h * p.expert_tp_size
+        return routed, sent, copied
+
+    def _exchange_us(self, num_bytes: float) -> float:
+        """Time in which so many bytes of a token over CP go to experts, and back."""
+        p, machine = self.parallelism, self.hardware
+        each, tp_size = num_bytes / p.cp_size, p.expert_tp_size
+        gathered_us = machine.transfer_us((tp_size - 1) * each, tp_size, tp_size)
+        return 2 * (machine.all_to_all_us(each, p.ep_size, tp_size) + gathered_us)
 
     def embedding(self) -> ForwardTimes:
         """What the first stage has besides its layers."""
@@ -187,10 +227,9 @@ class AnalyticModel:
         if not (stage.layers or stage.first or stage.last):
             return WithoutDocuments()
         recompute, further = self.recompute, self.shape.predictors if stage.last else ()
-        (first,) = slices(stage.layers, [recompute.recomputed_layers(stage.num_layers)])
-        first += further if recompute.of_predictors else ()
-        linear_us, backward_us, attention_us, unseen_us = self._layers_us(stage.layers + further)
-        again_us, _, again_attention_us, again_unseen_us = self._layers_us(first)
+        layers, again = self._runs(stage)
+        linear_us, backward_us, attention_us, unseen_us = self._layers_us(layers)
+        again_us, _, again_attention_us, again_unseen_us = self._layers_us(again)
         if recompute.granularity == "selective":
             again_attention_us, again_unseen_us = attention_us, unseen_us
         num_ahead = sum(num for num, _ in further)
@@ -205,8 +244,7 @@ class AnalyticModel:
         if recompute.of_predictors:
             again_us += sum(num * part.linear_us for num, part in joining)
         if self.reduce_in_fp32:  # Backward gathers keys and values, and reduces their gradients.
-            runs = stage.layers + further
-            backward_us += sum(num * self._longer_us(layer) for num, layer in runs)
+            backward_us += sum(num * self._longer_us(layer) for num, layer in layers)
         return DocumentCost(
             linear_us,
             attention_us,
@@ -223,6 +261,21 @@ class AnalyticModel:
         stages = self.parallelism.stages(self.shape)
         costs = {stage: self.stage_cost(stage) for stage in set(stages)}
         return tuple(costs[stage] for stage in stages)
+
+    def _runs(self, stage: Stage) -> tuple[Runs, Runs]:
+        """All layers of a virtual stage, and those that run forward once more in backward."""
+        further = self.shape.predictors if stage.last else ()
+        (again,) = slices(stage.layers, [self.recompute.recomputed_layers(stage.num_layers)])
+        return stage.layers + further, again + (further if self.recompute.of_predictors else ())
+
+    def routed_us(self, stage: Stage) -> tuple[float, float]:
+        """What a token's experts do in a virtual stage, forward and backward."""
+        layers, again = self._runs(stage)
+        forward_us, again_us = (
+            sum((num * self.layer(layer).routed_us for num, layer in runs), 0.0)
+            for runs in (layers, again)
+        )
+        return forward_us, BACKWARD_LINEAR * forward_us + again_us
 
     def cost(self) -> DocumentCost:
         """Cost of a document in the whole model: the sum over its stages."""

@@ -130,6 +130,18 @@ class Hardware:
             gb_s = min(gb_s, self.network_gb_s * in_node)
         return num_bytes / (gb_s * self.link_share * 1e3)
 
+    def all_to_all_us(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+        """Time in which each of ``num_ranks``, ``stride`` devices apart, sends so many bytes in
+        equal parts to all, itself included.
+
+        What stays in a node and what leaves it are on their way at once, each device with the
+        network adapter of its own.
+        """
+        in_node = min(num_ranks, max(1, self.devices_per_node // stride))
+        inside = num_bytes * (in_node - 1) / num_ranks / self.node_link_gb_s
+        outside = num_bytes * (num_ranks - in_node) / num_ranks / self.network_gb_s
+        return max(inside, outside) / (self.link_share * 1e3)
+
 
 FIGURES = tuple(f.name for f in fields(Hardware) if f.name != "attention")
 """The entries of a hardware file that are one number each."""

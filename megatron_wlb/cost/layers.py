@@ -29,7 +29,7 @@ def check_sizes(sizes: Any) -> None:
         elif name == "reach_tokens":
             whole_number(name, 1 if value is None else value, 1, MOST)
         elif f.type == "int":
-            least = 0 if name == "learned_positions" else 1
+            least = 0 if name in ("learned_positions", "shared_hidden_size") else 1
             whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MOST)
 
 
@@ -114,6 +114,11 @@ class Attention:
     @property
     def rows(self) -> int:
         return self.query_size
+
+    @property
+    def matrix_numbers(self) -> int:
+        """Weights that a token passes, for each number of the hidden state."""
+        return self.columns + self.rows
 
     @property
     def elementwise_numbers(self) -> int:
@@ -232,12 +237,91 @@ class FeedForward:
         return self.ffn_hidden_size
 
     @property
+    def matrix_numbers(self) -> int:
+        """Weights that a token passes, for each number of the hidden state."""
+        return self.columns + self.rows
+
+    @property
     def elementwise_numbers(self) -> int:
         """Read and written a token by the activation function."""
         return self.columns + self.rows
 
 
-Part: TypeAlias = Attention | FeedForward
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A router and experts, of which a token passes ``topk``, beside a shared one that all pass.
+
+    ``columns`` and ``rows`` are the shared expert's: tensor parallelism divides it as a dense MLP.
+    Raises :class:`ConfigError` for more experts a token than there are.
+    """
+
+    num_experts: int
+    topk: int
+    expert_hidden_size: int
+    """MLP size of one expert."""
+    gated: bool
+    shared_hidden_size: int = 0
+    """MLP size of the shared expert; 0 without one."""
+
+    query_size: ClassVar[int] = 0
+    key_size: ClassVar[int] = 0
+    kv_channels: ClassVar[int] = 0
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+    reach_tokens: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.topk > self.num_experts:
+            raise ConfigError(
+                f"model shape: a token passes {self.topk} experts, but there are "
+                f"{self.num_experts}; give at most that"
+            )
+
+    @property
+    def _matrices(self) -> int:
+        return 2 if self.gated else 1
+
+    @property
+    def columns(self) -> int:
+        return self._matrices * self.shared_hidden_size
+
+    @property
+    def rows(self) -> int:
+        return self.shared_hidden_size
+
+    @property
+    def expert_columns(self) -> int:
+        """Columns of one expert's first product."""
+        return self._matrices * self.expert_hidden_size
+
+    @property
+    def expert_numbers(self) -> int:
+        """Weights of one expert for each number of the hidden state."""
+        return self.expert_columns + self.expert_hidden_size
+
+    @property
+    def matrix_numbers(self) -> int:
+        """Weights that a token passes, for each number of the hidden state."""
+        return self.num_experts + self.columns + self.rows + self.routed_numbers
+
+    @property
+    def routed_numbers(self) -> int:
+        """Weights that it passes in experts, which other ranks may have."""
+        return self.topk * self.expert_numbers
+
+    @property
+    def elementwise_numbers(self) -> int:
+        """Read and written a token by the router's softmax and the shared expert's activation."""
+        return 2 * self.num_experts + self.columns + self.rows
+
+    @property
+    def routed_elementwise_numbers(self) -> int:
+        """Read and written a token by its experts' activations."""
+        return self.routed_numbers
+
+
+Part: TypeAlias = Attention | FeedForward | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +338,15 @@ class Layer:
 
     @property
     def matrix_numbers(self) -> int:
-        """Weights of its matrix products for each number of the hidden state."""
-        return sum(part.columns + part.rows for part in self.parts)
+        """Weights of its matrix products that a token passes, for each number of the hidden
+        state.
+        """
+        return sum(part.matrix_numbers for part in self.parts)
+
+    @property
+    def experts(self) -> Iterator[Experts]:
+        """Its parts that have experts."""
+        return (part for part in self.parts if isinstance(part, Experts))
 
     @property
     def latents(self) -> Iterator[LatentAttention]:

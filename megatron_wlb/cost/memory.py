@@ -18,11 +18,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cost.activations import DOCUMENT_TOKENS, ActivationModel, Kernels, Tape
+from megatron_wlb.cost.activations import DOCUMENT_TOKENS, ActivationModel, Kernels
 from megatron_wlb.cost.hardware import Hardware
-from megatron_wlb.cost.layers import LatentAttention, Part
+from megatron_wlb.cost.layers import Experts, LatentAttention, Part
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
 from megatron_wlb.cost.slices import SliceTape, Unit
+from megatron_wlb.cost.tape import Tape
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.order import Action, schedule
@@ -58,6 +59,9 @@ def num_communicators(parallelism: Parallelism) -> int:
     groups.append(p.tp_size * p.cp_size * p.pp_size * p.dp_size)
     if p.cp_size > 1:
         groups.append(p.dp_size)
+    if p.ep_size > 1:  # experts, those of one weight, their gradients, and the norm of these
+        tp_size = p.expert_tp_size
+        groups += [p.ep_size, tp_size, p.expert_dp_size, p.expert_ranks * p.pp_size]
     return sum(size > 1 for size in groups) + min(p.pp_size - 1, 2)
 
 
@@ -102,19 +106,49 @@ class MemoryModel:
     """Tokens of a document in the mean."""
     reduce_in_fp32: bool = False
     """Under CP: whether their gradients are summed in fp32."""
+    expert_imbalance: float = 1.0
+    """How many times the mean rank's tokens the experts of this rank get."""
 
     def __post_init__(self) -> None:
         _ = self._stages
 
     def num_parameters(self, pp_rank: int) -> int:
-        """Parameters of all chunks of a pipeline rank, on one of its TP ranks."""
+        """Parameters of all chunks of a pipeline rank, on one of its ranks, experts included."""
         p = self.parallelism
         return sum(
-            self.stage_parameters(stage) for stage in range(pp_rank, p.num_stages, p.pp_size)
+            self.stage_parameters(stage) + self.expert_parameters(stage)
+            for stage in range(pp_rank, p.num_stages, p.pp_size)
         )
 
+    @property
+    def total_parameters(self) -> int:
+        """Parameters of the whole model."""
+        p, stages = self.parallelism, range(self.parallelism.num_stages)
+        dense = sum(map(self.stage_parameters, stages)) * p.tp_size
+        return dense + sum(map(self.expert_parameters, stages)) * p.expert_ranks
+
+    def expert_parameters(self, stage: int) -> int:
+        """Parameters of the experts that a rank has of a virtual stage, shared ones left out."""
+        has = self._stages[stage]
+        return sum(
+            num * self._expert_parameters(part)
+            for num, layer in has.layers + (self.shape.predictors if has.last else ())
+            for part in layer.experts
+        )
+
+    def _expert_parameters(self, part: Experts) -> int:
+        h, p = self.shape.hidden_size, self.parallelism
+        each = h * part.expert_numbers
+        if self.shape.linear_bias:
+            each += part.expert_columns + h * p.expert_tp_size
+        return part.num_experts * each // p.expert_ranks
+
+    def _rank_experts(self, pp_rank: int) -> int:
+        p = self.parallelism
+        return sum(map(self.expert_parameters, range(pp_rank, p.num_stages, p.pp_size)))
+
     def stage_parameters(self, stage: int) -> int:
-        """Parameters of a virtual stage, on one of its TP ranks."""
+        """Parameters of a virtual stage, on one of its TP ranks, routed experts left out."""
         shape, p = self.shape, self.parallelism
         has = self._stages[stage]
         total = sum(
@@ -144,9 +178,11 @@ class MemoryModel:
             return self._latent_parameters(part)
         norms = h + (2 * part.kv_channels if part.qk_norm else 0)
         total = shape.norm_vectors * norms + h * (part.columns + part.rows) // tp
+        if isinstance(part, Experts):
+            total += h * part.num_experts  # the router
         if shape.linear_bias or part.qkv_bias:
             total += part.columns // tp
-        return total + (h if shape.linear_bias else 0)
+        return total + (h if shape.linear_bias and part.columns else 0)
 
     def _latent_parameters(self, part: LatentAttention) -> int:
         """The same of multi-latent attention, of which the last product alone has a bias."""
@@ -169,7 +205,9 @@ class MemoryModel:
             state = FP32 * (4 if self.optimizer == "adam" else 3)
             optimizer = self._store_shard * state
         else:
-            optimizer = -(-num * state // self._state_shards)
+            experts = self._rank_experts(pp_rank)
+            optimizer = -(-(num - experts) * state // self._state_shards)
+            optimizer += -(-experts * state // self._expert_shards)
         weights = num * self._element_bytes + self._copies_bytes(pp_rank)
         return StateBytes(weights, gradients=num * FP32, optimizer=optimizer)
 
@@ -183,8 +221,10 @@ class MemoryModel:
             for (num, layer), more in zip(stage.layers + further, joining, strict=True):
                 matrix = layer.precisions and layer.precisions.matrix
                 if matrix and matrix.weight_bytes is not None:
-                    own = shape.hidden_size * layer.matrix_numbers + layer.inner_weights + more
-                    weights = num * own // p.tp_size
+                    numbers = sum(part.columns + part.rows for part in layer.parts)
+                    divided = shape.hidden_size * numbers + layer.inner_weights + more
+                    own = divided // p.tp_size + sum(map(self._expert_parameters, layer.experts))
+                    weights = num * own
                     total += weights * (matrix.weight_bytes - self._element_bytes)
         return total
 
@@ -253,13 +293,19 @@ class MemoryModel:
         p = self.parallelism
         return p.dp_size * p.cp_size if self.distributed_optimizer else 1
 
+    @property
+    def _expert_shards(self) -> int:
+        return self.parallelism.expert_dp_size if self.distributed_optimizer else 1
+
     def update_bytes(self, pp_rank: int) -> int:
         """Working memory of the update: torch's Adam takes a root of all second moments at once."""
         if self.kernels == "fused" or self.optimizer != "adam":
             return 0
         if self.store_ranks is not None:
             return FP32 * self._store_shard
-        return FP32 * self.num_parameters(pp_rank) // self._state_shards
+        experts = self._rank_experts(pp_rank)
+        dense = self.num_parameters(pp_rank) - experts
+        return FP32 * dense // self._state_shards + FP32 * experts // self._expert_shards
 
     @cached_property
     def _store_shard(self) -> int:
@@ -288,6 +334,7 @@ class MemoryModel:
             attention_kernel=self.attention_kernel,
             document_tokens=self.document_tokens,
             reduce_in_fp32=self.reduce_in_fp32,
+            expert_imbalance=self.expert_imbalance,
         )
         tapes = {  # equal stages share one
             stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)

@@ -1,7 +1,7 @@
 """Model shapes by name or file: ``configs/model`` has those of WLB-LLM's Table 1.
 
 A file gives :class:`~megatron_wlb.cost.shape.ModelShape` by field, and may say what it is under
-``description``.
+``description``. What it says of experts has Megatron's names.
 """
 
 from __future__ import annotations
@@ -9,13 +9,26 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
-from megatron_wlb.cost.layers import Latent
+from megatron_wlb.cost.layers import MOST, MOST_LAYERS, Experts, Latent
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import check_names, named_file, read_mapping, shipped
+from megatron_wlb.reading import (
+    check_names,
+    named_file,
+    read_mapping,
+    read_pattern,
+    shipped,
+    shown,
+    whole_number,
+)
 
-_SIZES = {f.name: f.default is MISSING for f in fields(ModelShape) if f.type != "Runs"}
-"""What a file may give, of equal layers, and whether it must."""
+_DENSE = {f.name: f.default is MISSING for f in fields(ModelShape) if f.type != "Runs"}
+_LAYERS = (
+    "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_layer_freq", "mtp_num_layers",
+)  # fmt: skip
+_SIZES = _DENSE | dict.fromkeys(_LAYERS, False)
+"""What a file may give, and whether it must."""
 
 VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of so many rows a TP rank."""
@@ -43,9 +56,49 @@ def load_model(name_or_path: str) -> ModelShape:
             needed = [name for name, must in sizes.items() if must]
             check_names("latent: ", "size", content["latent"], sizes, needed)
             content["latent"] = Latent(**content["latent"])
-        return ModelShape(**content)
+        layers = {name: content.pop(name) for name in _LAYERS if name in content}
+        ahead = layers.pop("mtp_num_layers", 0)
+        shape = ModelShape(**content)
+        shape = _with_experts(shape, **layers) if layers else shape
+        return shape.with_predictors(whole_number("mtp_num_layers", ahead, 0, MOST_LAYERS))
     except ConfigError as error:
         raise ConfigError(f"model {path}: {error}") from None
+
+
+def _with_experts(
+    shape: ModelShape,
+    num_experts: int | None = None,
+    moe_router_topk: int = 2,
+    moe_ffn_hidden_size: int | None = None,
+    moe_shared_expert_intermediate_size: int = 0,
+    moe_layer_freq: int | str = 1,
+) -> ModelShape:
+    """``shape`` with the experts of a file, by Megatron's names and defaults."""
+    experts = Experts(
+        whole_number("num_experts", num_experts, 1, MOST),
+        moe_router_topk,
+        shape.ffn_hidden_size if moe_ffn_hidden_size is None else moe_ffn_hidden_size,
+        shape.gated,
+        moe_shared_expert_intermediate_size,
+    )
+    layers = layers_with_experts("moe_layer_freq", str(moe_layer_freq), shape.num_layers)
+    return shape.with_experts(experts, layers)
+
+
+def layers_with_experts(name: str, said: str, num_layers: int) -> list[bool]:
+    """Whether each layer has experts, by a pattern of Megatron's that ``name`` says.
+
+    Raises :class:`ConfigError` for no pattern of so many layers.
+    """
+    pattern = read_pattern(said)
+    if isinstance(pattern, int) and pattern >= 1:  # every Nth layer, from the first on
+        return [layer % pattern == 0 for layer in range(num_layers)]
+    if isinstance(pattern, list) and len(pattern) == num_layers and set(pattern) <= {0, 1}:
+        return [bool(one) for one in pattern]
+    raise ConfigError(
+        f"{name} is {shown(said)}; give N of at least 1, or a list of 1 (experts) and 0 (dense) "
+        f"for each of the {num_layers} layers, as in [0]+[1]*3"
+    )
 
 
 def is_shape(path: Path) -> bool:
@@ -56,7 +109,8 @@ def is_shape(path: Path) -> bool:
     known = {*_SIZES, "description"}
     # These are called so in both.
     ours = known - {"hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads",
-                    "num_query_groups", "kv_channels", "vocab_size", "rotary_percent"}  # fmt: skip
+                    "num_query_groups", "kv_channels", "vocab_size", "rotary_percent",
+                    *_LAYERS}  # fmt: skip
     names = set(read_mapping(path, "model"))
     return names <= known or bool(names & ours)
 

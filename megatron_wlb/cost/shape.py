@@ -5,15 +5,17 @@ Names are Megatron's. Plain values; the runtime makes them from its settings.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from megatron_wlb.cost.document import unseen
 from megatron_wlb.cost.layers import (
     MOST_LAYERS,
     Attention,
+    Experts,
     FeedForward,
     Latent,
     LatentAttention,
@@ -121,6 +123,25 @@ class ModelShape:
         """Layers that predict further ahead."""
         return sum(num for num, _ in self.predictors)
 
+    def with_predictors(self, num: int) -> ModelShape:
+        """The same model with so many layers like its last one that predict further ahead."""
+        return replace(self, predictors=((num, self.runs[-1][1]),) if num else ())
+
+    def with_experts(self, experts: Experts, layers: Sequence[bool]) -> ModelShape:
+        """The same model with experts in place of the dense MLP, in layers where that is said."""
+        dense = (layer for num, layer in self.runs for _ in range(num))
+        every = (
+            replace(layer, parts=(*layer.parts[:-1], experts)) if has else layer
+            for has, layer in zip(layers, dense, strict=True)
+        )
+        runs = tuple((len(list(own)), layer) for layer, own in itertools.groupby(every))
+        return replace(self, layers=runs)
+
+    @property
+    def experts(self) -> frozenset[Experts]:
+        """The kinds of experts that layers have; none in a dense model."""
+        return frozenset(part for _, layer in self.all_runs for part in layer.experts)
+
     def row_multiple(self, *, spread: bool) -> int:
         """What a rank's tokens must be a multiple of; ``spread`` by sequence parallelism."""
         precisions = [layer.precisions for _, layer in self.all_runs if layer.precisions]
@@ -219,10 +240,52 @@ class Parallelism:
     stage_layers: tuple[int, ...] | None = None
     """Layers of each virtual stage (chunk ``c`` of rank ``r`` is ``c · PP + r``), where they are
     not all the same; some may have none."""
+    ep_size: int = 1
+    """Ranks of a pipeline stage over which experts are divided, also data-parallel ones."""
+    etp_size: int | None = None
+    """Ranks over which each expert is divided; ``tp_size`` if not given."""
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size"):
+        for name in ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "ep_size"):
             whole_number(f"parallelism: {name}", getattr(self, name), 1, MOST_DEVICES)
+        whole_number("parallelism: etp_size", self.expert_tp_size, 1, MOST_DEVICES)
+
+    @property
+    def expert_tp_size(self) -> int:
+        return self.tp_size if self.etp_size is None else self.etp_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Neighbouring ranks of a stage that have all experts among them."""
+        return self.ep_size * self.expert_tp_size
+
+    @property
+    def expert_dp_size(self) -> int:
+        """Ranks that have the same experts."""
+        return max(1, self.tp_size * self.cp_size * self.dp_size // self.expert_ranks)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Neighbouring data-parallel replicas that exchange tokens with each other.
+
+        Megatron numbers a stage's ranks over TP, CP and DP, and gives each ``expert_ranks`` of them
+        in a row a copy of the experts. 1 where a replica has all experts.
+        """
+        replica = self.tp_size * self.cp_size
+        if self.ep_size == 1:
+            return 1
+        return min(self.dp_size, math.lcm(replica, self.expert_ranks) // replica)
+
+    def check_experts(self, shape: ModelShape) -> None:
+        """Raises :class:`ConfigError` where ranks do not divide over the experts' groups."""
+        ranks = self.tp_size * self.cp_size * self.dp_size
+        if self.ep_size > 1 and not shape.experts:
+            raise ConfigError(f"EP is {self.ep_size}, but the model has no experts; leave it out")
+        if shape.experts and ranks % self.expert_ranks:
+            raise ConfigError(
+                f"EP {self.ep_size} × expert TP {self.expert_tp_size} does not divide the {ranks} "
+                "ranks of a stage (TP × CP × DP); choose a divisor"
+            )
 
     @property
     def sequence_shards(self) -> int:
@@ -263,6 +326,17 @@ class Parallelism:
                 if getattr(part, name, 0) % self.tp_size:
                     raise ConfigError(
                         f"{name} {getattr(part, name)} does not divide over TP {self.tp_size}; "
+                        "choose a multiple"
+                    )
+        for part in shape.experts:
+            for name, size, shards in (
+                ("num_experts", "EP", self.ep_size),
+                ("expert_hidden_size", "expert TP", self.expert_tp_size),
+                ("shared_hidden_size", "TP", self.tp_size),
+            ):
+                if getattr(part, name) % shards:
+                    raise ConfigError(
+                        f"{name} {getattr(part, name)} does not divide over {size} {shards}; "
                         "choose a multiple"
                     )
         return layers

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_wlb.cost.activations import Operation, Tape
+from megatron_wlb.cost.tape import Operation, Tape
 from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.graph import Floats
 

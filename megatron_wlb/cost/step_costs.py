@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.document import DocumentCost, Work, unseen
+from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
@@ -288,9 +289,11 @@ class StepCosts:
     """Time of the optimizer's update on each pipeline rank, gathering weights included."""
     fixed_us: float = 0.0
     """Time once a step, on all ranks: what is none of the above."""
+    experts: ExpertGroups | None = None
+    """Which replicas exchange tokens with experts; None where each has all of them."""
 
     def __post_init__(self) -> None:
-        for f in fields(self)[1:]:
+        for f in fields(self)[1:-1]:
             for number in np.ravel(getattr(self, f.name)).tolist():
                 if not (math.isfinite(number) and number >= 0):
                     raise ConfigError(
@@ -322,12 +325,19 @@ def analytic_costs(
     Raises :class:`ConfigError` for a layout that the model does not divide over.
     """
     p, machine = model.parallelism, model.hardware
+    p.check_experts(model.shape)
     replicas = p.tp_size * p.cp_size * p.dp_size
     hidden_bytes = model.shape.hidden_size * model.element_bytes / p.cp_size / p.sequence_shards
     num_reduced = p.cp_size * p.dp_size
     parameters = [memory.stage_parameters(stage) for stage in range(p.num_stages)]
+    experts = [memory.expert_parameters(stage) for stage in range(p.num_stages)]
     bucket = max(BUCKET_PARAMETERS, 1_000_000 * p.dp_size)
-    ring = (num_reduced - 1) / num_reduced * (1 if memory.distributed_optimizer else 2)
+    passes = 1 if memory.distributed_optimizer else 2
+
+    def reduce_us(num: int, num_ranks: int) -> float:
+        ring = (num_ranks - 1) / num_ranks * passes
+        return _collective_us(machine, ring * num * _FP32, num_ranks, replicas)
+
     tied = model.shape.tied_embeddings and p.pp_size > 1
     embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
     return StepCosts(
@@ -335,15 +345,20 @@ def analytic_costs(
         p2p_latency_us=machine.latency_us if p.pp_size > 1 else 0.0,
         p2p_us_per_token=machine.transfer_us(hidden_bytes, 2 * replicas) if p.pp_size > 1 else 0.0,
         reduce_us=tuple(
-            _collective_us(machine, ring * num * _FP32, num_reduced, replicas) for num in parameters
+            reduce_us(num, num_reduced) + reduce_us(own, p.expert_dp_size)
+            for num, own in zip(parameters, experts, strict=True)
         ),
         reduce_buckets=(max(1, -(-parameters[0] // bucket)), *[1] * (p.num_stages - 1)),
         overlap_reduce=overlap_grad_reduce,
         embedding_us=_collective_us(machine, embedding, 2 if tied else 1, p.pp_size * replicas),
         update_us=tuple(
-            _update_us(machine, memory, p, sum(parameters[rank :: p.pp_size]), replicas)
+            _update_us(machine, memory, sum(parameters[rank :: p.pp_size]), num_reduced, replicas)
+            + _update_us(
+                machine, memory, sum(experts[rank :: p.pp_size]), p.expert_dp_size, replicas
+            )
             for rank in range(p.pp_size)
         ),
+        experts=ExpertGroups.of(model),
     )
 
 
@@ -354,9 +369,9 @@ def _collective_us(machine: Hardware, num_bytes: float, num_ranks: int, num_devi
 
 
 def _update_us(
-    machine: Hardware, memory: MemoryModel, p: Parallelism, parameters: int, replicas: int
+    machine: Hardware, memory: MemoryModel, parameters: int, num_reduced: int, replicas: int
 ) -> float:
-    num_shards = p.dp_size * p.cp_size if memory.distributed_optimizer else 1
+    num_shards = num_reduced if memory.distributed_optimizer else 1
     update_us = machine.memory_us(UPDATE_BYTES * parameters / num_shards)
     if num_shards == 1:
         return update_us

@@ -84,12 +84,15 @@ def check_numbers(name: str) -> None:
         )
 
 
-def run_with(pp_size: int | None, vpp_size: int | None, names: Iterable[str]) -> list[str]:
+def run_with(
+    pp_size: int | None, vpp_size: int | None, names: Iterable[str], expert_replicas: int = 1
+) -> list[str]:
     """Lists the packings that are worth a trial in such a pipeline; None is 1.
 
-    Slices are for pipelines, and cannot run with virtual stages.
+    Slices are for pipelines, and cannot run with virtual stages, nor where several replicas
+    exchange tokens with experts.
     """
-    slices = (pp_size or 1) > 1 and (vpp_size or 1) == 1
+    slices = (pp_size or 1) > 1 and (vpp_size or 1) == 1 == expert_replicas
     return [name for name in names if slices or name.partition(":")[0] != "slim"]
 
 

@@ -33,6 +33,7 @@ from megatron_wlb.data.ramp import LinearRamp, Ramp, StepRamp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner, Stream
+from megatron_wlb.planning.experts import with_experts
 from megatron_wlb.planning.run import Run, read_cost
 from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.planning.sliding import with_windows
@@ -74,9 +75,7 @@ def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
         dropout=m.hidden_dropout > 0,
         latent=latent,
     )
-    shape = with_windows(shape, m)
-    if m.mtp_num_layers:
-        shape = dataclasses.replace(shape, predictors=((m.mtp_num_layers, shape.layer),))
+    shape = with_experts(with_windows(shape, m), m).with_predictors(m.mtp_num_layers or 0)
     return shape if config.training.fp8_format is None else _in_fp8(config, shape)
 
 
@@ -113,6 +112,8 @@ def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
         sequence_parallel=p.sequence_parallel,
         group_size=p.microbatch_group_size_per_virtual_pipeline_stage,
         stage_layers=p.split.uneven(config.model.num_layers, pp_size, vpp_size),
+        ep_size=p.expert_model_parallel_size,
+        etp_size=p.expert_tensor_parallel_size,
     )
 
 
@@ -181,6 +182,7 @@ def run_of(
         num_head_groups=wlb.wlb_cp_overlap_groups,
         micro_batch_size=micro_batch_size,
         ramp=ramp,
+        expert_imbalance=wlb.wlb_expert_imbalance,
     )
 
 

@@ -16,6 +16,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
 from megatron_wlb.packing import check_numbers, check_shaping
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
+from megatron_wlb.planning import experts
 from megatron_wlb.planning.from_config import batch, without_growth
 from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
@@ -24,7 +25,11 @@ from megatron_wlb.settings.config import Config, ModelConfig, flag_of
 _PARALLEL_SIZES = "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"
 _LATENT_SIZES = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
 _MODEL_SIZES = "hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels"
-
+_EXPERT_SIZES = (
+    "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
+    "moe_router_num_groups moe_router_group_topk expert_model_parallel_size "
+    "expert_tensor_parallel_size"
+)
 _AT_LEAST = (
     (
         1,
@@ -33,7 +38,7 @@ _AT_LEAST = (
         "exit_interval lr_decay_iters recompute_num_layers eval_iters save_interval log_interval "
         "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple "
         "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings "
-        f"mtp_num_layers {_LATENT_SIZES}",
+        f"mtp_num_layers {_LATENT_SIZES} {_EXPERT_SIZES}",
     ),
     (
         0,
@@ -46,8 +51,11 @@ _AT_MOST = (
     (MOST_MICRO_BATCHES, "micro_batch_size global_batch_size wlb_units"),
     (MOST_TOKENS, "seq_length wlb_max_tokens wlb_slice_multiple"),
     (MOST_DEVICES, f"{_PARALLEL_SIZES} num_virtual_stages_per_pipeline_rank"),
-    (MAX_SIZE, f"{_MODEL_SIZES} vocab_size make_vocab_size_divisible_by max_position_embeddings"),
-    (MAX_SIZE, _LATENT_SIZES),
+    (
+        MAX_SIZE,
+        f"{_MODEL_SIZES} {_LATENT_SIZES} {_EXPERT_SIZES} vocab_size make_vocab_size_divisible_by "
+        "max_position_embeddings",
+    ),
 )
 """Above these nothing comes to an end, or fits a number of the kernels."""
 _WITHIN = (
@@ -60,7 +68,11 @@ _WITHIN = (
         "wlb_yarn_beta_fast wlb_yarn_beta_slow wlb_yarn_mscale wlb_yarn_mscale_all_dim "
         "mtp_loss_scaling_factor mscale mscale_all_dim",
     ),
-    ((1, math.inf), "rope_scaling_factor wlb_yarn_rotary_scaling_factor rotary_scaling_factor"),
+    (
+        (1, math.inf),
+        "rope_scaling_factor wlb_yarn_rotary_scaling_factor rotary_scaling_factor "
+        "wlb_expert_imbalance",
+    ),
 )
 """Settings by their bounds."""
 
@@ -84,6 +96,7 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
         return
     yield from _check_layout(config, world_size)
     yield from _check_model(config)
+    yield from experts.refusals(config, world_size)
     yield from _check_recompute(config)
     yield from _check_prediction(config)
     yield from _check_optimizer(config)

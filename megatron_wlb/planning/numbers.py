@@ -20,11 +20,12 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_wlb.cost import Parallelism
+from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import check_numbers
 from megatron_wlb.packing.placement import place
 from megatron_wlb.plan import Document
-from megatron_wlb.planner import Shaping, assign, run_order
+from megatron_wlb.planner import Shaping, deal
 from megatron_wlb.planning.assign import numbers_to_try, replica_us
 from megatron_wlb.planning.dispatch import Numbers, StepDocuments
 from megatron_wlb.planning.slicing import MemoryLimit
@@ -41,6 +42,7 @@ class _Bin:
 
     index: int
     predicted_us: float
+    padded_length: int
     numbers: list[int]
 
 
@@ -54,6 +56,8 @@ class NumberChooser:
             room for any. None is longer than ``costs.max_tokens``.
         in_stream_order: whether micro-batches, and documents in them, keep the stream's order.
         then: shapes the step of the number that is chosen.
+        experts: groups of replicas that run micro-batches of the same place together. What these
+            wait for each other is not simulated.
     """
 
     def __init__(
@@ -64,8 +68,10 @@ class NumberChooser:
         max_tokens: Callable[[int], int],
         in_stream_order: bool = False,
         then: Shaping | None = None,
+        experts: ExpertGroups | None = None,
     ) -> None:
         self._costs, self._dp_size, self._max_tokens = costs, dp_size, max_tokens
+        self._experts = experts
         self._in_stream_order, self._then = in_stream_order, then
 
     def shape(self, ranks: Sequence[Sequence[Sequence[Document]]]) -> list[list[list[Document]]]:
@@ -130,9 +136,11 @@ class NumberChooser:
             return None
         if self._in_stream_order:
             return [bins[rank::dp_size] for rank in range(dp_size)]
-        timed = [_Bin(at, float(times_us[own].sum()), own) for at, own in enumerate(bins)]
-        ranks = assign(timed, dp_size)
-        return [[own.numbers for own in run_order(rank)] for rank in ranks]
+        timed = [
+            _Bin(at, float(times_us[own].sum()), int(step.lengths[own].sum()), own)
+            for at, own in enumerate(bins)
+        ]
+        return [[own.numbers for own in rank] for rank in deal(timed, dp_size, self._experts)]
 
 
 def max_tokens_by_number(

@@ -38,6 +38,7 @@ from megatron_wlb.cost.attention import (
     nearest_profile,
 )
 from megatron_wlb.cost.document import unseen
+from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.memory import GIB, overhead_gib
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
@@ -119,6 +120,8 @@ class Workload:
     """Windows that a micro-batch stands for."""
     ramp: Ramp | None = None
     """How N grows to ``num_micro_batches``; None where all steps have as many."""
+    experts: ExpertGroups | None = None
+    """Groups of replicas that run micro-batches of the same place together."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -216,6 +219,7 @@ class Workload:
             shaping=self._shaping(packing, costs, made),
             slicing=slicer,
             selector=selector,
+            experts=self.experts,
         )
 
     def _shaping(
@@ -246,10 +250,17 @@ class Workload:
             max_tokens=max_tokens_by_number(p, self.memory, each, max_tokens, self.length_multiple),
             in_stream_order=packer.in_stream_order,
             then=shaper,
+            experts=self.experts,
         )
 
     def _slicer(self, packing: PackingSettings, costs: StepCosts | None) -> Slicer:
         """Makes what cuts steps. Where each micro-batch has its own devices, they are replicas."""
+        if self.experts is not None:
+            raise ConfigError(
+                f"slim leaves data-parallel replicas unlike numbers of micro-batches, but "
+                f"{self.experts.num_replicas} of them exchange tokens with experts in each, and "
+                "would wait for each other forever; use another packing, or less EP"
+            )
         p = self.layout or Parallelism(dp_size=self.num_micro_batches)
         each, longest = each_rank(self.num_micro_batches, p.dp_size), self.longest(packing)
         multiple = max(1, min(SLICE_MULTIPLE, self.window // SLICES_OF_A_WINDOW))
@@ -316,6 +327,8 @@ class Run:
     """Windows that a micro-batch stands for."""
     ramp: Ramp | None = None
     """How N grows to ``num_micro_batches``; None where all steps have as many."""
+    expert_imbalance: float = 1.0
+    """Memory is of a rank whose experts get so many times the mean rank's tokens."""
 
     def __post_init__(self) -> None:
         p = self.parallelism
@@ -325,7 +338,9 @@ class Run:
         if self.memory_gib is not None:
             real_number("memory limit in GiB", self.memory_gib, LEAST, MOST)
         each = each_rank(self.num_micro_batches, p.dp_size)
+        real_number("expert imbalance", self.expert_imbalance, 1, MOST)
         p.layers_of_stages(self.shape)
+        p.check_experts(self.shape)
         schedule(p.pp_size, p.vpp_size, each, p.group_size)
 
     @property
@@ -383,6 +398,7 @@ class Run:
             keep_gathered=self.keep_gathered,
             attention_kernel=self.attention_kernel,
             reduce_in_fp32=self.reduce_in_fp32,
+            expert_imbalance=self.expert_imbalance,
         )
 
     @cached_property
@@ -417,6 +433,7 @@ class Run:
             self._memory_limit,
             self.micro_batch_size,
             self.ramp,
+            ExpertGroups.of(self.model),
         )
 
     @property
@@ -571,6 +588,6 @@ def read_cost(
 def title(p: Parallelism) -> str:
     """Only what is divided: ``TP 8 × PP 4``, and the layers of stages that are unlike."""
     sizes = (("TP", p.tp_size), ("CP", p.cp_size), ("PP", p.pp_size), ("VPP", p.vpp_size),
-             ("DP", p.dp_size))  # fmt: skip
+             ("DP", p.dp_size), ("EP", p.ep_size))  # fmt: skip
     said = " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one device"
     return said if p.stage_layers is None else f"{said} (layers {split.title(p.stage_layers)})"

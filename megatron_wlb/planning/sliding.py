@@ -6,18 +6,16 @@ document before its own, and its own. ``--window-attn-skip-freq`` says which lay
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import itertools
+from collections.abc import Callable
 
+from megatron_wlb.cost.layers import Layer
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_TOKENS
-from megatron_wlb.reading import shown
+from megatron_wlb.reading import read_pattern, shown
 from megatron_wlb.settings.config import ModelConfig
-
-_EXPRESSION = 10_000
-"""The most characters of an expression, and entries of a list that it says."""
 
 
 def reach_tokens(model: ModelConfig) -> int | None:
@@ -63,10 +61,10 @@ def with_windows(shape: ModelShape, model: ModelConfig) -> ModelShape:
     return dataclasses.replace(slides, layers=tuple(runs))
 
 
-def pattern_of(shape: ModelShape) -> str | None:
-    """What ``--window-attn-skip-freq`` says of such layers; None where all are alike in that."""
-    windowed = itertools.groupby(shape.runs, lambda run: run[1].windowed_query_size > 0)
-    runs = [(has, sum(num for num, _ in own)) for has, own in windowed]
+def pattern_of(shape: ModelShape, has_it: Callable[[Layer], bool]) -> str | None:
+    """What a flag such as ``--window-attn-skip-freq`` says of layers; None where all are alike."""
+    grouped = itertools.groupby(shape.runs, lambda run: has_it(run[1]))
+    runs = [(has, sum(num for num, _ in own)) for has, own in grouped]
     said = "+".join(f"[{int(has)}]*{num}" for has, num in runs)
     return f"({said})" if len(runs) > 1 else None
 
@@ -75,10 +73,7 @@ def _pattern(text: str, num_layers: int) -> list[bool]:
     """What ``--window-attn-skip-freq`` says of each layer: N, or a list of 0 and 1 that Python
     would make of sums and multiples of lists.
     """
-    try:
-        said = _value(ast.parse(text[:_EXPRESSION].strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        said = None
+    said = read_pattern(text)
     if isinstance(said, int) and said >= 1:  # every Nth layer sees all
         return [layer % said != 0 for layer in range(1, num_layers + 1)]
     if isinstance(said, list) and len(said) == num_layers and set(said) <= {0, 1}:
@@ -87,23 +82,3 @@ def _pattern(text: str, num_layers: int) -> list[bool]:
         f"--window-attn-skip-freq is {shown(text)}; give N of at least 1, or a list of 1 (window) "
         f"and 0 (none) for each of the {num_layers} layers, as in ([1]*3+[0])*2"
     )
-
-
-def _value(node: ast.expr) -> int | list[int]:
-    """A number or list of numbers. Raises :class:`ValueError` for anything else, or too long."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        entries = [_value(entry) for entry in node.elts]
-        if all(isinstance(entry, int) for entry in entries):
-            return entries  # type: ignore[return-value]
-    if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return (left + right)[:_EXPRESSION]
-        if isinstance(node.op, ast.Mult):
-            if isinstance(left, int):
-                left, right = right, left
-            if isinstance(left, list) and isinstance(right, int) and right <= _EXPRESSION:
-                return (left * right)[:_EXPRESSION]
-    raise ValueError

@@ -111,6 +111,11 @@ _ALIKE_LATENT = (
 def transformer_config(config: Config) -> TransformerConfig:
     """Megatron's configuration of the model, with what ragged micro-batches need."""
     model, parallel, training = config.model, config.parallel, config.training
+    if model.num_experts is not None:
+        raise ConfigError(
+            f"--num-experts is {model.num_experts}, but this trainer builds dense layers only; "
+            "leave it out"
+        )
     vpp = parallel.vpp_size if parallel.vpp_size > 1 else None
     overlap = vpp is not None and not parallel.no_overlap_p2p_communication
     dtype = torch.bfloat16 if training.bf16 else torch.float32

@@ -189,12 +189,21 @@ class Graph:
             "buffered or reorder it"
         )
 
-    def replay(self, times_us: Floats, p2p_us: Floats) -> Replay:
+    def replay(
+        self,
+        times_us: Floats,
+        p2p_us: Floats,
+        *,
+        together: int = 1,
+        stages: Sequence[bool] = (),
+    ) -> Replay:
         """Starts every node as soon as what it waits for is done.
 
         Args:
             times_us: ``[2, S, N]`` or ``[2, S, N, K]``: of forwards and of backwards.
             p2p_us: ``[N]`` or ``[N, K]``: to bring a micro-batch's tensor to another rank.
+            together: of so many alternatives in a row none starts an action before all can.
+            stages: ``[S]``: in which virtual stages that is so.
         """
         durations, gaps = self._durations(times_us, p2p_us)
         if durations.ndim == 1 and len(durations) < SHORT_LEVEL * len(self._levels):
@@ -209,12 +218,25 @@ class Graph:
             return Replay(np.array(starts), np.array(stops))
         start, stop = np.zeros_like(durations), np.zeros_like(durations)
         first, second = self._first, self._second
+        meets = self._actions_of(stages) if together > 1 else None
         for a, b in self._levels:
             ready = stop[second[a:b]]
             ready += gaps[a:b]
             np.maximum(ready, stop[first[a:b]], out=start[a:b])
+            if meets is not None:
+                own = start[a:b][meets[a:b]]
+                groups = own.reshape(len(own), own.shape[1] // together, together)
+                last = np.repeat(groups.max(axis=2), together, axis=1)
+                start[a:b][meets[a:b]] = last
             np.add(start[a:b], durations[a:b], out=stop[a:b])
         return Replay(start, stop)
+
+    def _actions_of(self, stages: Sequence[bool]) -> Bools:
+        """Which nodes are actions of these virtual stages."""
+        each = np.repeat(np.array(stages, dtype=bool), self.num_micro_batches)
+        table = np.concatenate([each, each, np.zeros(self.num_micro_batches + 1, dtype=bool)])
+        meets: Bools = table[self._row]
+        return meets
 
     def step_us(self, times_us: Floats, p2p_us: Floats) -> Floats:
         """Time from the first start to the last stop of an action: ``[]`` or ``[K]``."""

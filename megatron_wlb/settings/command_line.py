@@ -92,6 +92,8 @@ def _type_options(hint: Any, *, auto: bool = False) -> dict[str, Any]:
         of = typing.get_args(hint)[0]
         if of is int:
             return {"action": Several, "of": int, "metavar": "X"}
+        if of is float or typing.get_origin(of) is Literal:
+            return {"nargs": "+", **_type_options(of)}
         return {"nargs": "+", "type": text_of_flag, "metavar": "X"}
     kinds: dict[type, tuple[Callable[[str], Any], str]]
     kinds = {int: (int, "N"), float: (decimal, "X"), str: (text_of_flag, "TEXT")}
@@ -126,7 +128,8 @@ def add_flags(
     for f in dataclasses.fields(group_type):
         # This compares identity, as 0 is a default worth showing, though it equals False.
         hidden = f.default is None or f.default is False or f.default == ()
-        shown = "" if hidden else f" (default: {f.default})"
+        default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+        shown = "" if hidden else f" (default: {default})"
         group.add_argument(
             flag_of(f.name),
             dest=f.name,

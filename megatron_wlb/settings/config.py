@@ -114,6 +114,50 @@ class ModelConfig:
     mtp_loss_scaling_factor: float = setting(
         0.1, "what the mean loss of --mtp-num-layers counts beside the model's own"
     )
+    num_experts: int | None = setting(
+        None, "experts of a layer of experts; all layers are dense if not given"
+    )
+    moe_layer_freq: str = setting(
+        "1",
+        "with --num-experts: N makes every Nth layer one of experts, from the first on; or a list "
+        "of 1 (experts) and 0 (dense) for the layers, as in [0]*3+[1]*58",
+    )
+    moe_ffn_hidden_size: int | None = setting(
+        None, "MLP size of an expert; --ffn-hidden-size if not given"
+    )
+    moe_shared_expert_intermediate_size: int | None = setting(
+        None, "MLP size of the shared expert, which every token passes; none if not given"
+    )
+    moe_router_topk: int = setting(2, "experts that a token passes")
+    moe_router_load_balancing_type: tuple[
+        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"], ...
+    ] = setting(
+        ("aux_loss",), "what evens out tokens over experts; several with a coefficient each"
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = setting((0.0,), "weight of each auxiliary loss")
+    moe_z_loss_coeff: float | None = setting(None, "weight of the router's z-loss")
+    moe_router_score_function: Literal["softmax", "sigmoid"] = setting(
+        "softmax", "how the router scores experts"
+    )
+    moe_router_pre_softmax: bool = setting(False, "softmax before the top k, not after")
+    moe_router_num_groups: int | None = setting(
+        None, "groups of experts, of which a token's experts lie in --moe-router-group-topk"
+    )
+    moe_router_group_topk: int | None = setting(None, "with --moe-router-num-groups")
+    moe_router_topk_scaling_factor: float | None = setting(
+        None, "factor of the scores of a token's experts"
+    )
+    moe_router_enable_expert_bias: bool = setting(
+        False, "a bias of each expert, moved every step, evens out tokens without a loss"
+    )
+    moe_router_bias_update_rate: float = setting(1e-3, "how far a step moves that bias")
+    moe_router_dtype: Literal["fp32", "fp64"] | None = setting(
+        None, "precision of the router; that of the model if not given"
+    )
+    moe_grouped_gemm: bool = setting(False, "one kernel for all experts of a device")
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = setting(
+        "alltoall", "how tokens reach their experts"
+    )
 
 
 @dataclass(frozen=True)
@@ -147,6 +191,12 @@ class ParallelConfig:
     )
     context_parallel_size: int = setting(
         1, "CP: ranks over which each micro-batch's tokens are divided"
+    )
+    expert_model_parallel_size: int = setting(
+        1, "EP: ranks over which experts are divided, of data- and context-parallel ones too"
+    )
+    expert_tensor_parallel_size: int | None = setting(
+        None, "TP of experts; --tensor-model-parallel-size if not given"
     )
     sequence_parallel: bool = setting(False, "shard norms and residuals over TP")
     no_overlap_p2p_communication: bool = setting(
@@ -301,6 +351,11 @@ class WlbConfig:
     )
     wlb_queue_thresholds: tuple[int, ...] = setting(
         (), "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given"
+    )
+    wlb_expert_imbalance: float = setting(
+        1.0,
+        "with --num-experts: memory is planned for a rank whose experts get so many times the "
+        "tokens of the mean rank; 1 is even routing",
     )
     wlb_hold_tau: float = setting(
         1.0, "`hold`: imbalance of a step below which nothing is gained; at least 1"

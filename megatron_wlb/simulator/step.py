@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.slices import Unit, chained
@@ -148,13 +149,24 @@ class Simulator:
         gaps = list(map(self.costs.p2p_us, padded))
         for own in times:
             check_times("stage times", own)
-        replays = _replays(graphs, times, gaps)
+        groups = self.costs.experts
+        waits: list[Floats] = []
+        if groups is None:
+            replays = _replays(graphs, times, gaps)
+        else:
+            if chains:
+                raise PlanError(
+                    "slices leave replicas unlike numbers of micro-batches, but they exchange "
+                    "tokens with experts in each; use another packing"
+                )
+            times, waits = groups.share(times, padded)
+            replays = _coupled(graphs[0], groups, times, waits, gaps)
         collectives, step_us = self._finish(graphs, replays)
         memory: tuple[StepMemory, ...] = ()
         if with_memory and self.memory is not None:
             memory = _held(self.memory, graphs, padded, units)
         done = tuple(graphs), tuple(times), tuple(gaps), tuple(replays)
-        return StepTimeline(*done, collectives, step_us, num_tokens, memory, units)
+        return StepTimeline(*done, collectives, step_us, num_tokens, memory, units, tuple(waits))
 
     def plan_memory(self, plan: StepPlan) -> tuple[StepMemory, ...]:
         """What each data-parallel rank's pipeline holds in a step, without its times."""
@@ -262,11 +274,20 @@ class Simulator:
         return parts, max(done_us, free_us)
 
 
-def slowest_us(plan: StepPlan, stages: StageCosts, graph: Graph) -> float:
+def slowest_us(
+    plan: StepPlan, stages: StageCosts, graph: Graph, experts: ExpertGroups | None = None
+) -> float:
     """Time of the slowest data-parallel rank's pipeline, transfers not counted.
 
-    ``graph`` is Megatron's schedule; plans of slices have orders of their own.
+    ``graph`` is Megatron's schedule; plans of slices have orders of their own. Replicas that
+    exchange tokens with ``experts`` wait for each other.
     """
+    if experts is not None:
+        plain = [stages.times_us([m.lengths for m in rank]) for rank in plan.micro_batches]
+        padded = [[m.padded_length for m in rank] for rank in plan.micro_batches]
+        times, waits = experts.share(plain, padded)
+        replays = _coupled(graph, experts, times, waits, [np.zeros(len(own)) for own in padded])
+        return max(float(replayed.stop_us.max()) for replayed in replays)
     graphs = [slice_graph(graph.pp_size, own) for own in plan.chains]
     result = 0.0
     for number, rank in enumerate(plan.micro_batches):
@@ -327,6 +348,24 @@ def _replays(
         starts, stops = replayed.start_us.T.copy(), replayed.stop_us.T.copy()
         result |= {rank: Replay(*both) for rank, *both in zip(ranks, starts, stops, strict=True)}
     return [result[rank] for rank in range(len(graphs))]
+
+
+def _coupled(
+    graph: Graph,
+    groups: ExpertGroups,
+    times_us: Sequence[Floats],
+    waits_us: Sequence[Floats],
+    p2p_us: Sequence[Floats],
+) -> list[Replay]:
+    """The replay of each data-parallel rank, where those of a group meet in layers of experts."""
+    lasting = np.stack([own + wait for own, wait in zip(times_us, waits_us, strict=True)], axis=-1)
+    replayed = graph.replay(
+        lasting,
+        np.stack(p2p_us, axis=-1),
+        together=groups.num_replicas,
+        stages=groups.exchanges,
+    )
+    return list(map(Replay, replayed.start_us.T.copy(), replayed.stop_us.T.copy()))
 
 
 def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:

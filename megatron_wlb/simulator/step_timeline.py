@@ -52,6 +52,9 @@ class StepTimeline:
     """What each data-parallel rank's pipeline holds; empty without a memory model."""
     units: tuple[tuple[Unit, ...], ...] = ()
     """Each data-parallel rank's micro-batches, where documents run in slices."""
+    waits_us: tuple[Floats, ...] = ()
+    """How long actions wait for those of other replicas that exchange tokens with experts, per
+    data-parallel rank ``[2, S, N]``; empty where no replica waits for another."""
 
     @property
     def graph(self) -> Graph:
@@ -110,6 +113,13 @@ class StepTimeline:
         busy_us = sum(map(sum, self.busy_us))  # by rounding, it may be more than there is
         return max(0.0, 1.0 - busy_us / available_us) if available_us else 0.0
 
+    @cached_property
+    def expert_wait_share(self) -> float:
+        """Share of the ranks' time that they wait at exchanges for a replica with more work."""
+        available_us = self.dp_size * self.pp_size * self.pipeline_us
+        waits_us = float(sum(own.sum() for own in self.waits_us))
+        return waits_us / available_us if available_us else 0.0
+
     @property
     def tokens_per_s(self) -> float:
         """Tokens a second of all data-parallel ranks together."""
@@ -144,8 +154,9 @@ class StepTimeline:
     def critical_path(self) -> tuple[Activity, ...]:
         """What kept the step from ending earlier, first to last.
 
-        The parts and the transfers between them fill the step. Only a reduction that overlaps a
-        backward starts within it.
+        The parts and the transfers between them fill the step, but where replicas that exchange
+        tokens with experts wait for each other. Only a reduction that overlaps a backward starts
+        within it.
         """
         tail = self._critical_tail()
         what, ranks = "", range(self.pp_size)

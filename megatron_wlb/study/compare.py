@@ -37,7 +37,8 @@ EXAMPLE_STEPS = 6
 """Steps of which each micro-batch is kept, to be drawn."""
 ROW = (
     "title", "sharding", "tokens_per_s", "mfu", "bubble_share", "packing_imbalance", "pp_imbalance",
-    "cp_imbalance", "dp_imbalance", "delay_steps", "step_tokens", "sharding_shares",
+    "cp_imbalance", "dp_imbalance", "expert_wait_share", "delay_steps", "step_tokens",
+    "sharding_shares",
 )  # fmt: skip
 """What a row of JSON has under the name that :class:`Outcome` gives it."""
 
@@ -85,6 +86,9 @@ class Outcome:
     """Attention of the slowest context-parallel rank over the mean, weighted by its time."""
     dp_imbalance: float
     """Work of the slowest replica over the mean; mean over steps."""
+    expert_wait_share: float
+    """Share of the ranks' time in the pipeline that they wait at exchanges with experts, for a
+    replica with more work in the same place; of ``bubble_share``."""
     delay_steps: float
     step_tokens: float
     sharding_shares: dict[str, float]
@@ -248,6 +252,8 @@ class _Step(NamedTuple):
     pipeline_us: float
     pp_imbalance: float
     dp_imbalance: float
+    expert_wait_us: float
+    """``pipeline_us`` × the share that is waited at exchanges with experts."""
 
 
 @dataclass
@@ -278,6 +284,7 @@ class _Tally:
                 *(plan.num_tokens, line.step_us, flops),
                 *(line.bubble_share * line.pipeline_us, line.pipeline_us),
                 *(line.pp_imbalance, line.dp_imbalance),
+                line.expert_wait_share * line.pipeline_us,
             )
         )
         for prediction in chosen:
@@ -314,6 +321,7 @@ class _Tally:
             total.pp_imbalance / n,
             self._slowest_us / self._mean_us if self._mean_us else 1.0,
             total.dp_imbalance / n,
+            total.expert_wait_us / total.pipeline_us,
             fmean(metrics.delay_mean_steps for metrics in self.metrics),
             total.tokens / n,
             {kind: count / self._chosen.total() for kind, count in sorted(self._chosen.items())},

@@ -180,6 +180,7 @@ class _Clock:
 
     def __init__(self, workload: Workload) -> None:
         self._cost, self._layout = workload.cost, workload.layout
+        self._experts = workload.experts
         if self._layout is not None:
             self._stages = StageCosts.by_layers(self._cost, self._layout)
 
@@ -190,9 +191,9 @@ class _Clock:
                 return len(ranks) * max(sum(m.predicted_us for m in rank) for rank in ranks)
             times_us = [micro_batch.predicted_us for micro_batch in plan]
             return len(times_us) * max(times_us)
-        if p.pp_size == 1:
+        if p.pp_size == 1 and self._experts is None:
             slowest = max(sum(m.predicted_us for m in rank) for rank in ranks)
         else:
             graph = graph_of(p.pp_size, p.vpp_size, len(ranks[0]), p.group_size)
-            slowest = slowest_us(plan, self._stages, graph)
+            slowest = slowest_us(plan, self._stages, graph, self._experts)
         return p.dp_size * p.pp_size * slowest

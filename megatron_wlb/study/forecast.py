@@ -37,7 +37,7 @@ DEFAULT_VOCAB_SIZE = 32000
 """The vocabulary of settings that name none, where no corpus does either."""
 
 _NOT_MODELLED = {
-    "--yaml-cfg", "--num-experts",
+    "--yaml-cfg",
     "--use-torch-fsdp2", "--use-megatron-fsdp",
     "--hybrid-override-pattern", "--cpu-offloading-num-layers",
 }  # fmt: skip
@@ -55,6 +55,7 @@ class Forecast:
     pp_size: int
     vpp_size: int
     dp_size: int
+    ep_size: int
     num_micro_batches: int
     """Micro-batches of each data-parallel rank."""
     window: int
@@ -167,13 +168,14 @@ def forecast(config: Config, num_devices: int) -> Forecast:
     step_ms, tokens_per_s, flops_per_s = _simulate(config, run, planned, source)
     *_, original_flops_per_s = _simulate(config, run, original, source)
     return Forecast(
-        parameters=sum(memory.num_parameters(r) for r in stages) * layout.tp_size,
+        parameters=memory.total_parameters,
         num_devices=num_devices,
         tp_size=layout.tp_size,
         cp_size=layout.cp_size,
         pp_size=layout.pp_size,
         vpp_size=layout.vpp_size,
         dp_size=layout.dp_size,
+        ep_size=layout.ep_size,
         num_micro_batches=num_micro_batches,
         window=window,
         max_tokens=max_tokens,

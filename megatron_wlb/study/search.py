@@ -23,6 +23,7 @@ from itertools import product
 from typing import Literal, TypeAlias, TypeVar
 
 from megatron_wlb.cost import Hardware, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
@@ -30,6 +31,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingSettings
 from megatron_wlb.packing.settings import AUTO, SHAPED, run_with
 from megatron_wlb.planning.run import Run, tensors_gib, title
+from megatron_wlb.reading import real_number
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
@@ -83,6 +85,8 @@ class Space:
     """Whether to go beyond the end of the hardware's measured attention."""
     fixed: dict[str, int] = field(default_factory=dict)
     """Sizes that are given, such as ``{"tp_size": 8}``."""
+    expert_imbalance: float = 1.0
+    """Memory is of a rank whose experts get so many times the mean rank's tokens."""
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or self.window < 1 or not self.num_micro_batches:
@@ -90,6 +94,7 @@ class Space:
                 f"{self.num_devices} devices, a window of {self.window} tokens and "
                 f"{len(self.num_micro_batches)} numbers of micro-batches; give at least 1 of each"
             )
+        real_number("--expert-imbalance", self.expert_imbalance, 1, MOST)
         for packing in self.packings:  # Now, not once layouts have been searched for minutes.
             PackingSettings.parse(packing, self.window, self.window)
 
@@ -251,7 +256,7 @@ def search(
     refined: list[Choice] = []
     for candidate in told("refined", refining):
         p = candidate.scenario.parallelism
-        for packing in run_with(p.pp_size, p.vpp_size, plain or space.packings)[-1:]:
+        for packing in _of_layout(p, plain or space.packings)[-1:]:
             refined += simulate(candidate, [_variant(packing, candidate, candidate.windows)])
     refined = _ranked(refined, max_delay)
     for choice in told("tuned", _of_unlike_layouts(refined)[:num_tuned]):
@@ -307,7 +312,7 @@ def _original(choices: Sequence[Choice]) -> Choice | None:
 def _order(scenario: Run) -> tuple[int, ...]:
     """Settles ties: the simplest layout first."""
     p = scenario.parallelism
-    sizes = p.pp_size, p.vpp_size, p.cp_size, p.tp_size, scenario.num_micro_batches
+    sizes = p.pp_size, p.vpp_size, p.cp_size, p.tp_size, p.ep_size, scenario.num_micro_batches
     return *sizes, p.stage_layers is not None
 
 
@@ -319,11 +324,15 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
         windows.append(fits)
     variants = []
     p = candidate.scenario.parallelism
-    for packing in run_with(p.pp_size, p.vpp_size, space.packings):
+    for packing in _of_layout(p, space.packings):
         name = packing.partition(":")[0]
         for number in [candidate.windows] if name in (*CUTS_AT_WINDOWS, "slim") else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
+
+
+def _of_layout(p: Parallelism, packings: Sequence[str]) -> list[str]:
+    return run_with(p.pp_size, p.vpp_size, packings, p.expert_replicas)
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:
@@ -342,9 +351,21 @@ def _layouts(space: Space) -> Iterator[Parallelism]:
             continue
         for vpp_size in range(1, MOST_CHUNKS + 1 if pp_size > 1 else 2):
             sizes = tp_size, cp_size, pp_size, vpp_size, space.num_devices // inner
-            layout = Parallelism(*sizes, sequence_parallel=tp_size > 1)
-            if all(getattr(layout, name) == size for name, size in space.fixed.items()):
-                yield layout
+            plain = Parallelism(*sizes, sequence_parallel=tp_size > 1)
+            for layout in _with_experts(space.shape, plain):
+                if all(getattr(layout, name) == size for name, size in space.fixed.items()):
+                    yield layout
+
+
+def _with_experts(shape: ModelShape, layout: Parallelism) -> Iterator[Parallelism]:
+    """A layout with each way to divide experts, of which every one stays whole."""
+    if not shape.experts:
+        yield layout
+        return
+    num_ranks = layout.tp_size * layout.cp_size * layout.dp_size
+    for ep_size in range(1, num_ranks + 1):
+        if num_ranks % ep_size == 0 and all(e.num_experts % ep_size == 0 for e in shape.experts):
+            yield replace(layout, ep_size=ep_size, etp_size=1)
 
 
 def _runs(
@@ -357,8 +378,11 @@ def _runs(
         reason = f"TP {layout.tp_size} is above the limit of {max_tp} (a node)"
         yield Rejected(layout, 0, space.recompute[0], "topology", reason)
         return
-    if not run_with(layout.pp_size, layout.vpp_size, space.packings):
-        reason = "slices need pipeline stages, and none that are virtual; give other packings too"
+    if not _of_layout(layout, space.packings):
+        reason = (
+            "slices need pipeline stages, and none that are virtual, with all experts in each "
+            "replica; give other packings too"
+        )
         yield Rejected(layout, 0, space.recompute[0], "batch and schedule", reason)
         return
     try:
@@ -376,6 +400,7 @@ def _runs(
                     *(shape, space.hardware, layout, space.window, number, recompute),
                     memory_gib=space.limit_gib(layout),
                     extrapolate=space.extrapolate,
+                    expert_imbalance=space.expert_imbalance,
                 )
             except ConfigError as error:
                 yield Rejected(layout, number, recompute, "batch and schedule", str(error))

@@ -55,15 +55,37 @@ def model_flags(shape: ModelShape) -> Flags:
             "--add-qkv-bias": shape.qkv_bias,
             "--qk-layernorm": shape.qk_norm,
             "--window-size": f"{shape.reach_tokens - 1},0" if shape.reach_tokens else None,
-            "--window-attn-skip-freq": pattern_of(shape),
+            "--window-attn-skip-freq": pattern_of(shape, lambda one: one.windowed_query_size > 0),
             "--untie-embeddings-and-output-weights": not shape.tied_embeddings,
             "--mtp-num-layers": shape.num_ahead or None,
             "--position-embedding-type": positions,
             "--rotary-percent": rotary if 0 < rotary < 1 else None,
             "--hidden-dropout": None if shape.dropout else 0.0,
             "--attention-dropout": None if shape.dropout else 0.0,
+            **_expert_flags(shape),
         }
     )
+
+
+def _expert_flags(shape: ModelShape) -> Mapping[str, Value | None]:
+    """Raises :class:`ConfigError` for experts of several kinds."""
+    if not shape.experts:
+        return {}
+    if len(shape.experts) > 1:
+        raise ConfigError(
+            f"a recipe has experts of one size; these are of {len(shape.experts)}, so give a model "
+            "of one"
+        )
+    (experts,) = shape.experts
+    return {
+        "--num-experts": experts.num_experts,
+        "--moe-layer-freq": pattern_of(shape, lambda layer: any(layer.experts)),
+        "--moe-ffn-hidden-size": experts.expert_hidden_size,
+        "--moe-shared-expert-intermediate-size": experts.shared_hidden_size or None,
+        "--moe-router-topk": experts.topk,
+        "--moe-grouped-gemm": True,
+        "--moe-token-dispatcher-type": "alltoall",
+    }
 
 
 def _given(flags: Mapping[str, Value | None]) -> Flags:
@@ -84,13 +106,17 @@ def fp8_flags(training: TrainingConfig) -> Flags:
 def layout_flags(scenario: Run) -> Flags:
     """How the model is divided, and what is recomputed.
 
-    Raises :class:`ConfigError` for layers that are unlike in more than precision and sliding
-    window, which no flag here says.
+    Raises :class:`ConfigError` for layers that are unlike in more than precision, sliding window
+    and experts, which no flag here says.
     """
     p, recompute = scenario.parallelism, scenario.recompute
-    plain = replace(scenario.shape, reach_tokens=None, layers=()).layer.parts
-    usual = {plain, scenario.shape.layer.parts}
-    if any(layer.parts not in usual for _, layer in scenario.shape.runs):
+    shape = scenario.shape
+    attention, mlp = replace(shape, reach_tokens=None, layers=()).layer.parts
+    usual = {
+        (first, second) for first in (attention, shape.layer.parts[0])
+        for second in (mlp, *shape.experts)
+    }  # fmt: skip
+    if any(layer.parts not in usual for _, layer in shape.runs):
         raise ConfigError(
             f"a recipe has {scenario.shape.num_layers} equal layers; these are unlike, so give a "
             "model without layers"
@@ -101,6 +127,8 @@ def layout_flags(scenario: Run) -> Flags:
             "--tensor-model-parallel-size": p.tp_size,
             "--context-parallel-size": p.cp_size,
             "--pipeline-model-parallel-size": p.pp_size,
+            "--expert-model-parallel-size": p.ep_size if shape.experts else None,
+            "--expert-tensor-parallel-size": p.expert_tp_size if shape.experts else None,
             "--sequence-parallel": p.sequence_parallel,
             # A layout has VPP in it.
             VPP: p.vpp_size if p.vpp_size > 1 and LAYOUT not in uneven else None,

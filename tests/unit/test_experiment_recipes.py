@@ -1,7 +1,8 @@
-"""``configs/experiment``: the rows of WLB-LLM's Table 1, each dry-run."""
+"""``configs/experiment``: the rows of WLB-LLM's Table 1 and two models of experts, each dry-run."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -11,7 +12,9 @@ from helpers.index import write_index
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.run import MEMORY_SHARE
 from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.recipe import read_recipe
@@ -29,6 +32,11 @@ TABLE_1 = {
     "70b-64k": (256, (16, 4, 4, 1)),
     "70b-128k": (256, (16, 4, 4, 1)),
 }
+WITH_EXPERTS = {
+    # Model-window: devices, (TP, CP, PP, DP, EP), billions of parameters.
+    "mixtral-8x7b-128k": (64, (2, 2, 4, 4, 8), 46.7),
+    "deepseek-v3-gqa-128k": (1024, (2, 4, 16, 8, 64), 675),
+}
 BILLIONS = {"550m": 0.55, "7b": 6.74, "30b": 30, "70b": 70}
 H100_GIB = load_hardware("h100-sxm").memory_gib
 
@@ -40,7 +48,31 @@ def forecast_of(name: str, *extra: str) -> Forecast:
 
 
 def test_folder_has_the_rows_of_the_table() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == set(TABLE_1)
+    assert {path.stem for path in FOLDER.iterdir()} == {*TABLE_1, *WITH_EXPERTS}
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_recipe_with_experts_is_its_model_and_fits(name: str) -> None:
+    devices, layout, billions = WITH_EXPERTS[name]
+    found = forecast_of(name)
+    sizes = found.tp_size, found.cp_size, found.pp_size, found.dp_size, found.ep_size
+    assert (found.num_devices, sizes) == (devices, layout)
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert found.window == 131072 < found.max_tokens <= found.fitting_tokens
+    assert found.state_gib < found.peak_gib <= found.limit_gib
+    assert found.speedup > 1.2
+    model, _, _ = name.rpartition("-")
+    config = settings_of(read_recipe(FOLDER / f"{name}.yaml", {}).arguments)
+    sizes_of_model = dataclasses.replace(load_model(model), vocab_size=32000)
+    assert model_shape(config, 32000) == sizes_of_model
+
+
+def test_uneven_routing_leaves_less_room_for_tokens() -> None:
+    even, uneven = (
+        forecast_of("mixtral-8x7b-128k", "--wlb-expert-imbalance", factor) for factor in ("1", "2")
+    )
+    assert uneven.fitting_tokens < even.fitting_tokens and uneven.peak_gib > even.peak_gib
+    assert uneven.step_ms == even.step_ms
 
 
 @pytest.mark.parametrize("name", TABLE_1)
@@ -64,7 +96,7 @@ def test_recipe_is_its_row_and_fits(name: str) -> None:
     assert flops < devices * load_hardware("h100-sxm").peak_tflops * 1e12
 
 
-@pytest.mark.parametrize("name", TABLE_1)
+@pytest.mark.parametrize("name", [*TABLE_1, *WITH_EXPERTS])
 def test_recipe_has_flags_of_megatron_and_ours_only(name: str) -> None:
     arguments = read_recipe(FOLDER / f"{name}.yaml", {}).arguments
     flags = [argument for argument in arguments if argument.startswith("--")]
@@ -118,7 +150,8 @@ def test_forecast_of_original_gains_nothing() -> None:
         (["--num-layers", "33"], "--num-layers is 33, which PP 4 × VPP 2 = 8 model chunks"),
         (["--micro-batch-size", "3"], "which --micro-batch-size 3 × DP 1 = 3 does not divide"),
         (["--global-batch-size", "3"], "must lie between PP 4 and the 3"),
-        (["--num-experts", "8"], "--num-experts is not modelled"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp is not modelled"),
+        (["--num-experts", "9", "--expert-model-parallel-size", "2"], "--num-experts is 9, which"),
         (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers"),
         (["--wlb-hardware", "h1000"], "unknown hardware h1000"),
     ],

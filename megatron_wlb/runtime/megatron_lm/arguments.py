@@ -37,6 +37,13 @@ _SAME = (
     "attention_dropout", "transformer_impl", "mtp_num_layers", "mtp_loss_scaling_factor",
     "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
     "v_head_dim", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim",
+    # Its experts.
+    "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
+    "moe_z_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax",
+    "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_dtype",
+    "moe_grouped_gemm", "moe_token_dispatcher_type", "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     # The layout.
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
@@ -52,11 +59,14 @@ _SAME = (
     "mock_data", "split", "seq_length",
 )  # fmt: skip
 
+_ONE_OR_MORE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+"""Lists that Megatron makes a single value of where they have one."""
+
 READ = frozenset(
     {
         *_SAME, *_OURS, "bf16", "optimizer", "disable_bias_linear", "no_overlap_p2p_communication",
         "data_path", "rampup_batch_size", "step_batch_size_schedule", "window_size",
-        "window_attn_skip_freq", "fp8_recipe",
+        "window_attn_skip_freq", "fp8_recipe", "moe_layer_freq", *_ONE_OR_MORE,
     }
 )  # fmt: skip
 """Settings, besides those that begin with ``wlb_``, that :func:`config_of` takes of Megatron's."""
@@ -139,6 +149,10 @@ def config_of(args: argparse.Namespace) -> Config:
         modules or ["core_attn"]
     ):
         values["recompute_granularity"] = None  # what other modules save is not counted
+    values["moe_layer_freq"] = str(args.moe_layer_freq)  # parsed likewise
+    for name in _ONE_OR_MORE:
+        given = getattr(args, name)
+        values[name] = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if values["recompute_granularity"] is None:  # Megatron then reads neither
         values["recompute_method"] = values["recompute_num_layers"] = None
     values["fp8_recipe"] = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))

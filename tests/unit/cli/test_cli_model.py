@@ -55,7 +55,7 @@ def test_model_is_a_name_or_any_file_of_one(command: str, model: str, capsys) ->
 def test_unknown_model_lists_all_names(command: str, capsys) -> None:
     assert main([command, "corpus", "--model", "7bb", *COMMANDS[command]]) == 2
     error = capsys.readouterr().err
-    assert "unknown model 7bb; did you mean 7b? There are 550m, 7b, 30b, 70b" in error
+    assert "unknown model 7bb; did you mean 7b? There are 550m, 7b, mixtral-8x7b, " in error
 
 
 def test_name_and_its_file_are_the_same_model() -> None:

@@ -237,9 +237,11 @@ def test_model_file_also_says_the_window_the_batch_and_the_pipeline(capsys) -> N
     )
     (recipe,) = rows(capsys, *options[:2], "recipe.yaml", *options[3:])
     assert recipe["efficiency"] == chunks["efficiency"]
-    Path("recipe.yaml").write_text(Path("recipe.yaml").read_text() + "  --num-experts: 8\n")
+    Path("recipe.yaml").write_text(
+        Path("recipe.yaml").read_text() + "  --use-megatron-fsdp: true\n"
+    )
     assert main(["pack", *options[:2], "recipe.yaml", *options[3:]]) == 2
-    assert "recipe.yaml: --num-experts is not modelled" in capsys.readouterr().err
+    assert "recipe.yaml: --use-megatron-fsdp is not modelled" in capsys.readouterr().err
     Path("model.yaml").write_text("seq_length: 8192\nglobal_batch_size: 8\nwlb_shape: on\n")
     (row,) = rows(capsys, *options)  # said, though training has these sizes by default
     assert (row["window"], row["num_micro_batches"]) == (8192, 8)
@@ -360,3 +362,19 @@ def test_pipeline_is_advised_to_cut_slices(capsys) -> None:
     advice = capsys.readouterr().out.splitlines()[-1]
     assert "train with --wlb-packing slim" in advice and "run in slices" in advice
     assert "memory for micro-batches" not in advice and "delays a token by 0.000" in advice
+
+
+def test_replicas_that_share_experts_keep_each_other_waiting(capsys) -> None:
+    options = ["--distribution", "reference", "--model", "mixtral-8x7b", "--steps", "4"]
+    options += ["--num-micro-batches", "16", "--dp-size", "4", "--pp-size", "2"]
+    both, divided = ["--packing", "original,hold"], ["--ep-size", "4"]
+    alone, even = rows(capsys, *options, *both)
+    shared, balanced = rows(capsys, *options, *both, *divided)
+    lost = shared["efficiency"] / alone["efficiency"]
+    assert lost < 0.98 and lost < balanced["efficiency"] / even["efficiency"]
+    assert main(["pack", *options, *divided]) == 0
+    assert "slim" not in capsys.readouterr().out
+    assert main(["pack", *options, "--packing", "slim", *divided]) == 2
+    assert "exchange tokens with experts" in capsys.readouterr().err
+    assert main(["pack", *options, "--ep-size", "3"]) == 2
+    assert "does not divide" in capsys.readouterr().err

@@ -158,3 +158,21 @@ def test_bad_input_is_one_line_and_leaves_no_file(
     error = captured.err.splitlines()[-1]
     assert error.startswith("error: ") and says in error, error
     assert sorted(folder.rglob("*")) == before
+
+
+def test_layouts_of_experts_are_searched_and_written(capsys) -> None:
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 640, "moe_layer_freq": "[0]+[1]*5"}
+    Path("small.yaml").write_text(yaml.safe_dump(SIZES | experts | {"linear_bias": False}))
+    found = plan(capsys, "--out", "best.yaml", "--tp-size", "1", "--packing", "wlb")
+    sizes = {row["ep_size"] for row in [*found["coarse"], *found["rejected"]]}
+    assert sizes == {1, 2, 4}
+    arguments = yaml.safe_load(Path("best.yaml").read_text())["MODEL_ARGS"]
+    best = found["ranked"][0]
+    assert arguments["--expert-model-parallel-size"] == best["ep_size"]
+    assert arguments["--num-experts"] == 4 and arguments["--moe-layer-freq"] == "([0]*1+[1]*5)"
+    only = plan(capsys, "--ep-size", "2", "--packing", "wlb")
+    assert {row["ep_size"] for row in only["coarse"]} == {2}
+    assert main([*SMALL, "--expert-imbalance", "0.5"]) == 2
+    assert "--expert-imbalance is 0.5" in capsys.readouterr().err
+    assert main([*SMALL, "--strategies"]) == 2
+    assert "--strategies has replicas of unlike layouts" in capsys.readouterr().err

@@ -305,3 +305,37 @@ def test_corpus_is_not_read_whole(capsys, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _configs() -> Path:
     return Path(__file__).parents[3] / "configs"
+
+
+def test_replicas_that_share_experts_wait_for_each_other(capsys) -> None:
+    experts = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 320}
+    Path("experts.yaml").write_text(yaml.safe_dump(SIZES | experts))
+    sizes = ["--pp-size", "2", "--dp-size", "4", "--num-micro-batches", "16", "--window", "4096"]
+    command = [*REFERENCE, "--model", "experts.yaml", *QUICK, *sizes, "--packing", "wlb"]
+    alone, _ = rows(capsys, *command)
+    shared, balanced = rows(capsys, *command, "--ep-size", "4")
+    assert alone["expert_wait_share"] == 0 < balanced["expert_wait_share"]
+    assert balanced["expert_wait_share"] < 0.5 * shared["expert_wait_share"]
+    assert shared["peak_gib"] < alone["peak_gib"]  # a quarter of the experts
+    uneven, _ = rows(capsys, *command, "--ep-size", "4", "--expert-imbalance", "3")
+    assert uneven["peak_gib"] > shared["peak_gib"]
+    assert uneven["step_ms"] == shared["step_ms"]
+    assert main(["simulate", *command, "--ep-size", "4"]) == 0
+    assert "DP 4 × EP 4" in (out := capsys.readouterr().out) and "experts" in out
+    assert main(["simulate", *command, "--ep-size", "3"]) == 2
+    assert "EP 3" in capsys.readouterr().err
+    assert main(["simulate", *REFERENCE, *SMALL, "--dp-size", "2", "--ep-size", "2"]) == 2
+    assert "EP is 2, but the model has no experts" in capsys.readouterr().err
+
+
+def test_recipe_says_how_experts_are_divided(capsys) -> None:
+    experts = {
+        "num-experts": 8, "moe-router-topk": 2, "moe-layer-freq": "[0]*2+[1]*6",
+        "expert-model-parallel-size": 4, "disable-bias-linear": True,
+    }  # fmt: skip
+    Path("experts.yaml").write_text(yaml.safe_dump(SETTINGS | experts))
+    command = [*REFERENCE, "--model", "experts.yaml", *QUICK, "--dp-size", "2"]
+    said, *_ = rows(capsys, *command, "--num-micro-batches", "8")
+    given, *_ = rows(capsys, *command, "--num-micro-batches", "8", "--ep-size", "4")
+    other, *_ = rows(capsys, *command, "--num-micro-batches", "8", "--ep-size", "1")
+    assert said == given and said["expert_wait_share"] > 0 == other["expert_wait_share"]

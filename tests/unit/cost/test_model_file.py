@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from megatron_wlb.cost import ModelShape, Parallelism
+from megatron_wlb.cost.layers import Experts
 from megatron_wlb.cost.model_file import load_model, model_names, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 
@@ -27,8 +28,16 @@ def num_parameters(shape: ModelShape) -> float:
 
 
 def test_models_of_the_paper_have_the_sizes_of_their_names() -> None:
-    found = {name: round(num_parameters(load_model(name)), 2) for name in model_names()}
+    names = [name for name in model_names() if not load_model(name).experts]
+    found = {name: round(num_parameters(load_model(name)), 2) for name in names}
     assert found == {"550m": 0.55, "7b": 6.74, "30b": 30.14, "70b": 70.32}
+
+
+def test_models_with_experts_have_their_layers_and_what_a_token_passes() -> None:
+    # 12.9 of Mixtral 8x7B's 46.7 billion.
+    assert round(num_parameters(load_model("mixtral-8x7b")), 1) == 12.9
+    runs = load_model("deepseek-v3-gqa").runs
+    assert [(num, any(layer.experts)) for num, layer in runs] == [(3, False), (58, True)]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +59,18 @@ def test_file_gives_the_shape_it_says(tmp_path: Path) -> None:
     assert load_model(path) == ModelShape(**SIZES, rotary_percent=0.5)  # type: ignore[arg-type]
 
 
+def test_file_gives_experts_by_megatrons_names(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, num_experts=8, moe_router_topk=3, moe_ffn_hidden_size=32, moe_layer_freq=2,
+        moe_shared_expert_intermediate_size=64,
+    )  # fmt: skip
+    experts = Experts(8, 3, 32, True, 64)
+    shape = ModelShape(**SIZES)  # type: ignore[arg-type]
+    assert load_model(path) == shape.with_experts(experts, [True, False] * 3)
+    default = load_model(write(tmp_path, num_experts=8))
+    assert default == shape.with_experts(Experts(8, 2, 160, True), [True] * 6)
+
+
 def test_vocabulary_is_padded_as_megatron_does(tmp_path: Path) -> None:
     shape = load_model(write(tmp_path))
     assert [padded_vocabulary(shape, tp).vocab_size for tp in (1, 3, 4)] == [512, 768, 512]
@@ -64,6 +85,9 @@ def test_vocabulary_is_padded_as_megatron_does(tmp_path: Path) -> None:
         ({"num_layers": True}, "num_layers is True; give a whole number"),
         ({"gated": 1}, "gated is 1; give true or false"),
         ({"kv_channels": 0}, "kv_channels is 0; give at least 1"),
+        ({"moe_router_topk": 2}, "num_experts is None; give a whole number"),
+        ({"num_experts": 2, "moe_router_topk": 3}, "passes 3 experts, but there are 2"),
+        ({"num_experts": 2, "moe_layer_freq": "[1]"}, "moe_layer_freq is '\\[1\\]'; give N"),
         ({"num_query_groups": 4}, "6 attention heads do not divide into 4"),
     ],
 )
@@ -77,7 +101,8 @@ def test_impossible_file_is_an_error_of_one_line(
 
 def test_unknown_model_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown model 7bb; did you mean 7b\? There are 550m, 7b, 30b, 70b, or"
+        ConfigError,
+        match=r"unknown model 7bb; did you mean 7b\? There are 550m, 7b, mixtral-8x7b, 30b,",
     ):
         load_model("7bb")
     with pytest.raises(ConfigError, match=r"No such file"):

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute, load_hardware
-from megatron_wlb.cost.activations import ActivationModel, Kernels, Operation
+from megatron_wlb.cost.activations import ActivationModel, Kernels
 from megatron_wlb.cost.memory import num_communicators, overhead_gib
 from megatron_wlb.cost.slices import Slice, Unit
+from megatron_wlb.cost.tape import Operation
 from megatron_wlb.cost.workspace import WORKSPACES
 from megatron_wlb.schedule.order import Action
 

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.cost.attention import AnalyticAttention
+from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.packing import packer
 from megatron_wlb.plan import MicroBatchPlan
-from megatron_wlb.planner import Planner, assign, run_order
+from megatron_wlb.planner import Planner, assign, deal, run_order
 from megatron_wlb.sharding import Selector
 
 AHEAD = {"look_ahead": 2, "fixed_batches": 3}
@@ -162,6 +163,33 @@ def test_run_order_is_small_at_both_ends():
     ordered = run_order(micro_batches(3, 1, 2, 5, 4))
     assert [m.predicted_us for m in ordered] == [1, 3, 5, 4, 2]
     assert [m.index for m in run_order(micro_batches(1, 1, 1))] == [0, 2, 1]
+
+
+def test_ranks_that_run_together_get_like_micro_batches_in_each_place():
+    given = micro_batches(*np.random.default_rng(3).integers(1, 99, 24).tolist())
+    ranks = deal(given, 4, ExpertGroups(2, ((0.0, 0.0),)))
+    assert sorted(m.index for rank in ranks for m in rank) == list(range(24))
+    descending = sorted(given, key=lambda m: (-m.predicted_us, m.index))
+    pairs = {frozenset(m.index for m in descending[at : at + 2]) for at in range(0, 24, 2)}
+    for first in (0, 2):
+        rows = [*zip(ranks[first], ranks[first + 1], strict=True)]
+        assert {frozenset(m.index for m in row) for row in rows} <= pairs
+        sums_us = [sum(m.predicted_us for m in row) for row in rows]
+        middle = sums_us.index(max(sums_us))
+        assert sums_us[: middle + 1] == sorted(sums_us[: middle + 1])  # small at both ends
+        assert sums_us[middle:] == sorted(sums_us[middle:], reverse=True)
+    loads_us = [sum(m.predicted_us for m in rank) for rank in ranks]
+    assert max(loads_us) < 1.1 * min(loads_us)
+
+
+def test_ranks_that_run_together_are_told_by_what_experts_do_not_do():
+    given = [
+        MicroBatchPlan(index, (), tokens, 10.0 + own_us + 2 * tokens)
+        for index, (tokens, own_us) in enumerate([(9, 0.0), (1, 9.0), (8, 1.0), (2, 8.0)])
+    ]
+    ranks = deal(given, 2, ExpertGroups(2, ((1.0, 1.0),)))
+    rows = [{m.index for m in row} for row in zip(*ranks, strict=True)]
+    assert sorted(map(sorted, rows)) == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(("name", "ahead"), ALL)

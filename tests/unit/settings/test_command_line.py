@@ -89,7 +89,7 @@ def test_unknown_flag_near_to_none_points_to_the_help() -> None:
     assert error_of("--zzz") == "unknown flag --zzz; see --help"
 
 
-@pytest.mark.parametrize("flag", ["--num-experts", "--fp4-format", "--tp-comm-overlap"])
+@pytest.mark.parametrize("flag", ["--moe-use-upcycling", "--fp4-format", "--tp-comm-overlap"])
 def test_megatron_flag_that_is_not_honoured_says_so(flag: str) -> None:
     message = error_of("--num-layers", "2", flag)
     assert message.startswith(f"{flag} is a Megatron flag that this trainer does not honour; ")
@@ -209,7 +209,8 @@ def help_of(name: str) -> str:
 def test_help_shows_the_default(name: str, default: Any) -> None:
     # Flags that are off, and settings that are derived or absent, say so in words.
     shown = default is not None and default is not False and default != ()
-    assert help_of(name).endswith(f" (default: {default})") == shown
+    text = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    assert help_of(name).endswith(f" (default: {text})") == shown
 
 
 def test_help_is_printed_and_exits(

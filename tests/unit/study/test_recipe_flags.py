@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost.layers import Experts
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
@@ -57,6 +58,18 @@ def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Fl
         (ODD, Parallelism(pp_size=2, vpp_size=2, stage_layers=(3, 4, 4, 1)), FULL, "original"),
         (replace(ODD, reach_tokens=300), Parallelism(pp_size=2), FULL, "original"),
         (SOME_SLIDE, Parallelism(pp_size=4, stage_layers=(4, 3, 3, 2)), FULL, "original"),
+        (
+            ODD.with_experts(Experts(8, 2, 96, False, 64), [False, *[True] * 11]),
+            Parallelism(2, 2, 2, dp_size=2, sequence_parallel=True, ep_size=8, etp_size=1),
+            FULL,
+            "hold",
+        ),
+        (
+            SOME_SLIDE.with_experts(Experts(8, 2, 96, False), [True] * 12),
+            Parallelism(pp_size=2, dp_size=2, ep_size=2, etp_size=1),
+            FULL,
+            "original",
+        ),
         (replace(ODD, rotary_percent=0.0), Parallelism(), Recompute("selective"), "fixed-greedy:2"),
     ],
 )
@@ -71,8 +84,9 @@ def test_flags_are_read_back_as_the_same_model_layout_and_batch(
     command = recipe.command(flags, scenario.num_devices, 8)
     words = shlex.split(command)
     config = parse(words[words.index("megatron_wlb.pretrain_gpt") + 1 :])
-    assert planning.model_shape(config, shape.vocab_size) == shape
-    assert planning.parallelism(config) == layout
+    built = planning.model_shape(config, shape.vocab_size)
+    assert built == shape
+    assert planning.parallelism(config, layout.dp_size) == layout
     assert planning.recompute(config) == recompute
     assert config.training.bf16 and config.parallel.use_distributed_optimizer
     assert flags["--max-position-embeddings"] == 4096  # Megatron asks for it with any positions

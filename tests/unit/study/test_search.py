@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost import ModelShape, load_hardware
+from megatron_wlb.cost.layers import Experts
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
@@ -119,6 +120,20 @@ def test_s_max_and_packings_are_searched(found: Search) -> None:
     slices = {"slim"} if p.pp_size > 1 and p.vpp_size == 1 else set()
     assert {o.setting.name for o in tuned} == {"original", "wlb", "hold"} | slices
     assert len({o.setting.max_tokens for o in tuned}) > 2
+
+
+def test_experts_are_divided_in_each_way_that_fits() -> None:
+    experts = SHAPE.with_experts(Experts(4, 2, 256, True), [True] * SHAPE.num_layers)
+    found = find(space(shape=experts, num_devices=8), num_refined=1, num_tuned=1, steps=2)
+    layouts = [c.scenario.parallelism for c in found.candidates]
+    layouts += [one.parallelism for one in found.rejected]
+    assert {p.ep_size for p in layouts} == {1, 2, 4}
+    for p in layouts:
+        assert p.tp_size * p.cp_size * p.dp_size % p.ep_size == 0 and p.expert_tp_size == 1
+    tuned = {(c.candidate.scenario.parallelism, c.outcome.setting.name) for c in found.ranked}
+    assert not [p for p, name in tuned if name == "slim" and p.expert_replicas > 1]
+    some = find(space(shape=experts, num_devices=8, fixed={"ep_size": 4}), num_refined=1)
+    assert {c.scenario.parallelism.ep_size for c in some.candidates} == {4}
 
 
 def test_given_sizes_are_kept() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_wlb.planning.experts import expert_layers
 from megatron_wlb.planning.from_config import model_shape, parallelism
 from megatron_wlb.runtime.megatron_lm import arguments
 from megatron_wlb.settings.config import Config, WlbConfig
@@ -40,6 +41,15 @@ CHECKED: dict[str, Any] = {
     "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128,
     "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rope_type": None, "rotary_scaling_factor": 1.0,
     "mscale": 1.0, "mscale_all_dim": 0.0,
+    "num_experts": None, "moe_ffn_hidden_size": None, "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": None, "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None, "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False, "moe_router_num_groups": None, "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False,
+    "moe_router_bias_update_rate": 1e-3, "moe_router_dtype": None, "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 2,
 }  # fmt: skip
 
 
@@ -91,6 +101,22 @@ def test_latents_are_those_of_megatrons_flags() -> None:
     assert {name: getattr(shape.latent, name) for name in sizes} == sizes
     assert shape.kv_channels == 12 + 64 and shape.num_query_groups == 4
     assert model_shape(config(), 128).latent is None
+
+
+def test_experts_are_those_that_megatron_has_parsed() -> None:
+    found = config(
+        num_experts=16,
+        moe_layer_freq=[0, *[1] * 7],
+        moe_router_load_balancing_type=["seq_aux_loss", "global_aux_loss"],
+        moe_aux_loss_coeff=[1e-3, 1e-4],
+        expert_model_parallel_size=4,
+    )
+    assert found.model.num_experts == 16 and expert_layers(found.model) == [False, *[True] * 7]
+    assert found.model.moe_router_load_balancing_type == ("seq_aux_loss", "global_aux_loss")
+    assert found.model.moe_aux_loss_coeff == (1e-3, 1e-4)
+    assert found.parallel.expert_model_parallel_size == 4
+    assert config().model.moe_router_load_balancing_type == ("aux_loss",)
+    assert config().model.moe_aux_loss_coeff == (0.0,)
 
 
 def test_no_overlap_is_told_only_where_there_are_virtual_stages() -> None:

@@ -1,0 +1,75 @@
+"""Replicas that exchange tokens with experts: where they wait, and what of their work is even.
+
+Where expert parallelism spans several data-parallel replicas, every layer of experts is a barrier:
+none goes on before all of a group have sent their tokens. So micro-batches of the same place in the
+schedule run together, and each lasts as long as the slowest. What experts do is even over the
+group, whoever sends the tokens; the rest is each replica's own.
+
+Legend: ``S`` virtual stages, ``N`` micro-batches, ``R`` replicas of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_wlb.schedule.graph import Floats
+
+if TYPE_CHECKING:
+    from megatron_wlb.cost.analytic import AnalyticModel
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of neighbouring replicas, and the work in each virtual stage that they share."""
+
+    num_replicas: int
+    """Replicas of a group; at least 2."""
+    routed_us: tuple[tuple[float, float], ...]
+    """Time of a token's experts in each virtual stage, forward and backward; 0 of a stage of dense
+    layers, where nobody waits."""
+
+    @classmethod
+    def of(cls, model: AnalyticModel) -> ExpertGroups | None:
+        """None where each replica has all experts, or there are none."""
+        num_replicas, stages = model.parallelism.expert_replicas, model.parallelism.stages
+        if num_replicas == 1:
+            return None
+        return cls(num_replicas, tuple(map(model.routed_us, stages(model.shape))))
+
+    @property
+    def exchanges(self) -> tuple[bool, ...]:
+        """Whether each virtual stage has experts."""
+        return tuple(forward_us > 0 for forward_us, _ in self.routed_us)
+
+    @cached_property
+    def _token_us(self) -> float:
+        return sum(map(sum, self.routed_us))
+
+    def own_us(self, total_us: float, num_tokens: int) -> float:
+        """Time of a micro-batch but for what experts do, which is even over its group."""
+        return total_us - self._token_us * num_tokens
+
+    def share(
+        self, times_us: Sequence[Floats], num_tokens: Sequence[Sequence[int]]
+    ) -> tuple[list[Floats], list[Floats]]:
+        """What each replica does, and how long it waits for others, ``[2, S, N]`` each.
+
+        Args:
+            times_us: of each replica ``[2, S, N]``, as if it had all experts.
+            num_tokens: of each replica ``[N]``, padding included.
+        """
+        rates = np.array(self.routed_us).T[:, :, None]  # [2, S, 1]
+        tokens = np.array(num_tokens, dtype=np.float64)[:, None, None]  # [replicas, 1, 1, N]
+        times = np.stack(times_us)
+        routed = np.minimum(rates * tokens, times)
+        size = self.num_replicas
+        grouped = (len(times) // size, size, *times.shape[1:])
+        even = routed.reshape(grouped).mean(axis=1, keepdims=True)
+        busy = (times - routed).reshape(grouped) + even
+        waits = np.where(rates > 0, busy.max(axis=1, keepdims=True) - busy, 0.0)
+        return list(busy.reshape(times.shape)), list(waits.reshape(times.shape))

@@ -1,0 +1,110 @@
+"""The tape of a model chunk: its operations in forward order, and the bytes that each keeps.
+
+Forward writes it: each operation adds what its backward needs. Backward reads it from the end: each
+needs some working memory, then lets go of what it kept. Full recompute is an operation that keeps
+its input and, in backward, writes and reads an inner tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.schedule.graph import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Bytes a token of one operation; ``weight_bytes`` are absolute."""
+
+    name: str
+    saved: float = 0.0
+    """Kept from its forward to its backward, its output included where a later one needs it."""
+    forward: float = 0.0
+    """Alive besides only while it runs forward."""
+    backward: float = 0.0
+    """Alive besides only while it runs backward: gradients in and out, temporaries."""
+    weight_bytes: int = 0
+    """The gradient of its weight, before it is added to the gradient buffer."""
+    inner: tuple[Operation, ...] = ()
+    """What is written and read again in backward, for an operation that recomputes."""
+    cached: float = 0.0
+    """What of ``saved`` nobody keeps where a document's buffer has its keys and values."""
+    keys: float = 0.0
+    """Such buffers' bytes, a token of the document; context-parallel ranks do not divide it."""
+    gradients: float = 0.0
+    """Bytes of their gradients' buffers, a token of the document."""
+    joined: float = 0.0
+    """Kept besides where a slice and whole documents share a micro-batch: two outputs in one."""
+    prefix: float = 0.0
+    """Bytes in which its backward works, a key of the slices before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """The operations of one model chunk, in forward order."""
+
+    operations: tuple[Operation, ...]
+
+    @property
+    def saved_per_token(self) -> float:
+        """Bytes that a micro-batch in flight keeps, a token."""
+        return sum(operation.saved for operation in self.operations)
+
+    def forward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
+        """The most that a micro-batch adds while it runs forward, what it keeps included.
+
+        Of many, all at once.
+        """
+        num_tokens = np.asarray(num_tokens, dtype=np.float64)
+        kept = peak = np.zeros_like(num_tokens)
+        for operation in self.operations:
+            working = operation.forward
+            if operation.inner:  # forward without keeping anything: its largest operation
+                working = max(o.forward + o.saved for o in operation.inner)
+            peak = np.maximum(peak, kept + (operation.saved + working) * num_tokens)
+            kept = kept + operation.saved * num_tokens
+        return peak
+
+    def backward_peak_bytes(self, num_tokens: npt.ArrayLike) -> Floats:
+        """The most of a micro-batch while it runs backward, what it has kept included.
+
+        Of many, all at once.
+        """
+        num_tokens = np.asarray(num_tokens, dtype=np.float64)
+        peak = kept = self.saved_per_token * num_tokens
+        for operation in reversed(self.operations):
+            working = operation.backward * num_tokens + operation.weight_bytes
+            if operation.inner:
+                inner = Tape(operation.inner)
+                working = working + np.maximum(
+                    inner.forward_peak_bytes(num_tokens), inner.backward_peak_bytes(num_tokens)
+                )
+            peak = np.maximum(peak, kept + working)
+            kept = kept - operation.saved * num_tokens
+        return peak
+
+
+def with_more(operation: Operation, *, saved: float = 0.0, backward: float = 0.0) -> Operation:
+    """``operation`` with more bytes."""
+    saved, backward = operation.saved + saved, operation.backward + backward
+    return replace(operation, saved=saved, backward=backward)
+
+
+def scaled(operations: Iterable[Operation], factor: float) -> tuple[Operation, ...]:
+    """``operations`` on a share of the tokens."""
+    return tuple(
+        replace(
+            o,
+            saved=o.saved * factor,
+            forward=o.forward * factor,
+            backward=o.backward * factor,
+            inner=scaled(o.inner, factor),
+            cached=o.cached * factor,
+            joined=o.joined * factor,
+        )
+        for o in operations
+    )

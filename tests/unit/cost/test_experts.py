@@ -1,0 +1,274 @@
+"""Layers of experts: what they compute, send and hold, and how ranks share them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_wlb.cost import (
+    AnalyticModel,
+    MemoryModel,
+    ModelShape,
+    Parallelism,
+    Recompute,
+    load_hardware,
+)
+from megatron_wlb.cost.experts import ExpertGroups
+from megatron_wlb.cost.layers import Experts, Layer, Precision, Precisions
+from megatron_wlb.cost.memory import num_communicators
+from megatron_wlb.cost.model_file import load_model
+from megatron_wlb.cost.step_costs import StepCosts, analytic_costs
+from megatron_wlb.errors import ConfigError
+
+H100 = load_hardware("h100-sxm")
+DENSE = ModelShape(
+    512, 1408, 4, 8, 4, 64, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False
+)
+EXPERTS = Experts(16, 4, 256, True, shared_hidden_size=128)
+SHAPE = DENSE.with_experts(EXPERTS, [False, True, True, True])
+ALONE = Parallelism()
+NONE, FULL = Recompute(), Recompute("full", "uniform", 1)
+
+
+def model(
+    shape: ModelShape, layout: Parallelism = ALONE, recompute: Recompute = NONE
+) -> AnalyticModel:
+    return AnalyticModel(shape, H100, layout, recompute)
+
+
+def layer_of(shape: ModelShape) -> Layer:
+    return shape.runs[-1][1]
+
+
+def test_token_passes_its_experts_the_shared_one_and_the_router() -> None:
+    attention = 8 * 64 + 2 * 4 * 64 + 8 * 64
+    assert layer_of(SHAPE).matrix_numbers == attention + 16 + 3 * 128 + 4 * 3 * 256
+    assert SHAPE.linear_parameters == 512 * (
+        4 * attention + 3 * 1408 + 3 * (16 + 3 * 128 + 4 * 3 * 256) + 8192
+    )
+    assert layer_of(DENSE.with_experts(replace(EXPERTS, topk=8), [True] * 4)).matrix_numbers == (
+        attention + 16 + 3 * 128 + 8 * 3 * 256
+    )
+
+
+def test_parameters_are_mixtrals() -> None:
+    assert MemoryModel(load_model("mixtral-8x7b")).total_parameters / 1e9 == pytest.approx(
+        46.70, abs=0.01
+    )
+    assert MemoryModel(load_model("deepseek-v3-gqa")).total_parameters / 1e9 == pytest.approx(
+        675, abs=1
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Parallelism(),
+        Parallelism(2, sequence_parallel=True, dp_size=4, ep_size=8, etp_size=1),
+        Parallelism(2, sequence_parallel=True, dp_size=4, ep_size=4),
+        Parallelism(1, 2, 2, 2, dp_size=4, ep_size=8),
+        Parallelism(pp_size=2, stage_layers=(3, 1), dp_size=2, ep_size=2),
+    ],
+)
+def test_all_ranks_together_hold_each_parameter(layout: Parallelism) -> None:
+    h, each = 512, 512 * 3 * 256
+    memory = MemoryModel(SHAPE, layout)
+    experts = [memory.expert_parameters(stage) for stage in range(layout.num_stages)]
+    assert sum(experts) * layout.expert_ranks == 3 * 16 * each
+    norms = (2 * 4 + 1) * h
+    dense = MemoryModel(DENSE.with_experts(EXPERTS, [False] * 4)).total_parameters
+    shared = 3 * (h * (16 + 3 * 128) - 3 * h * 1408)
+    whole = dense + shared + 3 * 16 * each
+    repeated = (layout.tp_size - 1) * (norms + 3 * h * 16)  # norms and routers, on each TP rank
+    assert memory.total_parameters == whole + repeated
+
+
+def test_optimizer_of_experts_is_spread_over_ranks_with_the_same_ones() -> None:
+    layout = Parallelism(1, 2, dp_size=4, ep_size=4)
+    memory = MemoryModel(SHAPE, layout, distributed_optimizer=True)
+    experts = memory.expert_parameters(0)
+    dense = memory.num_parameters(0) - experts
+    assert layout.expert_dp_size == 2
+    assert memory.state_bytes(0).optimizer == -(-dense * 12 // 8) - (-experts * 12 // 2)
+    assert memory.state_bytes(0).weights == 2 * (dense + experts)
+
+
+def test_gradients_of_experts_are_reduced_over_fewer_ranks() -> None:
+    def reduce_us(ep_size: int) -> float:
+        layout = Parallelism(dp_size=8, ep_size=ep_size)
+        (us,) = analytic_costs(model(SHAPE, layout), MemoryModel(SHAPE, layout)).reduce_us
+        return us
+
+    memory = MemoryModel(SHAPE, Parallelism(dp_size=8, ep_size=8))
+    dense_bytes = 4 * memory.stage_parameters(0)
+    assert reduce_us(8) == pytest.approx(
+        H100.latency_us + H100.transfer_us(2 * 7 / 8 * dense_bytes, 8, 8)
+    )
+    assert reduce_us(1) > reduce_us(2) > reduce_us(4) > reduce_us(8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "expert_dp"),
+    [
+        (Parallelism(2, 2, dp_size=4), 1, 8),
+        (Parallelism(2, 2, dp_size=4, ep_size=4, etp_size=1), 1, 4),
+        (Parallelism(2, 2, dp_size=4, ep_size=8, etp_size=1), 2, 2),
+        (Parallelism(2, 2, dp_size=4, ep_size=8), 4, 1),
+        (Parallelism(1, 3, dp_size=4, ep_size=2), 2, 6),  # groups that begin in one and end in two
+        (Parallelism(dp_size=8, ep_size=8), 8, 1),
+    ],
+)
+def test_replicas_that_share_experts_are_those_of_megatrons_groups(
+    layout: Parallelism, replicas: int, expert_dp: int
+) -> None:
+    assert (layout.expert_replicas, layout.expert_dp_size) == (replicas, expert_dp)
+    num_ranks = layout.tp_size * layout.cp_size * layout.dp_size
+    if layout.ep_size > 1:  # each group of ranks in a row lies in one group of replicas
+        size = layout.tp_size * layout.cp_size * replicas
+        for first in range(0, num_ranks, layout.expert_ranks):
+            assert first // size == (first + layout.expert_ranks - 1) // size
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    for layout, said in (
+        (Parallelism(dp_size=3, ep_size=3), "num_experts 16 does not divide over EP 3"),
+        (Parallelism(ep_size=2, etp_size=3), "expert_hidden_size 256 does not divide over expert"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            layout.layers_of_stages(SHAPE)
+    with pytest.raises(ConfigError, match="EP 8 × expert TP 1 does not divide the 4 ranks"):
+        Parallelism(dp_size=4, ep_size=8).check_experts(SHAPE)
+    with pytest.raises(ConfigError, match="EP is 2, but the model has no experts"):
+        Parallelism(dp_size=4, ep_size=2).check_experts(DENSE)
+
+
+def test_exchange_sends_copies_out_and_back_within_and_between_nodes() -> None:
+    in_node = Parallelism(2, sequence_parallel=True, dp_size=4, ep_size=8, etp_size=1)
+    times = model(SHAPE, in_node).layer(layer_of(SHAPE))
+    token_bytes = 4 * 512 * 2 / 2  # four copies of half the tokens
+    gb_s = H100.node_link_gb_s * H100.link_share
+    assert times.ep_us == pytest.approx(2 * token_bytes * 7 / 8 / (gb_s * 1e3))
+    between = Parallelism(2, sequence_parallel=True, dp_size=8, ep_size=16, etp_size=1)
+    network = H100.network_gb_s * H100.link_share
+    assert model(SHAPE, between).layer(layer_of(SHAPE)).ep_us == pytest.approx(
+        2 * token_bytes * 8 / 16 / (network * 1e3)
+    )
+    # Backward exchanges as much: its gradients come and go as the copies did.
+    backward_us = times.backward_linear_us - times.tp_backward_us - times.ep_us
+    assert backward_us == pytest.approx(2 * (times.linear_us - times.tp_us - times.ep_us))
+    assert model(SHAPE).layer(layer_of(SHAPE)).ep_us == 0
+    # Experts that are divided gather what each rank has got.
+    divided = Parallelism(2, sequence_parallel=True, dp_size=4, ep_size=4)
+    gathered = H100.transfer_us(token_bytes, 2, 2)
+    alone = H100.all_to_all_us(token_bytes, 4, 2)
+    assert model(SHAPE, divided).layer(layer_of(SHAPE)).ep_us == pytest.approx(
+        2 * (alone + gathered)
+    )
+
+
+def test_stages_cost_as_their_own_layers_do() -> None:
+    layout = Parallelism(pp_size=4)
+    dense, *rest = model(SHAPE, layout).stage_costs()
+    assert rest[0] == rest[1] and rest[2].forward_linear_us > rest[1].forward_linear_us > 0
+    assert dense == model(DENSE, layout).stage_costs()[0]
+    parameters = [MemoryModel(SHAPE, layout).num_parameters(rank) for rank in range(4)]
+    assert parameters[1] == parameters[2] > parameters[0]
+
+
+def test_model_without_experts_costs_what_it_did() -> None:
+    same = DENSE.with_experts(EXPERTS, [False] * 4)
+    assert model(same).cost() == model(DENSE).cost()
+    assert MemoryModel(same).peak_bytes(0, [4096] * 3) == MemoryModel(DENSE).peak_bytes(
+        0, [4096] * 3
+    )
+
+
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+def test_memory_grows_with_copies_and_with_uneven_routing(kernels: str) -> None:
+    def kept(experts: Experts, imbalance: float = 1.0, recompute: Recompute = NONE) -> float:
+        shape = DENSE.with_experts(experts, [True] * 4)
+        memory = MemoryModel(
+            shape,
+            recompute=recompute,
+            kernels=kernels,
+            expert_imbalance=imbalance,  # type: ignore[arg-type]
+        )
+        return memory.tape(0, 0).saved_per_token
+
+    one = kept(replace(EXPERTS, topk=1))
+    copy = kept(replace(EXPERTS, topk=2)) - one
+    # The copy that came, both products' inputs, its weight: in bf16 but for the last.
+    least = 4 * (2 * 512 + 2 * 3 * 256 + 4)
+    assert least <= copy <= 1.6 * least
+    assert kept(replace(EXPERTS, topk=4)) == pytest.approx(one + 3 * copy)
+    # Twice the tokens are as many more copies, but nothing of the router's.
+    assert copy < kept(EXPERTS, 2.0) - kept(EXPERTS, 1.0) < 4 * copy
+    assert kept(EXPERTS, 2.0, FULL) == kept(EXPERTS, 1.0, FULL) < one
+
+
+def test_uneven_routing_takes_memory_also_of_what_is_recomputed() -> None:
+    def peak(imbalance: float) -> float:
+        memory = MemoryModel(SHAPE, recompute=FULL, kernels="fused", expert_imbalance=imbalance)
+        return memory.activation_peak_bytes(0, [8192] * 2)
+
+    assert peak(1.0) < peak(2.0) < 2 * peak(1.0)
+
+
+def test_experts_in_fp8_are_faster_and_keep_less() -> None:
+    eight = replace(
+        Precisions.same(2), matrix=Precision(1, "fp8_peak_tflops", "fp8_linear_share", 3)
+    )
+    layers = tuple((num, replace(layer, precisions=eight)) for num, layer in SHAPE.runs)
+    shape = replace(SHAPE, layers=layers)
+    fast, slow = (model(one).layer(layer_of(one)) for one in (shape, SHAPE))
+    assert fast.routed_us < slow.routed_us
+    kept, before = (MemoryModel(one).tape(0, 0).saved_per_token for one in (shape, SHAPE))
+    assert kept < before
+    memory = MemoryModel(shape)
+    products = 4 * 512 * (8 * 64 * 2 + 2 * 4 * 64) + 512 * (3 * 1408 + 3 * 3 * 128)
+    products += memory.expert_parameters(0)
+    weights = 2 * memory.num_parameters(0) + products  # one byte more, of what is a product's
+    assert memory.state_bytes(0).weights == weights
+
+
+def test_groups_of_experts_have_communicators_of_their_own() -> None:
+    layout = Parallelism(2, dp_size=8, sequence_parallel=True)
+    assert (
+        num_communicators(replace(layout, ep_size=8, etp_size=1)) - num_communicators(layout) == 3
+    )  # experts, copies of them, and their norm
+
+
+def test_replica_waits_for_the_one_with_more_work_of_its_own() -> None:
+    groups = ExpertGroups(2, ((1.0, 2.0), (0.0, 0.0)))
+    assert groups.exchanges == (True, False)
+    times = [np.full((2, 2, 1), us) for us in (100.0, 70.0, 50.0, 50.0)]
+    busy, waits = groups.share(times, [[40], [20], [10], [10]])
+    # Forward: own work 60 and 50; experts do 40 and 20, which is 30 each.
+    assert [float(own[0, 0, 0]) for own in busy] == [90, 80, 50, 50]
+    assert [float(own[0, 0, 0]) for own in waits] == [0, 10, 0, 0]
+    # Backward: 20 and 30 of their own; 60 each of experts.
+    assert [float(own[1, 0, 0]) for own in waits[:2]] == [10, 0]
+    # A stage of dense layers waits for nobody.
+    assert [float(own[0, 1, 0]) for own in busy] == [100, 70, 50, 50]
+    assert not any(own[:, 1].any() for own in waits)
+    assert groups.own_us(200.0, 10) == 200 - 10 * 3
+
+
+def test_groups_are_of_replicas_that_lack_experts_only() -> None:
+    layout = Parallelism(2, 2, 2, dp_size=2, sequence_parallel=True, ep_size=4, etp_size=1)
+    assert ExpertGroups.of(model(SHAPE, layout)) is None
+    assert ExpertGroups.of(model(DENSE, Parallelism(dp_size=2))) is None
+    shared = ExpertGroups.of(model(SHAPE, replace(layout, ep_size=8), FULL))
+    assert shared is not None and shared.num_replicas == 2
+    (first, once), (second, twice) = shared.routed_us
+    assert second == pytest.approx(2 * first) and twice == pytest.approx(2 * once)
+    assert once == pytest.approx(3 * first)  # two of backward, one that is run again
+
+
+def test_costs_of_a_step_name_the_groups() -> None:
+    layout = Parallelism(dp_size=4, ep_size=4)
+    costs = analytic_costs(model(SHAPE, layout), MemoryModel(SHAPE, layout))
+    assert isinstance(costs, StepCosts) and costs.experts is not None
+    assert costs.experts.num_replicas == 4
