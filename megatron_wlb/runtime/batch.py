@@ -27,11 +27,12 @@ import torch
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CorpusError
-from megatron_wlb.plan import MicroBatchPlan, Span
+from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.runtime.attention.context_parallel import KeyGather
 from megatron_wlb.runtime.attention.core import PlanSeqParams
 from megatron_wlb.runtime.attention.kernels import Segments
 from megatron_wlb.runtime.attention.slices import Slice, SliceStore
+from megatron_wlb.runtime.moe import RoutedTokens
 from megatron_wlb.runtime.transfer import mapped, pinned, to_device
 from megatron_wlb.sharding import Sharding, rank_layout
 
@@ -140,7 +141,8 @@ class BatchBuilder:
     """Builds the batches of one pipeline stage and context-parallel rank.
 
     ``corpora`` are in the order of ``Document.corpus``. Ids from ``vocab_size`` on are an error, as
-    they would index beyond the embedding. ``reach_tokens`` is as in :func:`local_params`.
+    they would index beyond the embedding. ``reach_tokens`` is as in :func:`local_params`. With
+    ``has_experts`` batches tell routers of the step, which :meth:`begin` must have been given.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class BatchBuilder:
         cp_rank: int = 0,
         cp_size: int = 1,
         reach_tokens: int | None = None,
+        has_experts: bool = False,
     ) -> None:
         self.corpora = corpora
         self.vocab_size = vocab_size
@@ -159,6 +162,8 @@ class BatchBuilder:
         self.cp_rank = cp_rank
         self.cp_size = cp_size
         self.reach_tokens = reach_tokens
+        self.has_experts = has_experts
+        self._step: StepPlan | None = None
         self.slices = SliceStore()
         """The open documents of the step; who runs it begins and ends that."""
         self.groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
@@ -237,8 +242,9 @@ class BatchBuilder:
             loss_mask=mapped(made.loss_mask, move),
         )
 
-    def forget(self) -> None:
-        """Drops what the chunks of the last step had in common; to be called between steps."""
+    def begin(self, step: StepPlan) -> None:
+        """Drops what the chunks of the last step had in common; to be called before each step."""
+        self._step = step
         self._latest.clear()
         self._moved.clear()
 
@@ -271,6 +277,9 @@ class BatchBuilder:
                 group=group,
                 reach_tokens=self.reach_tokens,
             )
+            if self.has_experts:
+                assert self._step is not None, "who runs a step begins it"
+                params = replace(params, routed=RoutedTokens.of(plan, local, self._step))
             known = self._latest[plan.index] = (plan, local, mapped(params, self._pinned))
         return known[1:]
 

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.runtime.attention.core import layer_reach, model_reach
 from megatron_wlb.runtime.batch import local_params
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.moe import RoutedTokens
 from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.transfer import from_first_rank
 from megatron_wlb.sharding import Sharding, length_multiple
@@ -199,6 +201,7 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
     )
     assert params.positions is not None
     num_tokens = len(params.positions)
+    params = replace(params, routed=RoutedTokens.padding(num_tokens, device))
     tokens = torch.randint(0, vocab_size, (1, num_tokens), device=device)
     local = num_tokens // (model.groups.tp.size() if config.sequence_parallel else 1)
     forward = backward = 0.0

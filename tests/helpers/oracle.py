@@ -9,13 +9,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from helpers.workload import Workload
+from helpers.oracle_experts import OracleRouters, expert_settings, layer_specs
+from helpers.workload import Tokens, Workload
+from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config
 
 Array = npt.NDArray[np.float32]
@@ -30,7 +33,9 @@ class OracleStep:
     loss: float
     """Σ token losses ÷ Σ labelled tokens, in nats."""
     gradients: State
-    """Gradients of that loss; not clipped."""
+    """Gradients of that loss, and of experts' auxiliary ones; not clipped."""
+    auxiliary: dict[str, list[float]] = field(default_factory=dict)
+    """The auxiliary losses of each layer, without their coefficients, by Megatron's names."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,21 @@ class OracleRun:
     initial: State
     steps: tuple[OracleStep, ...]
     final: State
+    biases: State = field(default_factory=dict)
+    """Of the routers of layers of experts, after the last step."""
 
 
-def run_oracle(config: Config, workload: Workload) -> OracleRun:
-    """Trains one step for each of the workload's; runs in a world of one process."""
+def run_oracle(
+    config: Config, workload: Workload, plans: Sequence[StepPlan] | None = None
+) -> OracleRun:
+    """Trains one step for each of the workload's; runs in a world of one process.
+
+    ``plans`` say for experts which documents share a micro-batch, and in which order these run.
+    """
     import torch
 
     model = _stock_model(config, workload.vocab_size)
+    routers = OracleRouters(model, config) if config.model.num_experts else None
     _slide(model, config)
     parameters = dict(model.named_parameters())
     initial = _randomise(parameters, config.training.seed)
@@ -65,15 +78,19 @@ def run_oracle(config: Config, workload: Workload) -> OracleRun:
     steps = []
     for number in range(len(workload.steps)):
         optimizer.zero_grad()
-        loss = _backward(model, workload, number)
+        if routers is not None:
+            assert plans is not None
+            loss, auxiliary = routers.backward(workload, number, plans[number])
+        else:
+            loss, auxiliary = _backward(model, workload, number), {}
         gradients = {name: p.grad.numpy().copy() for name, p in parameters.items()}
-        steps.append(OracleStep(loss, gradients))
+        steps.append(OracleStep(loss, gradients, auxiliary))
         if t.clip_grad:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), t.clip_grad)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, number)
         optimizer.step()
-    return OracleRun(initial, tuple(steps), _state(parameters))
+    return OracleRun(initial, tuple(steps), _state(parameters), routers.biases if routers else {})
 
 
 def initial_weights(config: Config, vocab_size: int) -> State:
@@ -103,20 +120,27 @@ def _backward(model: Any, workload: Workload, step: int) -> float:
     num_labels = sum(int((labels >= 0).sum()) for _, labels in examples)
     total = 0.0
     for tokens, labels in examples:
-        length = len(tokens)
-        # True is masked.
-        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        logits = model(
-            input_ids=torch.from_numpy(tokens)[None],
-            position_ids=torch.arange(length)[None],
-            attention_mask=mask,
-        )
-        losses = torch.nn.functional.cross_entropy(
-            logits[0], torch.from_numpy(labels), ignore_index=-1, reduction="sum"
-        )
+        losses = sum_of_losses(model, tokens, labels)
         (losses / num_labels).backward()  # type: ignore[no-untyped-call]
         total += losses.item()
     return total / num_labels
+
+
+def sum_of_losses(model: Any, tokens: Tokens, labels: Tokens) -> Any:
+    """Σ token losses of a document that runs alone."""
+    import torch
+
+    length = len(tokens)
+    # True is masked.
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    logits = model(
+        input_ids=torch.from_numpy(tokens)[None],
+        position_ids=torch.arange(length)[None],
+        attention_mask=mask,
+    )
+    return torch.nn.functional.cross_entropy(
+        logits[0], torch.from_numpy(labels), ignore_index=-1, reduction="sum"
+    )
 
 
 def _slide(model: Any, config: Config) -> None:
@@ -142,7 +166,6 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.initialize_model_parallel()
@@ -171,6 +194,7 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         cuda_graph_scope=[],
+        **expert_settings(m),
     )
     for name, value in dataclasses.asdict(m).items():
         if name.startswith("wlb_yarn_") and m.position_embedding_type == "yarn":
@@ -179,9 +203,7 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
     multiple = m.make_vocab_size_divisible_by
     return GPTModel(
         config=core,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            qk_layernorm=m.qk_layernorm, normalization=m.normalization
-        ),
+        transformer_layer_spec=layer_specs(core),
         vocab_size=math.ceil(vocab_size / multiple) * multiple,
         max_sequence_length=m.max_position_embeddings or config.data.seq_length,
         share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,

@@ -32,6 +32,7 @@ from megatron_wlb.runtime.model import (
     require_document_attention,
     with_document_attention,
 )
+from megatron_wlb.runtime.moe import route_by_document
 from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.settings.config import Config
 
@@ -55,6 +56,7 @@ def install(patches: PatchSet, settings: Config) -> None:
         spec = packed(transformer_layer_spec, attention_options(settings, config, choose))
         build(self, config, spec, *args, **kwargs)
         use_document_positions(self)
+        route_by_document(self)
 
     @functools.wraps(make_norm)
     def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:

@@ -94,6 +94,8 @@ def initialize_groups(config: Config) -> None:
         pipeline_model_parallel_size=p.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=p.vpp_size if p.vpp_size > 1 else None,
         context_parallel_size=p.context_parallel_size,
+        expert_model_parallel_size=p.expert_model_parallel_size,
+        expert_tensor_parallel_size=p.expert_tensor_parallel_size,
     )
     seed(config)
 
