@@ -244,21 +244,13 @@ def install() -> None:
         lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
     )
     install_adam(_patches)
-    from megatron.core.transformer.moe import moe_utils
+    # Imports megatron.core.
+    from megatron_wlb.runtime.emulation.experts import install_experts
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # Routers ask whether it is None, but Megatron binds no such name without TransformerEngine.
-        moe_utils.te_general_gemm = None
-    # Numbers of tokens to exchange, which torch takes as a list: only those of a GPU become one.
-    dispatcher = "megatron.core.transformer.moe.token_dispatcher"
-    _patches.replace(dispatcher, "maybe_move_tensor_to_cpu", _on_host)
+    install_experts(_patches)
     module = "megatron.core.distributed.torch_fully_sharded_data_parallel"
     _patches.replace(module, "DeviceMesh", _MeshOfCpus)
     _keep_what_is_being_sent()
-
-
-def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 _MOST_UNDER_WAY = 16
