@@ -199,8 +199,9 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
     _, params = local_params(
         lengths, np.concatenate([np.arange(n) for n in lengths]), device, **_shard(model)
     )
-    assert params.positions is not None
-    num_tokens = len(params.positions)
+    positions = params.positions
+    assert positions is not None
+    num_tokens = len(positions)
     params = replace(params, routed=RoutedTokens.padding(num_tokens, device))
     tokens = torch.randint(0, vocab_size, (1, num_tokens), device=device)
     local = num_tokens // (model.groups.tp.size() if config.sequence_parallel else 1)
@@ -214,7 +215,7 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
         start = _now()
         output = chunk(
             input_ids=tokens,
-            position_ids=params.positions[None],
+            position_ids=positions[None],
             attention_mask=None,
             labels=tokens if gpt.post_process else None,
             packed_seq_params=params,

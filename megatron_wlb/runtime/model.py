@@ -207,6 +207,11 @@ def layer_submodules(
             qk_layernorm=core.qk_layernorm, **experts
         )
         return with_document_attention(spec, options), gpt_layer_specs.TENorm
+    if core.moe_grouped_gemm:
+        raise CompatibilityError(
+            "--moe-grouped-gemm runs TransformerEngine's kernels, and the layers are Megatron's "
+            "own; leave it out, or use --transformer-impl transformer_engine"
+        )
     spec = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, **experts)
     # Megatron's own torch norm refuses sequence parallelism.
     spec.submodules.input_layernorm = TorchNorm

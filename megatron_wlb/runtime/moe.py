@@ -161,14 +161,13 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
     def _attach(
         self, activation: torch.Tensor, coeff: float, loss: torch.Tensor, name: str
     ) -> torch.Tensor:
-        """Adds the loss's gradient to that of ``activation``, and notes the loss for Megatron's log.
+        """Adds a loss's gradient to that of ``activation``, and notes the loss for Megatron's log.
 
-        ``loss`` is without ``coeff``, and is the part of this rank's tokens of the sum over tokens.
+        ``loss`` is without ``coeff``: the sum over the tokens of this rank.
         """
         assert self.tokens is not None
-        # Megatron's own method scales what it attaches only with a loss per token, and logs it
-        # without the coefficient. This mean over tokens is summed over ranks, micro-batches and
-        # steps' tokens here; Megatron's log divides by replicas and micro-batches.
+        # All that scales is here, and Megatron's method adds nothing. It logs what is attached over
+        # the second argument; the mean of that over micro-batches is then the loss of a token.
         self.calculate_per_token_loss = False
         attached: torch.Tensor = self.attach_and_log_load_balancing_loss(
             activation,

@@ -114,14 +114,12 @@ def learning_rate(config: Config, step: int) -> float:
 
 def _backward(model: Any, workload: Workload, step: int) -> float:
     """Leaves the gradients of the step's loss in the model; returns the loss."""
-    import torch
-
     examples = workload.examples(step)
     num_labels = sum(int((labels >= 0).sum()) for _, labels in examples)
     total = 0.0
     for tokens, labels in examples:
         losses = sum_of_losses(model, tokens, labels)
-        (losses / num_labels).backward()  # type: ignore[no-untyped-call]
+        (losses / num_labels).backward()
         total += losses.item()
     return total / num_labels
 

@@ -86,6 +86,7 @@ class OracleRouters:
         auxiliary one of each layer.
         """
         import torch
+
         from helpers.oracle import sum_of_losses
 
         for noted in self._logits.values():
@@ -141,7 +142,8 @@ class OracleRouters:
             groups = [micro_batch for row in rows for micro_batch in row]
         else:
             groups = [[number for micro_batch in row for number in micro_batch] for row in rows]
-        loss, before = torch.zeros(()), torch.zeros(self.settings.num_experts)
+        num_experts = self.settings.num_experts or 0
+        loss, before = torch.zeros(()), torch.zeros(num_experts)
         for group in filter(None, groups):
             scores = self._scores(torch.cat([logits[number] for number in group]))
             chosen = torch.zeros_like(scores).scatter(1, self._top(scores), 1.0).sum(0)
@@ -149,7 +151,7 @@ class OracleRouters:
                 chosen = before = before + chosen
             share = chosen / chosen.sum()
             mean = scores.mean(0)
-            loss = loss + self.settings.num_experts * (share * mean).sum() * len(scores)
+            loss = loss + num_experts * (share * mean).sum() * len(scores)
         return loss / num_tokens
 
     def _scores(self, logits: Any) -> Any:

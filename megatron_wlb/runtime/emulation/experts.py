@@ -50,4 +50,5 @@ def _reduce_scatter(
         return original(tensor, group, None, *rest, **named)
     whole = tensor.clone()
     dist.all_reduce(whole, group=group)
-    return whole.split(list(sizes))[group.rank()].clone()
+    start = sum(sizes[: group.rank()])
+    return whole[start : start + sizes[group.rank()]].clone()

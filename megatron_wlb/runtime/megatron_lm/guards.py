@@ -333,8 +333,10 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--cuda-graph-impl", _ONE_GRAPH, allowed=("none",)),
     Refusal("--tp-comm-overlap", _ONE_BUFFER),
     Refusal(
-        "--moe-token-dispatcher-type", "it gathers one length from all ranks, and alltoall, which "
-        "computes the same, takes its place", refused=_gathers_tokens,
+        "--moe-token-dispatcher-type",
+        "it gathers one length from all ranks, and alltoall, which "
+        "computes the same, takes its place",
+        refused=_gathers_tokens,
     ),
 )
 """Flags without which the same numbers are computed: told, and left alone or turned off."""
