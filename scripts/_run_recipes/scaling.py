@@ -258,7 +258,8 @@ def _scale_experts(flags: _Flags, given_layers: int, tp: int, num_ranks: int) ->
     flags.put("--num-experts", num_experts, SCALED)
     etp = min(flags.number("--expert-tensor-parallel-size", tp), num_ranks)
     ep = min(flags.number("--expert-model-parallel-size", 1), num_experts)
-    while num_ranks % (ep * etp):
+    instances = flags.number("--num-distributed-optimizer-instances", 1)
+    while ep * etp > 1 and num_ranks % (ep * etp * instances):
         ep, etp = (ep, etp // 2) if etp > 1 else (ep // 2, etp)
     flags.put_if_given("--expert-model-parallel-size", ep, LAYOUT)
     if etp != flags.number("--expert-tensor-parallel-size", tp):
