@@ -151,7 +151,7 @@ def test_fault_of_experts_differs_from_the_oracle(
 
 
 def test_documents_of_another_micro_batch_are_refused(compare: Compare) -> None:
-    with pytest.raises(PlanError, match="a router got .* tokens where the plan has"):
+    with pytest.raises(PlanError, match=r"a router got .* tokens where the plan has"):
         compare(PP2, megatron_s_own_recomputation)
 
 
