@@ -196,3 +196,25 @@ def build_with_another_router(config: Any) -> None:
 def test_a_router_of_another_kind_is_refused(gloo: GlooPool) -> None:
     with pytest.raises(CompatibilityError, match="has a OwnRouter in place of Megatron's TopKRou"):
         gloo.run(1, build_with_another_router, Layout("moe-aux", 1).config)
+
+
+def norms(config: Any) -> tuple[float, float]:
+    """The norm of all gradients by our update, and by Megatron."""
+    from megatron_wlb.runtime.optimizer import build_optimizer, update
+
+    runner = build_runner(config, WORKLOAD)
+    optimizer, _ = build_optimizer(config, runner.model)
+    for chunk in runner.model.chunks:
+        chunk.zero_grad_buffer()
+    runner.run(scatter_for(config, WORKLOAD, 2, 0))
+    optimizer.prepare_grads()
+    expected = float(optimizer.get_grad_norm())
+    return update(optimizer, 1.0).item(), expected
+
+
+@pytest.mark.parametrize("extra", ["", SHARDED])
+def test_gradients_of_experts_count_once_in_the_norm(gloo: GlooPool, extra: str) -> None:
+    results = gloo.run(2, norms, dataclasses.replace(EP2, extra=extra).config)
+    assert results[0][0] == results[1][0] > 0.1
+    for found, expected in results:
+        assert found == pytest.approx(expected, rel=1e-5)
