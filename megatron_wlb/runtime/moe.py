@@ -45,15 +45,15 @@ class RoutedTokens:
     ``num_documents``."""
     num_documents: int
     targets_per_token: float = 1.0
-    """Of the whole step. Gradients are divided by its targets, and these losses by its tokens."""
+    """The step's targets, by which gradients are divided, over its tokens, which losses are of."""
     targets_per_micro_batch: float = 1.0
-    """Of the whole step, over all data-parallel ranks: Megatron logs means over these."""
+    """The same over its micro-batches, of all data-parallel ranks: Megatron logs their mean."""
 
     @classmethod
     def of(
         cls, micro_batch: MicroBatchPlan, local: npt.NDArray[np.int64] | slice, step: StepPlan
     ) -> RoutedTokens:
-        """Of a micro-batch's ``local`` tokens, on the host."""
+        """A micro-batch's ``local`` tokens, on the host."""
         numbers = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
         num_targets = max(step.num_targets, 1)  # nothing is divided by 0 targets
         return cls(
@@ -73,7 +73,7 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
     """Megatron's router, with the losses of the module's first lines."""
 
     tokens: RoutedTokens | None = None
-    """Of the micro-batch that is routed; its layer sets it."""
+    """The tokens of the micro-batch that is routed; its layer sets them."""
 
     def apply_z_loss(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """``[n, E] -> [n, E]``, with the loss attached."""
