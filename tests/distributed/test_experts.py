@@ -218,3 +218,23 @@ def test_gradients_of_experts_count_once_in_the_norm(gloo: GlooPool, extra: str)
     assert results[0][0] == results[1][0] > 0.1
     for found, expected in results:
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def counted_while_measuring(config: Any) -> float:
+    """What routers count while passes are timed: in biases, losses and their log."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_wlb.runtime.measure import run_passes
+
+    runner = build_runner(config, WORKLOAD)
+    assert min(run_passes(runner.model, [5, 11], WORKLOAD.vocab_size)) > 0
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    logged = sum(float(one["values"].abs().sum()) for one in tracker.values())
+    tracker.clear()
+    routers = [moe.router for moe in experts_of(runner)]
+    assert routers
+    return logged + sum(float(router.local_tokens_per_expert.sum()) for router in routers)
+
+
+def test_timed_passes_count_no_token(gloo: GlooPool) -> None:
+    assert gloo.run(2, counted_while_measuring, EP2.config) == [0.0, 0.0]
