@@ -200,7 +200,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
         "use --fp8-format",
     ),
-    Refusal("--fine-grained-activation-offloading", _ONE_BUFFER),
+    Refusal(
+        "--fine-grained-activation-offloading", "it keeps the host's buffers of every length that "
+        "it has met, and lengths of micro-batches vary",
+    ),
     Refusal("--cpu-offloading-num-layers", _ONE_BUFFER),
     Refusal(
         "--defer-embedding-wgrad-compute", "with --sequence-parallel it gathers all micro-batches "
