@@ -32,6 +32,7 @@ from megatron_wlb.runtime.attention.context_parallel import KeyGather
 from megatron_wlb.runtime.attention.core import PlanSeqParams
 from megatron_wlb.runtime.attention.kernels import Segments
 from megatron_wlb.runtime.attention.slices import Slice, SliceStore
+from megatron_wlb.runtime.moe import RoutedTokens
 from megatron_wlb.runtime.prediction import Ahead
 from megatron_wlb.runtime.transfer import mapped, pinned, to_device
 from megatron_wlb.sharding import Sharding, rank_layout
@@ -144,7 +145,8 @@ class BatchBuilder:
 
     ``corpora`` are in the order of ``Document.corpus``. Ids from ``vocab_size`` on are an error, as
     they would index beyond the embedding. ``reach_tokens`` is as in :func:`local_params`.
-    ``num_ahead`` layers predict further ahead (:mod:`megatron_wlb.runtime.prediction`).
+    ``num_ahead`` layers predict further ahead (:mod:`megatron_wlb.runtime.prediction`). With
+    ``has_experts`` batches tell routers of the step, which :meth:`begin` must have been given.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class BatchBuilder:
         cp_size: int = 1,
         reach_tokens: int | None = None,
         num_ahead: int = 0,
+        has_experts: bool = False,
     ) -> None:
         self.corpora = corpora
         self.vocab_size = vocab_size
@@ -168,6 +171,8 @@ class BatchBuilder:
         self.depth_weights: list[float] = []
         """What a label of each depth counts; who runs a step weighs them."""
         self.step_targets = 0
+        self.has_experts = has_experts
+        self._step: StepPlan | None = None
         self.slices = SliceStore()
         """The open documents of the step; who runs it begins and ends that."""
         self.groups: dict[tuple[int, ...], torch.distributed.ProcessGroup] = {}
@@ -265,6 +270,7 @@ class BatchBuilder:
 
     def begin(self, plan: StepPlan) -> None:
         """Begins a step: drops what chunks of the last one had in common, and weighs labels."""
+        self._step = plan
         self._latest.clear()
         self._moved.clear()
         self.step_targets = plan.num_targets
@@ -300,6 +306,9 @@ class BatchBuilder:
                 group=group,
                 reach_tokens=self.reach_tokens,
             )
+            if self.has_experts:
+                assert self._step is not None, "who runs a step begins it"
+                params = replace(params, routed=RoutedTokens.of(plan, local, self._step))
             known = self._latest[plan.index] = (plan, local, mapped(params, self._pinned))
         return known[1:]
 

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.runtime.attention.core import layer_reach, model_reach
 from megatron_wlb.runtime.batch import local_params
 from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.moe import RoutedTokens
 from megatron_wlb.runtime.prediction import Ahead, layers_of, predicting, take_losses
 from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.transfer import from_first_rank
@@ -200,7 +202,8 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
         lengths, np.concatenate([np.arange(n) for n in lengths]), device, **_shard(model)
     )
     assert params.positions is not None
-    num_tokens = len(params.positions)
+    num_tokens, position_ids = len(params.positions), params.positions[None]
+    params = replace(params, routed=RoutedTokens.padding(num_tokens, device))
     tokens = torch.randint(0, vocab_size, (1, num_tokens), device=device)
     local = num_tokens // (model.groups.tp.size() if config.sequence_parallel else 1)
     forward = backward = 0.0
@@ -214,12 +217,11 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
         depths = 1 + len(layers_of(gpt)) - len(gpt.decoder.layers)
         rows = (tokens,) * depths, (tokens,) * depths, (torch.ones_like(tokens).float(),) * depths
         ahead = Ahead(*rows, num_tokens, num_tokens) if depths > 1 else None
-        positions = params.positions[None]
         start = _now()
-        with predicting(ahead, positions):
+        with predicting(ahead, position_ids):
             output = chunk(
                 input_ids=tokens,
-                position_ids=positions,
+                position_ids=position_ids,
                 attention_mask=None,
                 labels=tokens if gpt.post_process else None,
                 loss_mask=ahead.weights[0] if ahead else None,

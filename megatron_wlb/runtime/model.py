@@ -25,7 +25,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
-    get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
@@ -34,6 +33,7 @@ from megatron.core.transformer.transformer_config import (
 
 from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.errors import CompatibilityError, ConfigError
+from megatron_wlb.planning.experts import expert_layers
 from megatron_wlb.planning.from_config import padded_vocab_size
 from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.runtime.attention.core import (
@@ -47,6 +47,7 @@ from megatron_wlb.runtime.attention.kernels import ChosenKernel, Demand, choose_
 from megatron_wlb.runtime.attention.latent import DocumentLatentAttention
 from megatron_wlb.runtime.attention.rope import use_document_positions
 from megatron_wlb.runtime.emulation import cpu
+from megatron_wlb.runtime.moe import route_by_document
 from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.runtime.prediction import complete_layers, layers_of
 from megatron_wlb.runtime.transfer import of_all_ranks
@@ -106,16 +107,19 @@ _ALIKE_LATENT = (
     "rotary_base rotary_percent rotary_scaling_factor mscale mscale_all_dim"
 )
 """The same of multi-latent attention."""
+_ALIKE_OF_EXPERTS = (
+    "expert_model_parallel_size expert_tensor_parallel_size moe_ffn_hidden_size "
+    "moe_shared_expert_intermediate_size moe_router_topk moe_z_loss_coeff "
+    "moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
+    "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate "
+    "moe_router_dtype moe_grouped_gemm"
+)
+"""And those of experts, where there are any."""
 
 
 def transformer_config(config: Config) -> TransformerConfig:
     """Megatron's configuration of the model, with what ragged micro-batches need."""
     model, parallel, training = config.model, config.parallel, config.training
-    if model.num_experts is not None:
-        raise ConfigError(
-            f"--num-experts is {model.num_experts}, but this trainer builds dense layers only; "
-            "leave it out"
-        )
     vpp = parallel.vpp_size if parallel.vpp_size > 1 else None
     overlap = vpp is not None and not parallel.no_overlap_p2p_communication
     dtype = torch.bfloat16 if training.bf16 else torch.float32
@@ -176,6 +180,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         window_attn_skip_freq=(
             list(map(int, windowed_layers(model))) if model.window_attn_skip_freq else None
         ),
+        **(_of_experts(config) if model.num_experts else {}),
     )
     if model.position_embedding_type == "yarn":
         for name, value in settings.items():
@@ -186,6 +191,19 @@ def transformer_config(config: Config) -> TransformerConfig:
     return core
 
 
+def _of_experts(config: Config) -> dict[str, Any]:
+    """What :func:`transformer_config` says of experts."""
+    model, settings = config.model, config.flat()
+    kinds, coeffs = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    return {
+        **{name: settings[name] for name in _ALIKE_OF_EXPERTS.split()},
+        "num_moe_experts": model.num_experts,
+        "moe_layer_freq": list(map(int, expert_layers(model))),
+        "moe_router_load_balancing_type": list(kinds) if len(kinds) > 1 else kinds[0],
+        "moe_aux_loss_coeff": list(coeffs) if len(coeffs) > 1 else coeffs[0],
+    }
+
+
 def transformer_impl(config: Config) -> str:
     """Whose layers a model has: those asked for, or TransformerEngine's on a GPU that has them."""
     default = "transformer_engine" if gpt_layer_specs.HAVE_TE and not cpu.installed() else "local"
@@ -193,12 +211,19 @@ def transformer_impl(config: Config) -> str:
 
 
 def layer_submodules(
-    core: TransformerConfig, impl: str, options: AttentionOptions
+    core: TransformerConfig, impl: str, options: AttentionOptions, *, has_experts: bool = False
 ) -> tuple[ModuleSpec, Any]:
     """The layer with our attention, and the final norm: of Megatron's modules or TransformerEngine.
 
+    With ``has_experts`` its MLP is the model's experts.
+
     Raises :class:`CompatibilityError` where TransformerEngine is asked for and missing.
     """
+    experts: dict[str, Any] = {}
+    latent = core.multi_latent_attention
+    if has_experts:
+        grouped = core.moe_grouped_gemm
+        experts = {"num_experts": core.num_moe_experts, "moe_grouped_gemm": grouped}
     if impl == "transformer_engine":
         if not gpt_layer_specs.HAVE_TE:
             raise CompatibilityError(
@@ -206,11 +231,16 @@ def layer_submodules(
                 "transformer-engine[pytorch], or use --transformer-impl local"
             )
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=core.qk_layernorm, multi_latent_attention=core.multi_latent_attention
+            qk_layernorm=core.qk_layernorm, **experts, multi_latent_attention=latent
         )
         return with_document_attention(spec, options), gpt_layer_specs.TENorm
+    if core.moe_grouped_gemm:
+        raise CompatibilityError(
+            "--moe-grouped-gemm runs TransformerEngine's kernels, and the layers are Megatron's "
+            "own; leave it out, or use --transformer-impl transformer_engine"
+        )
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        qk_layernorm=core.qk_layernorm, multi_latent_attention=core.multi_latent_attention
+        qk_layernorm=core.qk_layernorm, **experts, multi_latent_attention=latent
     )
     # Megatron's own torch norm refuses sequence parallelism.
     spec.submodules.input_layernorm = TorchNorm
@@ -387,18 +417,24 @@ def build_model(config: Config, vocab_size: int) -> Model:
     options = attention_options(config, core)
     pp_rank, pp_size = groups.pp.rank(), groups.pp.size()
     vpp = core.virtual_pipeline_model_parallel_size or 1
+    stages = config.parallel.split.layers(config.model.num_layers, pp_size, vpp)
+    experts = expert_layers(config.model)
     gpts = []
     for chunk in range(vpp):
         vp_stage = chunk if vpp > 1 else None
-        layer, final_norm = layer_submodules(core, transformer_impl(config), options)
+        first = sum(stages[: chunk * pp_size + pp_rank])
+        own = experts[first : first + stages[chunk * pp_size + pp_rank]]
+        build = partial(layer_submodules, core, transformer_impl(config), options)
+        layers = {kind: build(has_experts=kind)[0] for kind in {*own, experts[-1]}}
+        final_norm = build()[1]
         mtp = None
         if core.mtp_num_layers:
-            mtp = prediction_submodules(core, layer, final_norm, vp_stage)
+            mtp = prediction_submodules(core, layers[experts[-1]], final_norm, vp_stage)
         gpt = GPTModel(
             config=core,
             transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[layer] * get_num_layers_to_build(core, vp_stage=vp_stage),
-                layer_norm=final_norm,
+                layer_specs=[layers[kind] for kind in own],
+                layer_norm=build()[1],
             ),
             vocab_size=padded_vocab_size(config, vocab_size),
             max_sequence_length=config.model.max_position_embeddings or config.data.seq_length,
@@ -419,6 +455,7 @@ def build_model(config: Config, vocab_size: int) -> Model:
         )
         use_document_positions(gpt)
         complete_layers(gpt)
+        route_by_document(gpt)
         require_document_attention(gpt)
         gpts.append(gpt.to("cuda"))
     chunks: list[torch.nn.Module] = list(gpts)

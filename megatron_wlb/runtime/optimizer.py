@@ -87,12 +87,14 @@ def update(optimizer: Any, clip_grad: float) -> HostCopy:
     """
     optimizer.prepare_grads()
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
-    gradients = [grad for one in inner for grad in getattr(one, _GRADIENTS_OF_NORM)()]
-    square = torch.zeros(1, device=torch.cuda.current_device())
-    if gradients:
-        square += torch.stack(torch._foreach_norm(gradients)).norm() ** 2
-    torch.distributed.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
-    norm = square.double().sqrt()
+    total = torch.zeros(1, device=torch.cuda.current_device())
+    for one in inner:  # that of experts has other ranks than the rest
+        square = torch.zeros_like(total)
+        if gradients := getattr(one, _GRADIENTS_OF_NORM)():
+            square += torch.stack(torch._foreach_norm(gradients)).norm() ** 2
+        torch.distributed.all_reduce(square, group=one.get_grad_stats_parallel_group())
+        total += square
+    norm = total.double().sqrt()
     clipped = [p.grad for one in inner for p in one.get_parameters() if p.grad is not None]
     if clip_grad > 0 and clipped:
         torch._foreach_mul_(clipped, (clip_grad / (norm + 1e-6)).clamp(max=1.0).float()[0])

@@ -134,6 +134,7 @@ class StepRunner:
             cp_size=cp.size(),
             reach_tokens=model_reach(model.config),
             num_ahead=model.config.mtp_num_layers or 0,
+            has_experts=model.config.num_moe_experts is not None,
         )
         return cls(
             model,
@@ -254,6 +255,18 @@ class StepRunner:
                 )
         check_chains(plan)
         config = self.model.config
+        if config.num_moe_experts is not None:
+            if plan.chains:
+                raise PlanError(
+                    f"step {plan.step}: the plan has slices of documents, which layers of experts "
+                    "do not run; plan whole documents"
+                )
+            numbers = [len(micro_batches) for micro_batches in plan.micro_batches]
+            if len(set(numbers)) > 1:
+                raise PlanError(
+                    f"step {plan.step}: data-parallel ranks have {numbers} micro-batches, in which "
+                    "they exchange tokens with each other's experts; give all the same number"
+                )
         vpp = config.virtual_pipeline_model_parallel_size or 1
         if plan.chains and (vpp > 1 or config.defer_embedding_wgrad_compute):
             given = f"{vpp} virtual stages" if vpp > 1 else "defer_embedding_wgrad_compute"

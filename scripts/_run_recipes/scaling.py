@@ -18,12 +18,16 @@ MIDDLES = {"prefix": 256, "middle": 257, "suffix": 258, "pad": 259, "eod": 0}
 """Tokens of fill-in-the-middle, which NullTokenizer knows by number: ids from 256 on are no bytes
 of the corpus, whose documents end with 0."""
 HEAD_DIM = 8
+MOST_EXPERTS = 8
+LOSS_OF_EXPERTS = "0.5"
+"""The coefficient of an auxiliary loss: so large that the gradient's norm tells of it."""
 
 Value = tuple[str, ...]
 """What stands behind a flag; nothing behind a switch."""
 
 SCALED, LAYOUT, DATA, CHECKPOINT = "scaled", "layout", "data", "checkpoint"
 FP32, GPU, DROPOUT, LOGS, FAULTS = "fp32", "needs a GPU", "dropout", "logs", "faults"
+ROUTING, PACKAGE = "routing", "needs a package"
 LEFT_OUT = {
     DATA: """data-path train-data-path valid-data-path test-data-path data-args-path
         per-split-data-args-path vocab-file merge-file tokenizer-model
@@ -34,7 +38,8 @@ LEFT_OUT = {
     FP32: """bf16 fp16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis
         grad-reduce-in-bf16""",
     GPU: """first-last-layers-bf16 te-rng-tracker apply-layernorm-1p
-        defer-embedding-wgrad-compute wgrad-deferral-limit""",
+        defer-embedding-wgrad-compute wgrad-deferral-limit
+        moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion""",
     FAULTS: "error-injection-rate error-injection-type",
     LOGS: "wandb-project wandb-exp-name wandb-entity wandb-save-dir",
 }  # fmt: skip
@@ -107,10 +112,15 @@ def scale(words: Sequence[str], num_devices: int, corpus: str) -> Scaled:
     flags = _Flags(words)
     _leave_out(flags)
     tp, pp, cp, dp = _scale_layout(flags, num_devices)
+    given_layers = flags.number("--num-layers", 1)
     _scale_model(flags, tp, pp)
+    if "--num-experts" in flags.values:
+        _scale_experts(flags, given_layers, tp, tp * cp * dp)
     _scale_batch(flags, pp, dp)
     for flag, value in ON_CPU.items():
         flags.put(flag, value, GPU)
+    if "muon" in flags.values.get("--optimizer", ("",))[0]:
+        flags.put("--optimizer", ("adam",), PACKAGE)
     for flag in ("--hidden-dropout", "--attention-dropout"):
         flags.put(flag, ("0.0",), DROPOUT)
     if "--mock-data" not in flags.values:
@@ -211,13 +221,8 @@ def _scale_layout(flags: _Flags, num_devices: int) -> tuple[int, int, int, int]:
     dp = min(replicas, MOST_PROCESSES // shards)
     if cp != given[2]:
         flags.put_if_given("--hierarchical-context-parallel-sizes", ("1", str(cp)), LAYOUT)
-    for flag, most in (
-        ("--num-distributed-optimizer-instances", dp * cp),
-        ("--expert-tensor-parallel-size", tp * cp * dp),
-        ("--expert-model-parallel-size", tp * cp * dp),
-    ):
-        if flags.number(flag, 1) > most:
-            flags.put(flag, most, LAYOUT)
+    if flags.number("--num-distributed-optimizer-instances", 1) > dp * cp:
+        flags.put("--num-distributed-optimizer-instances", dp * cp, LAYOUT)
     return tp, pp, cp, dp
 
 
@@ -265,6 +270,31 @@ def _scale_latent(flags: _Flags) -> None:
         size = flags.number(f"--{name}", default) * HEAD_DIM / head
         if size:
             flags.put(f"--{name}", max(1, round(size / 4)) * 4, SCALED)
+
+
+def _scale_experts(flags: _Flags, given_layers: int, tp: int, num_ranks: int) -> None:
+    """Fewer experts, over ``num_ranks``: the processes of a pipeline stage."""
+    num_layers = flags.number("--num-layers", 1)
+    if num_layers != given_layers and "[" in flags.values.get("--moe-layer-freq", ("",))[0]:
+        flags.put("--moe-layer-freq", (f"[0]+[1]*{num_layers - 1}",), SCALED)
+    num_experts = min(flags.number("--num-experts", 1), MOST_EXPERTS)
+    flags.put("--num-experts", num_experts, SCALED)
+    etp = min(flags.number("--expert-tensor-parallel-size", tp), num_ranks)
+    ep = min(flags.number("--expert-model-parallel-size", 1), num_experts)
+    instances = flags.number("--num-distributed-optimizer-instances", 1)
+    while ep * etp > 1 and num_ranks % (ep * etp * instances):
+        ep, etp = (ep, etp // 2) if etp > 1 else (ep // 2, etp)
+    flags.put_if_given("--expert-model-parallel-size", ep, LAYOUT)
+    if etp != flags.number("--expert-tensor-parallel-size", tp):
+        flags.put("--expert-tensor-parallel-size", etp, LAYOUT)
+    if flags.values.get("--moe-router-load-balancing-type") == ("sinkhorn",):
+        flags.put("--moe-router-load-balancing-type", ("none",), ROUTING)
+        if flags.number("--moe-router-topk", 2) == 1:
+            # The scores that sinkhorn gives one expert; Megatron refuses softmax's there.
+            flags.put("--moe-router-score-function", ("sigmoid",), ROUTING)
+    for flag in ("--moe-aux-loss-coeff", "--moe-z-loss-coeff"):
+        if any(map(float, flags.values.get(flag, ()))):
+            flags.put(flag, (LOSS_OF_EXPERTS,) * len(flags.values[flag]), SCALED)
 
 
 def _scale_layers(flags: _Flags, pp: int) -> int:

@@ -63,6 +63,25 @@ MODELS_OF_LATENTS = {
     "--mscale-all-dim 0.7",
 }
 MODELS |= MODELS_OF_LATENTS
+_EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 0.3"
+# As DeepSeek's: sigmoids, groups of experts, moving biases, a dense layer, a shared expert.
+_DEEPSEEK_EXPERTS = (
+    f"{_EXPERTS} --moe-layer-freq [0]+[1]*3 --moe-router-topk 3 "
+    "--moe-shared-expert-intermediate-size 24 --moe-router-score-function sigmoid "
+    "--moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-topk-scaling-factor 2.0 --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.05 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1.5"
+)
+MODELS_OF_EXPERTS = {
+    "moe-seq": f"{MODELS['llama']} {_DEEPSEEK_EXPERTS}",
+    "deepseek": f"{MODELS['latent-yarn']} {_DEEPSEEK_EXPERTS} --mtp-num-layers 2 "
+    "--mtp-loss-scaling-factor 0.4",
+    # As Mixtral's.
+    "moe-aux": f"{MODELS['llama']} {_EXPERTS} --moe-router-topk 2 "
+    "--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 1.5 0.7",
+}
+MODELS |= MODELS_OF_EXPERTS
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 OVERLAP = "--overlap-grad-reduce"
@@ -90,6 +109,7 @@ class Layout:
     cp: int = 1
     sharding: str = "per-sequence"
     """``--wlb-cp-sharding``; see :data:`helpers.ranks.SHARDINGS`."""
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -100,7 +120,7 @@ class Layout:
         cp = f"-cp{self.cp}-{self.sharding}" if self.cp > 1 else ""
         return (
             f"{self.model}-pp{self.pp}-vpp{self.vpp}-tp{self.tp}-dp{self.dp}{cp}"
-            f"-m{self.num_micro_batches}{flags}"
+            f"{f'-ep{self.ep}' if self.ep > 1 else ''}-m{self.num_micro_batches}{flags}"
         )
 
     @property
@@ -114,6 +134,8 @@ class Layout:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
         flags += ["--context-parallel-size", str(self.cp)]
         flags += ["--wlb-cp-sharding", self.sharding]
+        if self.ep > 1:
+            flags += ["--expert-model-parallel-size", str(self.ep)]
         if self.tp == "2sp":
             flags.append("--sequence-parallel")
         return parse(flags)

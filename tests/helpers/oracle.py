@@ -9,15 +9,17 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 
+from helpers.oracle_experts import OracleRouters, expert_settings, layer_specs
 from helpers.workload import Workload
+from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config
 
 Array = npt.NDArray[np.float32]
@@ -32,9 +34,12 @@ class OracleStep:
     loss: float
     """Σ token losses ÷ Σ labelled tokens, in nats."""
     gradients: State
-    """Gradients of that loss, and of what predicts further ahead; not clipped."""
+    """Gradients of that loss, of what predicts further ahead and of experts' auxiliary losses; not
+    clipped."""
     ahead: tuple[float, ...] = ()
     """The mean loss of each layer that predicts further ahead."""
+    auxiliary: dict[str, list[float]] = field(default_factory=dict)
+    """The auxiliary losses of each layer, without their coefficients, by Megatron's names."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,21 @@ class OracleRun:
     initial: State
     steps: tuple[OracleStep, ...]
     final: State
+    biases: State = field(default_factory=dict)
+    """Of the routers of layers of experts, after the last step."""
 
 
-def run_oracle(config: Config, workload: Workload) -> OracleRun:
-    """Trains one step for each of the workload's; runs in a world of one process."""
+def run_oracle(
+    config: Config, workload: Workload, plans: Sequence[StepPlan] | None = None
+) -> OracleRun:
+    """Trains one step for each of the workload's; runs in a world of one process.
+
+    ``plans`` say for experts which documents share a micro-batch, and in which order these run.
+    """
     import torch
 
     model = _stock_model(config, workload.vocab_size)
+    routers = OracleRouters(model, config) if config.model.num_experts else None
     _slide(model, config)
     parameters = dict(model.named_parameters())
     initial = _randomise(parameters, config.training.seed)
@@ -69,15 +82,23 @@ def run_oracle(config: Config, workload: Workload) -> OracleRun:
     steps = []
     for number in range(len(workload.steps)):
         optimizer.zero_grad()
-        loss, *ahead = _backward(model, workload, number, config.model.mtp_loss_scaling_factor)
+        whole, *means = _losses(model, workload, number, config.model.mtp_loss_scaling_factor)
+        auxiliary: dict[str, list[float]] = {}
+        if routers is not None:
+            assert plans is not None
+            more, auxiliary = routers.losses(workload, number, plans[number])
+            whole = whole + more
+        whole.backward()
+        if routers is not None:
+            routers.move_biases()
         gradients = {name: p.grad.numpy().copy() for name, p in parameters.items()}
-        steps.append(OracleStep(loss, gradients, tuple(ahead)))
+        steps.append(OracleStep(means[0], gradients, tuple(means[1:]), auxiliary))
         if t.clip_grad:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), t.clip_grad)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, number)
         optimizer.step()
-    return OracleRun(initial, tuple(steps), _state(parameters))
+    return OracleRun(initial, tuple(steps), _state(parameters), routers.biases if routers else {})
 
 
 def initial_weights(config: Config, vocab_size: int) -> State:
@@ -99,9 +120,9 @@ def learning_rate(config: Config, step: int) -> float:
     return t.min_lr + (t.lr - t.min_lr) * remaining
 
 
-def _backward(model: Any, workload: Workload, step: int, factor: float) -> list[float]:
-    """Leaves the gradients of the step's loss in the model; returns the mean loss of the model
-    itself, and of each layer that predicts further ahead.
+def _losses(model: Any, workload: Workload, step: int, factor: float) -> list[Any]:
+    """The step's loss, as a tensor; then the mean loss of the model itself, and of each layer that
+    predicts further ahead.
     """
     import torch
 
@@ -111,12 +132,11 @@ def _backward(model: Any, workload: Workload, step: int, factor: float) -> list[
     num_labels = [
         sum(int((labels[depth:] >= 0).sum()) for _, labels in examples) for depth in range(depths)
     ]
-    means = [0.0] * depths
+    whole, means = torch.zeros(()), [0.0] * depths
     for tokens, labels in examples:
         length = len(tokens)
         # True is masked.
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        loss = torch.zeros(())
         for depth, logits in enumerate(_logits(model, torch.from_numpy(tokens)[None], mask)):
             losses = torch.nn.functional.cross_entropy(
                 logits[0, : max(length - depth, 0)],
@@ -125,10 +145,9 @@ def _backward(model: Any, workload: Workload, step: int, factor: float) -> list[
                 reduction="sum",
             )
             mean = losses / num_labels[depth]
-            loss = loss + shares[depth] * mean
+            whole = whole + shares[depth] * mean
             means[depth] += mean.item()
-        loss.backward()  # type: ignore[no-untyped-call]
-    return means
+    return [whole, *means]
 
 
 def _logits(model: Any, tokens: Any, mask: Any) -> Iterator[Any]:
@@ -203,10 +222,7 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
@@ -247,19 +263,16 @@ def _stock_model(config: Config, vocab_size: int) -> Any:
         attention_dropout=0.0,
         cuda_graph_scope=[],
         mtp_num_layers=m.mtp_num_layers,
+        **expert_settings(m),
     )
     for name, value in dataclasses.asdict(m).items():
         if name.startswith("wlb_yarn_") and m.position_embedding_type == "yarn":
             setattr(core, name.removeprefix("wlb_"), value)
             core.yarn_correction_range_round_to_int = True
     multiple = m.make_vocab_size_divisible_by
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=m.qk_layernorm,
-        normalization=m.normalization,
-        multi_latent_attention=m.multi_latent_attention,
-    )
-    if latent:
-        spec.submodules.self_attention.submodules.core_attention = _plain_attention()
+    spec = layer_specs(core)
+    for layer in getattr(spec, "layer_specs", [spec]) if latent else ():
+        layer.submodules.self_attention.submodules.core_attention = _plain_attention()
     further = None
     if m.mtp_num_layers:
         further = get_gpt_mtp_block_spec(core, spec, use_transformer_engine=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from helpers.oracle import State
@@ -51,6 +51,7 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
         cp_size=cp.size(),
         reach_tokens=model_reach(model.config),
         num_ahead=model.config.mtp_num_layers or 0,
+        has_experts=model.config.num_moe_experts is not None,
     )
     return StepRunner(model, batches, **options)
 
@@ -88,16 +89,14 @@ def load(config: Config, model: Any, state: State) -> tuple[list[Held], list[Any
     """Sets a rank's parameters to its shards of ``state``; returns where they lie, and them."""
     import torch
 
-    stages, stage = model.groups.pp.size(), model.groups.pp.rank()
-    p = config.parallel
-    layers = p.split.layers(config.model.num_layers, stages, len(model.gpts))
     tied = not config.model.untie_embeddings_and_output_weights
+    groups = model.groups
+    first_expert = (config.model.num_experts or 0) // groups.ep.size() * groups.ep.rank()
     named = []
-    for chunk, gpt in enumerate(model.gpts):
-        first = sum(layers[: chunk * stages + stage])
-        named += [(whole_name(n, first, tied), p) for n, p in gpt.named_parameters()]
-    tp = model.groups.tp
-    held = held_by(state, named, tp.rank(), tp.size(), config.model.swiglu)
+    for first, gpt in zip(_first_layers(config, model), model.gpts, strict=True):
+        named += [(whole_name(n, first, tied, first_expert), p) for n, p in gpt.named_parameters()]
+    tp, etp = groups.tp, (groups.expt_tp.rank(), groups.expt_tp.size())
+    held = held_by(state, named, tp.rank(), tp.size(), config.model.swiglu, etp)
     with torch.no_grad():
         for part, (_, parameter) in zip(held, named, strict=True):
             parameter.copy_(torch.from_numpy(state[part.name].reshape(-1)[part.indices]))
@@ -124,7 +123,7 @@ def train(
     held, parameters = load(config, model, initial)
     optimizer, scheduler = build_optimizer(config, model)
     ranges = [_gradient_range(optimizer, p) for p in parameters]
-    losses, ahead, evaluated, gradients = [], [], [], []
+    losses, ahead, evaluated, gradients, auxiliary = [], [], [], [], []
     with fault(runner):
         for number in range(len(workload.steps)):
             plan = plan_for(config, workload, torch.distributed.get_world_size(), number)
@@ -132,16 +131,18 @@ def train(
                 chunk.train()
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
+            before = _biases(config, model)
             loss = runner.run(plan)
             losses.append(loss.mean)
             ahead.append(tuple(depth.item() for depth in loss.ahead))
+            auxiliary.append(_logged(len(plan.micro_batches[0])))
             hooked = [chunk for chunk in model.chunks if chunk.use_forward_hook]
             for chunk in model.chunks:
                 chunk.eval()
             for chunk in hooked:
                 # Before the update there is nothing to gather, and the gathering after it is due.
                 chunk.disable_forward_pre_hook(param_sync=False)
-            with torch.no_grad():
+            with torch.no_grad(), _with_biases(config, model, before):
                 evaluated.append(runner.run(plan, forward_only=True).mean)
             for chunk in hooked:
                 chunk.enable_forward_pre_hook()
@@ -164,7 +165,53 @@ def train(
         tuple(ranges),
         weights,
         tuple(ahead),
+        tuple(auxiliary),
+        _biases(config, model),
     )
+
+
+def _logged(num_micro_batches: int) -> dict[str, list[float]]:
+    """The auxiliary losses of a step, as Megatron's log has them, and none for the next one."""
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.reduce_aux_losses_tracker_across_ranks()
+    tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    logged = {n: (one["values"] / num_micro_batches).tolist() for n, one in tracker.items()}
+    tracker.clear()
+    return logged
+
+
+def _biases(config: Config, model: Any) -> State:
+    return {name: buffer.numpy().copy() for name, buffer in _expert_biases(config, model).items()}
+
+
+@contextlib.contextmanager
+def _with_biases(config: Config, model: Any, biases: State) -> Iterator[None]:
+    """Routers have other biases inside: those of before a step, which moved them at its end."""
+    import torch
+
+    after = _biases(config, model)
+    for values in (biases, after):
+        for name, buffer in _expert_biases(config, model).items():
+            buffer.copy_(torch.from_numpy(values[name]))
+        if values is biases:
+            yield
+
+
+def _expert_biases(config: Config, model: Any) -> dict[str, Any]:
+    return {
+        whole_name(name, first, tied=False): buffer
+        for first, gpt in zip(_first_layers(config, model), model.gpts, strict=True)
+        for name, buffer in gpt.named_buffers()
+        if name.endswith("expert_bias")
+    }
+
+
+def _first_layers(config: Config, model: Any) -> list[int]:
+    """The number of each chunk's first layer, over the whole model."""
+    stages, stage = model.groups.pp.size(), model.groups.pp.rank()
+    layers = config.parallel.split.layers(config.model.num_layers, stages, len(model.gpts))
+    return [sum(layers[: chunk * stages + stage]) for chunk in range(len(model.gpts))]
 
 
 def _gradient_range(optimizer: Any, parameter: Any) -> tuple[int, int]:

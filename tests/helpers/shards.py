@@ -6,8 +6,8 @@ by cutting an array of indices exactly as an array of weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -65,12 +65,23 @@ class RankRun:
     """The part of each parameter's flat elements whose gradient this rank has."""
     final: tuple[Array, ...]
     """Each parameter's weights after the last step."""
-    ahead: tuple[tuple[float, ...], ...]
+    ahead: tuple[tuple[float, ...], ...] = ()
     """The losses of each step of layers that predict further ahead."""
+    auxiliary: tuple[dict[str, list[float]], ...] = ()
+    """As the oracle's, by step, as Megatron logs them."""
+    biases: State = field(default_factory=dict)
+    """Of the routers here, after the last step, by whole names."""
 
 
-def whole_name(name: str, first_layer: int, tied: bool) -> str:
-    """A chunk's parameter name, whose layers count from 0, -> the whole model's."""
+EXPERTS = ".local_experts."
+
+
+def whole_name(name: str, first_layer: int, tied: bool, first_expert: int = 0) -> str:
+    """A chunk's parameter name, whose layers and experts count from 0, -> the whole model's."""
+    head, experts, tail = name.partition(EXPERTS)
+    if experts:
+        number, dot, rest = tail.partition(".")
+        name = f"{head}{experts}{int(number) + first_expert}{dot}{rest}"
     if tied and name == OUTPUT_WEIGHTS:
         return WORD_EMBEDDINGS
     head, layers, tail = name.partition("decoder.layers.")
@@ -112,6 +123,7 @@ def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
                     found.append(
                         f"step {number}: {label} on rank {rank}: {loss:.8f}, not {step.loss:.8f}"
                     )
+        found += _compare_experts(oracle, rank, run)
     for number, step in enumerate(oracle.steps):
         pieces = [
             (rank, held.name, held.indices.reshape(-1)[slice(*run.gradient_ranges[at])], values)
@@ -126,6 +138,23 @@ def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
         for held, values in zip(run.held, run.final, strict=True)
     ]
     return found + _compare("final", oracle.final, weights, ATOL_OF_MAX)
+
+
+def _compare_experts(oracle: OracleRun, rank: int, run: RankRun) -> Iterator[str]:
+    """Auxiliary losses as Megatron logs them, and biases, which move by steps of one size."""
+    for number, (step, logged) in enumerate(zip(oracle.steps, run.auxiliary, strict=True)):
+        if logged.keys() != step.auxiliary.keys():
+            yield f"step {number}: rank {rank} logs {list(logged)}, not {list(step.auxiliary)}"
+        for name in logged.keys() & step.auxiliary.keys():
+            # As of losses; later steps differ by the weights' roundings.
+            if not np.allclose(logged[name], step.auxiliary[name], rtol=1e-5, atol=0):
+                yield (
+                    f"step {number}: {name} on rank {rank}: {logged[name]}, not "
+                    f"{step.auxiliary[name]}"
+                )
+    for name, bias in run.biases.items():
+        if not np.allclose(bias, oracle.biases[name], rtol=1e-6, atol=1e-9):
+            yield f"final {name} on rank {rank}: {bias}, not {oracle.biases[name]}"
 
 
 def _compare(
@@ -159,15 +188,24 @@ def _compare(
 
 
 def held_by(
-    state: State, parameters: Iterable[tuple[str, Any]], tp_rank: int, tp_size: int, gated: bool
+    state: State,
+    parameters: Iterable[tuple[str, Any]],
+    tp_rank: int,
+    tp_size: int,
+    gated: bool,
+    of_experts: tuple[int, int] = (0, 1),
 ) -> list[Held]:
-    """Finds where the elements of a rank's parameters, by whole names, lie in the whole model's."""
+    """Finds where the elements of a rank's parameters, by whole names, lie in the whole model's.
+
+    ``of_experts`` are rank and size of the experts' tensor parallelism.
+    """
     result = []
     for name, parameter in parameters:
         whole = np.arange(state[name].size).reshape(state[name].shape)
         divided = getattr(parameter, "tensor_model_parallel", False)
         dim = parameter.partition_dim if divided else None
-        indices = shard(whole, name, dim, tp_rank, tp_size, gated)
+        part = of_experts if EXPERTS in name else (tp_rank, tp_size)
+        indices = shard(whole, name, dim, *part, gated)
         assert indices.shape == tuple(parameter.shape), (name, indices.shape, parameter.shape)
         result.append(Held(name, indices))
     return result

@@ -53,6 +53,21 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
             "use_distributed_optimizer": True,
         },
     ),
+    # Experts' biases move at each step, and a rank has half of the experts.
+    "dp2-ep2-bf16": (
+        2,
+        {
+            "num_experts": 4,
+            "expert_model_parallel_size": 2,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+            "disable_bias_linear": True,
+            "use_distributed_optimizer": True,
+            "bf16": True,
+        },
+    ),
     "tp2-sp-original-sgd": (
         2,
         {

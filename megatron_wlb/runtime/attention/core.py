@@ -29,6 +29,7 @@ from megatron_wlb.runtime.attention.context_parallel import (
 from megatron_wlb.runtime.attention.dropout import own_numbers
 from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.attention.slices import LayerSlice, Slice, slice_attention
+from megatron_wlb.runtime.moe import RoutedTokens
 from megatron_wlb.runtime.transfer import to_device
 
 
@@ -51,6 +52,8 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
     """The part of a document that the first tokens are, if they are one."""
     sliding: PlanSeqParams | None = None
     """The same for layers of a sliding window, with the keys in reach alone; None without any."""
+    routed: RoutedTokens | None = None
+    """What layers of experts are told of the tokens; None without any."""
 
     @property
     def num_tokens(self) -> int:

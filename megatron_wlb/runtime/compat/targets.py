@@ -25,6 +25,8 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer:MegatronOptimizer"
 _ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
 _MTP = "megatron.core.transformer.multi_token_prediction"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+_LOSS_OF_ROUTER = "self probs scores_for_aux_loss routing_map"
 _TRAINING = "megatron.training.training"
 _PRETRAIN = f"{_TRAINING}:pretrain"
 _SET_UP = f"{_TRAINING}:setup_model_and_optimizer"
@@ -95,6 +97,24 @@ CORE: Table = {
     f"{_MTP}:MultiTokenPredictionLayer._checkpointed_forward": IS_THERE,
     f"{_MTP}:MTPLossLoggingHelper.track_mtp_metrics": (
         "loss_scale iteration writer wandb_writer total_loss_dict"
+    ),
+    f"{_ROUTER}.apply_z_loss": "self logits padding_mask",
+    f"{_ROUTER}._apply_aux_loss": f"{_LOSS_OF_ROUTER} with_padding_mask",
+    f"{_ROUTER}._apply_seq_aux_loss": f"{_LOSS_OF_ROUTER} seq_length bsz with_padding_mask",
+    f"{_ROUTER}._apply_global_aux_loss": f"{_LOSS_OF_ROUTER} with_padding_mask",
+    f"{_ROUTER}._apply_expert_bias": "self routing_map padding_mask",
+    f"{_ROUTER}.attach_and_log_load_balancing_loss": (
+        "self activation aux_loss_coeff aux_loss aux_loss_name reduce_group"
+    ),
+    "megatron.core.transformer.moe.moe_layer:MoELayer.forward": (
+        "self hidden_states intermediate_tensors padding_mask"
+    ),
+    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": IS_THERE,
+    "megatron.core.tensor_parallel.mappings:_gather_along_first_dim": (
+        "input_ group output_split_sizes"
+    ),
+    "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim": (
+        "input_ group input_split_sizes"
     ),
     "megatron.core.transformer.transformer_block:TransformerBlockSubmodules": IS_THERE,
     "megatron.core.transformer.module:Float16Module": "self config module",

@@ -244,6 +244,10 @@ def install() -> None:
         lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
     )
     install_adam(_patches)
+    # Imports megatron.core.
+    from megatron_wlb.runtime.emulation.experts import install_experts
+
+    install_experts(_patches)
     module = "megatron.core.distributed.torch_fully_sharded_data_parallel"
     _patches.replace(module, "DeviceMesh", _MeshOfCpus)
     _keep_what_is_being_sent()

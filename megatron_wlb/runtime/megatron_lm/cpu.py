@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing import spawn
 from typing import Any
 
+import torch
+
 from megatron_wlb.errors import refuse_all
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
@@ -34,6 +36,8 @@ NEEDED: dict[str, Callable[[argparse.Namespace], bool]] = {
     ),
 }
 """The flags that a machine without GPUs needs, and when one is missing."""
+ABSENT = ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion")
+"""The flags of kernels that only GPUs have; without them the same numbers are computed."""
 
 
 _patches = PatchSet()
@@ -66,6 +70,8 @@ def install() -> None:
     _patches.replace(initialize, "_warmup_jit_function", _do_nothing)
     # Decides whether CUDA_DEVICE_MAX_CONNECTIONS matters. On this device it does not.
     _patches.replace("megatron.training.arguments", "get_device_arch_version", lambda: 10)
+    # Asks a GPU whether it has kernels for --moe-grouped-gemm; `refusals` speaks of that flag.
+    _patches.replace(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     # Options of NCCL's streams, for which --use-torch-fsdp2 asks.
     _patches.replace("megatron.core.parallel_state", "get_nccl_options", _do_nothing)
     # A worker that writes checkpoints would import the script again, outside the emulation.
@@ -87,6 +93,9 @@ def refusals(args: argparse.Namespace) -> Iterator[str]:
     missing = [flag for flag, is_missing in NEEDED.items() if is_missing(args)]
     if missing:
         yield f"without a GPU Megatron-LM must be told so; add {' '.join(missing)}"
+    given = [flag for flag in ABSENT if getattr(args, flag[2:].replace("-", "_"), False)]
+    if given:
+        yield f"without a GPU there are no kernels for {' '.join(given)}; leave that out"
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:

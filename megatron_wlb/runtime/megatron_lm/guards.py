@@ -101,6 +101,19 @@ def _defers_gathered(args: argparse.Namespace) -> bool:
     )
 
 
+_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
+
+
+def _balances_else(args: argparse.Namespace) -> bool:
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or []
+    return bool({kinds} - _BALANCING if isinstance(kinds, str) else set(kinds) - _BALANCING)
+
+
+def _gathers_tokens(args: argparse.Namespace) -> bool:
+    gathers = getattr(args, "moe_token_dispatcher_type", None) == "allgather"
+    return gathers and bool(getattr(args, "num_experts", None))
+
+
 def ignores_ramps(args: argparse.Namespace) -> bool:
     """Whether Megatron ignores ``--rampup-batch-size``, as it does from 0.18 on."""
     return "step_batch_size_schedule" in vars(args)  # Words have any name
@@ -135,6 +148,10 @@ _OWN_DATA_PARALLEL = (
 _OWN_ORDER = "logits belong to documents in Megatron's order"
 _OWN_RANKS = "ranks compare their plans"
 _NO_LOGITS = "packed attention does not report its logits"
+_ONE_EXCHANGE = (
+    "slim packing gives data-parallel ranks other numbers of slices, and experts exchange tokens "
+    "of all ranks in each"
+)
 
 _YAML = Refusal("--yaml-cfg", "it replaces all flags, ours too", "use flags")
 
@@ -149,7 +166,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--fake-process-group", _OWN_RANKS),
     Refusal("--lazy-mpu-init", _OWN_RANKS),
     # The model.
-    Refusal("--num-experts", _DENSE),
     Refusal("--cache-mla-latents", "it is for inference"),
     Refusal("--mla-down-proj-fusion", "attention runs Megatron's separate down projections"),
     Refusal("--is-hybrid-model", _DENSE),
@@ -186,7 +202,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "--fp4-format", "it needs GPUs of Blackwell, of which cost models know nothing",
         "use --fp8-format",
     ),
-    Refusal("--fine-grained-activation-offloading", _ONE_BUFFER),
+    Refusal(
+        "--fine-grained-activation-offloading", "it keeps the host's buffers of every length that "
+        "it has met, and lengths of micro-batches vary",
+    ),
     Refusal("--cpu-offloading-num-layers", _ONE_BUFFER),
     Refusal(
         "--defer-embedding-wgrad-compute", "with --sequence-parallel it gathers all micro-batches "
@@ -200,6 +219,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "be mixed up", "leave it out, or use other than 2 stages", refused=_mixes_up,
     ),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
+    Refusal(
+        "--moe-token-dispatcher-type", "its buffers hold as many tokens of each rank as of this "
+        "one, and lengths of micro-batches vary", "use alltoall", ("alltoall", "allgather"),
+    ),
+    Refusal(
+        "--moe-pad-expert-input-to-capacity", "ranks would exchange as many tokens as their own "
+        "micro-batch has, and lengths of micro-batches vary",
+        "leave it out, as --moe-expert-capacity-factor alone drops tokens too",
+    ),
+    Refusal(
+        "--moe-router-load-balancing-type", "its quantiles are of a sequence, not of documents",
+        "use aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none", refused=_balances_else,
+    ),
     Refusal(
         "--use-megatron-fsdp",
         "its wrapper runs on CUDA devices alone, where it was not compared with one process",
@@ -270,6 +302,7 @@ WITH_SLICES: tuple[Refusal, ...] = (
         "other numbers of slices would wait for each other forever",
         "use --fp8-recipe tensorwise", refused=_scales_late,
     ),
+    Refusal("--num-experts", _ONE_EXCHANGE, "use another --wlb-packing"),
     Refusal(
         "--use-torch-fsdp2",
         "each pass gathers weights over data-parallel ranks, which have other numbers of slices",
@@ -303,6 +336,12 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--external-cuda-graph", _ONE_GRAPH),
     Refusal("--cuda-graph-impl", _ONE_GRAPH, allowed=("none",)),
     Refusal("--tp-comm-overlap", _ONE_BUFFER),
+    Refusal(
+        "--moe-token-dispatcher-type",
+        "it gathers one length from all ranks, and alltoall, which "
+        "computes the same, takes its place",
+        refused=_gathers_tokens,
+    ),
 )
 """Flags without which the same numbers are computed: told, and left alone or turned off."""
 
@@ -314,6 +353,7 @@ _TURNED_OFF: dict[str, Any] = {
     "external_cuda_graph": False,
     "cuda_graph_impl": "none",
     "tp_comm_overlap": False,
+    "moe_token_dispatcher_type": "alltoall",
 }
 
 

@@ -32,6 +32,7 @@ from megatron_wlb.runtime.model import (
     require_document_attention,
     with_document_attention,
 )
+from megatron_wlb.runtime.moe import route_by_document
 from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.runtime.prediction import complete_layers, inner_name
 from megatron_wlb.settings.config import Config
@@ -59,6 +60,7 @@ def install(patches: PatchSet, settings: Config) -> None:
         build(self, config, packed(transformer_layer_spec, options), *args, **kwargs)
         use_document_positions(self)
         complete_layers(self)
+        route_by_document(self)
 
     @functools.wraps(make_norm)
     def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:

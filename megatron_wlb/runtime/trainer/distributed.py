@@ -56,6 +56,17 @@ def initialize(config: Config, device: str) -> int:
                 f"{flag_of(name)} is for the launcher (docs/megatron-lm.md), this trainer {has}; "
                 "leave it out"
             )
+    if config.model.num_experts:
+        for flag, value, refused, remedy in (
+            ("--wlb-packing", config.wlb.wlb_packing, "slim", "use another"),
+            ("--moe-token-dispatcher-type", config.model.moe_token_dispatcher_type, "flex",
+             "use alltoall"),
+        ):  # fmt: skip
+            if value == refused:
+                raise ConfigError(
+                    f"{flag} is {value}, but with --num-experts ranks exchange tokens in as many "
+                    f"micro-batches each, of unequal lengths; {remedy}"
+                )
     world_size = int(os.environ["WORLD_SIZE"])
     guards.check(config, world_size)
     num_micro_batches = guards.check_micro_batches(config, world_size)
@@ -94,6 +105,8 @@ def initialize_groups(config: Config) -> None:
         pipeline_model_parallel_size=p.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=p.vpp_size if p.vpp_size > 1 else None,
         context_parallel_size=p.context_parallel_size,
+        expert_model_parallel_size=p.expert_model_parallel_size,
+        expert_tensor_parallel_size=p.expert_tensor_parallel_size,
     )
     seed(config)
 

@@ -255,3 +255,40 @@ def test_processes_end_at_the_limit_and_with_the_first_that_fails(
         time.sleep(0.05)
     ended = run_ranks(fail, 2, tmp_path, limit_s=60.0, environment={})
     assert (ended.why, ended.tail) == ("rank 1 ended with 3", "this is why")
+
+
+EXPERTS = shlex.split(
+    """--num-experts 64 --expert-model-parallel-size 8 --moe-router-topk 1
+    --moe-aux-loss-coeff 1e-4 0
+    --moe-z-loss-coeff 0 --moe-layer-freq ([0]*3+[1]*29) --moe-grouped-gemm --optimizer dist_muon
+    --moe-router-load-balancing-type sinkhorn"""
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ep", "etp"),
+    [
+        ((2, 2), "2", ("1",)),  # two processes a stage
+        ((2, 1), "4", ("1",)),
+        ((1, 1), "4", None),
+        ((4, 1), "4", ("1",)),
+    ],
+)
+def test_experts_are_few_and_their_losses_and_layers_count(
+    module: Any, layout: tuple[int, int], ep: str, etp: tuple[str] | None
+) -> None:
+    sizes = zip(("tensor", "pipeline"), layout, strict=True)
+    given = [f"--{name}-model-parallel-size={size}" for name, size in sizes]
+    found, flags = scaled(module, *EXPERTS, *given)
+    num_layers = int(flags["--num-layers"][0])
+    assert flags["--moe-layer-freq"] == (f"[0]+[1]*{num_layers - 1}",)
+    assert (flags["--num-experts"], flags["--expert-model-parallel-size"]) == (("8",), (ep,))
+    assert flags.get("--expert-tensor-parallel-size") == etp
+    assert flags["--moe-aux-loss-coeff"] == ("0.5", "0.5") and flags["--moe-z-loss-coeff"] == ("0",)
+    assert flags["--moe-router-load-balancing-type"] == ("none",)
+    assert flags["--moe-router-score-function"] == ("sigmoid",)
+    assert "--moe-grouped-gemm" not in flags and flags["--optimizer"] == ("adam",)
+    kinds = {change.flag: change.kind for change in found.changes}
+    assert kinds["--moe-router-load-balancing-type"] == "routing"
+    assert kinds["--optimizer"] == "needs a package"
+    assert "--expert-model-parallel-size" not in module("scaling").grouped(found.alone)

@@ -36,5 +36,14 @@ def test_flags_missing_without_a_gpu_are_named(
     given: dict[str, Any], missing: list[str] | None
 ) -> None:
     lines = list(cpu.refusals(argparse.Namespace(**TOLD | given)))
+    assert "no kernels" not in "".join(lines)
     expected = f"without a GPU Megatron-LM must be told so; add {' '.join(missing or ())}"
     assert lines == ([] if missing is None else [expected])
+
+
+def test_kernels_of_experts_that_only_gpus_have_are_named() -> None:
+    given = {"moe_grouped_gemm": True, "moe_permute_fusion": False, "moe_router_fusion": True}
+    assert list(cpu.refusals(argparse.Namespace(**TOLD | given))) == [
+        "without a GPU there are no kernels for --moe-grouped-gemm --moe-router-fusion; leave "
+        "that out"
+    ]

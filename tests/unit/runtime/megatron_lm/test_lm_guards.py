@@ -39,7 +39,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--ckpt-convert-format": {"ckpt_convert_format": "torch"},
     "--fake-process-group": {"fake_process_group": True},
     "--lazy-mpu-init": {"lazy_mpu_init": True},
-    "--num-experts": {"num_experts": 8},
     "--cache-mla-latents": {"cache_mla_latents": True},
     "--mla-down-proj-fusion": {"mla_down_proj_fusion": True},
     "--is-hybrid-model": {"is_hybrid_model": True},
@@ -67,6 +66,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
     "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
+    "--moe-token-dispatcher-type": {"moe_token_dispatcher_type": "flex"},
+    "--moe-pad-expert-input-to-capacity": {"moe_pad_expert_input_to_capacity": True},
+    "--moe-router-load-balancing-type": {
+        "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"]
+    },
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--tensor-parallel-num-weight-shards": {"tensor_parallel_num_weight_shards": 6},
     "--expert-tensor-parallel-num-weight-shards": {"expert_tensor_parallel_num_weight_shards": 6},
@@ -166,6 +170,7 @@ WITH_SLICES: dict[str, dict[str, Any]] = {
     "--fp8-format hybrid": {
         "fp8": "hybrid", "fp8_recipe": "delayed", "num_virtual_stages_per_pipeline_rank": None,
     },
+    "--num-experts 8": {"num_experts": 8, "num_virtual_stages_per_pipeline_rank": None},
     "--use-torch-fsdp2": {
         "use_torch_fsdp2": True, "num_virtual_stages_per_pipeline_rank": None,
     },
@@ -229,6 +234,12 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
         ({"cuda_graph_impl": "none"}, ""),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap has no effect"),
         ({"ddp_average_in_collective": True}, "--ddp-average-in-collective has no effect"),
+        (
+            {"num_experts": 8, "moe_token_dispatcher_type": "allgather"},
+            "--moe-token-dispatcher-type allgather has no effect with --wlb-packing: it gathers",
+        ),
+        ({"num_experts": None, "moe_token_dispatcher_type": "allgather"}, ""),
+        ({"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}, ""),
         ({"dataloader_type": "single"}, ""),
         ({"rampup_batch_size": [2, 2, 9]}, ""),
         (
@@ -262,8 +273,8 @@ def test_delayed_scaling_over_replicas_is_a_warning(
 
 
 def test_flags_that_cannot_run_are_told_at_once() -> None:
-    given = FINE | {"sft": True, "fp4": "e2m1", "world_size": 20, "num_experts": 8}
+    given = FINE | {"sft": True, "fp4": "e2m1", "world_size": 20, "qk_clip": True}
     with pytest.raises(ConfigError) as raised:
         guards.check(argparse.Namespace(**given), ["--this is another"])
     told = [line.split()[0] for line in str(raised.value).splitlines()]
-    assert told == ["--num-experts", "--fp4-format", "--sft", "20", "--this"]
+    assert told == ["--qk-clip", "--fp4-format", "--sft", "20", "--this"]

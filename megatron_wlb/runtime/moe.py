@@ -1,0 +1,247 @@
+"""Mixture of experts over packed documents: which tokens routers count, and what their losses are.
+
+Each token is routed on its own, so packing changes no output. What is counted over tokens are the
+auxiliary losses and the experts' biases. Megatron counts the tokens that a rank holds, padding too,
+takes a packed micro-batch for one sequence, and weighs ranks alike. Here they are of a step's
+tokens, and padding is none:
+
+- ``seq_aux_loss`` is of each document: it does not depend on the packing.
+- ``aux_loss`` is of each micro-batch, whose tokens lie on all its TP and CP ranks.
+- ``global_aux_loss`` takes the shares of experts from all micro-batches of the step so far, in
+  running order and over all data-parallel ranks, as Megatron does.
+- The z-loss is of each token.
+
+A step has the mean of each over its tokens: a document or micro-batch weighs as many tokens as it
+has. With equal lengths this is what Megatron trains by default. With its loss per token Megatron up
+to 0.18 divides these losses by TP · CP besides.
+
+Legend: ``T`` tokens of the micro-batch, ``n`` those of this rank in the router, which are ``T/CP``
+or under sequence parallelism ``T/(CP·TP)``; ``E`` experts, ``G`` groups of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_wlb.errors import CompatibilityError, PlanError
+from megatron_wlb.plan import MicroBatchPlan, StepPlan
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """What routers are told of a micro-batch on this context-parallel rank."""
+
+    documents: torch.Tensor
+    """``[T/CP]`` int64: the number of each token's document in the micro-batch; that of padding is
+    ``num_documents``."""
+    num_documents: int
+    targets_per_token: float = 1.0
+    """The step's targets, by which gradients are divided, over its tokens, which losses are of."""
+    targets_per_micro_batch: float = 1.0
+    """The same over its micro-batches, of all data-parallel ranks: Megatron logs their mean."""
+
+    @classmethod
+    def of(
+        cls, micro_batch: MicroBatchPlan, local: npt.NDArray[np.int64] | slice, step: StepPlan
+    ) -> RoutedTokens:
+        """A micro-batch's ``local`` tokens, on the host."""
+        numbers = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
+        num_targets = max(step.num_targets, 1)  # nothing is divided by 0 targets
+        return cls(
+            torch.from_numpy(numbers[local]),
+            len(micro_batch.spans),
+            num_targets / max(step.num_tokens, 1),
+            num_targets / sum(map(len, step.micro_batches)),
+        )
+
+    @classmethod
+    def padding(cls, num_tokens: int, device: torch.device | str) -> RoutedTokens:
+        """Tokens that count nowhere."""
+        return cls(torch.zeros(num_tokens, dtype=torch.int64, device=device), 0)
+
+
+class DocumentRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's router, with the losses of the module's first lines."""
+
+    tokens: RoutedTokens | None = None
+    """The tokens of the micro-batch that is routed; its layer sets them."""
+
+    def apply_z_loss(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """``[n, E] -> [n, E]``, with the loss attached."""
+        coeff = self.config.moe_z_loss_coeff
+        if not coeff or not self.training or not torch.is_grad_enabled():
+            return logits
+        documents, number = self._documents(len(logits))
+        squares = torch.logsumexp(logits.float(), dim=-1).square()
+        return self._attach(logits, coeff, squares[documents < number].sum(), "z_loss")
+
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        coeff = self.get_aux_loss_coeff("aux_loss")
+        if not coeff:
+            return probs
+        chosen_sums, score_sums = self._sums(chosen, scores, by_document=False)
+        _add_up(chosen_sums, self.tp_cp_group)
+        loss = _balance(chosen_sums, score_sums)
+        return self._attach(probs, coeff, loss, "load_balancing_loss")
+
+    def _apply_seq_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        coeff = self.get_aux_loss_coeff("seq_aux_loss")
+        if not coeff:
+            return probs
+        chosen_sums, score_sums = self._sums(chosen, scores, by_document=True)
+        _add_up(chosen_sums, self.tp_cp_group)
+        loss = _balance(chosen_sums, score_sums)
+        return self._attach(probs, coeff, loss, "seq_load_balancing_loss")
+
+    def _apply_global_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        coeff = self.get_aux_loss_coeff("global_aux_loss")
+        if not coeff:
+            return probs
+        chosen_sums, score_sums = self._sums(chosen, scores, by_document=False)
+        _add_up(chosen_sums, self.tp_dp_cp_group)
+        self.global_tokens_per_expert += chosen_sums[0]  # Megatron forgets it at the step's end
+        loss = _balance(self.global_tokens_per_expert[None], score_sums)
+        return self._attach(probs, coeff, loss, "global_load_balancing_loss")
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Counts the tokens of each expert, over the whole step."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            documents, number = self._documents(len(routing_map))
+            super()._apply_expert_bias(routing_map & (documents < number)[:, None])
+
+    def _documents(self, num_tokens: int) -> tuple[torch.Tensor, int]:
+        """The document of each token here, ``[n]``, and how many there are."""
+        if self.tokens is None:
+            raise PlanError(
+                "a router was called without the micro-batch's documents; the model must be run by "
+                "megatron-wlb's forward step"
+            )
+        documents, tp = self.tokens.documents, self.tp_group
+        if self.config.sequence_parallel and tp.size() > 1:
+            documents = documents.chunk(tp.size())[tp.rank()]
+        if len(documents) != num_tokens:
+            raise PlanError(
+                f"a router got {num_tokens} tokens where the plan has {len(documents)}; the ranks "
+                "do not run the same plan"
+            )
+        return documents, self.tokens.num_documents
+
+    def _sums(
+        self, chosen: torch.Tensor, scores: torch.Tensor, *, by_document: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How often each expert is chosen here, and its scores: ``[n, E], [n, E] -> [G, E] each``.
+
+        A group is each document, or all of them.
+        """
+        documents, number = self._documents(len(scores))
+        if not by_document:
+            documents, number = (documents == number).long(), 1
+        zeros = scores.new_zeros((number + 1, self.num_experts), dtype=torch.float32)
+        # Padding has a group of its own, the last one.
+        chosen_sums, score_sums = (
+            zeros.index_add(0, documents, values.float())[:number] for values in (chosen, scores)
+        )
+        return chosen_sums.detach().contiguous(), score_sums
+
+    def _attach(
+        self, activation: torch.Tensor, coeff: float, loss: torch.Tensor, name: str
+    ) -> torch.Tensor:
+        """Adds a loss's gradient to that of ``activation``, and notes the loss for Megatron's log.
+
+        ``loss`` is without ``coeff``: the sum over the tokens of this rank.
+        """
+        assert self.tokens is not None
+        # All that scales is here, and Megatron's method adds nothing. It logs what is attached over
+        # the second argument; the mean of that over micro-batches is then the loss of a token.
+        self.calculate_per_token_loss = False
+        attached: torch.Tensor = self.attach_and_log_load_balancing_loss(
+            activation,
+            coeff * self.tokens.targets_per_micro_batch,
+            loss * (coeff * self.tokens.targets_per_token),
+            name,
+            self.tp_cp_group,
+        )
+        return attached
+
+
+class DocumentMoELayer(MoELayer):  # type: ignore[misc]
+    """Megatron's layer, whose router counts in the backward pass what it counted in the forward."""
+
+    recomputes = False
+    """Whether all of it is computed again in the backward pass."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = super().forward
+        if not self.recomputes or not self.training:
+            return run(hidden_states, *args, **kwargs)
+        tokens = self.router.tokens
+
+        def run_again(hidden_states: torch.Tensor) -> Any:
+            # Other micro-batches have come here since, where there is a pipeline.
+            self.router.tokens = tokens
+            return run(hidden_states, *args, **kwargs)
+
+        if self.config.fp8 or self.config.fp4:
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            tracker = tensor_parallel.random.get_cuda_rng_tracker
+            tp = parallel_state.get_tensor_model_parallel_group()
+            return te_checkpoint(run_again, False, tracker, tp, hidden_states)
+        return tensor_parallel.checkpoint(run_again, False, hidden_states)
+
+
+def route_by_document(model: torch.nn.Module) -> None:
+    """Makes the layers of experts of a model that Megatron has built count documents.
+
+    Classes are changed after building, as versions of Megatron write a layer's spec differently.
+
+    Raises :class:`CompatibilityError` for a router or a layer of another kind.
+    """
+    for layer in model.modules():
+        moe = getattr(layer, "mlp", None)
+        if not isinstance(moe, MoELayer) or isinstance(moe, DocumentMoELayer):
+            continue
+        for module, known in ((moe, MoELayer), (moe.router, TopKRouter)):
+            if type(module) is not known:
+                raise CompatibilityError(
+                    f"a layer of experts has a {type(module).__name__} in place of Megatron's "
+                    f"{known.__name__}, whose losses are not known by document; use a spec with "
+                    f"{known.__name__}"
+                )
+        moe.__class__, moe.router.__class__ = DocumentMoELayer, DocumentRouter
+        moe.recomputes, moe.moe_layer_recompute = moe.moe_layer_recompute, False
+        layer.register_forward_pre_hook(_tell_router, with_kwargs=True)
+
+
+def _tell_router(layer: Any, _args: Any, named: dict[str, Any]) -> None:
+    layer.mlp.router.tokens = getattr(named.get("packed_seq_params"), "routed", None)
+
+
+def _add_up(counts: torch.Tensor, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        dist.all_reduce(counts, group=group)
+
+
+def _balance(chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The loss of Switch Transformer summed over tokens: ``E Σ f_i Σ p_i``, where ``f_i`` is the
+    share of expert i among those chosen.
+
+    ``chosen`` ``[G, E]`` counts all tokens of a group, ``scores`` ``[G, E]`` those of this rank.
+    """
+    shares = chosen / chosen.sum(1, keepdim=True).clamp(min=1)
+    return chosen.shape[1] * (shares * scores).sum()

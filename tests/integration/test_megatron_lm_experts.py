@@ -1,0 +1,82 @@
+"""Megatron-LM trains experts over ranks as the embedded trainer and one process do, and resumes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from megatron_lm_runs import (
+    BOTH,
+    DP2,
+    PP2,
+    assert_equal_steps,
+    finish,
+    launch,
+    logged,
+    needs_megatron_lm,
+)
+from trainer_runs import Finished, Flags, losses
+
+pytestmark = needs_megatron_lm
+
+EXPERTS: Flags = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.01,
+    "moe_router_dtype": "fp32",
+    "disable_bias_linear": True,
+    "wlb_packing": "hold",
+}
+EP2: Flags = {"expert_model_parallel_size": 2}
+
+
+def set_weights() -> None:
+    """Gives experts the same weights in every layout: Megatron's depend on their rank."""
+    sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+    importlib.import_module("_run_recipes.inside")._set_weights(False)
+
+
+def auxiliary(finished: Finished) -> list[tuple[str, str]]:
+    names = ("seq_load_balancing_loss", "z_loss")
+    return list(zip(*(logged(finished, name) for name in names), strict=True))
+
+
+def test_experts_over_ranks_train_as_in_one_process(tmp_path: Path, corpus: Path) -> None:
+    flags = BOTH | EXPERTS | {"data_path": corpus, "train_iters": 3}
+    alone = finish(launch(tmp_path, 1, flags | {"wlb_metrics": "alone"}, fault=set_weights))
+    assert len(auxiliary(alone)) == 3
+    layout = EP2 | PP2 | {"recompute_granularity": "selective", "recompute_modules": "moe"}
+    flags |= layout | {"wlb_metrics": "layout"}
+    found = finish(launch(tmp_path, 4, flags, fault=set_weights))
+    assert_equal_steps(tmp_path / "layout", tmp_path / "alone")
+    assert "--moe-token-dispatcher-type allgather has no effect" in found.output
+    for ours, theirs in zip(auxiliary(found), auxiliary(alone), strict=True):
+        assert [float(n) for n in ours] == pytest.approx([float(n) for n in theirs], rel=1e-5)
+
+
+def test_experts_resume_to_the_bit_and_over_other_ranks(tmp_path: Path, corpus: Path) -> None:
+    flags = BOTH | EXPERTS | DP2 | {"data_path": corpus, "train_iters": 6, "bf16": True}
+    flags |= {"dist_ckpt_optim_fully_reshardable": True}
+    saving: Flags = {"save": "ck", "save_interval": 3, "wlb_metrics": "plain"}
+    finish(launch(tmp_path, 2, flags | EP2 | saving))
+    expected = {n: loss for n, loss in losses(tmp_path / "plain").items() if n > 3}
+    assert list(expected) == [4, 5, 6]
+    flags |= {"load": "ck", "ckpt_step": 3}
+    finish(launch(tmp_path, 2, flags | EP2 | {"wlb_metrics": "resumed"}))
+    assert losses(tmp_path / "resumed") == expected
+
+    # Megatron saves streams of random numbers for each rank of experts.
+    flags |= {"expert_model_parallel_size": 4, "no_load_rng": True, "wlb_metrics": "other"}
+    finish(launch(tmp_path, 4, flags))
+    found = losses(tmp_path / "other")
+    assert found[4] == pytest.approx(expected[4], rel=1e-4)  # the same weights, and biases
+    assert found == pytest.approx(expected, rel=1e-2)  # bf16, where routing is a choice
