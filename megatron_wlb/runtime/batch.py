@@ -334,12 +334,15 @@ class BatchBuilder:
             span = plan.spans[number]
             start = int(rows[begin] - ends[number]) + span.length
             num_tokens = end - begin
-            # Up to the last label of the document.
-            rest = span.document.num_targets + 1 - span.start - start
+            # Up to the last label of the document. A token that is a label alone is not taken in:
+            # no loss would tell, but experts would count it.
+            before = span.start + start
+            rest = span.document.num_targets + 1 - before
             num_read = min(num_tokens + depths, rest) if last else num_tokens
             stored = self._stored(span, start, start + num_read)
+            taken = stored[: span.document.length - before]
             for depth in range(depths):
-                own, labels = stored[depth:][:num_tokens], stored[depth + 1 :][:num_tokens]
+                own, labels = taken[depth:][:num_tokens], stored[depth + 1 :][:num_tokens]
                 ids[depth, begin : begin + len(own)] = own
                 targets[depth, begin : begin + len(labels)] = labels
                 masks[depth, begin : begin + len(labels)] = 1.0
