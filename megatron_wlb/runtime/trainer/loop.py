@@ -23,7 +23,7 @@ from megatron_wlb.planning.from_config import (
     make_planner,
     padded_vocab_size,
 )
-from megatron_wlb.planning.plan_ahead import PlanAhead
+from megatron_wlb.planning.plan_ahead import PlanAhead, Plans
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
@@ -54,7 +54,7 @@ class Trainer:
         vocab_size = self.corpora.vocab_size
         self.model: Model = build_model(config, vocab_size)
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
-        self.runner = StepRunner.of(config, self.model, self.corpora, device)
+        self.runner: Any = StepRunner.of(config, self.model, self.corpora, device)
         self.iteration = 0
         restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
         saved = None if restored is None else restored[1].get("kernel")
@@ -62,7 +62,7 @@ class Trainer:
         if restored is None:
             cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
             self.cost = cost or measured_cost(self.model, config.data.seq_length, vocab_size)
-            self.planner = self._make_planner()
+            self.planner: Plans = self._make_planner()
         else:
             self.iteration, state, settings = restored
             # The cost is restored, not measured again: other costs would make other plans.
@@ -73,7 +73,7 @@ class Trainer:
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
             )
-        self.plans: Planner | PlanAhead = self.planner
+        self.plans: Plans | PlanAhead = self.planner
         if config.data.eval_interval:
             _ = self.evaluation_plans  # An empty split is an error now, not in an hour.
 
@@ -112,8 +112,13 @@ class Trainer:
         """Computes the mean loss over :attr:`evaluation_plans`."""
         for chunk in self.model.chunks:
             chunk.eval()
-        with torch.no_grad(), self.model.whole_weights():
-            losses = [self.runner.run(plan, forward_only=True) for plan in self.evaluation_plans]
+        with self.model.whole_weights():
+            return self._evaluated()
+
+    @torch.no_grad()
+    def _evaluated(self) -> float:
+        plans = self.evaluation_plans
+        losses: list[StepLoss] = [self.runner.run(plan, forward_only=True) for plan in plans]
         num_targets = sum(loss.num_targets for loss in losses)
         return sum(loss.loss_sum for loss in losses) / max(num_targets, 1)
 
