@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_wlb.planning.strategies import StrategyRun
 from megatron_wlb.runtime.saving import checkpoint
@@ -39,7 +39,7 @@ def save(
     :class:`CheckpointError` as :func:`megatron_wlb.runtime.saving.checkpoint.write` does.
     """
     pieces, routes = dealt(runner)
-    state = {}
+    state: dict[str, Any] = {"objects": _objects(runner)}
     for name in _PREFIXES:
         tensors = empty(pieces, runner)
         shards = [_shard(runner, name, bucket) for bucket in range(len(runner.buckets.sizes))]
@@ -80,6 +80,15 @@ def load(run: StrategyRun, runner: StrategyRunner, scheduler: Any) -> checkpoint
     runner.store.set_num_updates(found.iteration)
     scheduler.load_state_dict(found.common["opt_param_scheduler"])
     return found
+
+
+def _objects(runner: StrategyRunner) -> dict[str, ShardedObject]:
+    """What the first rank saves for layers that ask for more than tensors."""
+    objects = runner.objects if dist.get_rank() == 0 else []
+    return {
+        f"{one.key} {one.offset}": ShardedObject(one.key, None, one.shape, one.offset)
+        for one in objects
+    }
 
 
 def dealt(runner: StrategyRunner) -> tuple[list[Piece], Routes]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.model import Model
@@ -58,6 +58,14 @@ class Piece:
     """Whether it is the first of equal copies in the replica."""
 
 
+class EmptyObject(NamedTuple):
+    """What a layer saves besides its tensors: nothing, but runs that load it ask for it."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Held:
     """A piece and the parameter, or part of it, that is it."""
@@ -75,16 +83,39 @@ def held_pieces(model: Model, num_layers: int) -> list[Held]:
     """
     found = []
     for gpt in model.gpts:
-        state = gpt.sharded_state_dict(metadata={"dp_cp_group": model.groups.dp_cp})
-        apply_factories(state)
         by_storage = {p.data_ptr(): p for p in gpt.parameters()}
         starts = sorted(by_storage)
-        for shard in nested_values(state):
-            if isinstance(shard, ShardedTensor) and shard.data is not None:
+        for shard in _described(model, gpt):
+            if isinstance(shard, ShardedTensor):
                 at = shard.data.data_ptr()
                 owner = by_storage[max(start for start in starts if start <= at)]
                 found.append(_held(shard, owner, num_layers))
     return found
+
+
+def empty_objects(model: Model) -> list[EmptyObject]:
+    """Lists what this rank's chunks would save besides tensors.
+
+    Raises :class:`CompatibilityError` for what is not empty.
+    """
+    found = []
+    for gpt in model.gpts:
+        for one in _described(model, gpt):
+            if isinstance(one, ShardedObject):
+                if one.data is not None:
+                    raise CompatibilityError(
+                        f"{one.key} holds {type(one.data).__name__}; the store of strategies saves "
+                        "tensors alone: use --transformer-impl local"
+                    )
+                found.append(EmptyObject(one.key, one.global_shape, one.global_offset))
+    return found
+
+
+def _described(model: Model, gpt: Any) -> Iterator[Any]:
+    """Gives what a chunk holds, as Megatron's checkpoints describe it."""
+    state = gpt.sharded_state_dict(metadata={"dp_cp_group": model.groups.dp_cp})
+    apply_factories(state)
+    yield from nested_values(state)
 
 
 def _held(shard: Any, parameter: Any, num_layers: int) -> Held:

@@ -12,7 +12,13 @@ from megatron_wlb.plan import ReplicaPlan, StepPlan
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.step import StepRunner, forward_step
 from megatron_wlb.runtime.strategy.groups import ReplicaGroups
-from megatron_wlb.runtime.strategy.pieces import Held, Piece, held_pieces
+from megatron_wlb.runtime.strategy.pieces import (
+    EmptyObject,
+    Held,
+    Piece,
+    empty_objects,
+    held_pieces,
+)
 from megatron_wlb.runtime.strategy.routes import Pull, Push
 
 
@@ -43,6 +49,7 @@ class LocalReplica:
         self.groups = groups
         with groups.current():
             self.held: list[Held] = held_pieces(model, model.config.num_layers)
+            self.objects: list[EmptyObject] = empty_objects(model)
         self.pull: Pull | None = None
         """What the forward passes of the present step wait for."""
         self._push: Push | None = None

@@ -66,6 +66,9 @@ class StrategyRunner:
         every = [piece for own in known for pieces in own.values() for piece in pieces]
         self.buckets = Buckets(every, num_layers, world)
         self.wholes = whole_pieces(iter(every))
+        own_objects = {one for local in replicas.values() for one in local.objects}
+        self.objects = sorted(set().union(*of_all_ranks(own_objects)))
+        """What checkpoints hold besides."""
         self.store = Store(self.buckets, training, arena.gradients.device)
         self._links = {}
         for strategy in strategies:

@@ -36,6 +36,7 @@ from megatron_wlb.runtime.saving.resume import machine_digest, tell_changes
 from megatron_wlb.runtime.step import StepLoss, StepRunner
 from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.settings.config import Config
+from megatron_wlb.strategy.layout import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Trainer:
         if restored is None:
             cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
             self.cost = cost or measured_cost(self.model, config.data.seq_length, vocab_size)
-            self.planner: Plans = self._make_planner()
+            self.planner: Any = self._make_planner()
         else:
             self.iteration, state, settings = restored
             # The cost is restored, not measured again: other costs would make other plans.
@@ -263,11 +264,12 @@ class RunLog:
             )
         begin_s, self._told_s = max(step.asked_s, self._told_s), time.monotonic()
         took = step_values(step.plan, step.planned_s - step.asked_s, self._told_s - begin_s)
-        self._step(iteration, {"loss": loss, "grad_norm": grad_norm, "lr": step.lr, **took})
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": step.lr, **took}
+        self._step(iteration, values, step.plan.strategy)
 
-    def _step(self, iteration: int, values: dict[str, float]) -> None:
+    def _step(self, iteration: int, values: dict[str, float], strategy: Strategy | None) -> None:
         values_by_name = {"iteration": iteration, **values}
-        self._metrics.write(values_by_name)
+        self._metrics.write(values_by_name | ({"strategy": str(strategy)} if strategy else {}))
         self._plot("train", values, iteration)
         if iteration % self._interval == 0:
             more = {"total": self._total, "per_s": values["tokens"] / values["step_ms"] * 1e3}
