@@ -108,8 +108,9 @@ def there_and_back(strategies: Config, plain: Config, others: Config, folder: st
 
     run, runner = open_runner(saving(others, load=f"{folder}/second"), WORKLOAD)
     scheduler = build_scheduler(run.config, runner.store.optimizer)
-    resumed = of_strategies.load(run, runner, scheduler)
+    resumed = of_strategies.find(run)
     assert resumed is not None
+    of_strategies.load(resumed, runner, scheduler)
     if (resumed.iteration, resumed.planner) != (3, {"planner": 2}):
         found.append(f"resumed at {resumed.iteration}")
     for name, arrays in everything(runner).items():

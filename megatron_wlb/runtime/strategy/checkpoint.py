@@ -56,16 +56,21 @@ def save(
     )
 
 
-def load(run: StrategyRun, runner: StrategyRunner, scheduler: Any) -> checkpoint.Found | None:
-    """Restores the newest checkpoint of ``--load``, of any strategies or none; called by every
-    rank. None where the folder has no checkpoint yet.
+def find(run: StrategyRun) -> checkpoint.Found | None:
+    """Finds the newest checkpoint of ``--load``, of any strategies or none; called by every rank.
+    None where the folder has none yet.
 
     Raises :class:`CheckpointError` for other settings than those it was saved with, or a damaged
     checkpoint.
     """
-    found = checkpoint.find(run.config, run.padded_vocab_size, any_layout=True)
-    if found is None:
-        return None
+    return checkpoint.find(run.config, run.padded_vocab_size, any_layout=True)
+
+
+def load(found: checkpoint.Found, runner: StrategyRunner, scheduler: Any) -> None:
+    """Restores a checkpoint; called by every rank.
+
+    Raises :class:`CheckpointError` for a damaged one.
+    """
     pieces, routes = dealt(runner)
     tensors = {name: empty(pieces, runner) for name in _PREFIXES}
     found.read({f"store {name}": _sharded(name, pieces, own) for name, own in tensors.items()})
@@ -79,7 +84,6 @@ def load(run: StrategyRun, runner: StrategyRunner, scheduler: Any) -> checkpoint
                 runner.store.set_moments(name, bucket, shard)
     runner.store.set_num_updates(found.iteration)
     scheduler.load_state_dict(found.common["opt_param_scheduler"])
-    return found
 
 
 def _objects(runner: StrategyRunner) -> dict[str, ShardedObject]:

@@ -14,10 +14,15 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.strategies import StrategyRun
-from megatron_wlb.runtime.attention.kernels import agreed_kernel
+from megatron_wlb.runtime.attention.kernels import (
+    ChosenKernel,
+    Demand,
+    agreed_kernel,
+    choose_kernel,
+)
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.hosts import Hosts
 from megatron_wlb.runtime.model import (
@@ -102,6 +107,23 @@ def build_runner(run: StrategyRun, corpora: Corpora, device: str, kernel: str) -
     return made
 
 
+def _kernel(config: Config, saved: str | None) -> str:
+    """Names the attention kernel of all replicas: the checkpoint's, if there is one that can run.
+
+    All ranks choose it together, for whole layers.
+    """
+
+    def choose(name: str, demand: Demand) -> ChosenKernel:
+        if saved is not None and name == "auto":
+            try:
+                return choose_kernel(saved, demand)
+            except CompatibilityError as error:
+                logger.warning("the checkpoint's steps ran another attention kernel: %s", error)
+        return choose_kernel(name, demand)
+
+    return attention_options(config, transformer_config(config), choose).kernel_name
+
+
 class StrategyTrainer(Trainer):
     """A run whose replicas are unlike; Megatron's groups must exist, with all sizes 1."""
 
@@ -113,15 +135,15 @@ class StrategyTrainer(Trainer):
         self.config = config = self.run.config
         for strategy in self.run.strategies:
             logger.info("strategy: %s", strategy)
-        # All ranks choose it together, for whole layers.
-        self.kernel = attention_options(config, transformer_config(config)).kernel_name
+        found = checkpoint.find(self.run)
+        self.kernel = _kernel(config, None if found is None else found.planner.get("kernel"))
         self.runner: StrategyRunner = build_runner(self.run, self.corpora, device, self.kernel)
         self.optimizer = self.runner.store.optimizer
         self.scheduler = build_scheduler(config, self.optimizer)
         self.planner = self.run.planner(self.corpora)
         self.iteration = 0
-        found = checkpoint.load(self.run, self.runner, self.scheduler)
         if found is not None:
+            checkpoint.load(found, self.runner, self.scheduler)
             self.iteration = found.iteration
             self.planner.load_state_dict(found.planner["planner"])
             tell_changes(config, found.settings, found.planner.get("machine"), *saving.TOLD)
