@@ -60,15 +60,16 @@ class Trainer:
         restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
         saved = None if restored is None else restored[1].get("kernel")
         self.kernel = settle_kernel(config, self.model, saved)
-        if restored is None:
-            cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
-            self.cost = cost or measured_cost(self.model, config.data.seq_length, vocab_size)
-            self.planner: Any = self._make_planner()
-        else:
-            self.iteration, state, settings = restored
+        state = {} if restored is None else restored[1]
+        if "cost" in state:  # not of a checkpoint of strategies
             # The cost is restored, not measured again: other costs would make other plans.
             self.cost = cost_from_dict(state["cost"])
-            self.planner = self._make_planner()
+        else:
+            cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
+            self.cost = cost or measured_cost(self.model, config.data.seq_length, vocab_size)
+        self.planner: Any = self._make_planner()
+        if restored is not None:
+            self.iteration, _, settings = restored
             self.planner.load_state_dict(state["planner"])
             tell_changes(config, settings, state.get("machine"), *checkpoint.TOLD)
             logger.info(
