@@ -54,7 +54,6 @@ _REASONS = {
     "use_distributed_optimizer": "the store of strategies shards optimizer state over all ranks",
     "overlap_grad_reduce": "gradients go to the store of strategies layer by layer",
     "overlap_param_gather": "weights come from the store of strategies layer by layer",
-    "bf16": "the store of strategies has been compared with one process in fp32 only",
     "optimizer": "the store of strategies has Adam only",
     "hidden_dropout": "replicas of unlike layouts would draw other numbers",
     "attention_dropout": "replicas of unlike layouts would draw other numbers",

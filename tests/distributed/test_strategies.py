@@ -70,8 +70,8 @@ GRADIENT_ATOL = 3e-5
 
 
 def config_of(model: str, folder: Path, strategies: tuple[str, ...] = STRATEGIES) -> Config:
-    path = strategies_file(folder, strategies)
-    return with_strategies(parse([*FLAGS.split(), *MODELS[model].split()]), path)
+    path, (name, *more) = strategies_file(folder, strategies), model.split()
+    return with_strategies(parse([*FLAGS.split(), *MODELS[name].split(), *more]), path)
 
 
 def joined(parts: list[State]) -> State:
@@ -123,6 +123,18 @@ def test_strategies_that_change_each_step_compute_what_one_process_does(
     (oracle,) = gloo.run(1, run_oracle, padded(config, WORKLOAD), WORKLOAD)
     runs = gloo.run(4, train, config, WORKLOAD, oracle.initial)
     assert differences(oracle, runs) == []
+
+
+def test_strategies_in_bf16_lose_no_more_than_its_rounding(gloo: GlooPool, tmp_path: Path) -> None:
+    workload = dataclasses.replace(WORKLOAD, steps=WORKLOAD.steps[:4])
+    config = config_of("gpt2 --bf16", tmp_path, STRATEGIES[:4])
+    (oracle,) = gloo.run(1, run_oracle, padded(config, workload), workload)
+    runs = gloo.run(4, train, config, workload, oracle.initial)
+    for number, step in enumerate(oracle.steps):
+        # Numbers of 8 bits: 4e-3 each, and less in a mean; gradients are sums that cancel.
+        assert runs[0].losses[number] == pytest.approx(step.loss, rel=5e-3)
+        assert worst(step.gradients, joined([run.gradients[number] for run in runs])) < 0.15
+    assert len({run.losses for run in runs}) == 1
 
 
 def norms_pushed_by_one_tensor_parallel_rank(

@@ -31,9 +31,11 @@ FLAGS = (
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def config_of(model: str, folder: Path, strategies: tuple[str, ...], vocabulary: int) -> Config:
+def config_of(
+    model: str, folder: Path, strategies: tuple[str, ...], vocabulary: int, more: list[str]
+) -> Config:
     folder.mkdir()
-    flags = [*FLAGS.split(), *MODELS[model].split()]
+    flags = [*FLAGS.split(), *MODELS[model].split(), *more]
     flags += ["--make-vocab-size-divisible-by", str(vocabulary)]
     return with_strategies(parse(flags), strategies_file(folder, strategies))
 
@@ -94,8 +96,12 @@ def there_and_back(strategies: Config, plain: Config, others: Config, folder: st
     if plain_scheduler.num_steps != scheduler.num_steps:
         found.append(f"the schedule is at {plain_scheduler.num_steps}")
     states = optimizer.chained_optimizers[0].optimizer.state
-    weights = [p.detach().numpy().copy() for gpt in model.gpts for p in gpt.parameters()]
-    mains = [getattr(p, "main_param", p) for gpt in model.gpts for p in gpt.parameters()]
+    parameters = [p for gpt in model.gpts for p in gpt.parameters()]
+    mains = [getattr(p, "main_param", p) for p in parameters]
+    pairs = list(zip(parameters, mains, strict=True))
+    weights = [main.detach().numpy().reshape(p.shape).copy() for p, main in pairs]
+    if not all((p == main.to(p.dtype).view(p.shape)).all() for p, main in pairs):
+        found.append("the weights of passes are not the master weights, rounded")
     held, _ = held_of(plain, model, before[""])  # where they lie; sets the same weights again
     for at, part in enumerate(held):
         arrays = {"": weights[at]} | {n: states[mains[at]][n].numpy() for n in MOMENTS}
@@ -110,7 +116,7 @@ def there_and_back(strategies: Config, plain: Config, others: Config, folder: st
     scheduler = build_scheduler(run.config, runner.store.optimizer)
     resumed = of_strategies.find(run)
     assert resumed is not None
-    of_strategies.load(resumed, runner, scheduler)
+    of_strategies.load(run, resumed, runner, scheduler)
     if (resumed.iteration, resumed.planner) != (3, {"planner": 2}):
         found.append(f"resumed at {resumed.iteration}")
     for name, arrays in everything(runner).items():
@@ -122,14 +128,15 @@ def there_and_back(strategies: Config, plain: Config, others: Config, folder: st
     return found
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "llama --bf16"])
 def test_checkpoints_go_between_strategies_and_plain_runs(
     gloo: GlooPool, tmp_path: Path, model: str
 ) -> None:
-    strategies = config_of(model, tmp_path / "a", ("tp2:128+pp2:128", "tp2cp2:128"), 32)
-    others = config_of(model, tmp_path / "b", ("pp2vpp2:128+2*tp1:128",), 64)
+    model, *more = model.split()
+    strategies = config_of(model, tmp_path / "a", ("tp2:128+pp2:128", "tp2cp2:128"), 32, more)
+    others = config_of(model, tmp_path / "b", ("pp2vpp2:128+2*tp1:128",), 64, more)
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
-    flags = [*FLAGS.split(), *MODELS[model].split(), *layout.split()]
+    flags = [*FLAGS.split(), *MODELS[model].split(), *layout.split(), *more]
     plain = parse([*flags, "--make-vocab-size-divisible-by", "32"])
     found = gloo.run(4, there_and_back, strategies, plain, others, str(tmp_path))
     assert found == [[]] * 4

@@ -51,7 +51,7 @@ REQUIRED = (
 processes. Megatron would take some from the checkpoint, whatever the command line says."""
 
 LAYOUT = {*REQUIRED[:9], "processes"}
-"""Those of them that say nothing of a checkpoint of strategies, which any layout loads."""
+"""What need not be equal where one run has strategies: any layout loads such a checkpoint."""
 
 TOLD = ("clip_grad", "hidden_dropout", "attention_dropout")
 """Settings that may differ, but not unnoticed, with those by which plans are made."""
@@ -419,12 +419,13 @@ def load(
     num_updates = found.num_updates
     if num_updates is not None:
         del sharded["rng_state"]
-        own = optimizer.state_dict()
+        own = _of_adam(optimizer.state_dict())
     state = found.read(sharded)
     if num_updates is not None:
-        state["optimizer"]["param_groups"] = own["param_groups"]
+        loaded = _of_adam(state["optimizer"])
+        loaded["param_groups"] = own["param_groups"]
         if any("step" in moments for moments in own["state"].values()):  # torch's Adam
-            state["optimizer"]["state"]["common_step"] = torch.tensor(float(num_updates))
+            loaded["state"]["common_step"] = torch.tensor(float(num_updates))
         else:
             for group in own["param_groups"]:
                 group["step"] = num_updates
@@ -436,6 +437,12 @@ def load(
         (rng,) = state["rng_state"]
         set_rng_state(rng)
     return found.iteration, found.planner, found.settings
+
+
+def _of_adam(state: dict[str, Any]) -> dict[str, Any]:
+    """Adam's own state in that of Megatron's optimizer, which in bf16 has fp32 weights besides."""
+    inner: dict[str, Any] = state.get("optimizer", state)
+    return inner
 
 
 def _refuse(folder: str, error: BaseException) -> NoReturn:

@@ -21,9 +21,10 @@ from megatron_wlb.runtime.strategy.routes import Pull, Routes
 from megatron_wlb.runtime.strategy.runner import StrategyRunner
 from megatron_wlb.runtime.strategy.store import MOMENTS
 
-_WEIGHTS = ""
-_PREFIXES = {_WEIGHTS: "", **{name: f"optimizer.state.{name}." for name in MOMENTS}}
-"""Megatron's keys of weights and moments begin with these."""
+_MASTER = "fp32_param"
+_STATE = "optimizer.state."
+"""Megatron's keys of moments begin with this and a name, and in bf16 those of the fp32 weights.
+Those of the weights that passes run with are the model's own."""
 
 
 def save(
@@ -40,11 +41,13 @@ def save(
     """
     pieces, routes = dealt(runner)
     state: dict[str, Any] = {"objects": _objects(runner)}
-    for name in _PREFIXES:
+    for name in (_MASTER, *MOMENTS):
         tensors = empty(pieces, runner)
         shards = [_shard(runner, name, bucket) for bucket in range(len(runner.buckets.sizes))]
         Pull(routes, shards, tensors).finish()
-        state[f"store {name}"] = _sharded(name, pieces, tensors)
+        if name == _MASTER and run.config.training.bf16:
+            state["model"] = _sharded("", pieces, [tensor.bfloat16() for tensor in tensors])
+        state[f"store {name}"] = _sharded(_prefix(run, name), pieces, tensors)
     return checkpoint.write(
         run.config,
         iteration,
@@ -66,19 +69,24 @@ def find(run: StrategyRun) -> checkpoint.Found | None:
     return checkpoint.find(run.config, run.padded_vocab_size, any_layout=True)
 
 
-def load(found: checkpoint.Found, runner: StrategyRunner, scheduler: Any) -> None:
+def load(run: StrategyRun, found: checkpoint.Found, runner: StrategyRunner, scheduler: Any) -> None:
     """Restores a checkpoint; called by every rank.
 
     Raises :class:`CheckpointError` for a damaged one.
     """
     pieces, routes = dealt(runner)
-    tensors = {name: empty(pieces, runner) for name in _PREFIXES}
-    found.read({f"store {name}": _sharded(name, pieces, own) for name, own in tensors.items()})
+    tensors = {name: empty(pieces, runner) for name in (_MASTER, *MOMENTS)}
+    found.read(
+        {
+            f"store {name}": _sharded(_prefix(run, name), pieces, own)
+            for name, own in tensors.items()
+        }
+    )
     for name, own in tensors.items():
         shards = [torch.empty_like(shard) for shard in runner.store.gradients]
         runner.give(routes, own, shards)
         for bucket, shard in enumerate(shards):
-            if name == _WEIGHTS:
+            if name == _MASTER:
                 runner.store.weights[bucket].copy_(shard)
             else:
                 runner.store.set_moments(name, bucket, shard)
@@ -112,14 +120,20 @@ def empty(pieces: list[Piece], runner: StrategyRunner) -> list[torch.Tensor]:
 
 
 def _shard(runner: StrategyRunner, name: str, bucket: int) -> torch.Tensor:
-    return runner.store.weights[bucket] if name == _WEIGHTS else runner.store.moments(name, bucket)
+    return runner.store.weights[bucket] if name == _MASTER else runner.store.moments(name, bucket)
 
 
-def _sharded(name: str, pieces: list[Piece], tensors: list[torch.Tensor]) -> dict[str, Any]:
+def _prefix(run: StrategyRun, name: str) -> str:
+    """How Megatron's keys begin; in fp32 the model's own weights are the only ones."""
+    is_alone = name == _MASTER and not run.config.training.bf16
+    return "" if is_alone else f"{_STATE}{name}."
+
+
+def _sharded(prefix: str, pieces: list[Piece], tensors: list[torch.Tensor]) -> dict[str, Any]:
     pairs = zip(pieces, tensors, strict=True)
     return {
         f"{piece.whole.key} {piece.whole.stack}": _sharded_tensor(
-            _PREFIXES[name] + piece.whole.key, piece.whole, tensor
+            prefix + piece.whole.key, piece.whole, tensor
         )
         for piece, tensor in pairs
     }

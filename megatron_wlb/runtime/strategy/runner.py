@@ -94,7 +94,7 @@ class StrategyRunner:
         own = [one for one in held if one.piece.is_first]
         givers = of_all_ranks([one.piece for one in own])
         routes = Routes(self.buckets, givers, rank)
-        self.give(routes, [one.weight for one in own], self.store.weights)
+        self.give(routes, [one.weight.float() for one in own], self.store.weights)
 
     def give(
         self, routes: Routes, tensors: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]

@@ -143,7 +143,7 @@ class StrategyTrainer(Trainer):
         self.planner = self.run.planner(self.corpora)
         self.iteration = 0
         if found is not None:
-            checkpoint.load(found, self.runner, self.scheduler)
+            checkpoint.load(self.run, found, self.runner, self.scheduler)
             self.iteration = found.iteration
             self.planner.load_state_dict(found.planner["planner"])
             tell_changes(config, found.settings, found.planner.get("machine"), *saving.TOLD)

@@ -44,7 +44,6 @@ def settings(folder: Path, *texts: str, flags: str = "", num_devices: int = 4) -
         "--sequence-parallel",
         "--use-distributed-optimizer",
         "--overlap-grad-reduce",
-        "--bf16",
         "--optimizer sgd",
         "--hidden-dropout 0.1",
         "--attention-dropout 0.1",
