@@ -63,10 +63,15 @@ FLAGS = (
     "--make-vocab-size-divisible-by 32 --global-batch-size 4 --train-iters 14 "
     "--lr 0.01 --min-lr 0.001 --adam-eps 1e-5 --weight-decay 0.1 --clip-grad 0.5"
 )
-LOSS_RTOL = 1e-6
-"""Of fp32 sums of some hundred token losses; 2e-7 was seen."""
-GRADIENT_ATOL = 3e-5
-"""As a share of the largest entry, as in :mod:`helpers.shards`: weights differ by roundings."""
+LOSS_RTOL = 3e-7
+"""For fp32 sums of some hundred token losses: 9e-8 was seen."""
+GRADIENT_ATOL, GRADIENT_ATOL_OF_MODEL = 4e-5, 5e-6
+"""As a share of an array's largest entry, and of the model's. Weights differ by roundings after the
+first step, which normalised queries and keys amplify, as in :mod:`helpers.shards`: 2.1e-5 of an
+array was seen there, 2e-6 without them.
+"""
+WEIGHT_ATOL = 3e-5
+"""As a share of an array's largest entry: 7e-6 was seen."""
 
 
 def config_of(model: str, folder: Path, strategies: tuple[str, ...] = STRATEGIES) -> Config:
@@ -82,12 +87,12 @@ def joined(parts: list[State]) -> State:
     return whole
 
 
-def worst(expected: State, found: State) -> float:
-    """The largest difference, as a share of an array's largest entry, or of a share of the
-    model's.
+def worst(expected: State, found: State, least_share: float = 1e-2) -> float:
+    """The largest difference, as a share of an array's largest entry, which counts as no less than
+    ``least_share`` of the model's.
     """
     assert expected.keys() == found.keys()
-    floor = 1e-2 * max(float(np.abs(array).max()) for array in expected.values())
+    floor = least_share * max(float(np.abs(array).max()) for array in expected.values())
     shares = []
     for name, array in expected.items():
         most = max(float(np.abs(array).max()), floor)
@@ -103,14 +108,16 @@ def differences(oracle: OracleRun, runs: list[StrategyRecord]) -> list[str]:
                 if not abs(loss - step.loss) <= LOSS_RTOL * step.loss:
                     found.append(f"step {number}, rank {rank}: {label}loss {loss}, not {step.loss}")
     for number, step in enumerate(oracle.steps):
-        share = worst(step.gradients, joined([run.gradients[number] for run in runs]))
-        if not share <= GRADIENT_ATOL:
-            found.append(f"step {number}: gradients differ by {share:.1e}")
+        gradients = joined([run.gradients[number] for run in runs])
+        for least, limit in ((1e-2, GRADIENT_ATOL), (1.0, GRADIENT_ATOL_OF_MODEL)):
+            share = worst(step.gradients, gradients, least)
+            if not share <= limit:
+                found.append(f"step {number}: gradients differ by {share:.1e}, above {limit}")
         squares = [float((g.astype(np.float64) ** 2).sum()) for g in step.gradients.values()]
         if not abs(runs[0].norms[number] - sum(squares) ** 0.5) <= 1e-5 * sum(squares) ** 0.5:
             found.append(f"step {number}: norm {runs[0].norms[number]}, not {sum(squares) ** 0.5}")
     share = worst(oracle.final, joined([run.final for run in runs]))
-    if not share <= 1e-4:
+    if not share <= WEIGHT_ATOL:
         found.append(f"final weights differ by {share:.1e}")
     return found
 
@@ -131,9 +138,10 @@ def test_strategies_in_bf16_lose_no_more_than_its_rounding(gloo: GlooPool, tmp_p
     (oracle,) = gloo.run(1, run_oracle, padded(config, workload), workload)
     runs = gloo.run(4, train, config, workload, oracle.initial)
     for number, step in enumerate(oracle.steps):
-        # Numbers of 8 bits: 4e-3 each, and less in a mean; gradients are sums that cancel.
-        assert runs[0].losses[number] == pytest.approx(step.loss, rel=5e-3)
-        assert worst(step.gradients, joined([run.gradients[number] for run in runs])) < 0.15
+        # Numbers of 8 bits: 4e-3 each, and less in a mean, where 9e-4 was seen. Gradients are sums
+        # that cancel: 6e-2 of an array's largest entry was seen.
+        assert runs[0].losses[number] == pytest.approx(step.loss, rel=2e-3)
+        assert worst(step.gradients, joined([run.gradients[number] for run in runs])) < 0.12
     assert len({run.losses for run in runs}) == 1
 
 
