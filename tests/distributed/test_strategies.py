@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,29 +17,32 @@ from unittest import mock
 import numpy as np
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import MODELS
+from helpers.layouts import FULL, MODELS
 from helpers.oracle import OracleRun, State, run_oracle
 from helpers.strategy_ranks import (
     Fault,
     StrategyRecord,
+    corpora_of,
     padded,
+    plan_for,
     strategies_file,
     train,
     with_strategies,
 )
 from helpers.workload import make_workload
 
+from megatron_wlb.planning.strategies import StrategyRun
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 
 STRATEGIES = (
     "tp2:128+pp2:128",
-    "tp1:128+pp3:128",
+    "tp1:64+pp3:64",
     "tp2cp2:128",
-    "pp2vpp3:128+tp2:128",
-    "tp2pp2:128",
-    "tp1:128@1+tp1:128@3",  # two ranks are idle, one replica has nothing to run
-    "cp2:128+tp1:128",
+    "pp2vpp3:64+tp2:128",
+    "tp2pp2:64",
+    "tp1:64@1+tp1:64@3",  # two ranks are idle, one replica has nothing to run
+    "cp2:64+tp1:64",
     "4*tp1:128",
 )
 WORKLOAD = make_workload(
@@ -65,11 +69,13 @@ FLAGS = (
 )
 LOSS_RTOL = 3e-7
 """For fp32 sums of some hundred token losses: 9e-8 was seen."""
-GRADIENT_ATOL, GRADIENT_ATOL_OF_MODEL = 4e-5, 5e-6
+GRADIENT_ATOL, GRADIENT_ATOL_OF_MODEL = 4e-5, 1e-5
 """As a share of an array's largest entry, and of the model's. Weights differ by roundings after the
 first step, which normalised queries and keys amplify, as in :mod:`helpers.shards`: 2.1e-5 of an
-array was seen there, 2e-6 without them.
+array and 6e-6 of the model were seen there, 2e-6 of an array without them.
 """
+GRADIENT_ATOL_FIRST = 5e-6
+"""The same in the first step, from equal weights: 3.2e-6 of an array was seen."""
 WEIGHT_ATOL = 3e-5
 """As a share of an array's largest entry: 7e-6 was seen."""
 
@@ -109,7 +115,10 @@ def differences(oracle: OracleRun, runs: list[StrategyRecord]) -> list[str]:
                     found.append(f"step {number}, rank {rank}: {label}loss {loss}, not {step.loss}")
     for number, step in enumerate(oracle.steps):
         gradients = joined([run.gradients[number] for run in runs])
-        for least, limit in ((1e-2, GRADIENT_ATOL), (1.0, GRADIENT_ATOL_OF_MODEL)):
+        limits = GRADIENT_ATOL, GRADIENT_ATOL_OF_MODEL
+        for least, limit in zip(
+            (1e-2, 1.0), limits if number else (GRADIENT_ATOL_FIRST,) * 2, strict=True
+        ):
             share = worst(step.gradients, gradients, least)
             if not share <= limit:
                 found.append(f"step {number}: gradients differ by {share:.1e}, above {limit}")
@@ -122,7 +131,7 @@ def differences(oracle: OracleRun, runs: list[StrategyRecord]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", ["llama", f"gpt2 {FULL}"])
 def test_strategies_that_change_each_step_compute_what_one_process_does(
     gloo: GlooPool, tmp_path: Path, model: str
 ) -> None:
@@ -130,6 +139,20 @@ def test_strategies_that_change_each_step_compute_what_one_process_does(
     (oracle,) = gloo.run(1, run_oracle, padded(config, WORKLOAD), WORKLOAD)
     runs = gloo.run(4, train, config, WORKLOAD, oracle.initial)
     assert differences(oracle, runs) == []
+
+
+def test_steps_have_idle_ranks_empty_replicas_and_every_axis(tmp_path: Path) -> None:
+    run = StrategyRun.of(config_of("gpt2", tmp_path), corpora_of(WORKLOAD), 4)
+    plans = [plan_for(run, WORKLOAD, step) for step in range(len(WORKLOAD.steps))]
+    for plan, documents in zip(plans, WORKLOAD.steps, strict=True):
+        assert sorted(d.key for d in plan.documents) == sorted(d.key for d in documents)
+    strategies = [plan.strategy for plan in plans if plan.strategy]
+    assert all(one != two for one, two in itertools.pairwise(strategies)), "others each step"
+    assert any(p.strategy and p.strategy.idle_ranks and () in p.micro_batches for p in plans)
+    schemes = [replica.scheme for strategy in strategies for replica in strategy.replicas]
+    sizes = zip(*(scheme.sizes for scheme in schemes), strict=True)
+    assert [set(own) for own in sizes] == [{1, 2}, {1, 2}, {1, 2, 3}, {1, 3}]
+    assert any(len(own) > 2 for plan in plans for own in plan.micro_batches)
 
 
 def test_strategies_in_bf16_lose_no_more_than_its_rounding(gloo: GlooPool, tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ def train(
     fault: Fault = contextlib.nullcontext,
 ) -> StrategyRecord:
     """Runs the workload's steps as the trainer does, with another strategy in each."""
+    import torch
+
     from megatron_wlb.runtime.optimizer import build_scheduler
 
     run, runner = open_runner(config, workload)
@@ -157,8 +159,6 @@ def train(
         for step in range(len(workload.steps)):
             plan = plan_for(run, workload, step)
             losses.append(runner.run(plan).mean)
-            import torch
-
             kept = [g.clone() for g in runner.store.gradients]
             with torch.no_grad():
                 evaluated.append(runner.run(plan, forward_only=True).mean)
