@@ -331,8 +331,9 @@ RUN_IT = (
     "part in that alone.",
     "- **Beside the passes.** All layers are pulled at once. Each is waited for before its first "
     "forward pass, and pushed as soon as its last backward pass is done. Meanwhile the exchange "
-    "takes buffers of about twice a rank's weights. How much of it is hidden has not been "
-    "measured; on GPUs it has not run yet.",
+    "takes buffers of about twice a rank's weights, which the memory model does not count: leave "
+    "room for them (`--wlb-memory-gib`). How much of it is hidden has not been measured; on GPUs "
+    "it has not run yet.",
     "- **Bytes.** On one process a replica it moves what a distributed optimizer does; with D "
     "replicas on many ranks D ÷ (D - 1) as much: 1.13 times for 8, 1.5 for 2 on 4 ranks. "
     "`tests/distributed/test_strategy_store.py` counts them.",

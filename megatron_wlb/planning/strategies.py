@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.corpora import Corpora
@@ -117,11 +118,8 @@ class StrategyRun:
         if named == AUTO:
             schemes = [scheme for scheme, _ in space.costs if not any(_refusals(config, scheme))]
             space = dataclasses.replace(space, schemes=tuple(schemes))
-            source = Split(corpora, "train")
-            stream = _stream(config, source)
-            steps = [[d.length for d in stream.next_step()] for _ in _steps(stream)]
-            longest = min(window, source.longest(window))
-            run = cls(config, propose(space, steps, longest=longest).candidates, corpora.vocab_size)
+            steps = [*islice(_lengths(_stream(config, Split(corpora, "train"))), SAMPLE_STEPS)]
+            run = cls(config, propose(space, steps, longest=window).candidates, corpora.vocab_size)
         else:
             refuse_all(
                 f"--wlb-strategies {named}, {scheme}: {refusal}"
@@ -209,8 +207,8 @@ def _stream(config: Config, source: Split) -> Stream:
     return documents.stream(PackingSettings.of_config(config.wlb, 2 * config.data.seq_length), 0)
 
 
-def _steps(stream: Stream) -> Iterator[int]:
-    for step in range(SAMPLE_STEPS):
-        if stream.exhausted:
-            return
-        yield step
+def _lengths(stream: Stream) -> Iterator[list[int]]:
+    """Gives the lengths of the documents of each step that has some."""
+    while not stream.exhausted:
+        if documents := stream.next_step():
+            yield [document.length for document in documents]
