@@ -229,7 +229,8 @@ class Planner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state`` was taken.
 
-        ``dp_size``, ``length_multiple`` and the packer's look-ahead may differ.
+        ``dp_size``, ``length_multiple`` and the packer's look-ahead may differ. In a state of
+        strategies, which hold nothing back, there is no packer's.
 
         Raises :class:`CheckpointError` for a state of another stream, packing or N.
         """
@@ -240,7 +241,8 @@ class Planner:
             raise CheckpointError(
                 f"not the state of a planner ({error!r}); use an intact checkpoint"
             ) from None
-        self.packer.load_state_dict(packer)
+        if packer is not None:
+            self.packer.load_state_dict(packer)
         if self.slicing is not None:
             self.slicing.load_state_dict(state.get("slicing", {}))
         self.stream.load_state_dict(stream)

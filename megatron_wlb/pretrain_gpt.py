@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_wlb.runtime.rank_main import rank_main
 from megatron_wlb.settings import allocator
@@ -24,9 +25,12 @@ def train(argv: Sequence[str]) -> None:
     device = distributed.choose_device(config.wlb.wlb_device)
     allocator.tell(device)
     distributed.initialize(config, device)
-    from megatron_wlb.runtime.trainer.loop import Trainer
-
-    Trainer(config, device).train()
+    trainer: Any
+    if config.wlb.wlb_strategies is None:
+        from megatron_wlb.runtime.trainer.loop import Trainer as trainer
+    else:
+        from megatron_wlb.runtime.trainer.strategies import StrategyTrainer as trainer
+    trainer(config, device).train()
     distributed.shutdown()
 
 

@@ -66,6 +66,8 @@ class Paper:
     steps: int
     warm_up: int
     hardware: str = HARDWARE
+    closing: Sequence[str] = ()
+    """What stands behind the sections."""
 
 
 def row_of(

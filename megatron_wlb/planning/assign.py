@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wlb.errors import PackingError
+from megatron_wlb.errors import CheckpointError, PackingError
 from megatron_wlb.packing.placement import place
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.planner import Stream
@@ -354,22 +354,47 @@ class StrategyPlanner:
         self.stream = stream
         self.assigner = assigner
         self.selectors = selectors or {}
+        self._packer: Mapping[str, Any] | None = None  # of the run before, whose documents wait
 
     def next_plan(self) -> StepPlan | None:
         """The next step; None at the stream's end."""
-        while not self.stream.exhausted:
-            step = self.stream.step
-            if documents := self.stream.next_step():
+        while self._packer or not self.stream.exhausted:
+            step, documents = self.stream.step, _waiting(self._packer)
+            self._packer = None
+            if not self.stream.exhausted:
+                documents += self.stream.next_step()
+            if documents:
                 chosen = self.assigner.choose([d.length for d in documents])
                 return step_plan(step, documents, chosen, self.selectors)
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later plans depend on, JSON-able."""
-        return {"stream": self.stream.state_dict()}
+        """All that later plans depend on, JSON-able, as a :class:`~megatron_wlb.planner.Planner`
+        has it that holds nothing back.
+        """
+        step, stream = self.stream.step, self.stream.state_dict()
+        return {"step": step, "steps_read": step, "packer": self._packer, "stream": stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state`` was taken. What waits in a ``Planner``'s runs in the next step.
+
+        Raises :class:`CheckpointError` for documents of a packing that cannot be taken over.
+        """
+        _waiting(state["packer"])
         self.stream.load_state_dict(state["stream"])
+        self._packer = state["packer"]
+
+
+def _waiting(packer: Mapping[str, Any] | None) -> list[Document]:
+    """The documents that wait in a packer's state."""
+    if packer is None:
+        return []
+    if packer["packing"] != "hold":
+        raise CheckpointError(
+            f"the checkpoint is of --wlb-packing {packer['packing']}, whose waiting documents "
+            "strategies do not take over; resume without --wlb-strategies"
+        )
+    return [Document.from_list(values) for values in (*packer["held"], *packer["ahead"])]
 
 
 def step_plan(

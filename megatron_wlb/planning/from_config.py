@@ -347,7 +347,7 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     if packing.name == "slim":
         _check_positions(config, documents.longest(packing))
     costs = shaping_costs(config, run) if packing.simulated else None
-    selector = _selector(config, run, documents.longest_segment(packing))
+    selector = cp_selector(config, run, documents.longest_segment(packing))
     planner = documents.planner(packing, costs=costs, selector=selector)
     limit_gib = config.wlb.wlb_memory_gib
     if limit_gib is not None and isinstance(planner.slicing, Slicer):
@@ -384,7 +384,7 @@ def shaping_costs(config: Config, run: Run) -> StepCosts:
     return dataclasses.replace(costs, p2p_latency_us=0.0, p2p_us_per_token=0.0)
 
 
-def _selector(config: Config, run: Run, longest: int) -> Selector | None:
+def cp_selector(config: Config, run: Run, longest: int) -> Selector | None:
     """Makes what chooses CP shardings of up to so many tokens of a document; None without CP.
 
     The log says by what. Raises :class:`ConfigError` for measured tables that end before.

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planner import Planner
+
+
+class Plans(Protocol):
+    """Plans steps one after another, as :class:`~megatron_wlb.planner.Planner` does."""
+
+    def next_plan(self) -> StepPlan | None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,7 @@ class PlanAhead:
     from the last plan handed out; use this as a context manager.
     """
 
-    def __init__(self, planner: Planner, depth: int = 2) -> None:
+    def __init__(self, planner: Plans, depth: int = 2) -> None:
         assert depth >= 1, depth
         self._planner = planner
         self._state = planner.state_dict()
@@ -45,7 +55,7 @@ class PlanAhead:
         self.close()
 
     def next_plan(self) -> StepPlan | None:
-        """Does what :meth:`Planner.next_plan` does; waits for the thread if it is behind."""
+        """Does what :meth:`Plans.next_plan` does; waits for the thread if it is behind."""
         # After the end or an error there is nothing more to come, however often one asks.
         if self._last is None or (self._last.plan is not None and self._last.error is None):
             self._last = self._made.get()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from megatron_wlb.cost import AnalyticModel, Hardware, MemoryModel, ModelShape, Recompute
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.assign import assign
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments
@@ -66,6 +67,8 @@ class StrategySpace:
     schemes: tuple[Scheme, ...] | None = None
     """What replicas may be; if not given, all powers of two of TP in a node and of CP, with each
     PP up to :data:`MOST_STAGES` that divides the layers."""
+    bf16: bool = True
+    """Whether weights and activations are bf16; else fp32."""
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -73,7 +76,13 @@ class StrategySpace:
 
     @cached_property
     def store(self) -> ParameterStore:
-        return ParameterStore.of(self.shape, self.cluster)
+        return replace(
+            ParameterStore.of(self.shape, self.cluster), weight_bytes=self._element_bytes
+        )
+
+    @property
+    def _element_bytes(self) -> int:
+        return 2 if self.bf16 else FP32
 
     @cached_property
     def _priced(self) -> tuple[dict[tuple[Scheme, int], ReplicaCosts], dict[Scheme, str]]:
@@ -102,10 +111,10 @@ class StrategySpace:
         """Costs of a replica. Raises :class:`ConfigError` where it cannot be, or does not fit."""
         p = scheme.parallelism
         memory = MemoryModel(
-            self.shape, p, self.recompute, store_ranks=self.num_devices, kernels="fused"
+            self.shape, p, self.recompute, self.bf16, store_ranks=self.num_devices, kernels="fused"
         )
         limit_gib = self.memory_gib or tensors_gib(self.hardware, p)
-        model = AnalyticModel(self.shape, self.hardware, p, self.recompute)
+        model = AnalyticModel(self.shape, self.hardware, p, self.recompute, self._element_bytes)
         return replica_costs(model, memory, limit_gib * (1 - self.headroom) * GIB)
 
     def candidate(self, strategy: Strategy) -> Candidate:

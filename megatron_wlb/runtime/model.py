@@ -406,15 +406,22 @@ def settle_kernel(config: Config, model: Model, saved: str | None) -> str:
     return saved
 
 
-def build_model(config: Config, vocab_size: int) -> Model:
+def build_model(
+    config: Config,
+    vocab_size: int,
+    choose: Callable[[str, Demand], ChosenKernel] = choose_kernel,
+    *,
+    wrapped: bool = True,
+) -> Model:
     """Builds this rank's chunks; Megatron's process groups must exist.
 
-    ``vocab_size`` is the tokenizer's, padded here. Raises :class:`CompatibilityError` where
-    Megatron built another core attention than ours.
+    ``vocab_size`` is the tokenizer's, padded here; ``choose`` is as in :func:`attention_options`.
+    Chunks that are not ``wrapped`` for data parallelism leave gradients to the caller. Raises
+    :class:`CompatibilityError` where Megatron built another core attention than ours.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     core = transformer_config(config)
-    options = attention_options(config, core)
+    options = attention_options(config, core, choose)
     pp_rank, pp_size = groups.pp.rank(), groups.pp.size()
     vpp = core.virtual_pipeline_model_parallel_size or 1
     stages = config.parallel.split.layers(config.model.num_layers, pp_size, vpp)
@@ -461,7 +468,7 @@ def build_model(config: Config, vocab_size: int) -> Model:
     chunks: list[torch.nn.Module] = list(gpts)
     if config.training.bf16:
         chunks = [Float16Module(core, chunk) for chunk in chunks]
-    model = Model(core, groups, _wrap(config, core, chunks), gpts)
+    model = Model(core, groups, _wrap(config, core, chunks) if wrapped else chunks, gpts)
     require_layers(config, model)
     return model
 

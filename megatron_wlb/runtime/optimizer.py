@@ -60,8 +60,14 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
         # Megatron has none for SGD and calls it all the same when a checkpoint is loaded.
         inner.init_state_fn = inner.init_state_fn or _init_momentum
     model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer, build_scheduler(config, optimizer)
+
+
+def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
+    """Megatron's learning-rate schedule, for the groups of an optimizer."""
+    training = config.training
     batch = training.global_batch_size
-    scheduler = OptimizerParamScheduler(
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=training.lr,
@@ -74,7 +80,6 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
         wd_incr_steps=training.train_iters * batch,
         wd_incr_style="constant",
     )
-    return optimizer, scheduler
 
 
 @torch.no_grad()

@@ -424,6 +424,12 @@ class WlbConfig:
         "rank has the faster attention, as predicted. hybrid: also per-document for long documents "
         "only, from a length on that is chosen likewise",
     )
+    wlb_strategies: str | None = setting(
+        None,
+        "replicas of unlike layouts, chosen step by step (Hydraulis): a YAML file such as "
+        "`wlb plan --strategies --out` writes, or auto, which proposes them at start; for the "
+        "embedded trainer",
+    )
     wlb_cost: str = setting(
         "analytic",
         "analytic: from the model's shape. measured: timed at start. Or a JSON or YAML file of "

@@ -28,7 +28,7 @@ LAYERS = (
 RUNTIME_LAYERS = (
     "compat", "emulation", "transfer", "hosts", "moe", "attention", "norm", "prediction", "model",
     "batch", "communicator", "executor", "merge", "step", "saving", "rank_main", "metrics",
-    "optimizer", "measure", "doctor", "trainer", "megatron_lm",
+    "optimizer", "strategy", "measure", "doctor", "trainer", "megatron_lm",
 )  # fmt: skip
 PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")
 PLANNING = LAYERS[: LAYERS.index("runtime")]

@@ -262,6 +262,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--wlb-epochs", "Megatron's loop ends by steps", "use --train-iters or --train-samples"
     ),
+    Refusal(
+        "--wlb-strategies",
+        "Megatron's training loop has one model, one set of process groups and one optimizer "
+        "(DistributedOptimizer or not) a rank for all steps, and strategies have others in each "
+        "step",
+        "use the embedded trainer, python -m megatron_wlb.pretrain_gpt (docs/hydraulis.md)",
+    ),
     # Checkpoints.
     Refusal(
         "--override-ckpt-iteration", "which documents were trained is known of the saved step",

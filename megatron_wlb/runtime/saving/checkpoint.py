@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_leaves
 
 from megatron_wlb.errors import CheckpointError, WLBError
+from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.runtime.model import Model, transformer_impl
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
@@ -49,6 +50,9 @@ REQUIRED = (
 )  # fmt: skip
 """Settings that must be equal when a run resumes, with those of the model and the number of
 processes. Megatron would take some from the checkpoint, whatever the command line says."""
+
+LAYOUT = {*REQUIRED[:9], "processes"}
+"""What need not be equal where one run has strategies: any layout loads such a checkpoint."""
 
 TOLD = ("clip_grad", "hidden_dropout", "attention_dropout")
 """Settings that may differ, but not unnoticed, with those by which plans are made."""
@@ -143,17 +147,19 @@ def set_rng_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _settings(config: Config, model: Model) -> dict[str, Any]:
+def _settings(config: Config, padded_vocab_size: int) -> dict[str, Any]:
     """What must be equal when a run resumes, JSON-able, with defaults filled in."""
     flat = config.flat()
     settings: dict[str, Any] = {name: flat[name] for name in REQUIRED}
     settings["processes"] = torch.distributed.get_world_size()
     settings |= {k: v for k, v in dataclasses.asdict(config.model).items() if k not in FREE}
+    shape = model_shape(config, padded_vocab_size)
     for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
-        settings[name] = getattr(model.config, name)
+        settings[name] = getattr(shape, name)
     settings["transformer_impl"] = transformer_impl(config)
-    settings["max_position_embeddings"] = model.gpts[0].max_sequence_length
-    settings["padded_vocab_size"] = model.gpts[0].vocab_size
+    rows = config.model.max_position_embeddings or config.data.seq_length
+    settings["max_position_embeddings"] = rows
+    settings["padded_vocab_size"] = padded_vocab_size
     if config.training.lr_decay_style != "constant":
         settings["lr_decay_iters"] = config.training.lr_decay_iters or config.training.train_iters
     return settings
@@ -218,20 +224,39 @@ def save(
 ) -> Path:
     """Saves after ``iteration`` steps; called by every rank. Returns the folder.
 
-    Raises :class:`CheckpointError` where there is no room or the folder cannot be written; the
-    checkpoint before stays in force. Ranks may be out of step, so the processes must end.
+    Raises :class:`CheckpointError` as :func:`write` does.
+    """
+    state = _sharded_state(model, optimizer, is_loading=False)
+    padded_vocab_size = model.gpts[0].vocab_size
+    return write(config, iteration, state, padded_vocab_size, scheduler, planner_state)
+
+
+def write(
+    config: Config,
+    iteration: int,
+    state: dict[str, Any],
+    padded_vocab_size: int,
+    scheduler: Any,
+    planner_state: dict[str, Any],
+    **more: Any,
+) -> Path:
+    """Saves sharded ``state``, and all else that a run resumes from; called by every rank.
+
+    ``more`` is of the common state too. Raises :class:`CheckpointError` where there is no room or
+    the folder cannot be written; the checkpoint before stays in force. Ranks may be out of step, so
+    the processes must end.
     """
     assert config.checkpoint.save is not None
     folder = folder_of(config.checkpoint.save, iteration)
-    state = _sharded_state(model, optimizer, is_loading=False)
     state["common"] = {
         "iteration": iteration,
-        "settings": _settings(config, model),
+        "settings": _settings(config, padded_vocab_size),
         "opt_param_scheduler": scheduler.state_dict(),
         # It is text, because Megatron compares common state over ranks value by value.
         "planner": checksums.seal_state(planner_state),
         "config": json.dumps(config.flat()),
         "checksums": not config.wlb.wlb_no_checksums,
+        **more,
     }
     from_first_rank(partial(_prepare, folder, _num_bytes(state)))
     content_metadata = {k: v for k, v in _metadata().items() if k != "dp_cp_group"}
@@ -316,16 +341,43 @@ def _prepare(folder: Path, num_bytes: int) -> None:
         )
 
 
-def load(
-    config: Config, model: Model, optimizer: Any, scheduler: Any
-) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-    """Restores the newest checkpoint of ``--load``; called by every rank.
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The newest checkpoint of ``--load``, before its sharded state is read."""
 
-    Returns the iteration after which it was saved, the planner's state, and all settings by name;
-    or None where the folder has no checkpoint yet.
+    folder: str
+    iteration: int
+    common: dict[str, Any]
+    planner: dict[str, Any]
+    settings: dict[str, Any]
+    """All settings that it was saved with."""
 
-    Raises:
-        CheckpointError: other settings than those it was saved with, or a damaged checkpoint.
+    @property
+    def num_updates(self) -> int | None:
+        """Adam's updates, of a checkpoint of strategies; None of others."""
+        number: int | None = self.common.get("num_updates")
+        return number
+
+    def read(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Fills sharded state; called by every rank.
+
+        Raises :class:`CheckpointError` where the checkpoint is damaged.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # Megatron's own use of torch.
+                read: dict[str, Any] = dist_checkpointing.load(state, self.folder)
+        except (Exception, CheckpointException) as error:
+            _refuse(self.folder, error)
+        return read
+
+
+def find(config: Config, padded_vocab_size: int, *, any_layout: bool = False) -> Found | None:
+    """Finds the newest checkpoint of ``--load``; called by every rank. None where the folder has
+    none yet.
+
+    ``any_layout`` is for a run of strategies. Raises :class:`CheckpointError` for other settings
+    than those it was saved with, or a damaged checkpoint.
     """
     root = config.checkpoint.load
     iteration = latest(root) if root is not None else None
@@ -341,22 +393,57 @@ def load(
         planner_state = checksums.unseal_state(common["planner"])
     except Exception as error:  # Unpickling damaged files raises anything.
         _refuse(folder, error)
-    _require_same_settings(folder, required, _settings(config, model), settings, config)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Megatron's own use of torch.
-            state = dist_checkpointing.load(
-                _sharded_state(model, optimizer, is_loading=True), folder
-            )
-    except (Exception, CheckpointException) as error:
-        _refuse(folder, error)
+    found = Found(folder, iteration, common, planner_state, settings)
+    now = _settings(config, padded_vocab_size)
+    if any_layout or found.num_updates is not None:
+        now = {name: v for name, v in now.items() if name not in LAYOUT}
+    _require_same_settings(folder, required, now, settings, config)
+    return found
+
+
+def load(
+    config: Config, model: Model, optimizer: Any, scheduler: Any
+) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+    """Restores the newest checkpoint of ``--load``; called by every rank.
+
+    Returns the iteration after which it was saved, the planner's state, and all settings by name;
+    or None where the folder has no checkpoint yet. One of strategies has no random-number streams:
+    it drew nothing.
+
+    Raises:
+        CheckpointError: other settings than those it was saved with, or a damaged checkpoint.
+    """
+    found = find(config, model.gpts[0].vocab_size)
+    if found is None:
+        return None
+    sharded = _sharded_state(model, optimizer, is_loading=True)
+    num_updates = found.num_updates
+    if num_updates is not None:
+        del sharded["rng_state"]
+        own = _of_adam(optimizer.state_dict())
+    state = found.read(sharded)
+    if num_updates is not None:
+        loaded = _of_adam(state["optimizer"])
+        loaded["param_groups"] = own["param_groups"]
+        if any("step" in moments for moments in own["state"].values()):  # torch's Adam
+            loaded["state"]["common_step"] = torch.tensor(float(num_updates))
+        else:
+            for group in own["param_groups"]:
+                group["step"] = num_updates
     for number, gpt in enumerate(model.gpts):
         gpt.load_state_dict(state["model" if len(model.gpts) == 1 else f"model{number}"])
     optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(common["opt_param_scheduler"])
-    (rng,) = state["rng_state"]
-    set_rng_state(rng)
-    return iteration, planner_state, settings
+    scheduler.load_state_dict(found.common["opt_param_scheduler"])
+    if "rng_state" in state:
+        (rng,) = state["rng_state"]
+        set_rng_state(rng)
+    return found.iteration, found.planner, found.settings
+
+
+def _of_adam(state: dict[str, Any]) -> dict[str, Any]:
+    """Adam's own state in that of Megatron's optimizer, which in bf16 has fp32 weights besides."""
+    inner: dict[str, Any] = state.get("optimizer", state)
+    return inner
 
 
 def _refuse(folder: str, error: BaseException) -> NoReturn:

@@ -145,7 +145,12 @@ def machine_digest(config: Config) -> str | None:
     A checkpoint holds it, as the file of the same name may have been measured anew meanwhile. The
     cost is not in it: that is restored itself.
     """
-    if config.parallel.context_parallel_size == 1 and not config.wlb.simulates:
+    wlb = config.wlb
+    if (
+        config.parallel.context_parallel_size == 1
+        and not wlb.simulates
+        and wlb.wlb_strategies is None
+    ):
         return None
     hardware = repr(load_hardware(config.wlb.wlb_hardware))
     return hashlib.sha256(hardware.encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ import os
 import torch
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning import guards
+from megatron_wlb.planning import guards, strategies
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.settings.config import Config, flag_of
 
@@ -68,8 +68,12 @@ def initialize(config: Config, device: str) -> int:
                     f"micro-batches each, of unequal lengths; {remedy}"
                 )
     world_size = int(os.environ["WORLD_SIZE"])
-    guards.check(config, world_size)
-    num_micro_batches = guards.check_micro_batches(config, world_size)
+    if config.wlb.wlb_strategies is not None:
+        strategies.check(config)
+    # Replicas of strategies run as many micro-batches as they like.
+    dp_ranks = world_size if config.wlb.wlb_strategies is None else 1
+    guards.check(config, dp_ranks)
+    num_micro_batches = guards.check_micro_batches(config, dp_ranks)
     backend = config.parallel.distributed_backend or ("nccl" if device == "cuda" else "gloo")
     if backend == "nccl" and device == "cpu":
         raise ConfigError("--distributed-backend is nccl, which needs GPUs; use gloo on CPUs")

@@ -23,7 +23,7 @@ from megatron_wlb.planning.from_config import (
     make_planner,
     padded_vocab_size,
 )
-from megatron_wlb.planning.plan_ahead import PlanAhead
+from megatron_wlb.planning.plan_ahead import PlanAhead, Plans
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
@@ -36,6 +36,7 @@ from megatron_wlb.runtime.saving.resume import machine_digest, tell_changes
 from megatron_wlb.runtime.step import StepLoss, StepRunner
 from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.settings.config import Config
+from megatron_wlb.strategy.layout import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -54,26 +55,27 @@ class Trainer:
         vocab_size = self.corpora.vocab_size
         self.model: Model = build_model(config, vocab_size)
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
-        self.runner = StepRunner.of(config, self.model, self.corpora, device)
+        self.runner: Any = StepRunner.of(config, self.model, self.corpora, device)
         self.iteration = 0
         restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
         saved = None if restored is None else restored[1].get("kernel")
         self.kernel = settle_kernel(config, self.model, saved)
-        if restored is None:
-            cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
-            self.cost = cost or measured_cost(self.model, config.data.seq_length, vocab_size)
-            self.planner = self._make_planner()
-        else:
-            self.iteration, state, settings = restored
+        state = {} if restored is None else restored[1]
+        if "cost" in state:  # not of a checkpoint of strategies
             # The cost is restored, not measured again: other costs would make other plans.
             self.cost = cost_from_dict(state["cost"])
-            self.planner = self._make_planner()
+        else:
+            cost = cost or known_cost(config, padded_vocab_size(config, vocab_size))
+            self.cost = cost or measured_cost(self.model, config.data.seq_length, vocab_size)
+        self.planner: Any = self._make_planner()
+        if restored is not None:
+            self.iteration, _, settings = restored
             self.planner.load_state_dict(state["planner"])
             tell_changes(config, settings, state.get("machine"), *checkpoint.TOLD)
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
             )
-        self.plans: Planner | PlanAhead = self.planner
+        self.plans: Plans | PlanAhead = self.planner
         if config.data.eval_interval:
             _ = self.evaluation_plans  # An empty split is an error now, not in an hour.
 
@@ -112,8 +114,13 @@ class Trainer:
         """Computes the mean loss over :attr:`evaluation_plans`."""
         for chunk in self.model.chunks:
             chunk.eval()
-        with torch.no_grad(), self.model.whole_weights():
-            losses = [self.runner.run(plan, forward_only=True) for plan in self.evaluation_plans]
+        with self.model.whole_weights():
+            return self._evaluated()
+
+    @torch.no_grad()
+    def _evaluated(self) -> float:
+        plans = self.evaluation_plans
+        losses: list[StepLoss] = [self.runner.run(plan, forward_only=True) for plan in plans]
         num_targets = sum(loss.num_targets for loss in losses)
         return sum(loss.loss_sum for loss in losses) / max(num_targets, 1)
 
@@ -260,11 +267,11 @@ class RunLog:
         took = step_values(step.plan, step.planned_s - step.asked_s, self._told_s - begin_s)
         ahead = {f"mtp_{k}_loss": mean.item() for k, mean in enumerate(step.loss.ahead, start=1)}
         values = {"loss": loss, **ahead, "grad_norm": grad_norm, "lr": step.lr, **took}
-        self._step(iteration, values)
+        self._step(iteration, values, step.plan.strategy)
 
-    def _step(self, iteration: int, values: dict[str, float]) -> None:
+    def _step(self, iteration: int, values: dict[str, float], strategy: Strategy | None) -> None:
         values_by_name = {"iteration": iteration, **values}
-        self._metrics.write(values_by_name)
+        self._metrics.write(values_by_name | ({"strategy": str(strategy)} if strategy else {}))
         self._plot("train", values, iteration)
         if iteration % self._interval == 0:
             more = {"total": self._total, "per_s": values["tokens"] / values["step_ms"] * 1e3}

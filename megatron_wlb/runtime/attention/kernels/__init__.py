@@ -4,6 +4,7 @@ from megatron_wlb.runtime.attention.kernels.base import Demand, Segments, Varlen
 from megatron_wlb.runtime.attention.kernels.choose import (
     CANDIDATES,
     ChosenKernel,
+    agreed_kernel,
     check_kernel,
     choose_kernel,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "Demand",
     "Segments",
     "VarlenKernel",
+    "agreed_kernel",
     "check_kernel",
     "choose_kernel",
 ]

@@ -207,6 +207,23 @@ def choose_kernel(name: str, demand: Demand) -> ChosenKernel:
     return kernels[chosen]
 
 
+def agreed_kernel(name: str, demand: Demand) -> ChosenKernel:
+    """The kernel that :func:`choose_kernel` gave, for another demand; ranks do not talk.
+
+    Raises :class:`CompatibilityError` where it cannot run this.
+    """
+    made = CANDIDATES[name].make(replace(demand, dropout=0.0))
+    dropping = CANDIDATES[name].make(demand) if demand.dropout else None
+    for found in (made, dropping):
+        if isinstance(found, str):
+            raise CompatibilityError(
+                f"attention kernel {name} cannot run {demand.num_heads} query heads ({found}); "
+                "name another with --wlb-attention-kernel"
+            )
+    assert not isinstance(made, str) and not isinstance(dropping, str)
+    return ChosenKernel(name, made, dropping)
+
+
 def _reasons(chosen: str, agreed: Mapping[str, Verdict]) -> list[str]:
     """The kernels' times, and why those before the chosen one cannot run."""
     measured = [

@@ -86,6 +86,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--multiple-validation-sets": {"multiple_validation_sets": True},
     "--phase-transition-iterations": {"phase_transition_iterations": "100,200"},
     "--wlb-epochs": {"wlb_epochs": 1},
+    "--wlb-strategies": {"wlb_strategies": "strategies.yaml"},
     "--override-ckpt-iteration": {"override_ckpt_iteration": 8},
     "--use-distributed-optimizer": {"bf16": False},
     "--ckpt-format": {"ckpt_format": "torch_dcp"},

@@ -1,0 +1,214 @@
+"""Settings of a training run with ``--wlb-strategies`` -> its strategies, and their planners.
+
+Equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+from megatron_wlb.cost import load_hardware
+from megatron_wlb.data.corpora import Corpora
+from megatron_wlb.errors import ConfigError, refuse_all
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planner import Stream
+from megatron_wlb.planning import guards
+from megatron_wlb.planning.assign import Assigner, StrategyPlanner
+from megatron_wlb.planning.dispatch import Candidate
+from megatron_wlb.planning.from_config import (
+    Split,
+    cp_selector,
+    model_shape,
+    padded_vocab_size,
+    recompute,
+    run_of,
+)
+from megatron_wlb.planning.propose import StrategySpace, propose
+from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.sharding import Selector
+from megatron_wlb.strategy.layout import Scheme, Strategy, read_strategies
+
+AUTO = "auto"
+SAMPLE_STEPS = 16
+"""Steps from which ``auto`` proposes strategies."""
+
+_OF_SCHEMES = (
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+    "pipeline_model_parallel_layout sequence_parallel"
+)
+_OF_PACKINGS = (
+    "micro_batch_size wlb_packing wlb_max_tokens wlb_max_step_tokens wlb_shape wlb_look_ahead"
+)
+_REASONS = {
+    **dict.fromkeys(_OF_SCHEMES.split(), "each replica's layout is in the strategy"),
+    **dict.fromkeys(
+        _OF_PACKINGS.split(), "each replica packs its documents by its own memory and time"
+    ),
+    "use_distributed_optimizer": "the store of strategies shards optimizer state over all ranks",
+    "overlap_grad_reduce": "gradients go to the store of strategies layer by layer",
+    "overlap_param_gather": "weights come from the store of strategies layer by layer",
+    "optimizer": "the store of strategies has Adam only",
+    "hidden_dropout": "replicas of unlike layouts would draw other numbers",
+    "attention_dropout": "replicas of unlike layouts would draw other numbers",
+    "wlb_cost": "a measured cost is of one layout",
+}
+"""Settings that must be as they are if not given, and why."""
+
+
+def check(config: Config) -> None:
+    """Raises :class:`ConfigError` for settings that strategies cannot run with, a line each."""
+    given, default = config.flat(), Config().flat()
+    refuse_all(
+        f"{flag_of(name)} does not work with --wlb-strategies: {reason}; leave it out"
+        for name, reason in _REASONS.items()
+        if given[name] != default[name]
+    )
+
+
+@dataclass(frozen=True)
+class StrategyRun:
+    """A run's strategies; its vocabulary is padded for each of them."""
+
+    config: Config
+    """The settings, with a vocabulary padded for every strategy."""
+    candidates: tuple[Candidate, ...]
+    vocab_size: int
+    """The tokenizer's."""
+
+    @classmethod
+    def of(cls, config: Config, corpora: Corpora, num_ranks: int) -> StrategyRun:
+        """Reads the strategies of ``--wlb-strategies``, or proposes them.
+
+        Raises :class:`ConfigError` for strategies of another number of devices, layouts that the
+        model does not divide over, documents that none takes, and all that :func:`check` refuses.
+        """
+        check(config)
+        named, window = config.wlb.wlb_strategies, config.data.seq_length
+        hardware = load_hardware(config.wlb.wlb_hardware)
+        assert named is not None
+        if named == AUTO:
+            sizes: Iterable[int] = range(1, min(num_ranks, hardware.devices_per_node) + 1)
+            sizes = [size for size in sizes if not size & (size - 1)]
+        else:
+            strategies = read_strategies(named)
+            found = strategies[0].cluster.num_devices
+            if found != num_ranks:
+                raise ConfigError(
+                    f"--wlb-strategies {named} is for {found} devices, but {num_ranks} processes "
+                    "were started; start as many, or give strategies for as many"
+                )
+            sizes = {r.scheme.tp_size for s in strategies for r in s.replicas}
+        config = _with_vocabulary(config, math.lcm(*sizes))
+        space = StrategySpace(
+            model_shape(config, padded_vocab_size(config, corpora.vocab_size)),
+            hardware,
+            num_ranks,
+            recompute(config),
+            config.wlb.wlb_memory_gib,
+            bf16=config.training.bf16,
+        )
+        if named == AUTO:
+            schemes = [scheme for scheme, _ in space.costs if not any(_refusals(config, scheme))]
+            space = dataclasses.replace(space, schemes=tuple(schemes))
+            steps = [*islice(_lengths(_stream(config, Split(corpora, "train"))), SAMPLE_STEPS)]
+            run = cls(config, propose(space, steps, longest=window).candidates, corpora.vocab_size)
+        else:
+            refuse_all(
+                f"--wlb-strategies {named}, {scheme}: {refusal}"
+                for scheme in dict.fromkeys(r.scheme for s in strategies for r in s.replicas)
+                for refusal in _refusals(config, scheme)
+            )
+            run = cls(config, tuple(map(space.candidate, strategies)), corpora.vocab_size)
+        if run.assigner.max_tokens < window:
+            raise ConfigError(
+                f"--wlb-strategies {named} takes documents of up to {run.assigner.max_tokens} "
+                f"tokens, but --seq-length is {window}; add a strategy that takes longer ones, or "
+                "use a shorter window"
+            )
+        return run
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return tuple(candidate.strategy for candidate in self.candidates)
+
+    @cached_property
+    def assigner(self) -> Assigner:
+        return Assigner(self.candidates)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return padded_vocab_size(self.config, self.vocab_size)
+
+    def replica_config(self, scheme: Scheme) -> Config:
+        """Settings of a run whose layout is one such replica."""
+        return _replica_config(self.config, scheme)
+
+    def planner(self, corpora: Corpora, split: str = "train") -> StrategyPlanner:
+        """Makes a planner of the documents of a split, before its first step."""
+        num_epochs = self.config.wlb.wlb_epochs if split == "train" else 1
+        source = Split(corpora, split, num_epochs)
+        return StrategyPlanner(_stream(self.config, source), self.assigner, self.selectors)
+
+    @cached_property
+    def selectors(self) -> dict[Scheme, Selector]:
+        """What chooses how replicas with context parallelism divide micro-batches, by scheme."""
+        found = {}
+        for scheme in dict.fromkeys(r.scheme for s in self.strategies for r in s.replicas):
+            own = self.replica_config(scheme)
+            run = run_of(own, self.padded_vocab_size, 1)
+            selector = cp_selector(own, run, own.data.seq_length)
+            if selector is not None:
+                found[scheme] = selector
+        return found
+
+
+def _refusals(config: Config, scheme: Scheme) -> Iterator[str]:
+    """Why a replica of the scheme could not run."""
+    training = dataclasses.replace(config.training, global_batch_size=scheme.pp_size)
+    alone = dataclasses.replace(_replica_config(config, scheme), training=training)
+    return guards.refusals(alone, scheme.num_ranks)
+
+
+def _replica_config(config: Config, scheme: Scheme) -> Config:
+    parallel = dataclasses.replace(
+        config.parallel,
+        tensor_model_parallel_size=scheme.tp_size,
+        context_parallel_size=scheme.cp_size,
+        pipeline_model_parallel_size=scheme.pp_size,
+        num_virtual_stages_per_pipeline_rank=scheme.vpp_size if scheme.vpp_size > 1 else None,
+        sequence_parallel=scheme.tp_size > 1,
+    )
+    multiple = config.model.make_vocab_size_divisible_by // scheme.tp_size
+    model = dataclasses.replace(config.model, make_vocab_size_divisible_by=multiple)
+    return dataclasses.replace(config, parallel=parallel, model=model)
+
+
+def _with_vocabulary(config: Config, tp_size: int) -> Config:
+    """Settings whose vocabulary is padded as for TP of this size."""
+    multiple = config.model.make_vocab_size_divisible_by * tp_size
+    model = dataclasses.replace(config.model, make_vocab_size_divisible_by=multiple)
+    return dataclasses.replace(config, model=model)
+
+
+def _stream(config: Config, source: Split) -> Stream:
+    """Gives the documents of steps as a run without strategies has them."""
+    run = run_of(config, padded_vocab_size(config, source.corpora.vocab_size), 1)
+    documents = run.workload(
+        source, seed=config.training.seed, long_documents=config.wlb.wlb_long_documents
+    )
+    return documents.stream(PackingSettings.of_config(config.wlb, 2 * config.data.seq_length), 0)
+
+
+def _lengths(stream: Stream) -> Iterator[list[int]]:
+    """Gives the lengths of the documents of each step that has some."""
+    while not stream.exhausted:
+        if documents := stream.next_step():
+            yield [document.length for document in documents]

@@ -1,0 +1,117 @@
+"""Process groups of unlike replicas, and Megatron's globals for the time that one runs."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.strategy.layout import Replica
+
+_ALONE = (
+    "DATA_PARALLEL_GROUP EXPERT_MODEL_PARALLEL_GROUP EXPERT_DATA_PARALLEL_GROUP "
+    "INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"
+)
+_TP = (
+    "TENSOR_MODEL_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP EXPERT_TENSOR_PARALLEL_GROUP "
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"
+)
+_CP = "CONTEXT_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
+_TP_CP = "TENSOR_AND_CONTEXT_PARALLEL_GROUP TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
+_TP_PP = "MODEL_PARALLEL_GROUP EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+"""Megatron's names of the groups of a replica, whose data-parallel ranks are one, by axes."""
+
+_RANKS = {
+    "DATA_PARALLEL_GLOBAL_RANKS": "DATA_PARALLEL_GROUP",
+    "DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "DATA_PARALLEL_GROUP_WITH_CP",
+    "TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "TENSOR_MODEL_PARALLEL_GROUP",
+    "CONTEXT_PARALLEL_GLOBAL_RANKS": "CONTEXT_PARALLEL_GROUP",
+    "PIPELINE_GLOBAL_RANKS": "PIPELINE_MODEL_PARALLEL_GROUP",
+    "MODEL_PARALLEL_GLOBAL_RANKS": "MODEL_PARALLEL_GROUP",
+    "EXPERT_MODEL_PARALLEL_RANKS": "EXPERT_MODEL_PARALLEL_GROUP",
+}
+"""Megatron's lists of ranks, and the groups that they are of."""
+
+
+class ReplicaGroups:
+    """The groups of one replica that this rank is in, as Megatron's globals."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = {f"_{name}": value for name, value in values.items()}
+        for name in self._values:
+            if not hasattr(parallel_state, name):
+                raise CompatibilityError(
+                    f"megatron.core.parallel_state has no {name}, which replicas of strategies "
+                    "set; this Megatron is not one that megatron-wlb knows"
+                )
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Inside, Megatron's globals are those of this replica: it reads some of them also where a
+        ``ProcessGroupCollection`` is given.
+        """
+        before = {name: getattr(parallel_state, name) for name in self._values}
+        vars(parallel_state).update(self._values)
+        try:
+            yield
+        finally:
+            vars(parallel_state).update(before)
+
+
+class GroupOpener:
+    """Makes the groups of replicas, one for each set of ranks; all ranks of the world call it in
+    the same order.
+    """
+
+    def __init__(self, timeout: datetime.timedelta | None = None) -> None:
+        self._timeout = timeout
+        self._known: dict[tuple[int, ...], Any] = {}
+
+    def replica(self, replica: Replica) -> ReplicaGroups | None:
+        """Opens the groups of a replica; None on ranks that are not in it."""
+        scheme = replica.scheme
+        # [PP, CP, TP]
+        grid = np.array(replica.ranks).reshape(scheme.pp_size, scheme.cp_size, scheme.tp_size)
+        stages, inner = np.arange(scheme.pp_size), grid[0].size
+        own: dict[str, Any] = dict.fromkeys(_ALONE.split(), self._mine(grid.reshape(-1, 1)))
+        own |= dict.fromkeys(_TP.split(), self._mine(grid.reshape(-1, scheme.tp_size)))
+        own |= dict.fromkeys(
+            _CP.split(), self._mine(grid.transpose(0, 2, 1).reshape(-1, scheme.cp_size))
+        )
+        own |= dict.fromkeys(_TP_CP.split(), self._mine(grid.reshape(-1, inner)))
+        own |= dict.fromkeys(
+            _TP_PP.split(),
+            self._mine(grid.transpose(1, 0, 2).reshape(scheme.cp_size, -1)),
+        )
+        pipelines = grid.reshape(scheme.pp_size, inner).T
+        own["PIPELINE_MODEL_PARALLEL_GROUP"] = self._mine(pipelines)
+        own["EMBEDDING_GROUP"] = self._mine(pipelines[:, np.unique(stages[[0, -1]])])
+        own["POSITION_EMBEDDING_GROUP"] = self._mine(pipelines[:, :1])
+        if dist.get_rank() not in replica.ranks:
+            return None
+        values = dict(own)
+        values |= {name: dist.get_process_group_ranks(own[g]) for name, g in _RANKS.items()}
+        (pipeline,) = (row.tolist() for row in pipelines if dist.get_rank() in row)
+        ends = dict.fromkeys((pipeline[0], pipeline[-1]))
+        values["EMBEDDING_GLOBAL_RANKS"] = list(ends)
+        values["POSITION_EMBEDDING_GLOBAL_RANKS"] = pipeline[:1]
+        vpp = scheme.vpp_size if scheme.vpp_size > 1 else None
+        values["VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = vpp
+        values["VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = None if vpp is None else 0
+        return ReplicaGroups(values)
+
+    def _mine(self, lists: Any) -> dist.ProcessGroup | None:
+        """Opens a group for each list of ranks, and returns this rank's, if it is in one."""
+        own: dist.ProcessGroup | None = None
+        for ranks in map(tuple, lists.tolist()):
+            if ranks not in self._known:
+                self._known[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+            if dist.get_rank() in ranks:
+                own = self._known[ranks]
+        return own

@@ -1,0 +1,140 @@
+"""One step of a strategy: pull, run each replica, push."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.runtime.hosts import Hosts
+from megatron_wlb.runtime.step import StepLoss
+from megatron_wlb.runtime.strategy.buckets import Buckets
+from megatron_wlb.runtime.strategy.pieces import Piece, whole_pieces
+from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica
+from megatron_wlb.runtime.strategy.routes import Pull, Push, Routes
+from megatron_wlb.runtime.strategy.store import Store
+from megatron_wlb.runtime.transfer import HostCopy, of_all_ranks
+from megatron_wlb.settings.config import TrainingConfig
+from megatron_wlb.strategy.layout import Replica, Strategy
+
+Layout = tuple[object, tuple[int, ...]]
+"""Scheme and ranks: what models depend on."""
+
+
+def layout_of(replica: Replica) -> Layout:
+    return replica.scheme, replica.ranks
+
+
+@dataclass(frozen=True)
+class _Links:
+    """A strategy on this rank."""
+
+    number: int | None
+    """Its replica; None for a rank that is idle."""
+    replica: LocalReplica | None
+    pull: Routes
+    push: Routes
+
+
+class StrategyRunner:
+    """Runs steps of some strategies on a store.
+
+    ``replicas`` are this rank's parts, of the strategies' replicas that it is in. Its first weights
+    are those of the first strategy's first replica. All ranks of the world make it together.
+    """
+
+    def __init__(
+        self,
+        strategies: Sequence[Strategy],
+        replicas: dict[Layout, LocalReplica],
+        arena: Arena,
+        hosts: Hosts,
+        training: TrainingConfig,
+        num_layers: int,
+        verify_plan_interval: int = 1,
+    ) -> None:
+        self.hosts = hosts
+        self.verify_plan_interval = verify_plan_interval
+        self._arena = arena
+        self._num_runs = 0
+        rank, world = dist.get_rank(), dist.get_world_size()
+        known = of_all_ranks({layout: local.pieces for layout, local in replicas.items()})
+        every = [piece for own in known for pieces in own.values() for piece in pieces]
+        self.buckets = Buckets(every, num_layers, world)
+        self.wholes = whole_pieces(iter(every))
+        own_objects = {one for local in replicas.values() for one in local.objects}
+        self.objects = sorted(set().union(*of_all_ranks(own_objects)))
+        """What checkpoints hold besides."""
+        self.store = Store(self.buckets, training, arena.gradients.device)
+        self._links = {}
+        for strategy in strategies:
+            users: list[list[Piece]] = [[] for _ in range(world)]
+            own: tuple[int | None, LocalReplica | None] = None, None
+            for number, replica in enumerate(strategy.replicas):
+                for user in replica.ranks:
+                    users[user] = known[user][layout_of(replica)]
+                if rank in replica.ranks:
+                    own = number, replicas[layout_of(replica)]
+            adding = [[piece for piece in pieces if piece.adds] for pieces in users]
+            self._links[strategy.key] = _Links(
+                *own,
+                Routes(self.buckets, users, rank),
+                Routes(self.buckets, adding, rank),
+            )
+
+    def take_weights(self, strategy: Strategy) -> None:
+        """Lets the store have the weights that a strategy's first replica has now."""
+        replica = strategy.replicas[0]
+        links, rank = self._links[strategy.key], dist.get_rank()
+        held = links.replica.held if links.replica and rank in replica.ranks else []
+        own = [one for one in held if one.piece.is_first]
+        givers = of_all_ranks([one.piece for one in own])
+        routes = Routes(self.buckets, givers, rank)
+        self.give(routes, [one.weight.float() for one in own], self.store.weights)
+
+    def give(
+        self, routes: Routes, tensors: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+    ) -> None:
+        """Sets shards to what ranks have, each element of which one has."""
+        for shard in shards:
+            shard.detach().zero_()
+        Push(routes, tensors).finish(shards)
+
+    def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
+        """Runs forward (and backward) of one step; gradients are left in the store, summed.
+
+        Ranks with nothing to run take part in the exchange. Raises :class:`PlanError` where ranks
+        disagree, or for a strategy that this run has not.
+        """
+        is_due = self.verify_plan_interval and self._num_runs % self.verify_plan_interval == 0
+        self._num_runs += 1
+        if is_due:
+            self.hosts.verify_digest(plan)
+        links = None if plan.strategy is None else self._links.get(plan.strategy.key)
+        if links is None:
+            raise PlanError(
+                f"step {plan.step} is for strategy {plan.strategy}, which is none of this run's "
+                f"{len(self._links)}; plan with those of --wlb-strategies"
+            )
+        local = links.replica
+        weights = [held.weight for held in local.held] if local else []
+        adding = [held.gradient for held in local.held if held.piece.adds] if local else []
+        pull = Pull(links.pull, self.store.weights, weights, self._arena.weights.dtype)
+        push = None
+        if not forward_only:
+            self._arena.gradients.zero_()
+            self.store.forget_gradients()
+            push = Push(links.push, adding)
+        total = torch.zeros(1, dtype=torch.float64, device=self._arena.gradients.device)
+        own = None if links.number is None else plan.replica_plans[links.number]
+        if local is not None and own is not None and own.micro_batches:
+            total += local.run(plan, own, pull, push)
+        pull.finish()
+        if push is not None:
+            push.finish(self.store.gradients)
+        dist.all_reduce(total)
+        return StepLoss(HostCopy(total), plan.num_targets)

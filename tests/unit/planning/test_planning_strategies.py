@@ -1,0 +1,159 @@
+"""Settings of a run with strategies: what is refused, what is proposed, and how plans go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.strategies import ListStream, documents
+
+from megatron_wlb.cost.document import DocumentCost
+from megatron_wlb.data.corpora import Corpora
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planner import Planner
+from megatron_wlb.planning import strategies as planned
+from megatron_wlb.planning.assign import Assigner, StrategyPlanner
+from megatron_wlb.planning.strategies import StrategyRun
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import Config
+from megatron_wlb.strategy.layout import Scheme
+
+MODEL = (
+    "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 256 "
+    "--global-batch-size 3 --wlb-hardware cpu --make-vocab-size-divisible-by 64"
+)
+CORPORA: Any = SimpleNamespace(vocab_size=100)
+
+
+def settings(folder: Path, *texts: str, flags: str = "", num_devices: int = 4) -> Config:
+    lines = [f"num_devices: {num_devices}", "devices_per_node: 4", "strategies:"]
+    path = folder / "strategies.yaml"
+    path.write_text("\n".join([*lines, *(f"- {text}" for text in texts)]))
+    return parse([*MODEL.split(), "--wlb-strategies", str(path), *flags.split()])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2",
+        "--context-parallel-size 2",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--optimizer sgd",
+        "--hidden-dropout 0.1",
+        "--attention-dropout 0.1",
+        "--wlb-packing slim",
+        "--wlb-max-tokens 512",
+        "--wlb-cost measured",
+        "--micro-batch-size 2",
+    ],
+)
+def test_settings_that_strategies_cannot_have_are_refused_in_one_line(
+    tmp_path: Path, flags: str
+) -> None:
+    config = settings(tmp_path, "4*tp1:256", flags=flags)
+    with pytest.raises(ConfigError, match=f"^{flags.split()[0]} .*; leave it out$") as refused:
+        planned.check(config)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "said"),
+    [
+        ("4*tp1:256", 2, "is for 4 devices, but 2 processes were started"),
+        ("pp4:256", 4, "--num-layers is 6, which PP 4"),
+        ("2*tp1:128", 4, "of up to 128 tokens, but --seq-length is 256"),
+        ("pp2vpp4:256+tp1:256", 4, "--num-layers is 6"),
+    ],
+)
+def test_strategies_that_cannot_run_are_refused(
+    tmp_path: Path, text: str, num_ranks: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        StrategyRun.of(settings(tmp_path, text), CORPORA, num_ranks)
+
+
+def test_heads_that_a_replica_would_divide_are_refused(tmp_path: Path) -> None:
+    flags = "--group-query-attention --num-query-groups 2"
+    with pytest.raises(ConfigError, match="tp4: --num-query-groups is 2, which TP 4"):
+        StrategyRun.of(settings(tmp_path, "tp4:256", flags=flags), CORPORA, 4)
+
+
+def test_replicas_have_their_own_layout_and_one_vocabulary(tmp_path: Path) -> None:
+    run = StrategyRun.of(settings(tmp_path, "tp2:256+pp2:256", "4*tp1:256"), CORPORA, 4)
+    assert run.padded_vocab_size == 128  # for TP 2
+    for scheme in (Scheme(), Scheme(2), Scheme(1, 1, 2), Scheme(1, 1, 2, 3)):
+        own = run.replica_config(scheme)
+        p = own.parallel
+        sizes = p.tensor_model_parallel_size, p.context_parallel_size
+        assert (*sizes, p.pipeline_model_parallel_size, p.vpp_size) == scheme.sizes
+        assert p.sequence_parallel == (scheme.tp_size > 1)
+        multiple = own.model.make_vocab_size_divisible_by * scheme.tp_size
+        assert -(-100 // multiple) * multiple == 128
+
+
+def test_proposed_strategies_can_run() -> None:
+    flags = "--mock-data --vocab-size 100 --group-query-attention --num-query-groups 1"
+    config = parse([*MODEL.split(), *flags.split(), "--wlb-strategies", "auto"])
+    run = StrategyRun.of(config, Corpora.open(config), 4)
+    assert run.strategies
+    assert all(s.cluster.num_devices == 4 for s in run.strategies)
+    schemes = {replica.scheme for s in run.strategies for replica in s.replicas}
+    assert all(scheme.tp_size == 1 for scheme in schemes), "one key/value head"
+    again = StrategyRun.of(config, Corpora.open(config), 4)
+    assert again.strategies == run.strategies
+
+
+# Plans that go on.
+
+
+def steps_of(planner: Any) -> list[list[int]]:
+    found = []
+    while (plan := planner.next_plan()) is not None:
+        found.append(sorted(d.arrival for d in plan.documents))
+    return found
+
+
+LENGTHS = [[200, 5, 7], [30, 256], [4, 100, 9], [31]]
+
+
+def test_documents_that_waited_in_a_plain_run_run_in_the_next_step(tmp_path: Path) -> None:
+    run = StrategyRun.of(settings(tmp_path, "4*tp1:512"), CORPORA, 4)
+    new = StrategyPlanner(ListStream(LENGTHS), Assigner(run.candidates))
+    held = documents([50, 60], step=0)
+    stream = ListStream(LENGTHS)
+    stream.next_step()
+    packer = {"packing": "hold", "num_micro_batches": 2, "held": [list(held[1])], "ahead": []}
+    state = {"step": 1, "steps_read": 1, "packer": packer, "stream": stream.state_dict()}
+    new.load_state_dict(state)
+    assert new.state_dict() == state, "a save before the next step loses nothing"
+    assert steps_of(new) == [[1, 3, 4], [5, 6, 7], [8]]
+    assert new.state_dict()["packer"] is None
+
+
+def test_documents_of_other_packings_are_not_taken_over(tmp_path: Path) -> None:
+    run = StrategyRun.of(settings(tmp_path, "4*tp1:512"), CORPORA, 4)
+    new = StrategyPlanner(ListStream(LENGTHS), Assigner(run.candidates))
+    state = new.state_dict() | {"packer": {"packing": "wlb"}}
+    with pytest.raises(CheckpointError, match="--wlb-packing wlb"):
+        new.load_state_dict(state)
+
+
+def test_plain_run_goes_on_where_strategies_stopped(tmp_path: Path) -> None:
+    run = StrategyRun.of(settings(tmp_path, "4*tp1:512"), CORPORA, 4)
+    before = StrategyPlanner(ListStream(LENGTHS), Assigner(run.candidates))
+    first = before.next_plan()
+    assert first is not None
+    cost = DocumentCost(1.0, 0.01, 2.0, 0.02)
+    packer = PackingSettings("hold", 512).packer(
+        num_micro_batches=2, window=256, cost=cost, length_multiple=1
+    )
+    plain = Planner(ListStream(LENGTHS), packer, cost, dp_size=1)
+    plain.load_state_dict(before.state_dict())
+    ran = [arrival for step in steps_of(plain) for arrival in step]
+    assert sorted(ran) == [3, 4, 5, 6, 7, 8]
