@@ -115,7 +115,7 @@ class ModelShape:
 
     @property
     def all_runs(self) -> Runs:
-        """Those that predict further ahead too."""
+        """All layers, and behind them those that predict further ahead."""
         return self.runs + self.predictors
 
     @property

@@ -52,7 +52,7 @@ class StepLoss:
     total: HostCopy
     num_targets: int
     ahead: tuple[HostCopy, ...] = ()
-    """Of layers that predict further ahead: the mean loss of each depth, in a step that trains."""
+    """The mean loss of each depth of layers that predict further ahead, in a step that trains."""
 
     @cached_property
     def loss_sum(self) -> float:

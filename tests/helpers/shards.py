@@ -113,7 +113,8 @@ def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
     """Lists how the ranks' run differs from the oracle's, and what no rank holds."""
     found: list[str] = []
     for rank, run in enumerate(runs):
-        for number, (seen, step) in enumerate(zip(run.ahead, oracle.steps, strict=True)):
+        none = ((),) * len(oracle.steps)
+        for number, (seen, step) in enumerate(zip(run.ahead or none, oracle.steps, strict=True)):
             if len(seen) != len(step.ahead) or not np.allclose(seen, step.ahead, rtol=1e-6):
                 found.append(f"step {number}: loss ahead on rank {rank}: {seen}, not {step.ahead}")
         for label, losses in (("loss", run.losses), ("evaluated loss", run.evaluated)):
@@ -142,7 +143,8 @@ def differences(oracle: OracleRun, runs: Sequence[RankRun]) -> list[str]:
 
 def _compare_experts(oracle: OracleRun, rank: int, run: RankRun) -> Iterator[str]:
     """Auxiliary losses as Megatron logs them, and biases, which move by steps of one size."""
-    for number, (step, logged) in enumerate(zip(oracle.steps, run.auxiliary, strict=True)):
+    auxiliary = run.auxiliary or ({},) * len(oracle.steps)
+    for number, (step, logged) in enumerate(zip(oracle.steps, auxiliary, strict=True)):
         if logged.keys() != step.auxiliary.keys():
             yield f"step {number}: rank {rank} logs {list(logged)}, not {list(step.auxiliary)}"
         for name in logged.keys() & step.auxiliary.keys():
