@@ -6,6 +6,7 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import WORKLOAD, Layout, Oracle
 from helpers.oracle import OracleRun, run_oracle
+from helpers.ranks import scatter_for
 
 from megatron_wlb.settings.config import ModelConfig
 
@@ -18,7 +19,11 @@ def oracle(gloo: GlooPool) -> Oracle:
     def run(case: Layout) -> OracleRun:
         key = case.config.model
         if key not in runs:
-            (runs[key],) = gloo.run(1, run_oracle, case.config, WORKLOAD)
+            plans = [
+                scatter_for(case.config, WORKLOAD, case.world_size, step)
+                for step in range(len(WORKLOAD.steps))
+            ]
+            (runs[key],) = gloo.run(1, run_oracle, case.config, WORKLOAD, plans)
         return runs[key]
 
     return run

@@ -230,8 +230,9 @@ def counted_while_measuring(config: Any) -> float:
     from megatron_wlb.runtime.measure import run_passes
 
     runner = build_runner(config, WORKLOAD)
-    assert min(run_passes(runner.model, [5, 11], WORKLOAD.vocab_size)) > 0
     tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    tracker.clear()
+    assert min(run_passes(runner.model, [5, 11], WORKLOAD.vocab_size)) > 0
     logged = sum(float(one["values"].abs().sum()) for one in tracker.values())
     tracker.clear()
     routers = [moe.router for moe in experts_of(runner)]
