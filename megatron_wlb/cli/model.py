@@ -21,7 +21,7 @@ from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE, settings_of
 MODELS = """\
 model:
   --model NAME         550m, 7b, 30b or 70b: shapes of WLB-LLM's Table 1; mixtral-8x7b or
-                       deepseek-v3-gqa: models like these, with experts (configs/model)
+                       deepseek-v3: models with experts (configs/model)
   --model FILE         a YAML file of such sizes, of training settings as for --wlb-config
                        (num_layers: 32, hidden_size: 4096, …), or a Megatron recipe (MODEL_ARGS);
                        what settings say of window, batch, layout and --mock-data is taken as well

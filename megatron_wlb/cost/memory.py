@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_wlb.cost.activations import DOCUMENT_TOKENS, ActivationModel, Kernels
 from megatron_wlb.cost.hardware import Hardware
@@ -26,11 +27,14 @@ from megatron_wlb.cost.slices import SliceTape, Unit
 from megatron_wlb.cost.tape import Tape
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.schedule.graph import Floats
 from megatron_wlb.schedule.order import Action, schedule
 
 GIB = 2**30
 MOST_KNOWN = 2**16
 """Micro-batches whose bytes are remembered, of each kind of chunk and pass."""
+MOST_DOUBLINGS = 32
+"""S_max is looked for up to so many doublings of the shortest micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +126,8 @@ class MemoryModel:
 
     @property
     def total_parameters(self) -> int:
-        """Parameters of the whole model."""
-        p, stages = self.parallelism, range(self.parallelism.num_stages)
-        dense = sum(map(self.stage_parameters, stages)) * p.tp_size
-        return dense + sum(map(self.expert_parameters, stages)) * p.expert_ranks
+        """Parameters of the whole model, each once whatever ranks have copies of it."""
+        return self._alone.num_parameters(0)
 
     def expert_parameters(self, stage: int) -> int:
         """Parameters of the experts that a rank has of a virtual stage, shared ones left out."""
@@ -255,34 +257,60 @@ class MemoryModel:
         enough = 4 * max(group, self.parallelism.pp_size)
         num = min(num_micro_batches, enough + (num_micro_batches - enough) % group)
         order = self._order(num)
+        left_bytes = []
         for rank in range(self.parallelism.pp_size):
-            state = self.state_bytes(rank).total + self.update_bytes(rank)
+            state = self.state_bytes(rank).total
+            left_bytes.append(limit_bytes - state)
+            state += self.update_bytes(rank)
             if state > limit_bytes:
                 raise ConfigError(
                     f"weights, gradients and optimizer of pipeline rank {rank} take "
                     f"{state / GIB:.2f} GiB, above the limit of {limit_bytes / GIB:.2f} GiB; "
                     "use more TP or PP, a distributed optimizer, or a higher limit"
                 )
+        beside = [self._beside_per_token(rank, actions) for rank, actions in enumerate(order)]
 
-        def fits(units: int) -> bool:
-            lengths = [units * multiple] * num
-            return all(
-                self.state_bytes(rank).total + self._walk(rank, actions, lengths) <= limit_bytes
-                for rank, actions in enumerate(order)
-            )
+        def num_fitting(units: npt.NDArray[np.int64]) -> int:
+            """How many of these lengths fit, shortest first."""
+            num_tokens = units * multiple
+            fits = np.ones(len(units), dtype=bool)
+            peaks: dict[tuple[str, int], Floats] = {}
+            for tapes, own, left in zip(self._tapes, beside, left_bytes, strict=True):
+                for (kind, chunk), per_token in own.items():
+                    tape = tapes[chunk]
+                    if (key := (kind, id(tape))) not in peaks:
+                        peak = tape.forward_peak_bytes if kind == "F" else tape.backward_peak_bytes
+                        peaks[key] = peak(num_tokens)
+                    fits &= per_token * num_tokens + peaks[key] <= left
+            return int(np.count_nonzero(fits))
 
-        if not fits(1):
+        doublings = num_fitting(1 << np.arange(MOST_DOUBLINGS))
+        if not doublings:
             raise ConfigError(
                 f"not even micro-batches of {multiple} tokens fit {limit_bytes / GIB:.2f} GiB; "
                 "recompute activations, use more TP or PP, or give a higher limit"
             )
-        fitting = 1
-        while fits(2 * fitting):
-            fitting *= 2
-        step = fitting
-        while step := step // 2:
-            fitting += step * fits(fitting + step)
+        fitting, step = 1 << doublings - 1, 1 << doublings - 1
+        while step > 1:  # 32 lengths at once take hardly longer than one
+            step = max(step // 32, 1)
+            fitting += step * num_fitting(fitting + step * np.arange(1, 33))
         return fitting * multiple
+
+    def _beside_per_token(
+        self, pp_rank: int, actions: Sequence[Action]
+    ) -> dict[tuple[str, int], float]:
+        """The most bytes a token that are alive beside a forward or backward of each chunk, where
+        all micro-batches are as long.
+        """
+        saved = [tape.saved_per_token for tape in self._tapes[pp_rank]]
+        in_transit = self._in_transit_bytes(pp_rank, actions, [1] * len(actions))
+        kept, most = 0.0, dict[tuple[str, int], float]()
+        for action, transit_bytes in zip(actions, in_transit, strict=True):
+            kept -= saved[action.chunk] if action.kind == "B" else 0.0
+            own = action.kind, action.chunk
+            most[own] = max(most.get(own, 0.0), kept + transit_bytes)
+            kept += saved[action.chunk] if action.kind == "F" else 0.0
+        return most
 
     @property
     def _element_bytes(self) -> int:
@@ -307,12 +335,16 @@ class MemoryModel:
         dense = self.num_parameters(pp_rank) - experts
         return FP32 * dense // self._state_shards + FP32 * experts // self._expert_shards
 
+    @property
+    def _alone(self) -> MemoryModel:
+        """The same model on one rank."""
+        return replace(self, parallelism=Parallelism(), store_ranks=None)
+
     @cached_property
     def _store_shard(self) -> int:
         """Parameters that a rank of the store has, at most."""
-        whole = replace(self, parallelism=Parallelism(), store_ranks=None)
         assert self.store_ranks is not None
-        return -(-whole.num_parameters(0) // self.store_ranks)
+        return -(-self._alone.num_parameters(0) // self.store_ranks)
 
     @cached_property
     def _action_bytes(self) -> dict[tuple[str, int], dict[Unit, tuple[float, float, float]]]:

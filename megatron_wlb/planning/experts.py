@@ -52,6 +52,11 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
             f"--num-experts is {num}, which --expert-model-parallel-size {ep} does not divide; use "
             f"a multiple of {ep}"
         )
+    if config.wlb.wlb_packing == "slim":
+        yield (
+            "--wlb-packing slim does not work with --num-experts: ranks have other numbers of "
+            "slices, and experts exchange tokens of all ranks in each; use another --wlb-packing"
+        )
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     etp = p.expert_tensor_parallel_size or tp
     if world_size % (ep * etp * pp):

@@ -45,13 +45,17 @@ _OF_SCHEMES = (
     "pipeline_model_parallel_layout sequence_parallel"
 )
 _OF_PACKINGS = (
-    "micro_batch_size wlb_packing wlb_max_tokens wlb_max_step_tokens wlb_shape wlb_look_ahead"
+    "micro_batch_size wlb_packing wlb_max_tokens wlb_max_step_tokens wlb_shape wlb_look_ahead "
+    "wlb_micro_batches"
 )
 _REASONS = {
     **dict.fromkeys(_OF_SCHEMES.split(), "each replica's layout is in the strategy"),
     **dict.fromkeys(
         _OF_PACKINGS.split(), "each replica packs its documents by its own memory and time"
     ),
+    "num_experts": "replicas run unlike micro-batches, in each of which experts exchange tokens",
+    "multi_latent_attention": "replicas of unlike layouts were tried with plain attention only",
+    "mtp_num_layers": "replicas of unlike layouts were tried with one prediction a token only",
     "use_distributed_optimizer": "the store of strategies shards optimizer state over all ranks",
     "overlap_grad_reduce": "gradients go to the store of strategies layer by layer",
     "overlap_param_gather": "weights come from the store of strategies layer by layer",
@@ -67,7 +71,7 @@ def check(config: Config) -> None:
     """Raises :class:`ConfigError` for settings that strategies cannot run with, a line each."""
     given, default = config.flat(), Config().flat()
     refuse_all(
-        f"{flag_of(name)} does not work with --wlb-strategies: {reason}; leave it out"
+        f"{flag_of(name)} does not work with --wlb-strategies: {reason}; leave one of them out"
         for name, reason in _REASONS.items()
         if given[name] != default[name]
     )

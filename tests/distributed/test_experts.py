@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, OVERLAP, SHARDED, WORKLOAD, Layout
+from helpers.layouts import FULL, OVERLAP, SHARDED, WORKLOAD, Layout, further
 from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import build_runner, scatter_for, train
 from helpers.shards import differences
@@ -28,15 +28,17 @@ EP2 = Layout("moe-seq", 3, dp=2, ep=2)
 PP2 = Layout("moe-seq", 4, pp=2, dp=2, ep=2)
 EP4 = Layout("moe-aux", 3, dp=4, ep=4, extra=f"{SHARDED} {OVERLAP}")
 CASES = [
-    EP2,
     EP4,
-    Layout("moe-seq", 4, pp=2, dp=2, ep=2, extra=FULL),
-    Layout("moe-seq", 3, cp=2, ep=2, sharding="per-document", extra=SHARDED),
     Layout("moe-seq", 3, tp="2sp", dp=2, ep=2),  # experts divided by TP, too
     Layout("moe-aux", 2, tp="2sp", cp=2, ep=4, extra=ETP1),
     # With multi-latent attention and multi-token prediction, as DeepSeek's.
-    Layout("deepseek", 4, pp=2, dp=2, ep=2, extra=FULL),
+    Layout("deepseek", 4, pp=2, vpp=2, dp=2, ep=2, extra=FULL),
     Layout("deepseek", 3, tp="2sp", cp=2, ep=2, sharding="per-document"),
+    further(EP2),
+    further(Layout("moe-seq", 4, pp=2, dp=2, ep=2, extra=FULL)),
+    further(Layout("moe-seq", 4, pp=2, vpp=2, dp=2, ep=2)),
+    further(Layout("moe-seq", 3, cp=2, ep=2, sharding="per-document", extra=SHARDED)),
+    further(Layout("deepseek", 4, pp=2, dp=2, ep=2, extra=FULL)),
 ]
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, GATHER, KEEP, SELECTIVE, Layout
+from helpers.layouts import FULL, GATHER, KEEP, SELECTIVE, Layout, further
 from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import scatter_for, sliced_for, train
 from helpers.shards import differences
@@ -23,6 +23,7 @@ WORKLOAD = make_workload(
     [[37, 1, 5, 60, (33, 20), 2, 29], [8, 60, 1, (60, 1, 47), 21, 13]], vocab_size=59
 )
 FEW = "--num-layers 2"
+FEW_KEPT = f"{FEW} {KEEP}"
 CP2 = Layout("latent-yarn", 3, cp=2, sharding="per-document", extra=f"{FEW} {GATHER}")
 TP2 = Layout("latent-yarn", 2, tp="2", extra=FEW)
 
@@ -54,14 +55,11 @@ def projecting_again(runner: Any) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("case", "change", "plan_for"),
     [
-        (Layout("latent", 3, extra=FEW), projecting_again, scatter_for),
         (Layout("latent-yarn", 2, tp="2", extra=f"{FEW} {FULL}"), None, scatter_for),
-        (Layout("latent-yarn", 2, tp="2sp", extra=f"{FEW} {SELECTIVE}"), None, scatter_for),
         (Layout("latent", 3, pp=2, extra=FEW), None, scatter_for),
-        (Layout("latent", 3, cp=2, extra=f"{FEW} {KEEP}"), None, scatter_for),
         (CP2, projecting_again, scatter_for),
         (
-            Layout("latent-yarn", 3, tp="2sp", cp=2, sharding="per-document", extra=FEW),
+            Layout("latent-yarn", 3, tp="2sp", cp=2, sharding="per-document", extra=FEW_KEPT),
             None,
             scatter_for,
         ),
@@ -72,8 +70,11 @@ def projecting_again(runner: Any) -> Iterator[None]:
         ),
         # Slices of documents, whose buffers have keys and values.
         (Layout("latent", 1, pp=2, extra=FEW), None, sliced_for),
-        (Layout("latent-yarn", 1, tp="2sp", cp=2, extra=f"{FEW} {KEEP}"), None, sliced_for),
-        (Layout("latent", 1, cp=2, sharding="per-document", extra=FEW), None, sliced_for),
+        (Layout("latent-yarn", 1, tp="2sp", cp=2, extra=FEW_KEPT), None, sliced_for),
+        further(Layout("latent", 3, extra=FEW), projecting_again, scatter_for),
+        further(Layout("latent-yarn", 2, tp="2sp", extra=f"{FEW} {SELECTIVE}"), None, scatter_for),
+        further(Layout("latent", 3, cp=2, extra=FEW_KEPT), None, scatter_for),
+        further(Layout("latent", 1, cp=2, sharding="per-document", extra=FEW), None, sliced_for),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

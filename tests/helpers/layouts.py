@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import pytest
 
 from helpers.oracle import OracleRun
 from helpers.workload import make_workload
@@ -143,3 +145,8 @@ class Layout:
 
 Oracle: TypeAlias = Callable[[Layout], OracleRun]
 """One process's run of a case's model."""
+
+
+def further(*case: Any) -> Any:
+    """A case of the long form: of what it holds, others of the suite hold each part."""
+    return pytest.param(*case, marks=pytest.mark.long)

@@ -35,7 +35,7 @@ TABLE_1 = {
 WITH_EXPERTS = {
     # Model-window: devices, (TP, CP, PP, DP, EP), billions of parameters.
     "mixtral-8x7b-128k": (64, (2, 2, 4, 4, 8), 46.7),
-    "deepseek-v3-gqa-128k": (1024, (2, 4, 16, 8, 64), 675),
+    "deepseek-v3-128k": (1024, (4, 2, 16, 8, 64), 681),
 }
 BILLIONS = {"550m": 0.55, "7b": 6.74, "30b": 30, "70b": 70}
 H100_GIB = load_hardware("h100-sxm").memory_gib

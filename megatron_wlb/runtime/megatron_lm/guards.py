@@ -148,10 +148,6 @@ _OWN_DATA_PARALLEL = (
 _OWN_ORDER = "logits belong to documents in Megatron's order"
 _OWN_RANKS = "ranks compare their plans"
 _NO_LOGITS = "packed attention does not report its logits"
-_ONE_EXCHANGE = (
-    "slim packing gives data-parallel ranks other numbers of slices, and experts exchange tokens "
-    "of all ranks in each"
-)
 
 _YAML = Refusal("--yaml-cfg", "it replaces all flags, ours too", "use flags")
 
@@ -309,7 +305,6 @@ WITH_SLICES: tuple[Refusal, ...] = (
         "other numbers of slices would wait for each other forever",
         "use --fp8-recipe tensorwise", refused=_scales_late,
     ),
-    Refusal("--num-experts", _ONE_EXCHANGE, "use another --wlb-packing"),
     Refusal(
         "--use-torch-fsdp2",
         "each pass gathers weights over data-parallel ranks, which have other numbers of slices",

@@ -36,7 +36,7 @@ def test_models_of_the_paper_have_the_sizes_of_their_names() -> None:
 def test_models_with_experts_have_their_layers_and_what_a_token_passes() -> None:
     # 12.9 of Mixtral 8x7B's 46.7 billion.
     assert round(num_parameters(load_model("mixtral-8x7b")), 1) == 12.9
-    runs = load_model("deepseek-v3-gqa").runs
+    runs = load_model("deepseek-v3").runs
     assert [(num, any(layer.experts)) for num, layer in runs] == [(3, False), (58, True)]
 
 

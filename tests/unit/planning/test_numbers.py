@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from megatron_wlb.cost import DocumentCost, MemoryModel, Parallelism
+from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts
@@ -104,6 +106,29 @@ def test_stream_order_is_kept_where_the_packing_keeps_it() -> None:
         turns = zip(*plan.micro_batches, strict=True)
         documents = [s.document for turn in turns for m in turn for s in m.spans]
         assert documents == sorted(documents, key=lambda d: d.key)
+
+
+@pytest.mark.parametrize("name", ["hold", "wlb"])
+def test_numbers_with_experts_are_dealt_by_place(name: str) -> None:
+    token_us = REFERENCE_COST.document_us(2) - REFERENCE_COST.document_us(1)
+    groups = ExpertGroups(2, ((0.05 * token_us, 0.1 * token_us),) * 4)  # 60 % of linear work
+
+    def gaps_us(chosen: list[StepPlan]) -> float:
+        """What replicas of a group differ by in their own work, place by place."""
+        own_us = [
+            [[groups.own_us(m.predicted_us, m.padded_length) for m in rank] for rank in ranks]
+            for ranks in (plan.micro_batches for plan in chosen)
+        ]
+        pairs = [ranks[first : first + 2] for ranks in own_us for first in (0, 2)]
+        return sum(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))
+
+    alone = workload(4, dp_size=4)
+    together = replace(alone, experts=groups)
+    apart, by_place = (plans(f"{name}+auto", of) for of in (alone, together))
+    assert len(numbers(by_place)) > 1
+    assert gaps_us(by_place) < 0.55 * gaps_us(apart)
+    again = plans(f"{name}+auto", together)
+    assert [plan.digest for plan in again] == [plan.digest for plan in by_place]
 
 
 @pytest.mark.parametrize("group_size", [None, 5])

@@ -171,7 +171,6 @@ WITH_SLICES: dict[str, dict[str, Any]] = {
     "--fp8-format hybrid": {
         "fp8": "hybrid", "fp8_recipe": "delayed", "num_virtual_stages_per_pipeline_rank": None,
     },
-    "--num-experts 8": {"num_experts": 8, "num_virtual_stages_per_pipeline_rank": None},
     "--use-torch-fsdp2": {
         "use_torch_fsdp2": True, "num_virtual_stages_per_pipeline_rank": None,
     },
