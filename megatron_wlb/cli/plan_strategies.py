@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
         args, documents, step_tokens=windows * window, num_cases=1, default=(SAMPLE_STEPS, STEPS)
     )
     with progress_bar("simulating strategies") as progress:
-        space = _space(searched)
+        space = _space(searched, bf16=not args.fp32)
         found = study(
             space, documents, window=window, windows_a_step=windows, num_steps=steps,
             seed=args.seed, long_documents=args.long_documents, progress=progress,
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
     recompute = space.recompute.granularity or "no"
     title = (
         f"{machine_title(args, searched.num_devices)}, {windows * window:,} tokens a step, "
-        f"{recompute} recomputation"
+        f"{recompute} recomputation, {'fp32' if args.fp32 else 'bf16'}"
     )
     out.print(_table(found, title, args.seed))
     out.print(_where(found))
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
     return 0
 
 
-def _space(searched: Space) -> StrategySpace:
+def _space(searched: Space, *, bf16: bool) -> StrategySpace:
     """The schemes, with as little recomputation as lets some replica take a whole window."""
     tried = None
     for recompute in searched.recompute:
@@ -82,6 +82,7 @@ def _space(searched: Space) -> StrategySpace:
             searched.memory_gib,
             headroom=searched.headroom,
             max_tp=searched.max_tp,
+            bf16=bf16,
         )
         if any(tokens >= searched.window for _, tokens in tried.costs):
             break
