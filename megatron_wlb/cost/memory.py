@@ -264,36 +264,25 @@ class MemoryModel:
                     "use more TP or PP, a distributed optimizer, or a higher limit"
                 )
 
-        def over_bytes(units: int) -> float:
+        def fits(units: int) -> bool:
             lengths = [units * multiple] * num
-            return max(
-                self.state_bytes(rank).total + self._walk(rank, actions, lengths) - limit_bytes
+            return all(
+                self.state_bytes(rank).total + self._walk(rank, actions, lengths) <= limit_bytes
                 for rank, actions in enumerate(order)
             )
 
-        low, low_bytes = 1, over_bytes(1)
-        if low_bytes > 0:
+        if not fits(1):
             raise ConfigError(
                 f"not even micro-batches of {multiple} tokens fit {limit_bytes / GIB:.2f} GiB; "
                 "recompute activations, use more TP or PP, or give a higher limit"
             )
-        high = 16
-        while (high_bytes := over_bytes(high)) <= 0:
-            low, low_bytes = high, high_bytes
-            high *= 16
-        # Bytes are nearly linear in tokens: a line between both ends says about where they reach
-        # the limit; where that does not halve what is left, the middle does.
-        halved = True
-        while high - low > 1:
-            share = -low_bytes / (high_bytes - low_bytes) if halved else 0.5
-            units = low + min(max(int(share * (high - low)), 1), high - low - 1)
-            width, num_bytes = high - low, over_bytes(units)
-            if num_bytes <= 0:
-                low, low_bytes = units, num_bytes
-            else:
-                high, high_bytes = units, num_bytes
-            halved = 2 * (high - low) <= width
-        return low * multiple
+        fitting = 1
+        while fits(2 * fitting):
+            fitting *= 2
+        step = fitting
+        while step := step // 2:
+            fitting += step * fits(fitting + step)
+        return fitting * multiple
 
     @property
     def _element_bytes(self) -> int:

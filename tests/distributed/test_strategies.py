@@ -244,11 +244,20 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_the_exchange_are_seen(gloo: GlooPool, tmp_path: Path, fault: Fault) -> None:
+@pytest.fixture(scope="module")
+def one_step(
+    gloo: GlooPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Config, Workload, tuple[OracleRun, OracleRun]]:
+    """A step of one replica with tensor and context parallelism, and what it must compute."""
     workload = dataclasses.replace(WORKLOAD, steps=WORKLOAD.steps[:1])
-    config = config_of("gpt2", tmp_path, ("tp2cp2:128",))
+    config = config_of("gpt2", tmp_path_factory.mktemp("strategies"), ("tp2cp2:128",))
     (both,) = gloo.run(1, oracles, padded(config, workload), workload)
+    return config, workload, both
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_exchange_are_seen(gloo: GlooPool, one_step: Any, fault: Fault) -> None:
+    config, workload, both = one_step
     runs = gloo.run(4, train, config, workload, both[0].initial, fault)
     found = differences(both, runs)
     assert any("gradient" in line or "loss" in line for line in found), found
