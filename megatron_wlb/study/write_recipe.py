@@ -134,8 +134,9 @@ def layout_flags(scenario: Run) -> Flags:
             **uneven,
             "--use-distributed-optimizer": True,
             "--overlap-grad-reduce": scenario.overlap_grad_reduce,
+            **recompute_flags(scenario.recompute),
         }
-    ) | recompute_flags(scenario.recompute)
+    )
 
 
 def recompute_flags(recompute: Recompute) -> Flags:
