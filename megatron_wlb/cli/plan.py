@@ -53,8 +53,9 @@ how it searches:
 strategies (docs/hydraulis.md):
   With --strategies each replica may have a layout of its own, and each step chooses among a few
   such strategies by its documents. They are proposed from one half of your documents and judged on
-  the other. They are planned and simulated only; training does not run them yet. --packing,
-  --sharding, --refine and --max-delay do not matter to them: no document waits.
+  the other. The embedded trainer runs what --out writes (--wlb-strategies); give --fp32 where that
+  run is without --bf16. --packing, --sharding, --refine and --max-delay do not matter to them: no
+  document waits.
 
 table:
   the best packing and S_max of each layout, and then the other packings on the best layout; --json
@@ -95,6 +96,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     inputs.add_long_documents(group)
     flag(group, "--refine N", "layouts to simulate", 8)
     flag(group, "--strategies", "replicas of unlike layouts instead, which follow the documents")
+    flag(group, "--fp32", "strategies of a run without --bf16: what fits memory is less")
     about = f"simulated of each, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"
     flag(group, "--steps N", about)
     add_max_delay(group)
@@ -133,6 +135,11 @@ def _run(args: argparse.Namespace) -> int:
                 "exchange tokens with experts; leave --strategies out"
             )
         return plan_strategies.run(args, documents, space)
+    if args.fp32:
+        raise ConfigError(
+            "--fp32 is for --strategies, but layouts are searched for a run with --bf16; leave it "
+            "out, or give --strategies"
+        )
     documents.check(window=space.window, long_documents=args.long_documents)
     most, cases = max(space.num_micro_batches) * space.window, args.refine + NUM_TUNED
     warm_up, steps = num_steps(

@@ -18,6 +18,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.propose import StrategySpace
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.strategy.layout import write_strategies
+from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.search import Space
 from megatron_wlb.study.strategies import SAMPLE_STEPS, StrategyOutcome, StrategyStudy, study
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
         args, documents, step_tokens=windows * window, num_cases=1, default=(SAMPLE_STEPS, STEPS)
     )
     with progress_bar("simulating strategies") as progress:
-        space = _space(searched)
+        space = _space(searched, bf16=not args.fp32)
         found = study(
             space, documents, window=window, windows_a_step=windows, num_steps=steps,
             seed=args.seed, long_documents=args.long_documents, progress=progress,
@@ -60,17 +61,34 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
     recompute = space.recompute.granularity or "no"
     title = (
         f"{machine_title(args, searched.num_devices)}, {windows * window:,} tokens a step, "
-        f"{recompute} recomputation"
+        f"{recompute} recomputation, {'fp32' if args.fp32 else 'bf16'}"
     )
     out.print(_table(found, title, args.seed))
     out.print(_where(found))
     say(out, _verdict(found))
     if args.out:
-        out.print(f"strategies: {args.out}")
+        out.print(f"strategies: {args.out}; train with them, data and duration added:")
+        out.print(_command(args, searched, space), soft_wrap=True)
     return 0
 
 
-def _space(searched: Space) -> StrategySpace:
+def _command(args: argparse.Namespace, searched: Space, space: StrategySpace) -> str:
+    """The command line whose replicas fit memory as they are priced here."""
+    flags: recipe.Flags = {
+        **recipe.model_flags(searched.shape),
+        "--transformer-impl": "local",
+        "--seq-length": searched.window,
+        "--global-batch-size": searched.num_micro_batches[0],
+        **({"--bf16": True} if space.bf16 else {}),
+        **recipe.recompute_flags(space.recompute),
+        "--wlb-strategies": str(args.out),
+        "--wlb-hardware": args.hardware,
+        **({} if args.memory_gib is None else {"--wlb-memory-gib": args.memory_gib}),
+    }
+    return recipe.command(flags, searched.num_devices, space.cluster.devices_per_node)
+
+
+def _space(searched: Space, *, bf16: bool) -> StrategySpace:
     """The schemes, with as little recomputation as lets some replica take a whole window."""
     tried = None
     for recompute in searched.recompute:
@@ -82,6 +100,7 @@ def _space(searched: Space) -> StrategySpace:
             searched.memory_gib,
             headroom=searched.headroom,
             max_tp=searched.max_tp,
+            bf16=bf16,
         )
         if any(tokens >= searched.window for _, tokens in tried.costs):
             break
@@ -145,6 +164,7 @@ def _json(found: StrategyStudy, space: StrategySpace) -> Mapping[str, Any]:
         "num_devices": space.cluster.num_devices,
         "devices_per_node": space.cluster.devices_per_node,
         "recompute": space.recompute.granularity or "none",
+        "bf16": space.bf16,
         "best_equal": str(found.proposal.best_equal.strategy),
         "num_tried": found.proposal.num_tried,
         "num_steps": found.num_steps,

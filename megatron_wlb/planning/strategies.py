@@ -130,7 +130,11 @@ class StrategyRun:
                 for scheme in dict.fromkeys(r.scheme for s in strategies for r in s.replicas)
                 for refusal in _refusals(config, scheme)
             )
-            run = cls(config, tuple(map(space.candidate, strategies)), corpora.vocab_size)
+            try:
+                candidates = tuple(map(space.candidate, strategies))
+            except ConfigError as error:
+                raise ConfigError(f"--wlb-strategies {named}: {error}") from None
+            run = cls(config, candidates, corpora.vocab_size)
         if run.assigner.max_tokens < window:
             raise ConfigError(
                 f"--wlb-strategies {named} takes documents of up to {run.assigner.max_tokens} "

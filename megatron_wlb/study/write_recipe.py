@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import yaml
 
-from megatron_wlb.cost.shape import ModelShape
+from megatron_wlb.cost.shape import ModelShape, Recompute
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.sliding import pattern_of
@@ -109,8 +109,7 @@ def layout_flags(scenario: Run) -> Flags:
     Raises :class:`ConfigError` for layers that are unlike in more than precision, sliding window
     and experts, which no flag here says.
     """
-    p, recompute = scenario.parallelism, scenario.recompute
-    shape = scenario.shape
+    p, shape = scenario.parallelism, scenario.shape
     attention, mlp = replace(shape, reach_tokens=None, layers=()).layer.parts
     usual = {
         (first, second) for first in (attention, shape.layer.parts[0])
@@ -135,6 +134,14 @@ def layout_flags(scenario: Run) -> Flags:
             **uneven,
             "--use-distributed-optimizer": True,
             "--overlap-grad-reduce": scenario.overlap_grad_reduce,
+            **recompute_flags(scenario.recompute),
+        }
+    )
+
+
+def recompute_flags(recompute: Recompute) -> Flags:
+    return _given(
+        {
             "--recompute-granularity": recompute.granularity,
             "--recompute-method": recompute.method,
             "--recompute-num-layers": recompute.num_layers,

@@ -22,7 +22,7 @@ from helpers.workload import Workload
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config
 
-Array = npt.NDArray[np.float32]
+Array = npt.NDArray[np.floating[Any]]
 State = dict[str, Array]
 """Arrays by the parameter names of the whole model."""
 
@@ -54,11 +54,15 @@ class OracleRun:
 
 
 def run_oracle(
-    config: Config, workload: Workload, plans: Sequence[StepPlan] | None = None
+    config: Config,
+    workload: Workload,
+    plans: Sequence[StepPlan] | None = None,
+    dtype: str = "float32",
 ) -> OracleRun:
     """Trains one step for each of the workload's; runs in a world of one process.
 
     ``plans`` say for experts which documents share a micro-batch, and in which order these run.
+    ``dtype`` is that of all numbers; the first weights are the same in each.
     """
     import torch
 
@@ -67,6 +71,7 @@ def run_oracle(
     _slide(model, config)
     parameters = dict(model.named_parameters())
     initial = _randomise(parameters, config.training.seed)
+    model.to(getattr(torch, dtype))
     t = config.training
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters.values() if p.ndim > 1]},

@@ -24,9 +24,16 @@ SAVING: Flags = {"save": "checkpoints", "load": "checkpoints", "save_interval": 
 
 
 def run(folder: Path, num_processes: int, name: str, flags: Flags) -> dict[int, float]:
-    """The losses that a run writes, which must come to its end."""
+    """The losses that a run writes, which must come to its end.
+
+    Its lines name each step's strategy, and ranks save the same.
+    """
     finished = start(folder, num_processes, flags | {"wlb_metrics": folder / name}).wait()
     assert finished.code == 0, finished.output
+    assert "differs from rank 0" not in finished.output
+    named = {line["strategy"] for line in read_metrics(folder / name) if "strategy" in line}
+    if flags.get("wlb_strategies"):
+        assert named and any(f"tokens/s | {one}\n" in finished.output for one in named)
     return losses(folder / name)
 
 
@@ -49,12 +56,12 @@ def test_killed_run_of_strategies_resumes_with_the_same_losses_and_other_strateg
     assert {line["strategy"] for line in lines if "loss" in line} <= {*texts}
 
     killed_after(tmp_path, 4, flags | SAVING | {"wlb_metrics": tmp_path / "killed"})
-    assert run(tmp_path, 4, "killed", flags | SAVING) == expected
+    loading: Flags = {"load": "checkpoints"}
+    assert run(tmp_path, 4, "killed", flags | loading) == expected
 
     # A copy of the first checkpoint, for runs that are not quite this one.
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     tracker.write_text("2\n")
-    loading: Flags = {"load": "checkpoints"}
     (tmp_path / "others").mkdir()
     others = strategies_file(tmp_path / "others", ("cp2:1k", "2*tp1:1k"), 2)
     # Its vocabulary is the same, though no replica has TP here.
@@ -85,4 +92,4 @@ def test_run_without_strategies_goes_on_with_proposed_ones(tmp_path: Path, corpu
 def test_strategies_of_other_devices_are_refused(tmp_path: Path, corpus: Path) -> None:
     path = strategies_file(tmp_path, ("4*tp1:1k",))
     refused = start(tmp_path, 2, BASE | {"data_path": corpus, "wlb_strategies": path}).wait()
-    assert_refused(refused, None, "for 4 devices", "2 processes")
+    assert_refused(refused, 2, "for 4 devices", "2 processes")

@@ -162,8 +162,9 @@ class Log:
     def predicted_us(self, plan: StepPlan) -> float:
         """Predicts both passes of the slowest data-parallel rank by a replay.
 
-        Micro-batches take what the cost model says, on all chunks in the shares of their layers;
-        collectives of data parallelism and the update are not in it.
+        Micro-batches take what the cost model says, on all chunks in the shares of their layers,
+        and wait for others that they exchange tokens with; collectives of data parallelism and the
+        update are not in it.
         """
         # Slices have orders of their own, other steps the order of as many micro-batches.
         graph = schedule_graph(self.session.config, len(plan.micro_batches[0]) or 1)
@@ -171,7 +172,8 @@ class Log:
         layers = [*p.split.layers(model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)]
         layers[-1] += model.mtp_num_layers or 0
         shares = [num / sum(layers) for num in layers]
-        return slowest_us(plan, StageCosts.shared(self.session.cost, shares), graph)
+        stages = StageCosts.shared(self.session.cost, shares)
+        return slowest_us(plan, stages, graph, self.session.experts)
 
     @cached_property
     def _peak_tflops(self) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_wlb.cost import Cost, cost_from_dict
+from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import SPLITS, Corpora
 from megatron_wlb.errors import ConfigError, PlanError
@@ -99,6 +100,8 @@ class Session:
     """The name of the attention kernel."""
     cost: Cost = field(init=False)
     """All three set when the data are opened, before training."""
+    experts: ExpertGroups | None = None
+    """The replicas that exchange tokens with experts, from then on."""
     _plans: PlanAhead | None = None
     _chunks: Sequence[torch.nn.Module] | None = None
 
@@ -144,6 +147,7 @@ class Session:
         training = None
         if not args.skip_train:
             planner = make_planner(self.config, corpora, self.cost, dp_size)
+            self.experts = planner.experts
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
                 saved, machine = self.restored["settings"], self.restored.get("machine")

@@ -40,7 +40,8 @@ def save(
     :class:`CheckpointError` as :func:`megatron_wlb.runtime.saving.checkpoint.write` does.
     """
     pieces, routes = dealt(runner)
-    state: dict[str, Any] = {"objects": _objects(runner)}
+    # Megatron warns where one rank has a key that another has not, also of nothing.
+    state: dict[str, Any] = {"objects": objects} if (objects := _objects(runner)) else {}
     for name in (_MASTER, *MOMENTS):
         tensors = empty(pieces, runner)
         shards = [_shard(runner, name, bucket) for bucket in range(len(runner.buckets.sizes))]

@@ -271,16 +271,18 @@ class RunLog:
 
     def _step(self, iteration: int, values: dict[str, float], strategy: Strategy | None) -> None:
         values_by_name = {"iteration": iteration, **values}
-        self._metrics.write(values_by_name | ({"strategy": str(strategy)} if strategy else {}))
+        named = {"strategy": str(strategy)} if strategy else {}
+        self._metrics.write(values_by_name | named)
         self._plot("train", values, iteration)
         if iteration % self._interval == 0:
             more = {"total": self._total, "per_s": values["tokens"] / values["step_ms"] * 1e3}
+            last = " | %(strategy)s" if named else ""
             logger.info(
                 "iteration %(iteration)5d/%(total)d | lm loss %(loss).5f | grad norm "
                 "%(grad_norm).3f | lr %(lr).2e | tokens %(tokens)d | imbalance %(imbalance).3f | "
                 "delay %(delay_steps).2f | waiting %(waiting_documents)d | step %(step_ms).0f ms | "
-                "%(per_s).0f tokens/s",
-                values_by_name | more,
+                f"%(per_s).0f tokens/s{last}",
+                values_by_name | more | named,
             )
 
     def evaluation(self, iteration: int, loss: float) -> None:

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.strategies import StrategyRun
+from megatron_wlb.settings.command_line import parse
 from megatron_wlb.strategy.layout import read_strategies
 
 SIZES = {
@@ -58,6 +65,29 @@ def test_strategies_are_shown_with_their_gain_and_documents(capsys) -> None:
     assert json.loads(capsys.readouterr().out) == found  # the same each time
 
 
+def test_strategies_of_fp32_fit_a_run_without_bf16(capsys) -> None:
+    command = [*SMALL, "--lengths", "mixed.npy", "--memory-gib", "4"]
+    schemes = {}
+    for dtype, more in {"bf16": [], "fp32": ["--fp32"]}.items():
+        assert main([*command, *more, "--json", "--out", f"{dtype}.yaml"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        schemes[dtype] = found["schemes"]
+        assert found["bf16"] is (dtype == "bf16")
+    shared = schemes["bf16"].keys() & schemes["fp32"].keys()
+    assert shared and all(schemes["fp32"][name] < schemes["bf16"][name] for name in shared)
+    assert main([*command, "--fp32", "--out", "fp32.yaml"]) == 0
+    # The line that is shown can be trained, and says all that it depends on.
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    config = parse(words[words.index("megatron_wlb.pretrain_gpt") + 1 :])
+    assert not config.training.bf16 and config.wlb.wlb_strategies == "fp32.yaml"
+    corpora: Any = SimpleNamespace(vocab_size=SIZES["vocab_size"])
+    run = StrategyRun.of(config, corpora, 8)
+    assert run.strategies == read_strategies("fp32.yaml")
+    wlb = dataclasses.replace(config.wlb, wlb_strategies="bf16.yaml")
+    with pytest.raises(ConfigError, match=r"^--wlb-strategies bf16.yaml: .* memory holds"):
+        StrategyRun.of(dataclasses.replace(config, wlb=wlb), corpora, 8)
+
+
 def test_no_gain_is_said_plainly(capsys) -> None:
     np.save("long.npy", np.full(400, WINDOW, dtype=np.int64))  # each step has the same
     assert main([*SMALL, "--lengths", "long.npy"]) == 0
@@ -77,3 +107,9 @@ def test_strategies_that_cannot_be_are_refused(more: list[str], said: str, capsy
     assert main([*SMALL, "--lengths", "mixed.npy", *more]) == 2
     error = capsys.readouterr().err.splitlines()
     assert said in error[-1] and error[-1].startswith("error: ")
+
+
+def test_fp32_without_strategies_is_refused(capsys) -> None:
+    command = [word for word in SMALL if word != "--strategies"]
+    assert main([*command, "--lengths", "mixed.npy", "--fp32"]) == 2
+    assert "--fp32 is for --strategies" in capsys.readouterr().err.splitlines()[-1]

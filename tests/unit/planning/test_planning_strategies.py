@@ -74,6 +74,7 @@ def test_settings_that_strategies_cannot_have_are_refused_in_one_line(
         ("pp4:256", 4, "--num-layers is 6, which PP 4"),
         ("2*tp1:128", 4, "of up to 128 tokens, but --seq-length is 256"),
         ("pp2vpp4:256+tp1:256", 4, "--num-layers is 6"),
+        ("4*tp1:900000k", 4, r"^--wlb-strategies .*strategies.yaml: tp1 is to take documents"),
     ],
 )
 def test_strategies_that_cannot_run_are_refused(

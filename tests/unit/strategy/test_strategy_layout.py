@@ -108,14 +108,16 @@ def test_strategy_without_replicas_and_wrong_files_are_refused(tmp_path: Path) -
         Strategy(NODES, ())
     path = tmp_path / "wrong.yaml"
     for text, said in (
+        ("", "expected names and values"),
         ("num_devices: 8", "devices_per_node"),
+        ("num_devices: 8\ndevices_per_node: 8\nstrategy: [tp2:1k]", "unknown entry strategy"),
         ("num_devices: 8\ndevices_per_node: 8\nstrategies: []", "are none"),
         ("num_devices: 8\ndevices_per_node: 8\nstrategies: [tp9]", "no replica"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=said) as caught:
             read_strategies(path)
-        assert str(path) in str(caught.value)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_kinds_stand_by_what_they_can_take() -> None:
