@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
 import os
 import shlex
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -255,6 +257,27 @@ def test_processes_end_at_the_limit_and_with_the_first_that_fails(
         time.sleep(0.05)
     ended = run_ranks(fail, 2, tmp_path, limit_s=60.0, environment={})
     assert (ended.why, ended.tail) == ("rank 1 ended with 3", "this is why")
+
+
+def meet() -> int:
+    """Ranks meet in the store, whose port nobody else can take."""
+    import torch.distributed as dist
+
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            assert error.errno == errno.EADDRINUSE
+        else:
+            return 3
+    dist.init_process_group("gloo")
+    dist.barrier()
+    return 0
+
+
+def test_port_is_taken_before_any_rank_is_told_of_it(module: Any, tmp_path: Path) -> None:
+    ended = module("ranks").run_ranks(meet, 2, tmp_path, limit_s=60.0, environment={})
+    assert ended.why == "", ended.tail
 
 
 EXPERTS = shlex.split(
