@@ -279,6 +279,7 @@ def _scale_experts(flags: _Flags, given_layers: int, tp: int, num_ranks: int) ->
         flags.put("--moe-layer-freq", (f"[0]+[1]*{num_layers - 1}",), SCALED)
     num_experts = min(flags.number("--num-experts", 1), MOST_EXPERTS)
     flags.put("--num-experts", num_experts, SCALED)
+    _scale_groups(flags, num_experts)
     etp = min(flags.number("--expert-tensor-parallel-size", tp), num_ranks)
     ep = min(flags.number("--expert-model-parallel-size", 1), num_experts)
     instances = flags.number("--num-distributed-optimizer-instances", 1)
@@ -295,6 +296,18 @@ def _scale_experts(flags: _Flags, given_layers: int, tp: int, num_ranks: int) ->
     for flag in ("--moe-aux-loss-coeff", "--moe-z-loss-coeff"):
         if any(map(float, flags.values.get(flag, ()))):
             flags.put(flag, (LOSS_OF_EXPERTS,) * len(flags.values[flag]), SCALED)
+
+
+def _scale_groups(flags: _Flags, num_experts: int) -> None:
+    """As many groups of experts as leave each those that a token takes of it; in their ratios."""
+    names = ("--moe-router-num-groups", "--moe-router-group-topk", "--moe-router-topk")
+    if not flags.values.keys() >= set(names):
+        return
+    groups, chosen, topk = (flags.number(name, 1) for name in names)
+    while chosen * num_experts < topk * groups:
+        groups, chosen, topk = (max(1, number // 2) for number in (groups, chosen, topk))
+        for name, number in zip(names, (groups, chosen, topk), strict=True):
+            flags.put(name, number, SCALED)
 
 
 def _scale_layers(flags: _Flags, pp: int) -> int:

@@ -315,3 +315,12 @@ def test_experts_are_few_and_their_losses_and_layers_count(
     assert kinds["--moe-router-load-balancing-type"] == "routing"
     assert kinds["--optimizer"] == "needs a package"
     assert "--expert-model-parallel-size" not in module("scaling").grouped(found.alone)
+
+
+def test_groups_of_few_experts_have_as_many_as_a_token_takes(module: Any) -> None:
+    experts = "--num-experts 64 --moe-router-num-groups 8 --moe-router-group-topk 4"
+    _, flags = scaled(module, *experts.split(), "--moe-router-topk", "8")
+    names = ("num-groups", "group-topk", "topk")
+    assert [flags[f"--moe-router-{name}"] for name in names] == [("4",), ("2",), ("4",)]
+    _, flags = scaled(module, *experts.split(), "--moe-router-topk", "4")
+    assert [flags[f"--moe-router-{name}"] for name in names] == [("8",), ("4",), ("4",)]
