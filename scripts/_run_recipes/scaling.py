@@ -119,6 +119,7 @@ def scale(words: Sequence[str], num_devices: int, corpus: str) -> Scaled:
     _scale_batch(flags, pp, dp)
     for flag, value in ON_CPU.items():
         flags.put(flag, value, GPU)
+    flags.put_if_given("--cross-entropy-fusion-impl", ("native",), GPU)
     if "muon" in flags.values.get("--optimizer", ("",))[0]:
         flags.put("--optimizer", ("adam",), PACKAGE)
     for flag in ("--hidden-dropout", "--attention-dropout"):

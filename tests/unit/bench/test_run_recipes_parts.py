@@ -83,6 +83,8 @@ def test_every_changed_flag_is_told(module: Any) -> None:
     assert told.keys() == differing
     assert (told["--fp8-format"].before, told["--fp8-format"].after) == ("hybrid", "")
     assert told["--fp8-format"].kind == "needs a GPU" and told["--bf16"].kind == "fp32"
+    change = {c.flag: c for c in scaled(module, "--cross-entropy-fusion-impl", "te")[0].changes}
+    assert change["--cross-entropy-fusion-impl"].after == "native"
     assert told["--data-path"].before == "0.3 /a 0.7 /b"
     assert told["--error-injection-rate"].kind == "faults"
 
