@@ -281,6 +281,10 @@ def _scale_experts(flags: _Flags, given_layers: int, tp: int, num_ranks: int) ->
     num_experts = min(flags.number("--num-experts", 1), MOST_EXPERTS)
     flags.put("--num-experts", num_experts, SCALED)
     _scale_groups(flags, num_experts)
+    modules = flags.values.get("--recompute-modules", ())
+    if "moe_act" in modules:  # of grouped kernels; whole layers of experts do without
+        modules = tuple(dict.fromkeys("moe" if one == "moe_act" else one for one in modules))
+        flags.put("--recompute-modules", modules, GPU)
     etp = min(flags.number("--expert-tensor-parallel-size", tp), num_ranks)
     ep = min(flags.number("--expert-model-parallel-size", 1), num_experts)
     instances = flags.number("--num-distributed-optimizer-instances", 1)

@@ -326,3 +326,9 @@ def test_groups_of_few_experts_have_as_many_as_a_token_takes(module: Any) -> Non
     assert [flags[f"--moe-router-{name}"] for name in names] == [("4",), ("2",), ("4",)]
     _, flags = scaled(module, *experts.split(), "--moe-router-topk", "4")
     assert [flags[f"--moe-router-{name}"] for name in names] == [("8",), ("4",), ("4",)]
+
+
+def test_experts_activations_are_computed_again_without_grouped_kernels(module: Any) -> None:
+    modules = ["--recompute-modules", "moe_act", "layernorm", "moe"]
+    _, flags = scaled(module, "--num-experts", "8", "--moe-grouped-gemm", *modules)
+    assert flags["--recompute-modules"] == ("moe", "layernorm")
