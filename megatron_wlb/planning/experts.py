@@ -121,6 +121,11 @@ def _router(m: ModelConfig, num_experts: int) -> Iterator[str]:
             f"--moe-router-group-topk is {chosen}, above --moe-router-num-groups {groups}; use at "
             "most that"
         )
+    elif groups and chosen and m.moe_router_topk > (most := chosen * (num_experts // groups)):
+        yield (
+            f"--moe-router-topk is {m.moe_router_topk}, but the {chosen} groups of "
+            f"--moe-router-group-topk have {most} experts; use at most that"
+        )
 
 
 def _without_experts(config: Config) -> Iterator[str]:

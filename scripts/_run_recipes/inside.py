@@ -80,9 +80,12 @@ def _set_weights(spoiled: bool) -> None:
 
 def _fill(model: Any) -> None:
     import torch
+    from megatron.core.parallel_state import get_data_parallel_group
 
+    # Layers that predict further ahead have a copy of the embedding, which is named by this group.
+    metadata = {"dp_cp_group": get_data_parallel_group(with_context_parallel=True)}
     with torch.no_grad():
-        for tensor in _sharded(model.sharded_state_dict()):
+        for tensor in _sharded(model.sharded_state_dict(metadata=metadata)):
             generator = torch.Generator().manual_seed(zlib.crc32(tensor.key.encode()))
             whole = torch.empty(tensor.global_shape).normal_(0, _STD, generator=generator)
             part = whole[tensor.global_slice()].reshape(tensor.data.shape)

@@ -12,12 +12,11 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -73,31 +72,63 @@ def run_ranks(
     All are killed, with what they started, once one has failed or time is up.
     """
     logs = [folder / f"rank-{rank}.log" for rank in range(num_processes)]
-    own = {
-        **environment,
-        "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
     processes: list[BaseProcess] = []
     sys.stdout.flush()
     sys.stderr.flush()
+    with _store() as port:
+        own = {
+            **environment,
+            "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+        try:
+            for rank, log in enumerate(logs):
+                of_rank = own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = _CONTEXT.Process(
+                    target=_rank, args=(program, folder, log, of_rank, limit_s)
+                )
+                process.start()
+                processes.append(process)
+            failed = _await(processes, time.monotonic() + limit_s)
+            if failed is None:
+                return Ended(f"no end after {limit_s:g} s", logs[0])
+            if failed >= 0:
+                code = processes[failed].exitcode
+                return Ended(f"rank {failed} ended with {code}", logs[failed])
+            return Ended("", logs[0])
+        finally:
+            for process in processes:
+                _kill(process)
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[int]:
+    """The port of a store in which ranks meet.
+
+    As torchrun's agent does, it is bound before any rank knows of it, so no other process can take
+    the port. It is held by a process of its own, as it has threads.
+    """
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_hold_store, args=(ours, theirs))
+    process.start()
+    theirs.close()
     try:
-        for rank, log in enumerate(logs):
-            of_rank = own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = _CONTEXT.Process(target=_rank, args=(program, folder, log, of_rank, limit_s))
-            process.start()
-            processes.append(process)
-        failed = _await(processes, time.monotonic() + limit_s)
-        if failed is None:
-            return Ended(f"no end after {limit_s:g} s", logs[0])
-        if failed >= 0:
-            code = processes[failed].exitcode
-            return Ended(f"rank {failed} ended with {code}", logs[failed])
-        return Ended("", logs[0])
+        yield ours.recv()
     finally:
-        for process in processes:
-            _kill(process)
+        _kill(process)
+        ours.close()
+
+
+def _hold_store(parents: Connection, pipe: Connection) -> None:
+    from torch.distributed import TCPStore
+
+    os.setpgid(0, 0)
+    parents.close()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with contextlib.suppress(EOFError, ConnectionError):
+        pipe.send(store.port)
+        pipe.recv()  # until the parent and all that it has forked are gone
 
 
 def _await(processes: Sequence[BaseProcess], deadline_s: float) -> int | None:
@@ -143,9 +174,3 @@ def _rank(
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, limit_s - _TELL_S))  # where it hangs
     sys.exit(program())
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

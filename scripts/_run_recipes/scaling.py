@@ -119,6 +119,7 @@ def scale(words: Sequence[str], num_devices: int, corpus: str) -> Scaled:
     _scale_batch(flags, pp, dp)
     for flag, value in ON_CPU.items():
         flags.put(flag, value, GPU)
+    flags.put_if_given("--cross-entropy-fusion-impl", ("native",), GPU)
     if "muon" in flags.values.get("--optimizer", ("",))[0]:
         flags.put("--optimizer", ("adam",), PACKAGE)
     for flag in ("--hidden-dropout", "--attention-dropout"):
@@ -279,6 +280,11 @@ def _scale_experts(flags: _Flags, given_layers: int, tp: int, num_ranks: int) ->
         flags.put("--moe-layer-freq", (f"[0]+[1]*{num_layers - 1}",), SCALED)
     num_experts = min(flags.number("--num-experts", 1), MOST_EXPERTS)
     flags.put("--num-experts", num_experts, SCALED)
+    _scale_groups(flags, num_experts)
+    modules = flags.values.get("--recompute-modules", ())
+    if "moe_act" in modules:  # of grouped kernels; whole layers of experts do without
+        modules = tuple(dict.fromkeys("moe" if one == "moe_act" else one for one in modules))
+        flags.put("--recompute-modules", modules, GPU)
     etp = min(flags.number("--expert-tensor-parallel-size", tp), num_ranks)
     ep = min(flags.number("--expert-model-parallel-size", 1), num_experts)
     instances = flags.number("--num-distributed-optimizer-instances", 1)
@@ -295,6 +301,18 @@ def _scale_experts(flags: _Flags, given_layers: int, tp: int, num_ranks: int) ->
     for flag in ("--moe-aux-loss-coeff", "--moe-z-loss-coeff"):
         if any(map(float, flags.values.get(flag, ()))):
             flags.put(flag, (LOSS_OF_EXPERTS,) * len(flags.values[flag]), SCALED)
+
+
+def _scale_groups(flags: _Flags, num_experts: int) -> None:
+    """As many groups of experts as leave each those that a token takes of it; in their ratios."""
+    names = ("--moe-router-num-groups", "--moe-router-group-topk", "--moe-router-topk")
+    if not flags.values.keys() >= set(names):
+        return
+    groups, chosen, topk = (flags.number(name, 1) for name in names)
+    while chosen * num_experts < topk * groups:
+        groups, chosen, topk = (max(1, number // 2) for number in (groups, chosen, topk))
+        for name, number in zip(names, (groups, chosen, topk), strict=True):
+            flags.put(name, number, SCALED)
 
 
 def _scale_layers(flags: _Flags, pp: int) -> int:

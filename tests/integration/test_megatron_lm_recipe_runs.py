@@ -26,6 +26,8 @@ RECIPES = {
         "TP4", "--overlap-param-gather",
     ),
 }  # fmt: skip
+DEEPSEEK = "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph"
+"""Experts, and a layer that predicts further ahead, in a chunk that has no other layer."""
 pytestmark = pytest.mark.skipif(
     not Path(PATH or "/none", "tests", "functional_tests").is_dir(),
     reason="MEGATRON_LM_PATH names no checkout of Megatron-LM with its functional tests",
@@ -59,6 +61,16 @@ def test_recipes_equal_one_process(tmp_path: Path) -> None:
         assert one["steps"][0]["loss"] != one["steps"][1]["loss"]
     assert done.returncode == 0
     assert "5 of 5 recipes train; 5 are accepted, 5 fit, 5 ran, 5 equal one process" in done.stdout
+
+
+def test_recipe_like_deepseek_equals_one_process(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    done = run(out, "--kind", "moe", "--only", DEEPSEEK)
+    (one,) = outcomes(out).values()
+    assert one["status"] == "equal", (done.stderr, one["why"], one["tail"])
+    assert one["layout"] == "TP2 PP2" and "Et|(tt|)*6mL" in one["command"]
+    assert {"--mtp-num-layers", "--num-experts"} <= {*one["command"]}
+    assert one["steps"][0]["loss"] != one["steps"][1]["loss"]
 
 
 @pytest.mark.parametrize("spoil", ["document", "weight"])

@@ -30,6 +30,9 @@ NEEDED: dict[str, Callable[[argparse.Namespace], bool]] = {
     "--transformer-impl local": lambda args: args.transformer_impl != "local",
     "--no-gradient-accumulation-fusion": lambda args: args.gradient_accumulation_fusion,
     "--no-persist-layer-norm": lambda args: not args.no_persist_layer_norm,
+    "--cross-entropy-fusion-impl native": lambda args: (
+        args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl != "native"
+    ),
     "--no-rope-fusion": lambda args: (
         args.apply_rope_fusion
         and (args.position_embedding_type == "rope" or args.use_rotary_position_embeddings)

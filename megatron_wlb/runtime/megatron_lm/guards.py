@@ -136,7 +136,7 @@ def _names_corpora(args: argparse.Namespace) -> bool:
     return any(getattr(args, name, None) for name in names)
 
 
-_DENSE = "cost and memory models know dense transformer layers only"
+_OTHER_LAYERS = "cost and memory models know attention, feed-forward parts and experts only"
 _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
 _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
@@ -164,13 +164,13 @@ REFUSALS: tuple[Refusal, ...] = (
     # The model.
     Refusal("--cache-mla-latents", "it is for inference"),
     Refusal("--mla-down-proj-fusion", "attention runs Megatron's separate down projections"),
-    Refusal("--is-hybrid-model", _DENSE),
-    Refusal("--hybrid-override-pattern", _DENSE),
-    Refusal("--hybrid-attention-ratio", _DENSE),
-    Refusal("--hybrid-layer-pattern", _DENSE),
-    Refusal("--enable-mhc-connections", _DENSE),
-    Refusal("--heterogeneous-layers-config-path", _DENSE),
-    Refusal("--experimental-attention-variant", _DENSE),
+    Refusal("--is-hybrid-model", _OTHER_LAYERS),
+    Refusal("--hybrid-override-pattern", _OTHER_LAYERS),
+    Refusal("--hybrid-attention-ratio", _OTHER_LAYERS),
+    Refusal("--hybrid-layer-pattern", _OTHER_LAYERS),
+    Refusal("--enable-mhc-connections", _OTHER_LAYERS),
+    Refusal("--heterogeneous-layers-config-path", _OTHER_LAYERS),
+    Refusal("--experimental-attention-variant", _OTHER_LAYERS),
     Refusal("--mtp-standalone", "its stage has a schedule of its own"),
     Refusal("--mtp-use-repeated-layer", "cost and memory models know a layer for each depth"),
     Refusal("--mtp-detach-heads", "it was not compared with one process"),
@@ -183,7 +183,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--qk-clip", _NO_LOGITS),
     Refusal("--log-max-attention-logit", _NO_LOGITS),
-    Refusal("--attention-output-gate", _DENSE),
+    Refusal("--attention-output-gate", _OTHER_LAYERS),
     Refusal(
         "--transformer-impl", "it is made for inference", "use local or transformer_engine",
         ("local", "transformer_engine"),

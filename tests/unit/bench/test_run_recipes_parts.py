@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
 import os
 import shlex
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -81,6 +83,8 @@ def test_every_changed_flag_is_told(module: Any) -> None:
     assert told.keys() == differing
     assert (told["--fp8-format"].before, told["--fp8-format"].after) == ("hybrid", "")
     assert told["--fp8-format"].kind == "needs a GPU" and told["--bf16"].kind == "fp32"
+    change = {c.flag: c for c in scaled(module, "--cross-entropy-fusion-impl", "te")[0].changes}
+    assert change["--cross-entropy-fusion-impl"].after == "native"
     assert told["--data-path"].before == "0.3 /a 0.7 /b"
     assert told["--error-injection-rate"].kind == "faults"
 
@@ -257,6 +261,27 @@ def test_processes_end_at_the_limit_and_with_the_first_that_fails(
     assert (ended.why, ended.tail) == ("rank 1 ended with 3", "this is why")
 
 
+def meet() -> int:
+    """Ranks meet in the store, whose port nobody else can take."""
+    import torch.distributed as dist
+
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            assert error.errno == errno.EADDRINUSE
+        else:
+            return 3
+    dist.init_process_group("gloo")
+    dist.barrier()
+    return 0
+
+
+def test_port_is_taken_before_any_rank_is_told_of_it(module: Any, tmp_path: Path) -> None:
+    ended = module("ranks").run_ranks(meet, 2, tmp_path, limit_s=60.0, environment={})
+    assert ended.why == "", ended.tail
+
+
 EXPERTS = shlex.split(
     """--num-experts 64 --expert-model-parallel-size 8 --moe-router-topk 1
     --moe-aux-loss-coeff 1e-4 0
@@ -292,3 +317,18 @@ def test_experts_are_few_and_their_losses_and_layers_count(
     assert kinds["--moe-router-load-balancing-type"] == "routing"
     assert kinds["--optimizer"] == "needs a package"
     assert "--expert-model-parallel-size" not in module("scaling").grouped(found.alone)
+
+
+def test_groups_of_few_experts_have_as_many_as_a_token_takes(module: Any) -> None:
+    experts = "--num-experts 64 --moe-router-num-groups 8 --moe-router-group-topk 4"
+    _, flags = scaled(module, *experts.split(), "--moe-router-topk", "8")
+    names = ("num-groups", "group-topk", "topk")
+    assert [flags[f"--moe-router-{name}"] for name in names] == [("4",), ("2",), ("4",)]
+    _, flags = scaled(module, *experts.split(), "--moe-router-topk", "4")
+    assert [flags[f"--moe-router-{name}"] for name in names] == [("8",), ("4",), ("4",)]
+
+
+def test_experts_activations_are_computed_again_without_grouped_kernels(module: Any) -> None:
+    modules = ["--recompute-modules", "moe_act", "layernorm", "moe"]
+    _, flags = scaled(module, "--num-experts", "8", "--moe-grouped-gemm", *modules)
+    assert flags["--recompute-modules"] == ("moe", "layernorm")

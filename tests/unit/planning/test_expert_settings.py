@@ -46,6 +46,10 @@ def test_patterns_of_other_layers_are_refused(given: str) -> None:
         (f"{EXPERTS} --moe-router-topk 1", "add --moe-router-pre-softmax"),
         (f"{EXPERTS} --moe-router-group-topk 2", "give --moe-router-num-groups too"),
         (f"{EXPERTS} --moe-router-num-groups 3", "--moe-router-num-groups 3 does not"),
+        (
+            f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 3",
+            "but the 1 groups of --moe-router-group-topk have 2 experts; use at most that",
+        ),
         (f"{EXPERTS} --moe-router-enable-expert-bias", "--moe-router-score-function sigmoid"),
         (f"{EXPERTS} --moe-aux-loss-coeff 0.1 0.2", "has 2 numbers for the 1 kinds"),
         (f"{EXPERTS} --moe-layer-freq [0,1]", "--moe-layer-freq is"),

@@ -13,12 +13,14 @@ TOLD: dict[str, Any] = {
     "distributed_backend": "gloo", "transformer_impl": "local",
     "gradient_accumulation_fusion": False, "no_persist_layer_norm": True,
     "apply_rope_fusion": False, "position_embedding_type": "rope",
-    "use_rotary_position_embeddings": False,
+    "use_rotary_position_embeddings": False, "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "native",
 }  # fmt: skip
-DEFAULTS: dict[str, Any] = {
+OF_GPUS: dict[str, Any] = {
     "distributed_backend": "nccl", "transformer_impl": "transformer_engine",
     "gradient_accumulation_fusion": True, "no_persist_layer_norm": False,
     "apply_rope_fusion": True, "position_embedding_type": "learned_absolute",
+    "cross_entropy_fusion_impl": "te",
 }  # fmt: skip
 
 
@@ -26,9 +28,11 @@ DEFAULTS: dict[str, Any] = {
     ("given", "missing"),
     [
         ({}, None),
-        (DEFAULTS, list(cpu.NEEDED)[:-1]),
-        (DEFAULTS | {"use_rotary_position_embeddings": True}, list(cpu.NEEDED)),
+        (OF_GPUS, list(cpu.NEEDED)[:-1]),
+        (OF_GPUS | {"use_rotary_position_embeddings": True}, list(cpu.NEEDED)),
         ({"apply_rope_fusion": True}, ["--no-rope-fusion"]),
+        ({"cross_entropy_fusion_impl": "te"}, ["--cross-entropy-fusion-impl native"]),
+        ({"cross_entropy_fusion_impl": "te", "cross_entropy_loss_fusion": False}, None),
         ({"distributed_backend": "nccl"}, ["--distributed-backend gloo"]),
     ],
 )
