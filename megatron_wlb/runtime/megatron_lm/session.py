@@ -25,6 +25,7 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
 from megatron_wlb.planning.plan_ahead import PlanAhead
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm import fsdp
@@ -206,6 +207,7 @@ class Session:
     def _training_plans(self, plans: PlanAhead) -> Iterator[StepPlan]:
         while True:
             asked = time.monotonic()
+            watchdog.at("the plan of the next step", is_slow=True)
             plan = plans.next_plan()
             if plan is None:
                 raise PlanError("the stream of documents ended, though it has no last epoch")

@@ -25,6 +25,7 @@ _NOT_OF_PLANS = {
     "wlb_config",
     "wlb_verify_shapes",
     "wlb_verify_plan_interval",
+    "wlb_hang_seconds",
     "wlb_no_checksums",
     "wlb_allow_untested_megatron",
     "wlb_attention_kernel",

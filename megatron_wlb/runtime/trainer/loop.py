@@ -24,6 +24,7 @@ from megatron_wlb.planning.from_config import (
     padded_vocab_size,
 )
 from megatron_wlb.planning.plan_ahead import PlanAhead, Plans
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
@@ -126,6 +127,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""
+        watchdog.at("the checkpoint after iteration %d", self.iteration, is_slow=True)
         with self.model.whole_weights():
             folder = checkpoint.save(
                 self.config,
@@ -157,6 +159,7 @@ class Trainer:
         with RunLog(self.config) as log, PlanAhead(self.planner) as self.plans:
             while self.iteration < training.train_iters:
                 start = time.monotonic()
+                watchdog.at("the plan of iteration %d", self.iteration + 1, is_slow=True)
                 plan = self.plans.next_plan()
                 if plan is None:
                     logger.info(

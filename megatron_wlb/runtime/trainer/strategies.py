@@ -17,6 +17,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.strategies import StrategyRun
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.attention.kernels import (
     ChosenKernel,
     Demand,
@@ -169,6 +170,7 @@ class StrategyTrainer(Trainer):
         return self._evaluated()
 
     def save(self) -> None:
+        watchdog.at("the checkpoint after iteration %d", self.iteration, is_slow=True)
         state = {
             "planner": self.plans.state_dict(),
             "machine": machine_digest(self.config),
