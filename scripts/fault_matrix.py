@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Puts faults into real runs of a few processes, starts them again, and counts what became of them.
+"""Puts faults into real runs of a few processes, starts them again, and counts what became of it.
 
-Each rank is killed or stopped in each part of a step, disks are full, files damaged, folders shared.
+Ranks are killed or stopped in each part of a step, disks are full, files damaged, folders shared.
 A case ends as one of: resumed equal, refused clearly, hung, silent, lost. Ends with status 1 if one
 of the last three is there. The launcher needs MEGATRON_LM_PATH.
 

@@ -286,7 +286,13 @@ class Corpus:
 
     def _read(self, index: int, start: int, stop: int, epoch: int) -> npt.NDArray[np.int64]:
         # A copy always: Megatron's arrays are views of a map that it closes.
-        stored = self._dataset.get(index, offset=start, length=stop - start)
+        try:
+            stored = self._dataset.get(index, offset=start, length=stop - start)
+        except OSError as error:
+            raise CorpusError(
+                f"cannot read document {index} of {self.prefix}: {error.strerror or error}; look "
+                "at its disk, then start the run again"
+            ) from error
         return np.array(stored, dtype=np.int64)
 
     @cached_property

@@ -66,7 +66,7 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
         if os.environ.get("WLB_TRACEBACK") == "1" or not watchdog.lost_peer(error):
             _is_first_to_tell()  # by the traceback
             raise
-        said = " ".join(str(error).split())
+        said = " ".join(str(error).partition(" This is typically")[0].split())
         lost = LostRankError(
             f"another rank ended or stopped ({said}): {watchdog.whereabouts(error)}; start the run "
             "again"

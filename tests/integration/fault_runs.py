@@ -32,9 +32,9 @@ from trainer_runs import Finished, Flags, Run, losses, start
 from megatron_wlb.data.corpus import build_corpus
 
 NUM_STEPS = 6
-HANG_S = 4.0
+HANG_S = 8.0
 """``--wlb-hang-seconds`` of these runs. What is slow has six times that."""
-ENDED_S = 60.0
+ENDED_S = 110.0
 """How long a run may go on after a fault, on a busy machine, before it hangs."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -72,18 +72,15 @@ STARTERS: dict[str, tuple[Starter, Flags]] = {
 }
 
 POINTS = {
-    # Where a fault strikes: a function of the program, and its calls in a step on a rank.
-    "planning": ("megatron_wlb.planner:Planner.next_plan", 1),
-    "forward": ("megatron_wlb.runtime.step:forward_step", 4),
-    "backward": ("megatron.core.pipeline_parallel.schedules:backward_step", 4),
-    "optimizer": ("megatron.core.optimizer.optimizer:get_grad_norm_fp32", 1),
-    "write": (
-        "megatron.core.dist_checkpointing.strategies.filesystem_async"
-        ":FileSystemWriterAsync.prepare_write_data",
-        1,
-    ),
-    "saved": ("megatron_wlb.runtime.saving.checksums:write", 1),
-    "read": ("megatron_wlb.data.corpus:Corpus.tokens", 8),
+    # Where a fault strikes: a function of the program.
+    "planning": "megatron_wlb.planner:Planner.next_plan",
+    "forward": "megatron_wlb.runtime.step:forward_step",
+    "backward": "megatron.core.pipeline_parallel.schedules:backward_step",
+    "optimizer": "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+    "write": "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    ":FileSystemWriterAsync.prepare_write_data",
+    "saved": "megatron_wlb.runtime.saving.checksums:write",
+    "read": "megatron.core.datasets.indexed_dataset:IndexedDataset.get",
 }
 
 
@@ -111,6 +108,10 @@ def strike(kind: str) -> Any:
     return None
 
 
+_step = [-1]
+"""The newest step of this process."""
+
+
 def prepare(ledger: str, fault: Fault | None) -> None:
     """Runs first in each rank: notes what it trains in ``ledger``, and lays the fault."""
     from megatron_wlb.runtime import rank_main
@@ -120,6 +121,7 @@ def prepare(ledger: str, fault: Fault | None) -> None:
     original = StepRunner.run_schedule
 
     def noted(self: Any, plan: Any, *args: Any, forward_only: bool, **kwargs: Any) -> Any:
+        _step[0] = plan.step
         result = original(self, plan, *args, forward_only=forward_only, **kwargs)
         if os.environ["RANK"] == "0" and not forward_only:
             documents = [[d.corpus, d.epoch, d.index, d.offset, d.length] for d in plan.documents]
@@ -136,7 +138,7 @@ def _lay(fault: Fault) -> None:
     """Replaces the function of the fault's point by one that strikes at a call of it."""
     import importlib
 
-    module, _, path = POINTS[fault.point][0].partition(":")
+    module, _, path = POINTS[fault.point].partition(":")
     *outer, name = path.split(".")
     owner: Any = importlib.import_module(module)
     for part in outer:
@@ -145,8 +147,8 @@ def _lay(fault: Fault) -> None:
 
     def struck(*args: Any, **kwargs: Any) -> Any:
         with lock:
-            calls[0] += 1
-            is_due = calls[0] == fault.call
+            calls[0] += _step[0] >= fault.step
+            is_due = calls[0] == fault.call and not Path(fault.struck).exists()
         if is_due:
             Path(fault.struck).touch()
             strike(fault.kind)
@@ -157,11 +159,12 @@ def _lay(fault: Fault) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes which rank, at which call of a point."""
+    """What strikes which rank, at which call of a point from the beginning of a step on."""
 
     kind: str
     point: str
     rank: int
+    step: int
     call: int
     struck: str
     """A file that is there once it has struck."""
@@ -259,10 +262,10 @@ def await_end(run: Run, limit_s: float) -> float | None:
         gone = [root for root in roots if not _runs(root)]
         if gone and said_s is None:
             said_s = time.monotonic()
-        if len(gone) == len(roots) or (said_s is not None and time.monotonic() - said_s > 3.0):
-            if run.poll() is not None:
-                _, alive = psutil.wait_procs(family, timeout=3)
-                return None if alive else time.monotonic() - began
+        is_over = said_s is not None and time.monotonic() - said_s > 3.0
+        if (is_over or len(gone) == len(roots)) and run.poll() is not None:
+            _, alive = psutil.wait_procs(family, timeout=3)
+            return None if alive else time.monotonic() - began
         time.sleep(0.02)
     run.kill()
     for process in family:
@@ -305,14 +308,11 @@ def struck(
 ) -> None:
     """A fault strikes a process in the middle of a run, which is started again."""
     num, flags = bench.flags(done.trainer, done.layout)
-    if point in ("write", "saved"):
-        call = dice.randint(1, 2)
-    else:  # in or after step 3, so that there is a checkpoint mostly
-        calls = POINTS[point][1]
-        call = dice.randint(2 * calls + 1, 4 * calls)
-    fault = Fault(kind, point, dice.randrange(num), call, str(folder / "struck"))
+    rank, step = dice.randrange(num), dice.randint(1, 4)
+    call = dice.randint(1, 4) if point in ("forward", "backward", "read") else 1
+    deed = "kill" if kind == "async" else kind
+    fault = Fault(deed, point, rank, step, call, str(folder / "struck"))
     if kind == "async":
-        fault = Fault("kill", point, fault.rank, fault.call, fault.struck)
         flags = flags | {"async_save": True}
     run = begin(done.trainer, folder, num, flags, fault)
     while not Path(fault.struck).exists() and run.poll() is None:
@@ -335,7 +335,7 @@ def struck(
     resume(bench, folder, done)
 
 
-PLACE = r"(step \d+: .*(pass|micro-batch|beginning)|plan of|checkpoint after|a checkpoint|the start)"
+PLACE = r"step \d+: .*(pass|micro-batch|beginning)|plan of|checkpoint after|a checkpoint|the start"
 """Where a run was, in an error of a rank that lost another one."""
 
 
@@ -493,13 +493,13 @@ def two_runs(
 
 
 def sleepy(folder: Path) -> Fault:
-    return Fault("sleep", "optimizer", 0, 3, str(folder / "struck"))
+    return Fault("sleep", "optimizer", 0, 2, 1, str(folder / "struck"))
 
 
 def asked_to_leave(bench: Bench, folder: Path, done: Outcome, dice: random.Random) -> None:
     """SIGTERM with ``--exit-signal-handler``: a checkpoint, and an end without an error."""
     num, flags = bench.flags(done.trainer, done.layout)
-    fault = Fault("term", "backward", dice.randrange(num), 10, str(folder / "struck"))
+    fault = Fault("term", "backward", dice.randrange(num), 2, 2, str(folder / "struck"))
     run = begin(done.trainer, folder, num, flags | {"exit_signal_handler": True}, fault)
     run.wait_until(Path(fault.struck).exists, 0.01)
     done.ended_s = await_end(run, ENDED_S)

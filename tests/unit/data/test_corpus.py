@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import resource
 import struct
 import subprocess
@@ -271,6 +273,19 @@ def test_tokens_never_gives_those_of_another_document(
 ) -> None:
     with pytest.raises(CorpusError, match=r"has documents 0 to 3, not|has 3 tokens, not \["):
         Corpus.open(prefix).tokens(index, start, stop)
+
+
+def test_tokens_that_cannot_be_read_are_one_line(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    corpus = Corpus.open(prefix)
+    corpus.open_tokens()
+    monkeypatch.setattr(type(corpus._dataset), "get", fail)
+    with pytest.raises(CorpusError, match=r"cannot read document 1 of .*: Input/output error; "):
+        corpus.tokens(1, 0, 1)
 
 
 def test_open_does_not_import_megatron(prefix: Path) -> None:
