@@ -33,9 +33,11 @@ from megatron_wlb.data.corpus import build_corpus
 
 NUM_STEPS = 6
 HANG_S = 8.0
-"""``--wlb-hang-seconds`` of these runs. What is slow has six times that."""
-ENDED_S = 110.0
+"""``--wlb-hang-seconds`` of these runs. What is slow has three times that here."""
+ENDED_S = 150.0
 """How long a run may go on after a fault, on a busy machine, before it hangs."""
+RUN_S = 400.0
+"""How long a whole run may take there."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
 EMBEDDED: Flags = {
@@ -114,10 +116,11 @@ _step = [-1]
 
 def prepare(ledger: str, fault: Fault | None) -> None:
     """Runs first in each rank: notes what it trains in ``ledger``, and lays the fault."""
-    from megatron_wlb.runtime import rank_main
+    from megatron_wlb.runtime import rank_main, watchdog
     from megatron_wlb.runtime.step import StepRunner
 
     rank_main.LOST_PEER_S = 5.0  # nothing here has to wait for other machines
+    watchdog.SLOW = 3
     original = StepRunner.run_schedule
 
     def noted(self: Any, plan: Any, *args: Any, forward_only: bool, **kwargs: Any) -> Any:
@@ -216,13 +219,13 @@ class Bench:
         return self.plain[trainer, layout]
 
 
-def begin(
-    trainer: str, folder: Path, num: int, flags: Flags, fault: Fault | None = None, **more: Any
-) -> Run:
+def begin(trainer: str, folder: Path, num: int, flags: Flags, fault: Fault | None = None) -> Run:
     """Starts a run in its folder."""
     folder.mkdir(exist_ok=True)
     prepared = partial(prepare, str(folder / "ledger"), fault)
-    return STARTERS[trainer][0](folder, num, flags, fault=prepared, **more)
+    run = STARTERS[trainer][0](folder, num, flags, fault=prepared)
+    run.deadline = time.monotonic() + RUN_S
+    return run
 
 
 def make_corpus(folder: Path, name: str = "texts", seed: int = 7) -> Path:
@@ -394,6 +397,11 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
+def rewrite(path: Path, dice: random.Random) -> None:
+    """Gives every byte another value that is a token too."""
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+
+
 def swap(path: Path, dice: random.Random) -> None:
     """With the file of this name in the checkpoint before, or with another file beside it."""
     other = path.parent.parent / "iter_0000002" / path.name
@@ -443,7 +451,7 @@ def damaged_corpus(
         for one in (".bin", ".idx"):
             shutil.copy(other.with_suffix(one), folder / f"texts{one}")
     else:
-        DAMAGES[damage](path, dice)
+        DAMAGES.get(damage, rewrite)(path, dice)
     resume(bench, folder, done, **own)
     if done.outcome == "refused clearly":
         for good in bench.folder.glob("texts.*"):
@@ -530,7 +538,7 @@ CASES: dict[str, Case] = {
     **{
         f"corpus{suffix}-{damage}": partial(damaged_corpus, suffix=suffix, damage=damage)
         for suffix, damages in {
-            ".bin": ("cut", "flipped", "another"), ".idx": ("cut", "flipped"), ".json": ("cut",)
+            ".bin": ("cut", "rewritten", "another"), ".idx": ("cut", "flipped"), ".json": ("cut",)
         }.items()
         for damage in damages
     },

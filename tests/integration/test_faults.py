@@ -6,7 +6,6 @@ The long form, of every fault and layout, is ``scripts/fault_matrix.py``.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from fault_runs import Bench, attempt

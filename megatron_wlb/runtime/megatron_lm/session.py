@@ -34,7 +34,12 @@ from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.middles import with_middles
 from megatron_wlb.runtime.megatron_lm.model import of_chunks
 from megatron_wlb.runtime.model import Model, require_layers, settle_kernel
-from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, tell_changes
+from megatron_wlb.runtime.saving.resume import (
+    machine_digest,
+    plan_settings,
+    require_same_tokens,
+    tell_changes,
+)
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.config import Config
@@ -102,6 +107,7 @@ class Session:
     """All three set when the data are opened, before training."""
     _plans: PlanAhead | None = None
     _chunks: Sequence[torch.nn.Module] | None = None
+    _samples: Sequence[str] = ()
 
     @cached_property
     def flops(self) -> DocumentFlops:
@@ -136,6 +142,7 @@ class Session:
         """
         args = self.args
         corpora = self._corpora()
+        self._samples = corpora.samples
         dp_size = self.model.groups.dp.size()
         self.kernel = settle_kernel(self.config, self.model, (self.restored or {}).get("kernel"))
         self.cost = self._make_cost()
@@ -147,6 +154,7 @@ class Session:
             planner = make_planner(self.config, corpora, self.cost, dp_size)
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
+                require_same_tokens(corpora, self.restored.get("samples"))
                 saved, machine = self.restored["settings"], self.restored.get("machine")
                 tell_changes(self.config, saved, machine, *self.compared)
                 self.totals = Totals(**self.restored["totals"])
@@ -180,6 +188,7 @@ class Session:
             "planner": self._plans.state_dict(),
             "cost": self.cost.as_dict(),
             "machine": machine_digest(self.config),
+            "samples": self._samples,
             "kernel": self.kernel,
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,

@@ -33,7 +33,11 @@ from megatron_wlb.runtime.optimizer import build_optimizer, update
 from megatron_wlb.runtime.rank_main import writing
 from megatron_wlb.runtime.saving import checkpoint
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
-from megatron_wlb.runtime.saving.resume import machine_digest, tell_changes
+from megatron_wlb.runtime.saving.resume import (
+    machine_digest,
+    require_same_tokens,
+    tell_changes,
+)
 from megatron_wlb.runtime.step import StepLoss, StepRunner
 from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.settings.config import Config
@@ -72,6 +76,7 @@ class Trainer:
         if restored is not None:
             self.iteration, _, settings = restored
             self.planner.load_state_dict(state["planner"])
+            require_same_tokens(self.corpora, state.get("samples"))
             tell_changes(config, settings, state.get("machine"), *checkpoint.TOLD)
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
@@ -139,6 +144,7 @@ class Trainer:
                     "planner": self.plans.state_dict(),
                     "cost": self.cost.as_dict(),
                     "machine": machine_digest(self.config),
+                    "samples": self.corpora.samples,
                     "kernel": self.kernel,
                 },
             )

@@ -288,6 +288,22 @@ def test_tokens_that_cannot_be_read_are_one_line(
         corpus.tokens(1, 0, 1)
 
 
+def test_sample_knows_a_corpus_again_of_any_size(tmp_path: Path) -> None:
+    corpus = Corpus(str(tmp_path / "c"), np.array([1]), None, None)
+    for num_bytes in (0, 1, 5000, 1_000_000):
+        content = np.random.RandomState(0).bytes(num_bytes)
+        (tmp_path / "c.bin").write_bytes(content)
+        sample = corpus.sample()
+        assert corpus.sample() == sample
+        (tmp_path / "c.bin").write_bytes(bytes(byte ^ 1 for byte in content))
+        assert (corpus.sample() == sample) == (num_bytes == 0)
+        (tmp_path / "c.bin").write_bytes(content[:-1] + b"another end")  # which it reads too
+        assert corpus.sample() != sample
+    (tmp_path / "c.bin").unlink()
+    with pytest.raises(CorpusError, match=r"cannot read .*c\.bin: No such file"):
+        corpus.sample()
+
+
 def test_open_does_not_import_megatron(prefix: Path) -> None:
     code = (
         "import sys; from megatron_wlb.data.corpus import Corpus; Corpus.open(sys.argv[1]);"
