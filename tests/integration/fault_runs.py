@@ -55,6 +55,8 @@ LAUNCHER: Flags = megatron_lm_runs.BOTH | {
     "train_iters": NUM_STEPS,
     "wlb_packing": "hold",
     "wlb_look_ahead": 2,
+    "ckpt_format": "torch_dist",
+    "dist_ckpt_optim_fully_reshardable": True,
 }
 SAVING: Flags = {"save": "run", "load": "run", "save_interval": 2, "wlb_metrics": "metrics"}
 LAYOUTS: dict[str, tuple[int, Flags]] = {
