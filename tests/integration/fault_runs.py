@@ -33,7 +33,9 @@ from megatron_wlb.data.corpus import build_corpus
 
 NUM_STEPS = 6
 HANG_S = 8.0
-"""``--wlb-hang-seconds`` of these runs. What is slow has three times that here."""
+"""``--wlb-hang-seconds`` where a rank stops. What is slow has three times that here."""
+BUSY_S = 100.0
+"""The same of other runs: a busy machine is none that hangs."""
 ENDED_S = 150.0
 """How long a run may go on after a fault, on a busy machine, before it hangs."""
 RUN_S = 400.0
@@ -80,7 +82,7 @@ POINTS = {
     "planning": "megatron_wlb.planner:Planner.next_plan",
     "forward": "megatron_wlb.runtime.step:forward_step",
     "backward": "megatron.core.pipeline_parallel.schedules:backward_step",
-    "optimizer": "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+    "optimizer": "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
     "write": "megatron.core.dist_checkpointing.strategies.filesystem_async"
     ":FileSystemWriterAsync.prepare_write_data",
     "saved": "megatron_wlb.runtime.saving.checksums:write",
@@ -207,7 +209,7 @@ class Bench:
 
     def flags(self, trainer: str, layout: str) -> tuple[int, Flags]:
         num, more = LAYOUTS[layout]
-        more = {"data_path": self.corpus, "wlb_hang_seconds": HANG_S} | more
+        more = {"data_path": self.corpus, "wlb_hang_seconds": BUSY_S} | more
         return num, STARTERS[trainer][1] | more | SAVING
 
     def expected(self, trainer: str, layout: str) -> tuple[dict[int, Any], dict[int, float]]:
@@ -269,8 +271,8 @@ def await_end(run: Run, limit_s: float) -> float | None:
             said_s = time.monotonic()
         is_over = said_s is not None and time.monotonic() - said_s > 3.0
         if (is_over or len(gone) == len(roots)) and run.poll() is not None:
-            _, alive = psutil.wait_procs(family, timeout=3)
-            return None if alive else time.monotonic() - began
+            _, alive = psutil.wait_procs(family, timeout=10)
+            return None if any(map(_runs, alive)) else time.monotonic() - began
         time.sleep(0.02)
     run.kill()
     for process in family:
@@ -319,6 +321,8 @@ def struck(
     fault = Fault(deed, point, rank, step, call, str(folder / "struck"))
     if kind == "async":
         flags = flags | {"async_save": True}
+    if kind == "stop":
+        flags = flags | {"wlb_hang_seconds": HANG_S}
     run = begin(done.trainer, folder, num, flags, fault)
     while not Path(fault.struck).exists() and run.poll() is None:
         run.sleep(0.01)
@@ -347,7 +351,7 @@ PLACE = r"step \d+: .*(pass|micro-batch|beginning)|plan of|checkpoint after|a ch
 def resume(bench: Bench, folder: Path, done: Outcome, **changed: Any) -> None:
     """Starts the run again, and judges."""
     num, flags = bench.flags(done.trainer, done.layout)
-    run = begin(done.trainer, folder, num, flags | {"wlb_hang_seconds": 60} | changed)
+    run = begin(done.trainer, folder, num, flags | changed)
     finished = run.wait()
     if finished.code:
         done.said += finished.errors
@@ -467,7 +471,7 @@ def other_world(bench: Bench, folder: Path, done: Outcome, dice: random.Random) 
     """One process more than the checkpoint is of: refused, or the same documents."""
     stopped_after_four(bench, folder, done)
     num, flags = bench.flags(done.trainer, done.layout)
-    finished = begin(done.trainer, folder, 2 * num, flags | {"wlb_hang_seconds": 60}).wait()
+    finished = begin(done.trainer, folder, 2 * num, flags).wait()
     done.said += finished.errors
     if finished.code == 0:
         found, expected = documents(steps_of(folder)), bench.expected(done.trainer, done.layout)[0]
@@ -483,11 +487,11 @@ def two_runs(
 ) -> None:
     """A second run in the folder, or with the metrics file alone, is refused; the first goes on."""
     num, flags = bench.flags(done.trainer, done.layout)
-    first = begin(done.trainer, folder, num, flags | {"wlb_hang_seconds": 60}, sleepy(folder))
+    first = begin(done.trainer, folder, num, flags, sleepy(folder))
     first.wait_until((folder / "struck").exists, 0.01)
     alone = {} if shared == "save" else {"save": None, "load": None}
     second = begin(done.trainer, folder / "second", num, {
-        **flags, **alone, "wlb_hang_seconds": 60,
+        **flags, **alone,
         **({"save": folder / "run", "load": folder / "run"} if shared == "save" else {}),
         "wlb_metrics": folder / "metrics" if shared == "metrics" else "own",
     }).wait()  # fmt: skip
