@@ -57,6 +57,12 @@ class TrainingError(WLBError):
     exit_code = 8
 
 
+class LostRankError(WLBError):
+    """A rank that waits for another one, which ended or stopped."""
+
+    exit_code = 9
+
+
 class CompatibilityError(WLBError):
     """A Megatron or torch that lacks what the plugin hooks, or has it in another form."""
 

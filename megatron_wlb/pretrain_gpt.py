@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_wlb.runtime.rank_main import rank_main
+from megatron_wlb.runtime import watchdog
+from megatron_wlb.runtime.rank_main import end, rank_main
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.command_line import parse
 
@@ -24,6 +25,7 @@ def train(argv: Sequence[str]) -> None:
 
     device = distributed.choose_device(config.wlb.wlb_device)
     allocator.tell(device)
+    watchdog.watch(config.wlb.wlb_hang_seconds, end)
     distributed.initialize(config, device)
     trainer: Any
     if config.wlb.wlb_strategies is None:

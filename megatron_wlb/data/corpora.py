@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpus import Corpus, parse_split
@@ -82,6 +83,11 @@ class Corpora:
         for name, known in weights.items():
             weights[name] = known and known + (0.0,) * (len(corpora) - len(known))
         return cls(corpora, _vocab_size(corpora, vocab_size), ranges, weights)
+
+    @cached_property
+    def samples(self) -> list[str]:
+        """Of each corpus's tokens, for checkpoints; see :meth:`Corpus.sample`."""
+        return [corpus.sample() for corpus in self.corpora]
 
     def num_documents(self, split: str) -> int:
         return sum(stop - start for start, stop in self.ranges[split])

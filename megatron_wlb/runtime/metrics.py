@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.rank_main import writing
+from megatron_wlb.runtime.saving import lock
 
 
 def step_values(plan: StepPlan, plan_wait_s: float, step_s: float) -> dict[str, float]:
@@ -27,12 +30,26 @@ def step_values(plan: StepPlan, plan_wait_s: float, step_s: float) -> dict[str, 
     }
 
 
+def whole_lines(path: Path) -> int:
+    """The number of bytes up to the end of the file's last line that is whole."""
+    with path.open("rb") as stream:
+        stop = stream.seek(0, os.SEEK_END)
+        while stop:
+            start = max(stop - 4096, 0)
+            stream.seek(start)
+            if newline := stream.read(stop - start).rfind(b"\n") + 1:
+                return start + newline
+            stop = start
+    return 0
+
+
 class MetricsFile:
     """Appends to the file; of each line nothing is lost if the process dies after it. Without a
     path nothing is written.
 
-    Raises :class:`megatron_wlb.errors.CheckpointError` here and in :meth:`write` where it cannot be
-    written.
+    One run at a time has the file, where its file system has ``flock``. Half a line that a full
+    disk left is cut off. Raises :class:`megatron_wlb.errors.CheckpointError` here and in
+    :meth:`write` where it cannot be written, here also where another run has it.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -41,6 +58,14 @@ class MetricsFile:
             with writing("--wlb-metrics", path):
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
                 self._file = Path(path).open("a")  # noqa: SIM115 - open as long as the run
+                if not lock.await_flock(self._file.fileno()):
+                    self._file.close()
+                    raise CheckpointError(
+                        f"--wlb-metrics {path} is in use by another run; end that run or choose "
+                        "another file"
+                    )
+                if Path(path).is_file():
+                    os.truncate(path, whole_lines(Path(path)))
 
     def write(self, values: Mapping[str, Any]) -> None:
         """What is not a finite number is null, for JSON has no other name for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import logging
 import os
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from megatron_wlb.errors import CheckpointError, ConfigError, WLBError
+from megatron_wlb.errors import CheckpointError, ConfigError, LostRankError, WLBError
+from megatron_wlb.runtime import watchdog
+from megatron_wlb.runtime.children import ending_with_us
 from megatron_wlb.runtime.saving import lock as save_lock
 
 OTHER_RANK_S = 5.0
@@ -45,30 +48,64 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
     where = f" (rank {rank})" if rank else ""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         watch = threading.Thread(
-            target=_end_as_orphan, args=(os.getppid(), where), name="orphan-watch", daemon=True
+            target=_end_as_orphan, args=(os.getppid(),), name="orphan-watch", daemon=True
         )
         watch.start()
     try:
-        program()
+        with ending_with_us():
+            program()
     except WLBError as error:
         if os.environ.get("WLB_TRACEBACK") == "1":
             raise
         if rank:
             _await_end(OTHER_RANK_S)
+        _is_first_to_tell()
         _tell(error, where)
         return error.exit_code
-    except RuntimeError as error:
-        if os.environ.get("WLB_TRACEBACK") == "1" or not _lost_peer(error):
+    except Exception as error:
+        if os.environ.get("WLB_TRACEBACK") == "1" or not watchdog.lost_peer(error):
+            _is_first_to_tell()  # by the traceback
             raise
-        # Another rank ended and has said why. torchrun ends this one as soon as it notices.
-        _await_end(LOST_PEER_S)
-        _tell(WLBError(f"another rank ended ({' '.join(str(error).split())})"), where)
-        return WLBError.exit_code
+        said = " ".join(str(error).partition(" This is typically")[0].split())
+        lost = LostRankError(
+            f"another rank ended or stopped ({said}): {watchdog.whereabouts(error)}; start the run "
+            "again"
+        )
+        if not _is_first_to_tell():
+            # Another rank has said why. torchrun ends this one as soon as it notices.
+            _await_end(LOST_PEER_S)
+        _tell(lost, where)
+        return lost.exit_code
     except KeyboardInterrupt:
         return 130
     finally:
         save_lock.release_all()
     return 0
+
+
+def _is_first_to_tell() -> bool:
+    """Whether no other rank told an error before. Their count is where torchrun keeps addresses."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return True
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        store.set_timeout(datetime.timedelta(seconds=OTHER_RANK_S))
+        return bool(store.add(TOLD, 1) == 1)
+    except RuntimeError:  # its process is gone too
+        return True
+
+
+def end(error: WLBError) -> None:
+    """Tells the error and ends this process and those that it started, whatever it waits for."""
+    rank = int(os.environ.get("RANK", "0"))
+    with contextlib.suppress(OSError):
+        _tell(error, f" (rank {rank})" if rank else "")
+        sys.stderr.flush()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(error.exit_code)
 
 
 def _await_end(seconds: float) -> None:
@@ -79,7 +116,7 @@ def _await_end(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _end_as_orphan(torchrun: int, where: str) -> None:
+def _end_as_orphan(torchrun: int) -> None:
     """Ends this process and those that it started, once its parent is not ``torchrun`` any more.
 
     By looking, and not by a signal at the parent's death: that one would come at the end of the
@@ -87,13 +124,7 @@ def _end_as_orphan(torchrun: int, where: str) -> None:
     """
     while os.getppid() == torchrun:
         time.sleep(ORPHAN_S)
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"error{where}: torchrun (process {torchrun}) is gone, so this ends too\n")
-        sys.stderr.flush()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    os._exit(WLBError.exit_code)
+    end(WLBError(f"torchrun (process {torchrun}) is gone, so this ends too"))
 
 
 def _tell(error: WLBError, where: str) -> None:
@@ -148,9 +179,3 @@ def writing(flag: str, place: str) -> Iterator[None]:
         raise CheckpointError(
             f"cannot write {flag} {place}: {error.strerror}; make room or choose another place"
         ) from None
-
-
-def _lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because a process at its other end is gone."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return any(sign in str(error) for sign in signs)

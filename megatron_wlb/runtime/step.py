@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.attention.core import model_reach
 from megatron_wlb.runtime.batch import Batch, BatchBuilder, Stage
 from megatron_wlb.runtime.communicator import PlanCommunicator
@@ -91,6 +92,27 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
             packed_seq_params=batch.packed_seq_params,
         )
     return output, partial(loss_function, batch)
+
+
+def _noted(
+    forward_step: ForwardStep, chunks: Sequence[torch.nn.Module], num: int, label: str
+) -> ForwardStep:
+    """``forward_step`` that says to the watchdog which pass begins, of ``num`` micro-batches."""
+    numbers = [0] * len(chunks)
+
+    def run(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        chunk = next((k for k, known in enumerate(chunks) if known is model), 0)
+        number, numbers[chunk] = numbers[chunk], numbers[chunk] + 1
+        place = f"{label}: %s of micro-batch %%d of %%d, chunk %%d"
+        watchdog.at(place % "forward", number, num, chunk)
+        output, loss = forward_step(batches, model)
+        if output.requires_grad:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: watchdog.at(place % "backward", number, num, chunk)
+            )
+        return output, loss
+
+    return run
 
 
 class StepRunner:
@@ -173,9 +195,11 @@ class StepRunner:
         Raises :class:`PlanError` as :meth:`run`.
         """
         model = self.model
+        what = "evaluation step" if forward_only else "step"
+        watchdog.at(f"{what} %d: its beginning", plan.step)
         self._check(plan)
         self._open_groups(plan)
-        dp_rank, label = model.groups.dp.rank(), f"step {plan.step}"
+        dp_rank, label = model.groups.dp.rank(), f"{what} {plan.step}"
         micro_batches = plan.micro_batches[dp_rank]
         lengths = [m.padded_length // self._num_shards(m) for m in micro_batches]
         self.batches.begin(plan)
@@ -202,7 +226,7 @@ class StepRunner:
             _divided_by(plan.num_targets, model.config),
         ):
             reports = schedule(
-                forward_step_func=forward_step,
+                forward_step_func=_noted(forward_step, model.chunks, len(micro_batches), label),
                 data_iterator=iterators,
                 model=model.chunks,
                 num_microbatches=len(micro_batches),
@@ -212,6 +236,9 @@ class StepRunner:
             )
         self.communicator.end()
         self.batches.slices.end()
+        watchdog.at(f"{label}: its end, behind all passes")
+        if not forward_only:
+            watchdog.first_step_is_over()
         return reports
 
     @cached_property

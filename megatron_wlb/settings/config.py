@@ -475,6 +475,11 @@ class WlbConfig:
     wlb_allow_untested_megatron: bool = setting(
         False, "go on with a megatron-core that is not in the table of versions, with a warning"
     )
+    wlb_hang_seconds: float = setting(
+        600.0,
+        "end where a micro-batch takes longer, and say whom this rank waits for; 6 times as long "
+        "for a plan, the first step or a checkpoint; 0 is never",
+    )
     wlb_no_checksums: bool = setting(
         False,
         "neither save checksums of a checkpoint's files nor compare them before it is loaded: "

@@ -20,6 +20,7 @@ import logging
 from typing import Any
 
 from megatron_wlb.errors import CheckpointError
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
@@ -71,6 +72,7 @@ class Hooks:
         not run them again.
         """
         self.session.catch_up()
+        watchdog.at("a checkpoint", is_slow=True)
         settings = self.session.args
         rng: Any = rng_state()
         is_distributed = settings.ckpt_format == "torch_dist"

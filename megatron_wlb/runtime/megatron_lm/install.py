@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.planning import guards as layout_guards
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation import cpu as emulation
@@ -31,7 +32,7 @@ from megatron_wlb.runtime.megatron_lm import (
 )
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.optimizer import check_checkpoints
-from megatron_wlb.runtime.rank_main import check_writable
+from megatron_wlb.runtime.rank_main import check_writable, end
 from megatron_wlb.runtime.saving.checkpoint import lock_folder
 from megatron_wlb.runtime.saving.resume import missing_load
 from megatron_wlb.settings.command_line import refuse_arguments
@@ -137,6 +138,7 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
     if config.wlb.wlb_metrics is not None:
         last = args.world_size - 1  # it knows the loss, and may be on another machine than rank 0
         check_writable("--wlb-metrics", Path(config.wlb.wlb_metrics), last)
+    watchdog.watch(config.wlb.wlb_hang_seconds, end)
     _session = Session(config, args, training.num_floating_point_operations)
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)

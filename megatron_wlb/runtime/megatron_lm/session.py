@@ -26,6 +26,7 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
 from megatron_wlb.planning.plan_ahead import PlanAhead
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm import fsdp
@@ -34,7 +35,12 @@ from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.middles import with_middles
 from megatron_wlb.runtime.megatron_lm.model import of_chunks
 from megatron_wlb.runtime.model import Model, require_layers, settle_kernel
-from megatron_wlb.runtime.saving.resume import machine_digest, plan_settings, tell_changes
+from megatron_wlb.runtime.saving.resume import (
+    machine_digest,
+    plan_settings,
+    require_same_tokens,
+    tell_changes,
+)
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.config import Config
@@ -104,6 +110,7 @@ class Session:
     """The replicas that exchange tokens with experts, from then on."""
     _plans: PlanAhead | None = None
     _chunks: Sequence[torch.nn.Module] | None = None
+    _samples: Sequence[str] = ()
 
     @cached_property
     def flops(self) -> DocumentFlops:
@@ -138,6 +145,7 @@ class Session:
         """
         args = self.args
         corpora = self._corpora()
+        self._samples = corpora.samples
         dp_size = self.model.groups.dp.size()
         self.kernel = settle_kernel(self.config, self.model, (self.restored or {}).get("kernel"))
         self.cost = self._make_cost()
@@ -150,6 +158,7 @@ class Session:
             self.experts = planner.experts
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])
+                require_same_tokens(corpora, self.restored.get("samples"))
                 saved, machine = self.restored["settings"], self.restored.get("machine")
                 tell_changes(self.config, saved, machine, *self.compared)
                 self.totals = Totals(**self.restored["totals"])
@@ -183,6 +192,7 @@ class Session:
             "planner": self._plans.state_dict(),
             "cost": self.cost.as_dict(),
             "machine": machine_digest(self.config),
+            "samples": self._samples,
             "kernel": self.kernel,
             "totals": asdict(self.totals),
             "plan_digest": None if self.step is None else self.step.plan.digest,
@@ -210,6 +220,7 @@ class Session:
     def _training_plans(self, plans: PlanAhead) -> Iterator[StepPlan]:
         while True:
             asked = time.monotonic()
+            watchdog.at("the plan of the next step", is_slow=True)
             plan = plans.next_plan()
             if plan is None:
                 raise PlanError("the stream of documents ended, though it has no last epoch")

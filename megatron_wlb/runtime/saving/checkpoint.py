@@ -33,6 +33,7 @@ from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
 from megatron_wlb.runtime.transfer import from_first_rank
+from megatron_wlb.runtime.watchdog import lost_peer
 from megatron_wlb.settings.config import Config
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -270,7 +271,7 @@ def write(
         # No collective here: a rank that fails alone leaves the others in one of Megatron's.
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(failure, CheckpointError):
+        if isinstance(failure, CheckpointError) or lost_peer(failure):
             raise
         raise CheckpointError(
             f"cannot save {folder}: {_reason(failure)}; free some room there, or choose another "

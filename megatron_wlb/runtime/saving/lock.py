@@ -207,6 +207,16 @@ def _flock(file: int) -> bool | None:
     return True
 
 
+def await_flock(file: int) -> bool:
+    """Takes the lock, or says that another process still has it after :data:`PATIENCE_S`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while _flock(file) is False:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

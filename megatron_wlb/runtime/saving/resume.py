@@ -11,10 +11,12 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_wlb.cost import load_hardware
+from megatron_wlb.data.corpora import Corpora
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.settings.config import Config, WlbConfig, flag_of
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ _NOT_OF_PLANS = {
     "wlb_config",
     "wlb_verify_shapes",
     "wlb_verify_plan_interval",
+    "wlb_hang_seconds",
     "wlb_no_checksums",
     "wlb_allow_untested_megatron",
     "wlb_attention_kernel",
@@ -92,6 +95,20 @@ def tell_changes(
             "documents run, but CP shardings and shapes may differ from here on",
             config.wlb.wlb_hardware,
         )
+
+
+def require_same_tokens(corpora: Corpora, saved: Sequence[str] | None) -> None:
+    """Compares the corpora's samples with those of the checkpoint, None of one from before they
+    were noted. Other lengths are refused where the planner's state is loaded.
+
+    Raises :class:`CheckpointError` where a corpus holds other tokens.
+    """
+    for corpus, before, now in zip(corpora.corpora, saved or (), corpora.samples, strict=False):
+        if before != now:
+            raise CheckpointError(
+                f"{corpus.prefix}.bin holds other tokens than when the checkpoint was saved (crc32 "
+                f"of samples {now}, expected {before}); give the corpus that it was saved with"
+            )
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from megatron_wlb.planning.from_config import (
     padded_vocab_size,
 )
 from megatron_wlb.planning.plan_ahead import PlanAhead, Plans
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
@@ -32,7 +33,11 @@ from megatron_wlb.runtime.optimizer import build_optimizer, update
 from megatron_wlb.runtime.rank_main import writing
 from megatron_wlb.runtime.saving import checkpoint
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
-from megatron_wlb.runtime.saving.resume import machine_digest, tell_changes
+from megatron_wlb.runtime.saving.resume import (
+    machine_digest,
+    require_same_tokens,
+    tell_changes,
+)
 from megatron_wlb.runtime.step import StepLoss, StepRunner
 from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.settings.config import Config
@@ -71,6 +76,7 @@ class Trainer:
         if restored is not None:
             self.iteration, _, settings = restored
             self.planner.load_state_dict(state["planner"])
+            require_same_tokens(self.corpora, state.get("samples"))
             tell_changes(config, settings, state.get("machine"), *checkpoint.TOLD)
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
@@ -126,6 +132,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""
+        watchdog.at("the checkpoint after iteration %d", self.iteration, is_slow=True)
         with self.model.whole_weights():
             folder = checkpoint.save(
                 self.config,
@@ -137,6 +144,7 @@ class Trainer:
                     "planner": self.plans.state_dict(),
                     "cost": self.cost.as_dict(),
                     "machine": machine_digest(self.config),
+                    "samples": self.corpora.samples,
                     "kernel": self.kernel,
                 },
             )
@@ -157,6 +165,7 @@ class Trainer:
         with RunLog(self.config) as log, PlanAhead(self.planner) as self.plans:
             while self.iteration < training.train_iters:
                 start = time.monotonic()
+                watchdog.at("the plan of iteration %d", self.iteration + 1, is_slow=True)
                 plan = self.plans.next_plan()
                 if plan is None:
                     logger.info(

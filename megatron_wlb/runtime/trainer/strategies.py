@@ -17,6 +17,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.strategies import StrategyRun
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.attention.kernels import (
     ChosenKernel,
     Demand,
@@ -34,7 +35,11 @@ from megatron_wlb.runtime.model import (
 )
 from megatron_wlb.runtime.optimizer import build_scheduler
 from megatron_wlb.runtime.saving import checkpoint as saving
-from megatron_wlb.runtime.saving.resume import machine_digest, tell_changes
+from megatron_wlb.runtime.saving.resume import (
+    machine_digest,
+    require_same_tokens,
+    tell_changes,
+)
 from megatron_wlb.runtime.step import StepLoss, StepRunner
 from megatron_wlb.runtime.strategy import checkpoint
 from megatron_wlb.runtime.strategy.groups import GroupOpener, ReplicaGroups
@@ -146,6 +151,7 @@ class StrategyTrainer(Trainer):
             checkpoint.load(self.run, found, self.runner, self.scheduler)
             self.iteration = found.iteration
             self.planner.load_state_dict(found.planner["planner"])
+            require_same_tokens(self.corpora, found.planner.get("samples"))
             tell_changes(config, found.settings, found.planner.get("machine"), *saving.TOLD)
             logger.info("resumed after iteration %d from %s", found.iteration, found.folder)
         self.plans = self.planner
@@ -169,9 +175,11 @@ class StrategyTrainer(Trainer):
         return self._evaluated()
 
     def save(self) -> None:
+        watchdog.at("the checkpoint after iteration %d", self.iteration, is_slow=True)
         state = {
             "planner": self.plans.state_dict(),
             "machine": machine_digest(self.config),
+            "samples": self.corpora.samples,
             "kernel": self.kernel,
         }
         folder = checkpoint.save(self.run, self.iteration, self.runner, self.scheduler, state)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import resource
 import struct
 import subprocess
@@ -271,6 +273,35 @@ def test_tokens_never_gives_those_of_another_document(
 ) -> None:
     with pytest.raises(CorpusError, match=r"has documents 0 to 3, not|has 3 tokens, not \["):
         Corpus.open(prefix).tokens(index, start, stop)
+
+
+def test_tokens_that_cannot_be_read_are_one_line(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    corpus = Corpus.open(prefix)
+    corpus.open_tokens()
+    monkeypatch.setattr(type(corpus._dataset), "get", fail)
+    with pytest.raises(CorpusError, match=r"cannot read document 1 of .*: Input/output error; "):
+        corpus.tokens(1, 0, 1)
+
+
+def test_sample_knows_a_corpus_again_of_any_size(tmp_path: Path) -> None:
+    corpus = Corpus(str(tmp_path / "c"), np.array([1]), None, None)
+    for num_bytes in (0, 1, 5000, 1_000_000):
+        content = np.random.RandomState(0).bytes(num_bytes)
+        (tmp_path / "c.bin").write_bytes(content)
+        sample = corpus.sample()
+        assert corpus.sample() == sample
+        (tmp_path / "c.bin").write_bytes(bytes(byte ^ 1 for byte in content))
+        assert (corpus.sample() == sample) == (num_bytes == 0)
+        (tmp_path / "c.bin").write_bytes(content[:-1] + b"another end")  # which it reads too
+        assert corpus.sample() != sample
+    (tmp_path / "c.bin").unlink()
+    with pytest.raises(CorpusError, match=r"cannot read .*c\.bin: No such file"):
+        corpus.sample()
 
 
 def test_open_does_not_import_megatron(prefix: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.metrics import MetricsFile
+from megatron_wlb.runtime.saving import lock
 
 
 def no_constant(name):
@@ -37,3 +38,23 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot write --wlb-metrics .*file/m.jsonl"):
         MetricsFile(str(tmp_path / "file" / "m.jsonl"))
+
+
+def test_a_file_has_one_run_at_a_time(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(str(path))
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl is in use by another run; end"):
+        MetricsFile(str(path))
+    first.close()
+    MetricsFile(str(path)).close()
+
+
+@pytest.mark.parametrize("whole", ["", '{"iteration": 1}\n', '{"iteration": 1}\n' * 999])
+def test_half_a_line_of_a_full_disk_is_cut_off(tmp_path, whole):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(whole + '{"iteration": 2, "lo')
+    metrics = MetricsFile(str(path))
+    metrics.write({"iteration": 2})
+    metrics.close()
+    assert path.read_text() == whole + '{"iteration": 2}\n'

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from megatron_wlb.cost.hardware import read_hardware
+from megatron_wlb.data.corpora import Corpora
+from megatron_wlb.data.corpus import Corpus
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime.saving.resume import (
     changed_settings,
     differences,
     machine_digest,
     missing_load,
     plan_settings,
+    require_same_tokens,
     tell_changes,
 )
 from megatron_wlb.settings.command_line import parse
@@ -148,3 +153,18 @@ def test_a_folder_to_load_must_exist_unless_it_is_to_be_saved(tmp_path: Path) ->
     assert f"--load {none} does not exist" in missing_load(none, there)
     for load, save in ((None, there), (there, None), (none, f"{there}/./none"), ("msc://a", None)):
         assert missing_load(load, save) == ""
+
+
+def test_resume_refuses_a_corpus_of_the_same_lengths_with_other_tokens(tmp_path: Path) -> None:
+    def opened() -> Corpora:
+        names = ("one", "two")
+        return Corpora([Corpus(str(tmp_path / n), np.array([5]), 256, 0) for n in names], 256, {})
+
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.bin").write_bytes(b"abcd\0")
+    saved = json.loads(json.dumps(opened().samples))
+    require_same_tokens(opened(), saved)
+    require_same_tokens(opened(), None)  # of a checkpoint from before they were noted
+    (tmp_path / "two.bin").write_bytes(b"abce\0")
+    with pytest.raises(CheckpointError, match=r"two.bin holds other tokens .*; give the corpus"):
+        require_same_tokens(opened(), saved)

@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Puts faults into real runs of a few processes, starts them again, and counts what became of it.
+
+Ranks are killed or stopped in each part of a step, disks are full, files damaged, folders shared.
+A case ends as one of: resumed equal, refused clearly, hung, silent, lost. Ends with status 1 if one
+of the last three is there. The launcher needs MEGATRON_LM_PATH.
+
+    scripts/fault_matrix.py --seed 1 --out faults.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from _common import parser_of
+
+from megatron_wlb.errors import run_program
+from megatron_wlb.files import write_text
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS), str(TESTS / "integration")]
+OUTCOMES = ("resumed equal", "refused clearly", "hung", "silent", "lost")
+
+
+def main() -> int:
+    from fault_runs import CASES, LAYOUTS, ONLY, STARTERS, Bench, Outcome, attempt
+
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--seed", type=int, default=1, help="draws rank, step and file that a fault strikes"
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--trainers", nargs="+", choices=STARTERS, default=["embedded"])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after these")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="outcomes, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the outcomes as JSON to stdout")
+    args = parser.parse_args()
+    if "launcher" in args.trainers and not os.environ.get("MEGATRON_LM_PATH"):
+        parser.error("--trainers launcher needs MEGATRON_LM_PATH, a checkout of Megatron-LM")
+    stop_s = time.monotonic() + 60 * args.minutes
+    done: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        bench = Bench(Path(folder))
+        for trainer in args.trainers:
+            for number, case in enumerate(args.cases):
+                if time.monotonic() > stop_s or ONLY.get(case, trainer) != trainer:
+                    continue
+                layout = args.layouts[(number + args.seed) % len(args.layouts)]
+                done.append(attempt(bench, case, trainer, layout, args.seed))
+                tell(done[-1])
+                if args.out:
+                    write_text(args.out, as_json(done))
+    print(as_json(done) if args.json else "\n" + table(done))
+    return int(any(one.outcome not in OUTCOMES[:2] for one in done))
+
+
+def as_json(done: Sequence[Any]) -> str:
+    return json.dumps([asdict(one) for one in done], indent=1) + "\n"
+
+
+def tell(one: Any) -> None:
+    """Says the outcome, and why it is a bad one, beside the result."""
+    print(f"{one.case:20} {one.trainer:9} {one.layout:9} {one.outcome}", file=sys.stderr)
+    if one.outcome not in OUTCOMES[:2]:
+        print(f"    {one.why}\n    {one.said}", file=sys.stderr)
+
+
+def table(done: Sequence[Any]) -> str:
+    """A row for each case: its outcomes, counted, and the longest end."""
+    rows = ["| Fault | " + " | ".join(OUTCOMES) + " | longest end |", "| --- " * 7 + "|"]
+    for case in dict.fromkeys(one.case for one in done):
+        of_case = [one for one in done if one.case == case]
+        counts = Counter(one.outcome for one in of_case)
+        longest = max(one.ended_s or 0.0 for one in of_case)
+        cells = [str(counts[outcome] or "") for outcome in OUTCOMES]
+        rows.append(f"| {case} | {' | '.join(cells)} | {f'{longest:.0f} s' if longest else ''} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, place_flag="--out"))

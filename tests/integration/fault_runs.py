@@ -1,0 +1,555 @@
+"""Runs into which a fault is put, and what became of them: resumed alike, refused, or worse.
+
+A fault strikes one rank, at a call of the program drawn by a seed. Then the run is started again,
+as a user would, and held against a run without a fault: the plan of each step, every document, and
+the losses, to the bit.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import megatron_lm_runs
+import numpy as np
+import psutil
+from trainer_runs import Finished, Flags, Run, losses, start
+
+from megatron_wlb.data.corpus import build_corpus
+
+NUM_STEPS = 6
+HANG_S = 8.0
+"""``--wlb-hang-seconds`` where a rank stops. What is slow has three times that here."""
+BUSY_S = 100.0
+"""The same of other runs: a busy machine is none that hangs."""
+ENDED_S = 150.0
+"""How long a run may go on after a fault, on a busy machine, before it hangs."""
+RUN_S = 400.0
+"""How long a whole run may take there."""
+TRACKER = "latest_checkpointed_iteration.txt"
+
+EMBEDDED: Flags = {
+    "train_iters": NUM_STEPS,
+    "global_batch_size": 8,
+    "seq_length": 256,
+    "hidden_size": 16,
+    "num_layers": 4,
+    "num_attention_heads": 2,
+    "lr_decay_style": "constant",
+    "lr": 1e-2,
+    "wlb_look_ahead": 2,
+}
+LAUNCHER: Flags = megatron_lm_runs.BOTH | {
+    "train_iters": NUM_STEPS,
+    "wlb_packing": "hold",
+    "wlb_look_ahead": 2,
+    "ckpt_format": "torch_dist",
+    "dist_ckpt_optim_fully_reshardable": True,
+}
+SAVING: Flags = {"save": "run", "load": "run", "save_interval": 2, "wlb_metrics": "metrics"}
+LAYOUTS: dict[str, tuple[int, Flags]] = {
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "dp2": (2, {"use_distributed_optimizer": True}),
+    "pp2-vpp2": (
+        2,
+        {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+    ),
+    "pp2-dp2": (4, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}),
+    "pp2-slim": (2, {"pipeline_model_parallel_size": 2, "wlb_packing": "slim"}),
+}
+Starter = Callable[..., Run]
+STARTERS: dict[str, tuple[Starter, Flags]] = {
+    "embedded": (start, EMBEDDED),
+    "launcher": (megatron_lm_runs.launch, LAUNCHER),
+}
+
+POINTS = {
+    # Where a fault strikes: a function of the program.
+    "planning": "megatron_wlb.planner:Planner.next_plan",
+    "forward": "megatron_wlb.runtime.step:forward_step",
+    "backward": "megatron.core.pipeline_parallel.schedules:backward_step",
+    "optimizer": "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
+    "write": "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    ":FileSystemWriterAsync.prepare_write_data",
+    "saved": "megatron_wlb.runtime.saving.checksums:write",
+    "read": "megatron.core.datasets.indexed_dataset:IndexedDataset.get",
+}
+
+
+def strike(kind: str) -> Any:
+    """What a fault does to the process that it strikes."""
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "usr2":
+            os.kill(os.getpid(), signal.SIGUSR2)
+        case "full":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        case "eio":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        case "clock":
+            jumped = time.time
+            time.time = lambda: jumped() - 86_400.0
+        case "sleep":
+            time.sleep(20)
+    return None
+
+
+_step = [-1]
+"""The newest step of this process."""
+
+
+def prepare(ledger: str, fault: Fault | None) -> None:
+    """Runs first in each rank: notes what it trains in ``ledger``, and lays the fault."""
+    from megatron_wlb.runtime import rank_main, watchdog
+    from megatron_wlb.runtime.step import StepRunner
+
+    rank_main.LOST_PEER_S = 5.0  # nothing here has to wait for other machines
+    watchdog.SLOW = 3
+    original = StepRunner.run_schedule
+
+    def noted(self: Any, plan: Any, *args: Any, forward_only: bool, **kwargs: Any) -> Any:
+        _step[0] = plan.step
+        result = original(self, plan, *args, forward_only=forward_only, **kwargs)
+        if os.environ["RANK"] == "0" and not forward_only:
+            documents = [[d.corpus, d.epoch, d.index, d.offset, d.length] for d in plan.documents]
+            with Path(ledger).open("a") as stream:
+                stream.write(json.dumps([plan.step, plan.digest, documents]) + "\n")
+        return result
+
+    StepRunner.run_schedule = noted  # type: ignore[method-assign]
+    if fault is not None and os.environ["RANK"] == str(fault.rank):
+        _lay(fault)
+
+
+def _lay(fault: Fault) -> None:
+    """Replaces the function of the fault's point by one that strikes at a call of it."""
+    import importlib
+
+    module, _, path = POINTS[fault.point].partition(":")
+    *outer, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in outer:
+        owner = getattr(owner, part)
+    original, calls, lock = getattr(owner, name), [0], threading.Lock()
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            calls[0] += _step[0] >= fault.step
+            is_due = calls[0] == fault.call and not Path(fault.struck).exists()
+        if is_due:
+            Path(fault.struck).touch()
+            strike(fault.kind)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, struck)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What strikes which rank, at which call of a point from the beginning of a step on."""
+
+    kind: str
+    point: str
+    rank: int
+    step: int
+    call: int
+    struck: str
+    """A file that is there once it has struck."""
+
+
+@dataclass
+class Outcome:
+    """What became of a case."""
+
+    case: str
+    trainer: str
+    layout: str
+    seed: int
+    outcome: str = ""
+    """``resumed equal``, ``refused clearly``, ``hung``, ``silent`` or ``lost``."""
+    said: list[str] = field(default_factory=list)
+    """The program's own lines of errors, of the fault and of what was refused after it."""
+    ended_s: float | None = None
+    """From the fault to the end of the last process."""
+    why: str = ""
+
+
+@dataclass
+class Bench:
+    """A folder with a corpus, and the runs without a fault that others are held against."""
+
+    folder: Path
+    plain: dict[tuple[str, str], tuple[dict[int, Any], dict[int, float]]] = field(
+        default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.corpus = make_corpus(self.folder)
+
+    def flags(self, trainer: str, layout: str) -> tuple[int, Flags]:
+        num, more = LAYOUTS[layout]
+        more = {"data_path": self.corpus, "wlb_hang_seconds": BUSY_S} | more
+        return num, STARTERS[trainer][1] | more | SAVING
+
+    def expected(self, trainer: str, layout: str) -> tuple[dict[int, Any], dict[int, float]]:
+        """Steps and losses of a run without a fault."""
+        if (trainer, layout) not in self.plain:
+            folder = self.folder / f"plain-{trainer}-{layout}"
+            num, flags = self.flags(trainer, layout)
+            done = begin(trainer, folder, num, flags).wait()
+            assert done.code == 0, done.output
+            self.plain[trainer, layout] = steps_of(folder), losses(folder / "metrics")
+        return self.plain[trainer, layout]
+
+
+def begin(trainer: str, folder: Path, num: int, flags: Flags, fault: Fault | None = None) -> Run:
+    """Starts a run in its folder."""
+    folder.mkdir(exist_ok=True)
+    prepared = partial(prepare, str(folder / "ledger"), fault)
+    run = STARTERS[trainer][0](folder, num, flags, fault=prepared)
+    run.deadline = time.monotonic() + RUN_S
+    return run
+
+
+def make_corpus(folder: Path, name: str = "texts", seed: int = 7) -> Path:
+    """200 documents of 5 to 2,000 bytes, heavy-tailed."""
+    generator = np.random.RandomState(seed)
+    with (folder / f"{name}.jsonl").open("w") as stream:
+        for length in np.clip(generator.lognormal(4.5, 1.2, 200), 5, 2000).astype(int):
+            words = generator.choice(["ab", "cde", "fgh ", "the ", "sun ", "x. "], length)
+            stream.write(json.dumps({"text": "".join(words)[:length]}) + "\n")
+    build_corpus([folder / f"{name}.jsonl"], folder / name)
+    return folder / name
+
+
+def steps_of(folder: Path) -> dict[int, Any]:
+    """Digest and documents of each step; of one that ran more than once, the last time."""
+    lines = map(json.loads, (folder / "ledger").read_text().splitlines())
+    return {step: (digest, documents) for step, digest, documents in lines}
+
+
+def tracked(folder: Path) -> int:
+    tracker = folder / "run" / TRACKER
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
+def await_end(run: Run, limit_s: float) -> float | None:
+    """Waits until all ranks have ended, one of them by itself first; None if that takes too long.
+
+    As torchrun does, the rest is ended once one has; but a second is left to say why.
+    """
+    began = time.monotonic()
+    roots = [psutil.Process(pid) for pid in run.roots if psutil.pid_exists(pid)]
+    family = {child for root in roots for child in _family(root)}
+    said_s = None
+    while time.monotonic() - began < limit_s:
+        for root in roots:
+            family |= _family(root)
+        gone = [root for root in roots if not _runs(root)]
+        if gone and said_s is None:
+            said_s = time.monotonic()
+        is_over = said_s is not None and time.monotonic() - said_s > 3.0
+        if (is_over or len(gone) == len(roots)) and run.poll() is not None:
+            _, alive = psutil.wait_procs(family, timeout=10)
+            return None if any(map(_runs, alive)) else time.monotonic() - began
+        time.sleep(0.02)
+    run.kill()
+    for process in family:
+        if process.is_running():
+            process.kill()
+    return None
+
+
+def _family(root: psutil.Process) -> set[psutil.Process]:
+    try:
+        return {root, *root.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def attempt(bench: Bench, case: str, trainer: str, layout: str, seed: int) -> Outcome:
+    """Runs one of :data:`CASES` in a new folder."""
+    done = Outcome(case, trainer, layout, seed)
+    folder = bench.folder / f"{case}-{trainer}-{layout}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    run = CASES[case]
+    try:
+        run(bench, folder, done, random.Random(f"{case} {trainer} {layout} {seed}"))
+    except AssertionError as error:
+        done.outcome, done.why = done.outcome or "hung", str(error)[-2000:]
+    if done.outcome in ("resumed equal", "refused clearly"):
+        shutil.rmtree(folder, ignore_errors=True)
+    return done
+
+
+def struck(
+    bench: Bench, folder: Path, done: Outcome, dice: random.Random, *, kind: str, point: str
+) -> None:
+    """A fault strikes a process in the middle of a run, which is started again."""
+    num, flags = bench.flags(done.trainer, done.layout)
+    rank, step = dice.randrange(num), dice.randint(1, 4)
+    call = dice.randint(1, 4) if point in ("forward", "backward", "read") else 1
+    deed = "kill" if kind == "async" else kind
+    fault = Fault(deed, point, rank, step, call, str(folder / "struck"))
+    if kind == "async":
+        flags = flags | {"async_save": True}
+    if kind == "stop":
+        flags = flags | {"wlb_hang_seconds": HANG_S}
+    run = begin(done.trainer, folder, num, flags, fault)
+    while not Path(fault.struck).exists() and run.poll() is None:
+        run.sleep(0.01)
+    done.ended_s = await_end(run, ENDED_S)
+    ended = Finished(run.poll() or 0, run.log.read_text(errors="replace"))
+    done.said = ended.errors
+    if done.ended_s is None:
+        done.outcome, done.why = "hung", ended.output[-2000:]
+        return
+    if not Path(fault.struck).exists():
+        done.outcome, done.why = "silent", f"never struck: {ended.output[-1000:]}"
+        return
+    if ended.code and (not done.said or "Traceback" in ended.output):
+        done.outcome, done.why = "silent", f"no line of its own: {ended.output[-2000:]}"
+        return
+    if kind in ("kill", "stop") and not any(re.search(PLACE, line) for line in done.said):
+        done.outcome, done.why = "silent", "the error says no place"
+        return
+    resume(bench, folder, done)
+
+
+PLACE = r"step \d+: .*(pass|micro-batch|beginning)|plan of|checkpoint after|a checkpoint|the start"
+"""Where a run was, in an error of a rank that lost another one."""
+
+
+def resume(bench: Bench, folder: Path, done: Outcome, **changed: Any) -> None:
+    """Starts the run again, and judges."""
+    num, flags = bench.flags(done.trainer, done.layout)
+    run = begin(done.trainer, folder, num, flags | changed)
+    finished = run.wait()
+    if finished.code:
+        done.said += finished.errors
+        done.outcome = "refused clearly"
+        if len(finished.errors) != 1 or "Traceback" in finished.output:
+            done.outcome, done.why = "silent", f"no one line: {finished.output[-2000:]}"
+        return
+    compare(bench, folder, done)
+
+
+def compare(bench: Bench, folder: Path, done: Outcome) -> None:
+    """Holds what was trained, and its losses, against the run without a fault."""
+    steps, expected = bench.expected(done.trainer, done.layout)
+    found = steps_of(folder)
+    if documents(found) != documents(steps):
+        done.outcome, done.why = "lost", "other documents than without the fault"
+    elif found != steps:
+        done.outcome, done.why = "silent", "other plans"
+    elif (now := losses(folder / "metrics")) != expected:
+        done.outcome, done.why = "silent", f"other losses: {now}, expected {expected}"
+    else:
+        done.outcome = "resumed equal"
+
+
+def documents(steps: dict[int, Any]) -> Counter[tuple[int, ...]]:
+    """How often each document runs."""
+    return Counter(tuple(document) for _, ran in steps.values() for document in ran)
+
+
+def stopped_after_four(bench: Bench, folder: Path, done: Outcome) -> Path:
+    """A run that was to end after step 4; the folder of its newest checkpoint."""
+    num, flags = bench.flags(done.trainer, done.layout)
+    finished = begin(done.trainer, folder, num, flags | {"exit_interval": 4}).wait()
+    assert finished.code == 0, finished.output
+    return folder / "run" / "iter_0000004"
+
+
+DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
+    "cut": lambda path, dice: os.truncate(path, dice.randrange(path.stat().st_size)),
+    "flipped": lambda path, dice: flip(path, dice.randrange(8 * path.stat().st_size)),
+    "swapped": lambda path, dice: swap(path, dice),
+    "missing": lambda path, dice: path.unlink(),
+}
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def rewrite(path: Path, dice: random.Random) -> None:
+    """Gives every byte another value that is a token too."""
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+
+
+def swap(path: Path, dice: random.Random) -> None:
+    """With the file of this name in the checkpoint before, or with another file beside it."""
+    other = path.parent.parent / "iter_0000002" / path.name
+    if not other.exists():
+        other = dice.choice(sorted(p for p in path.parent.iterdir() if p.is_file() and p != path))
+    content = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def damaged_checkpoint(
+    bench: Bench, folder: Path, done: Outcome, dice: random.Random, *, damage: str
+) -> None:
+    """One file of the newest checkpoint is not what was saved: refused, and its remedy helps."""
+    newest = stopped_after_four(bench, folder, done)
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    path = dice.choice(files)
+    kept = shutil.copytree(newest.parent, folder / "kept")
+    DAMAGES[damage](path, dice)
+    resume(bench, folder, done)
+    if done.outcome != "refused clearly":
+        done.why += f" ({path.name} was {damage})"
+        return
+    remedy = re.search(r"write (\d+) into (\S+)", done.said[-1])
+    if remedy is not None and damage != "swapped":
+        (folder / remedy[2]).write_text(remedy[1])
+    else:
+        shutil.rmtree(newest.parent)
+        kept.rename(newest.parent)
+    resume(bench, folder, done)
+
+
+def damaged_corpus(
+    bench: Bench, folder: Path, done: Outcome, dice: random.Random, *, suffix: str, damage: str
+) -> None:
+    """The corpus is changed in place between two runs: refused, and equal with the right one."""
+    folder.mkdir()
+    for path in bench.folder.glob("texts.*"):
+        shutil.copy(path, folder)
+    own = {"data_path": folder / "texts"}
+    num, flags = bench.flags(done.trainer, done.layout)
+    finished = begin(done.trainer, folder, num, flags | own | {"exit_interval": 4}).wait()
+    assert finished.code == 0, finished.output
+    path = folder / f"texts{suffix}"
+    if damage == "another":
+        other = make_corpus(folder, "other", seed=8)
+        for one in (".bin", ".idx"):
+            shutil.copy(other.with_suffix(one), folder / f"texts{one}")
+    else:
+        DAMAGES.get(damage, rewrite)(path, dice)
+    resume(bench, folder, done, **own)
+    if done.outcome == "refused clearly":
+        for good in bench.folder.glob("texts.*"):
+            shutil.copy(good, folder)
+        resume(bench, folder, done, **own)
+    else:
+        done.why += f" ({path.name} was {damage})"
+
+
+def other_world(bench: Bench, folder: Path, done: Outcome, dice: random.Random) -> None:
+    """One process more than the checkpoint is of: refused, or the same documents."""
+    stopped_after_four(bench, folder, done)
+    num, flags = bench.flags(done.trainer, done.layout)
+    finished = begin(done.trainer, folder, 2 * num, flags).wait()
+    done.said += finished.errors
+    if finished.code == 0:
+        found, expected = documents(steps_of(folder)), bench.expected(done.trainer, done.layout)[0]
+        done.outcome = "resumed equal" if found == documents(expected) else "lost"
+    elif len(finished.errors) == 1 and "Traceback" not in finished.output:
+        resume(bench, folder, done)
+    else:
+        done.outcome, done.why = "silent", finished.output[-2000:]
+
+
+def two_runs(
+    bench: Bench, folder: Path, done: Outcome, dice: random.Random, *, shared: str
+) -> None:
+    """A second run in the folder, or with the metrics file alone, is refused; the first goes on."""
+    num, flags = bench.flags(done.trainer, done.layout)
+    first = begin(done.trainer, folder, num, flags, sleepy(folder))
+    first.wait_until((folder / "struck").exists, 0.01)
+    alone = {} if shared == "save" else {"save": None, "load": None}
+    second = begin(done.trainer, folder / "second", num, {
+        **flags, **alone,
+        **({"save": folder / "run", "load": folder / "run"} if shared == "save" else {}),
+        "wlb_metrics": folder / "metrics" if shared == "metrics" else "own",
+    }).wait()  # fmt: skip
+    done.said += second.errors
+    finished = first.wait()
+    if second.code == 0 or len(second.errors) != 1 or "Traceback" in second.output:
+        done.outcome, done.why = "silent", f"the second ran: {second.output[-2000:]}"
+    elif finished.code:
+        done.outcome, done.why = "lost", finished.output[-2000:]
+    else:
+        compare(bench, folder, done)
+        done.outcome = "refused clearly" if done.outcome == "resumed equal" else done.outcome
+
+
+def sleepy(folder: Path) -> Fault:
+    return Fault("sleep", "optimizer", 0, 2, 1, str(folder / "struck"))
+
+
+def asked_to_leave(bench: Bench, folder: Path, done: Outcome, dice: random.Random) -> None:
+    """SIGTERM with ``--exit-signal-handler``: a checkpoint, and an end without an error."""
+    num, flags = bench.flags(done.trainer, done.layout)
+    fault = Fault("term", "backward", dice.randrange(num), 2, 2, str(folder / "struck"))
+    run = begin(done.trainer, folder, num, flags | {"exit_signal_handler": True}, fault)
+    run.wait_until(Path(fault.struck).exists, 0.01)
+    done.ended_s = await_end(run, ENDED_S)
+    if done.ended_s is None or run.poll() or tracked(folder) not in range(1, NUM_STEPS):
+        done.outcome, done.why = "silent", run.log.read_text()[-2000:]
+        return
+    resume(bench, folder, done)
+
+
+Case = Callable[[Bench, Path, Outcome, random.Random], None]
+CASES: dict[str, Case] = {
+    **{
+        f"{kind}-{point}": partial(struck, kind=kind, point=point)
+        for kind, points in {
+            "kill": ("planning", "forward", "backward", "optimizer", "write", "saved"),
+            "stop": ("planning", "forward", "backward", "optimizer", "write"),
+            "usr2": ("forward",),
+            "term": ("backward",),
+            "full": ("write",),
+            "eio": ("read",),
+            "clock": ("forward",),
+            "async": ("write",),
+        }.items()
+        for point in points
+    },
+    "asked-to-leave": asked_to_leave,
+    **{f"checkpoint-{damage}": partial(damaged_checkpoint, damage=damage) for damage in DAMAGES},
+    **{
+        f"corpus{suffix}-{damage}": partial(damaged_corpus, suffix=suffix, damage=damage)
+        for suffix, damages in {
+            ".bin": ("cut", "rewritten", "another"), ".idx": ("cut", "flipped"), ".json": ("cut",)
+        }.items()
+        for damage in damages
+    },
+    "other-world": other_world,
+    **{f"two-runs-{shared}": partial(two_runs, shared=shared) for shared in ("save", "metrics")},
+}  # fmt: skip
+ONLY = {"async-write": "launcher"}
+"""Cases of one trainer: the embedded one saves in the foreground."""
