@@ -71,6 +71,7 @@ class Hooks:
         not run them again.
         """
         self.session.catch_up()
+        self.session.ledger.sync()
         settings = self.session.args
         rng: Any = rng_state()
         is_distributed = settings.ckpt_format == "torch_dist"

@@ -79,7 +79,7 @@ def skip_step(session: Session, data_iterator: Any) -> None:
     """
     rerun = get_rerun_state_machine()
     while rerun.should_run_forward_backward(data_iterator):
-        next(data_iterator_of(data_iterator))
+        session.ledger.step(next(data_iterator_of(data_iterator)), skipped="--iterations-to-skip")
     session.catch_up()
 
 
