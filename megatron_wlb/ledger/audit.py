@@ -318,10 +318,10 @@ def _unfinished(pieces: Pieces, standing: Standing, history: History) -> Faults:
     for corpus, epoch in history.contents.items():
         limits[corpus] = epoch.truncated
     is_open = (pieces[ends, ENDS] == 0) & (stops[ends] != limits[pieces[ends, CORPUS]])
-    for corpus, (epoch_number, offset) in standing.open.items():
+    for blended, (epoch_number, offset) in standing.open.items():
         under_way = is_open & (stops[ends] == offset) & (pieces[ends, EPOCH] == epoch_number)
-        if corpus is not None:
-            under_way &= pieces[ends, CORPUS] == corpus
+        if blended is not None:
+            under_way &= pieces[ends, CORPUS] == blended
         if offset and under_way.any():  # the last to come; another one of its kind is lost
             at = np.flatnonzero(under_way)
             is_open[at[pieces[ends[at], ARRIVAL].argmax()]] = False
