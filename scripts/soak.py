@@ -5,10 +5,12 @@ Each packing, and each with a blend, plans its share of --steps. At random a run
 crashes and goes on from its save, at times with a torn line in its ledger. At the end `wlb audit`'s
 own code must find each token once; memory must be flat. Ends with status 1 if not.
 
-With --minutes it plans many short random runs instead, of all settings, whose planner is reloaded
+With --train it trains so many steps of slices in one process, a tiny model on the CPU: no key or
+value is left after a step, and memory is flat. With --minutes it plans many short random runs instead, of all settings, whose planner is reloaded
 before every step, and compares each with one left alone. The short forms are in the tests.
 
     scripts/soak.py --steps 100000 --seed 1
+    scripts/soak.py --train 2000
     scripts/soak.py --minutes 10 --seed 1
 """
 
@@ -31,6 +33,7 @@ from megatron_wlb.errors import run_program
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from helpers.long_soak import RUNS, flat, run
 from helpers.soak import Soak, soaks
+from helpers.trained_soak import train
 
 ROUND = 200
 SHORT_STEPS = 60
@@ -39,6 +42,7 @@ SHORT_STEPS = 60
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=100_000, help="in all (default: %(default)s)")
+    parser.add_argument("--train", type=int, help="steps of slices to train instead")
     parser.add_argument("--minutes", type=float, help="short random runs instead, for so long")
     parser.add_argument("--seed", type=int, default=0, help="of the (first) run")
     parser.add_argument(
@@ -47,6 +51,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print a line of JSON a run")
     args = parser.parse_args()
     logging.disable()  # The planner warns of backlogs, which tight caps are to make.
+    if args.train is not None:
+        trained = train(args.train, args.seed)
+        print(json.dumps(trained.flat() | {"refusal": trained.refusal()}))
+        return int(bool(trained.refusal()))
     if args.minutes is not None:
         return _short_runs(args.seed, args.minutes)
     runs = [*product(args.packings, (False, True))]
