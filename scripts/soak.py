@@ -5,9 +5,10 @@ Each packing, and each with a blend, plans its share of --steps. At random a run
 crashes and goes on from its save, at times with a torn line in its ledger. At the end `wlb audit`'s
 own code must find each token once; memory must be flat. Ends with status 1 if not.
 
-With --train it trains so many steps of slices in one process, a tiny model on the CPU: no key or
-value is left after a step, and memory is flat. With --minutes it plans many short random runs instead, of all settings, whose planner is reloaded
-before every step, and compares each with one left alone. The short forms are in the tests.
+With --train it trains so many steps of slices in one process instead, a tiny model on the CPU: no
+key or value is left after a step, and memory is flat. With --minutes it plans many short random
+runs, of all settings, whose planner is reloaded before every step, and compares each with one left
+alone. The short forms are in the tests.
 
     scripts/soak.py --steps 100000 --seed 1
     scripts/soak.py --train 2000

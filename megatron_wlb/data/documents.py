@@ -38,7 +38,7 @@ class CorpusEpoch:
     num_documents: int
     """Stored documents that have tokens."""
     num_tokens: int
-    """Without those that ``truncate`` drops."""
+    """What is left where ``truncate`` drops tokens."""
     dropped_tokens: int
     truncated: int
     """Tokens after which ``truncate`` ends documents; 0: none is ended so."""

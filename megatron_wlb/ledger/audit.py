@@ -117,7 +117,7 @@ class Start:
     waiting: str
     contents: dict[int, CorpusEpoch]
     settings: dict[str, Any]
-    """Those that are not the default."""
+    """Settings that are not the default."""
     cost: dict[str, Any] | None
     vocab_size: int
     dp_size: int

@@ -17,7 +17,7 @@ from megatron_wlb.runtime.saving.checksums import unseal_state
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _FILES = ("common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt")
-"""Of the formats ``torch_dist`` and ``torch``, the latter without and with pipeline stages."""
+"""Files by format: ``torch_dist``, then ``torch`` without and with pipeline stages."""
 
 
 def newest_state(folder: Path) -> tuple[int, dict[str, Any]] | None:
