@@ -14,6 +14,7 @@ from megatron_wlb.errors import run_program
 from megatron_wlb.settings.command_line import Parser
 
 COMMANDS = {
+    "audit": "prove which documents a run trained on, each token once",
     "corpus": "turn text files into a corpus that Megatron reads, or say what is in one",
     "doctor": "say what is installed, what fits, and what is wrong",
     "pack": "compare the packings on your documents, without training",
@@ -38,6 +39,7 @@ examples:
   wlb simulate corpora/books --model 7b --tp-size 8 --pp-size 4 --report step.html
   wlb plan corpora/books --model 7b --num-devices 64 --out 7b.yaml
   wlb profile --out machine.yaml
+  wlb audit checkpoints
   wlb doctor --megatron ~/Megatron-LM
   wlb recipe run configs/experiment/7b-128k.yaml --dry-run
 

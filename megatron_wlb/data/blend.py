@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.data.documents import DocumentStream, LongDocuments, tokens_before
+from megatron_wlb.data.documents import (
+    CorpusEpoch,
+    DocumentStream,
+    LongDocuments,
+    tokens_before,
+)
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.plan import Document
@@ -128,6 +133,11 @@ class BlendedStream:
         given = [self._numbered(document) for document in documents[:count]]
         self.step += 1
         return given
+
+    @property
+    def contents(self) -> dict[int, CorpusEpoch]:
+        """What each corpus gives in an epoch of its own, by its number."""
+        return {corpus: stream.contents[0] for corpus, stream in self._streams.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Where all streams and the blend of them stand, JSON-able."""

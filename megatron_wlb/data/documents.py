@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import repeat
@@ -27,6 +28,20 @@ whole; its stream has a window as long as it."""
 
 _STATE_VERSION = 1
 _POSITION = ("step", "position_tokens", "epoch", "document", "offset")
+
+
+@dataclass(frozen=True)
+class CorpusEpoch:
+    """What a corpus gives in an epoch."""
+
+    name: str
+    num_documents: int
+    """Stored documents that have tokens."""
+    num_tokens: int
+    """What is left where ``truncate`` drops tokens."""
+    dropped_tokens: int
+    truncated: int
+    """Tokens after which ``truncate`` ends documents; 0: none is ended so."""
 
 
 class DocumentStream:
@@ -152,6 +167,25 @@ class DocumentStream:
             self._draw(end, documents)
         self.step += 1
         return documents
+
+    @cached_property
+    def contents(self) -> dict[int, CorpusEpoch]:
+        """What each corpus gives in an epoch, by its number."""
+        contents = {}
+        for corpus, (first, (start, stop)) in enumerate(
+            zip(self._first_number, self._ranges, strict=True)
+        ):
+            lengths = self._lengths[first : first + stop - start]
+            kept = np.minimum(lengths, self._max_tokens)
+            tokens = int(kept.sum())
+            contents[corpus] = CorpusEpoch(
+                str(self._names[corpus]),
+                int(np.count_nonzero(lengths)),
+                tokens,
+                int(lengths.sum()) - tokens,
+                self.window if self.long_documents == "truncate" else 0,
+            )
+        return contents
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as a few JSON-able numbers, and the settings it depends on."""

@@ -485,6 +485,11 @@ class WlbConfig:
         "neither save checksums of a checkpoint's files nor compare them before it is loaded: "
         "spares a second reading of huge ones, but a damaged one may train on unnoticed",
     )
+    wlb_no_ledger: bool = setting(
+        False,
+        "do not write which documents ran at which step to wlb_ledger.txt in the folder of --save, "
+        "which `wlb audit` reads",
+    )
     wlb_verify_shapes: bool = setting(
         False, "debug: also exchange shapes as stock Megatron does, and compare"
     )

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from helpers.strategies import costs
-from megatron_wlb.cost import DocumentCost
+from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.packing import PackingSettings
@@ -32,6 +32,8 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "slim": {},
     "slim, in few units": {"units": 3, "slice_multiple": 1},
 }
+AUTO = {"hold, auto": {"micro_batches": "auto"}, "original, auto": {"micro_batches": "auto"}}
+"""Settings that only a pipeline gives a meaning."""
 """Settings by what is before the comma, the packing, and a word for them."""
 
 
@@ -55,6 +57,7 @@ class Soak:
     cost: DocumentCost
     num_steps: int
     seed: int
+    layout: Parallelism | None = None
 
     def planner(self) -> Planner:
         """Makes a new planner, at step 0."""
@@ -69,7 +72,7 @@ class Soak:
             self.max_tokens,
             max_step_tokens=self.max_step_tokens,
             max_age=self.max_age,
-            **PACKINGS[self.packing],
+            **(PACKINGS | AUTO)[self.packing],
         )
         return Workload(
             Split(opened, "train", self.num_epochs),
@@ -78,6 +81,7 @@ class Soak:
             self.cost,
             self.seed,
             self.long_documents,
+            layout=self.layout,
         ).planner(packing)
 
     def run(self) -> int:

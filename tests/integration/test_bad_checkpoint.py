@@ -350,7 +350,7 @@ def test_full_disk_at_save_ends_with_one_line_and_keeps_the_checkpoint_before(
     finished = start(tmp_path, 2, flags, fault=fault).wait()
     assert_refused(finished, CheckpointError.exit_code, "ck", *fragments)
     names = sorted(path.name for path in (tmp_path / "ck").iterdir())
-    assert names == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert names == ["iter_0000002", "latest_checkpointed_iteration.txt", "wlb_ledger.txt"]
 
     before = losses(tmp_path / "metrics")
     finished = start(tmp_path, 2, flags).wait()
@@ -382,7 +382,7 @@ def test_disk_that_fills_up_in_a_save_keeps_the_checkpoint_before(
     finished = start(tmp_path, 2, flags).wait()
     assert_refused(finished, CheckpointError.exit_code, "disk/ck", "free some room")
     names = sorted(path.name for path in (small_disk / "ck").iterdir())
-    assert names == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert names == ["iter_0000002", "latest_checkpointed_iteration.txt", "wlb_ledger.txt"]
     finished = start(tmp_path, 2, flags | {"save": None, "save_interval": None}).wait()
     assert finished.code == 0, finished.output
     assert "resumed after iteration 2" in finished.output

@@ -73,6 +73,7 @@ class Hooks:
         """
         self.session.catch_up()
         watchdog.at("a checkpoint", is_slow=True)
+        self.session.ledger.sync()
         settings = self.session.args
         rng: Any = rng_state()
         is_distributed = settings.ckpt_format == "torch_dist"

@@ -75,6 +75,7 @@ class Log:
         assert session.step is not None
         plan = session.step.plan
         session.totals.add(plan)
+        session.ledger.step(plan, iteration, "no update" if values["skipped_iter"] else "")
         settings = session.args
         is_first = bool(values.get("is_first_iteration"))
         if iteration % settings.log_interval == 0 and not is_first:

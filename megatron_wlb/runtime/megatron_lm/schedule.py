@@ -7,6 +7,7 @@ One call runs one step: one plan from the data iterator, which for Megatron's re
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron.core.utils import StragglerDetector
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.runtime import step
 from megatron_wlb.runtime.batch import Batch
-from megatron_wlb.runtime.megatron_lm.session import Session, data_iterator_of
+from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session, data_iterator_of
 
 SPIKY_LOSS_FACTOR = 10
 """A loss so many times the largest seen is reported, as in Megatron's pretrain_gpt.py."""
@@ -55,6 +56,10 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
                 "out the --wlb flags"
             )
         plan = next(data_iterator_of(data_iterator))
+        if not forward_only and (session.step is None or session.step.plan is not plan):
+            # The rerun machinery saved it before it ended the run, and gives it back now.
+            now_s = time.monotonic()
+            session.step = RunningStep(plan, now_s, now_s)
         own = len(plan.micro_batches[0])
         if own != num_microbatches and not session.config.wlb.numbers_by_step:
             raise PlanError(
@@ -79,7 +84,7 @@ def skip_step(session: Session, data_iterator: Any) -> None:
     """
     rerun = get_rerun_state_machine()
     while rerun.should_run_forward_backward(data_iterator):
-        next(data_iterator_of(data_iterator))
+        session.ledger.step(next(data_iterator_of(data_iterator)), skipped="--iterations-to-skip")
     session.catch_up()
 
 

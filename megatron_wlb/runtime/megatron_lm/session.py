@@ -23,6 +23,7 @@ from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import SPLITS, Corpora
 from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.ledger.writer import StepLedger
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
 from megatron_wlb.planning.plan_ahead import PlanAhead
@@ -35,6 +36,7 @@ from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.middles import with_middles
 from megatron_wlb.runtime.megatron_lm.model import of_chunks
 from megatron_wlb.runtime.model import Model, require_layers, settle_kernel
+from megatron_wlb.runtime.saving.ledger import open_ledger
 from megatron_wlb.runtime.saving.resume import (
     machine_digest,
     plan_settings,
@@ -98,6 +100,8 @@ class Session:
     """The operations of each step since the last line of the log."""
     behind: list[Callable[[], None]] = field(default_factory=list)
     """What is still to be written of the last step; see :meth:`catch_up`."""
+    ledger: StepLedger = field(default_factory=lambda: StepLedger(None))
+    """Which documents ran at which step; of a run that trains, once the data are opened."""
 
     model: Model = field(init=False)
     """Set once Megatron has built it, before its state is saved, loaded or run."""
@@ -167,6 +171,9 @@ class Session:
                     planner.step,
                     len(planner.packer.waiting),
                 )
+            self.ledger = open_ledger(
+                self.config, args.save, args.iteration, planner, corpora.vocab_size
+            )
             self._plans = PlanAhead(planner)
             training = self._training_plans(self._plans)
         evaluations = []
@@ -216,6 +223,7 @@ class Session:
             self._plans.close()
         with contextlib.suppress(RuntimeError):  # of a device that failed, which is told already
             self.catch_up()
+        self.ledger.close()
 
     def _training_plans(self, plans: PlanAhead) -> Iterator[StepPlan]:
         while True:

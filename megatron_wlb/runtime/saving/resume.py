@@ -29,6 +29,7 @@ _NOT_OF_PLANS = {
     "wlb_verify_plan_interval",
     "wlb_hang_seconds",
     "wlb_no_checksums",
+    "wlb_no_ledger",
     "wlb_allow_untested_megatron",
     "wlb_attention_kernel",
     "wlb_cp_overlap_groups",

@@ -15,6 +15,7 @@ import torch
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import TrainingError, WLBError
+from megatron_wlb.ledger.writer import StepLedger
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import (
@@ -33,6 +34,7 @@ from megatron_wlb.runtime.optimizer import build_optimizer, update
 from megatron_wlb.runtime.rank_main import writing
 from megatron_wlb.runtime.saving import checkpoint
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
+from megatron_wlb.runtime.saving.ledger import open_ledger
 from megatron_wlb.runtime.saving.resume import (
     machine_digest,
     require_same_tokens,
@@ -51,6 +53,9 @@ class Trainer:
 
     ``cost`` replaces what ``--wlb-cost`` would give, for runs that share a measured one.
     """
+
+    ledger = StepLedger(None)
+    """Which documents ran at which step; it is opened where the loop begins."""
 
     def __init__(self, config: Config, device: str, *, cost: Cost | None = None) -> None:
         targets.check(allow_untested=config.wlb.wlb_allow_untested_megatron)
@@ -133,6 +138,7 @@ class Trainer:
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""
         watchdog.at("the checkpoint after iteration %d", self.iteration, is_slow=True)
+        self.ledger.sync()
         with self.model.whole_weights():
             folder = checkpoint.save(
                 self.config,
@@ -162,6 +168,13 @@ class Trainer:
         training, data = self.config.training, self.config.data
         saved = self.iteration
         last = None
+        self.ledger = open_ledger(
+            self.config,
+            self.config.checkpoint.save,
+            self.iteration,
+            self.planner,
+            self.corpora.vocab_size,
+        )
         with RunLog(self.config) as log, PlanAhead(self.planner) as self.plans:
             while self.iteration < training.train_iters:
                 start = time.monotonic()
@@ -175,6 +188,7 @@ class Trainer:
                 planned, last = time.monotonic(), plan
                 step = Noted(plan, start, planned, *self.train_step(plan))
                 self.iteration += 1
+                self.ledger.step(plan, self.iteration)
                 log.tell()  # of the step before: this one keeps the device at work meanwhile
                 log.note(self.iteration, step)
                 if data.eval_interval and self.iteration % data.eval_interval == 0:
@@ -192,6 +206,7 @@ class Trainer:
             log.tell()
         if self.config.checkpoint.save is not None and saved != self.iteration:
             self.save()
+        self.ledger.close()
         if last is not None and last.num_waiting:
             where = "are in the checkpoint" if self.config.checkpoint.save else "were not trained"
             logger.info(

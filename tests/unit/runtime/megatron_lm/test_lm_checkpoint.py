@@ -23,13 +23,14 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
         model=SimpleNamespace(groups=SimpleNamespace(dp_cp=None)),
         state=dict,
         catch_up=lambda: done.append("figures"),
+        ledger=SimpleNamespace(sync=lambda: done.append("ledger")),
     )
     with (
         mock.patch.object(checkpoint, "rng_state", dict),
         mock.patch.object(checkpoint, "of_all_ranks", lambda rng, _: [rng]),
     ):
         checkpoint.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
-    assert done == ["figures", "checkpoint"]
+    assert done == ["figures", "ledger", "checkpoint"]
 
 
 LAST: Any = ("decoder-last-pipeline-num-layers", "1")

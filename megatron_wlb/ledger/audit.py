@@ -1,0 +1,406 @@
+"""Audits a ledger: each token of what has arrived ran once, or waits in the newest checkpoint.
+
+A start of the run after step K takes back the lines of later steps that stand before it: those
+steps ran, but no weight of theirs is left. Of the other lines all pieces of documents are put
+together. A document is whole if its pieces follow one another from its first token to its last.
+The stream numbers arrivals, so that one of which there is no piece at all is missed, too. What
+waits, and how many have arrived, is said by a checkpoint; after it nothing can be called lost yet.
+
+Memory: about 250 bytes a document that ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_wlb.data.documents import CorpusEpoch
+from megatron_wlb.errors import CheckpointError
+from megatron_wlb.ledger.lines import (
+    ARRIVAL,
+    CORPUS,
+    ENDS,
+    EPOCH,
+    INDEX,
+    LENGTH,
+    OFFSET,
+    Pieces,
+    decode,
+    pieces_of,
+    read,
+)
+from megatron_wlb.ledger.standing import Standing
+
+_NO_PIECES = np.zeros((0, 7), np.int64)
+NAMED = 5
+"""How many that are lost or twice are named."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What should not be: how many, and the first of them in words."""
+
+    number: int = 0
+    first: tuple[str, ...] = ()
+
+    def __add__(self, other: Faults) -> Faults:
+        return Faults(self.number + other.number, (*self.first, *other.first)[:NAMED])
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an audit found."""
+
+    steps: int
+    first_iteration: int
+    last_iteration: int
+    restarts: int
+    rolled_back: int
+    """Steps that a restart took back, and ran again."""
+    skipped: int
+    """Steps whose documents were taken but trained nothing, as the run was told or saw."""
+    skipped_tokens: int
+    documents: int
+    """Stored documents of which something ran; once an epoch."""
+    tokens: int
+    epochs: dict[str, float]
+    """Epochs that ran, by corpus."""
+    dropped_tokens: int
+    """Tokens that ``--wlb-long-documents truncate`` leaves out, of all epochs that have begun."""
+    proven_until: int | None
+    """The step of the checkpoint up to which nothing can be lost unseen; None without one."""
+    waiting: int
+    """Documents that have arrived, or were read ahead, and wait in the checkpoint."""
+    waiting_tokens: int
+    oldest_steps: int
+    """How long the oldest of them waits."""
+    is_torn: bool
+    """Whether a crash tore the last line."""
+    lost: Faults
+    twice: Faults
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A line of a step."""
+
+    number: int
+    iteration: int
+    digest: str
+    tokens: int
+    documents: str
+    skipped: bool
+    start: int
+    """Which start it belongs to."""
+
+    def pieces(self, path: Path) -> Pieces:
+        try:
+            return decode(self.documents)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path}: line {self.number} holds no documents ({error})"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Start:
+    """The line of a start."""
+
+    iteration: int
+    arrived: int
+    waiting: str
+    contents: dict[int, CorpusEpoch]
+    settings: dict[str, Any]
+    """Settings that are not the default."""
+    cost: dict[str, Any] | None
+    vocab_size: int
+    dp_size: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Start:
+        contents = {int(n): CorpusEpoch(**epoch) for n, epoch in values["contents"].items()}
+        return cls(
+            values["start"], values["arrived"], values["waiting"], contents,
+            values.get("settings", {}), values.get("cost"), values.get("vocab_size", 0),
+            values.get("dp_size", 1),
+        )  # fmt: skip
+
+
+class History:
+    """The steps of a ledger that count, in order.
+
+    Raises :class:`CheckpointError` for a ledger that is missing, damaged, or has no start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[_Step] = []
+        self.starts: list[Start] = []
+        self.rolled_back = 0
+        self.is_torn = False
+        for line in read(path):
+            if line is None:
+                self.is_torn = True
+                continue
+            try:
+                self._take(line.number, line.values)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path}: line {line.number} is not of a ledger ({error!r})"
+                ) from None
+        if not self.starts:
+            raise CheckpointError(f"{path} has no whole line; nothing is known of the run")
+
+    def _take(self, number: int, values: Mapping[str, Any]) -> None:
+        if "start" in values:
+            begun = Start.of(values)
+            while self.steps and self.steps[-1].iteration > begun.iteration:
+                self.steps.pop()
+                self.rolled_back += 1
+            if not self.steps:
+                self.base = begun
+            self.starts.append(begun)
+        elif not self.starts:
+            raise ValueError("a step before any start")
+        else:
+            names = ("iteration", "digest", "tokens", "documents")
+            known = {name: values[name] for name in names}
+            start = len(self.starts) - 1
+            self.steps.append(_Step(number, **known, skipped="skipped" in values, start=start))
+
+    @property
+    def contents(self) -> dict[int, CorpusEpoch]:
+        """What each corpus gives in an epoch; the same for all starts that count."""
+        return self.starts[-1].contents
+
+    def missing(self) -> Faults:
+        """Steps that have no line."""
+        expected, gaps = self.base.iteration, []
+        for step in self.steps:
+            if step.iteration > expected + 1:
+                gaps.append((expected + 1, step.iteration))
+            expected = max(expected, step.iteration)
+        return Faults(
+            sum(stop - start for start, stop in gaps),
+            tuple(f"the line of step {start}" for start, _ in gaps[:NAMED]),
+        )
+
+
+def audit(history: History, saved: tuple[int, Mapping[str, Any]] | None) -> Report:
+    """Audits the ledger of one run.
+
+    ``saved`` are the step and the planner's state of the newest checkpoint; None where there is
+    none, so that what did not run is taken for waiting.
+
+    Raises :class:`CheckpointError` for a ledger or a state that cannot be read.
+    """
+    standing, until = None, None
+    if saved is not None:
+        until, state = saved
+        standing = Standing.of(state, history.contents)
+    lost, twice = history.missing(), Faults()
+    parts = [step.pieces(history.path) for step in history.steps]
+    for step, part in zip(history.steps, parts, strict=True):
+        found = int(part[:, LENGTH].sum())
+        if found < step.tokens:
+            text = f"{step.tokens - found} tokens of step {step.iteration}, which ran {step.tokens}"
+            lost += Faults(1, (text,))
+    ran = np.concatenate([_NO_PIECES, *parts])
+    iterations = np.repeat([s.iteration for s in history.steps], list(map(len, parts))).astype(int)
+    twice += _twice(ran, iterations)
+    if standing is not None and until is not None:
+        told_lost, told_twice = _settled(
+            ran[iterations <= until], iterations[iterations <= until], standing, history, until
+        )
+        lost, twice = lost + told_lost, twice + told_twice
+    documents = np.unique(ran[:, [CORPUS, EPOCH, INDEX]], axis=0)
+    skipped = [step for step in history.steps if step.skipped]
+    waiting = standing.waiting if standing else ()
+    return Report(
+        steps=len(history.steps),
+        first_iteration=history.steps[0].iteration if history.steps else history.base.iteration,
+        last_iteration=history.steps[-1].iteration if history.steps else history.base.iteration,
+        restarts=len(history.starts) - 1,
+        rolled_back=history.rolled_back,
+        skipped=len(skipped),
+        skipped_tokens=sum(step.tokens for step in skipped),
+        documents=len(documents),
+        tokens=int(ran[:, LENGTH].sum()),
+        epochs={
+            epoch.name: int(ran[ran[:, CORPUS] == corpus, LENGTH].sum()) / max(epoch.num_tokens, 1)
+            for corpus, epoch in history.contents.items()
+        },
+        dropped_tokens=_dropped(ran, history.contents),
+        proven_until=until,
+        waiting=len(waiting),
+        waiting_tokens=sum(document.length for document in waiting),
+        oldest_steps=max((standing.step - d.step for d in waiting), default=0) if standing else 0,
+        is_torn=history.is_torn,
+        lost=lost,
+        twice=twice,
+    )
+
+
+def _dropped(ran: Pieces, contents: Mapping[int, CorpusEpoch]) -> int:
+    return sum(
+        epoch.dropped_tokens * (int(own.max()) + 1)
+        for corpus, epoch in contents.items()
+        if len(own := ran[ran[:, CORPUS] == corpus, EPOCH])
+    )
+
+
+def _settled(
+    ran: Pieces, iterations: npt.NDArray[np.int64], standing: Standing, history: History, until: int
+) -> tuple[Faults, Faults]:
+    """What is lost or to run twice, when what waits in a checkpoint runs."""
+    if until < history.base.iteration:
+        raise CheckpointError(
+            f"{history.path} begins after step {history.base.iteration}, but the newest checkpoint "
+            f"is of step {until}; audit the folder that the run was loaded from"
+        )
+    last = history.steps[-1].iteration if history.steps else history.base.iteration
+    lost = Faults()
+    if until > last:
+        text = f"the line of step {last + 1}, which the checkpoint of step {until} has"
+        lost = Faults(until - last, (text,))
+    waiting = pieces_of(standing.waiting)
+    both = np.concatenate([ran, waiting])
+    at = np.concatenate([iterations, np.full(len(waiting), -1)])
+    twice = _twice(both, at, waiting_only=True)
+    drawn = pieces_of(standing.drawn)
+    drawn[:, ARRIVAL] = standing.arrived
+    lost += _never_came(both[:, ARRIVAL], standing, history, both)
+    lost += _unfinished(np.concatenate([both, drawn]), standing, history)
+    if not lost.number and not history.base.iteration:
+        lost += _short_epochs(np.concatenate([both, drawn]), standing, history.contents)
+    return lost, twice
+
+
+def _never_came(
+    arrivals: npt.NDArray[np.int64], standing: Standing, history: History, pieces: Pieces
+) -> Faults:
+    """Arrivals of which there is no piece."""
+    base = history.base
+    present = np.zeros(standing.arrived, bool)
+    if base.iteration:  # what ran before this ledger begins
+        present[: base.arrived] = True
+        present[decode(base.waiting)[:, ARRIVAL]] = False
+    present[arrivals[arrivals < standing.arrived]] = True
+    missing = np.flatnonzero(~present)
+    first = []
+    for number in islice(missing.tolist(), NAMED):
+        text = f"document {number} of the stream (counted from 0)"
+        before = np.flatnonzero(arrivals == number - 1)
+        if len(before):
+            text += f", which came after {_name(pieces[before[-1]], history.contents)}"
+        first.append(text)
+    return Faults(len(missing), tuple(first))
+
+
+def _unfinished(pieces: Pieces, standing: Standing, history: History) -> Faults:
+    """Stored documents whose pieces do not follow one another from the first token to the last."""
+    if not len(pieces):
+        return Faults()
+    pieces, starts = _by_document(pieces)
+    begins, stops = pieces[:, OFFSET], pieces[:, OFFSET] + pieces[:, LENGTH]
+    faults = np.zeros(len(pieces), bool)
+    faults[1:] = begins[1:] > stops[:-1]
+    # What ran before this ledger begins is not known of.
+    faults[starts] = (begins[starts] > 0) & (not history.base.iteration)
+    ends = np.append(starts[1:], len(pieces)) - 1
+    limits = np.zeros(max(history.contents, default=0) + 1, np.int64)
+    for corpus, epoch in history.contents.items():
+        limits[corpus] = epoch.truncated
+    is_open = (pieces[ends, ENDS] == 0) & (stops[ends] != limits[pieces[ends, CORPUS]])
+    for blended, (epoch_number, offset) in standing.open.items():
+        under_way = is_open & (stops[ends] == offset) & (pieces[ends, EPOCH] == epoch_number)
+        if blended is not None:
+            under_way &= pieces[ends, CORPUS] == blended
+        if offset and under_way.any():  # the last to come; another one of its kind is lost
+            at = np.flatnonzero(under_way)
+            is_open[at[pieces[ends[at], ARRIVAL].argmax()]] = False
+    texts = [
+        f"tokens before {int(begins[at])} of {_name(pieces[at], history.contents)}"
+        for at in islice(np.flatnonzero(faults).tolist(), NAMED)
+    ]
+    texts += [
+        f"tokens from {int(stops[at])} on of {_name(pieces[at], history.contents)}"
+        for at in islice(ends[is_open].tolist(), NAMED)
+    ]
+    return Faults(int(faults.sum() + is_open.sum()), tuple(texts[:NAMED]))
+
+
+def _short_epochs(
+    pieces: Pieces, standing: Standing, contents: Mapping[int, CorpusEpoch]
+) -> Faults:
+    """Epochs that have ended with other tokens than the corpus has."""
+    short = []
+    for corpus, epoch in contents.items():
+        own = pieces[pieces[:, CORPUS] == corpus]
+        tokens = np.bincount(own[:, EPOCH], weights=own[:, LENGTH])
+        over = standing.open[corpus if corpus in standing.open else None][0]  # epochs that ended
+        for number, found in enumerate([*map(int, tokens), *[0] * (over - len(tokens))][:over]):
+            if found != epoch.num_tokens:
+                short.append(
+                    f"epoch {number} of {epoch.name}: {found} of its {epoch.num_tokens} tokens ran"
+                )
+    return Faults(len(short), tuple(short[:NAMED]))
+
+
+def _twice(
+    pieces: Pieces, iterations: npt.NDArray[np.int64], *, waiting_only: bool = False
+) -> Faults:
+    """Pieces that begin before an earlier one of the same document ends.
+
+    ``iterations`` says when each ran, -1 of those that wait; ``waiting_only`` counts these alone.
+    """
+    if len(pieces) < 2:
+        return Faults()
+    order = _document_order(pieces)
+    pieces, iterations = pieces[order], iterations[order]
+    stops, group = pieces[:, OFFSET] + pieces[:, LENGTH], np.cumsum(_is_first(pieces))
+    # The furthest end so far in each document: groups lie apart.
+    apart = int(stops.max()) + 1
+    furthest = np.maximum.accumulate(stops + group * apart) - group * apart
+    again = np.append(False, (group[1:] == group[:-1]) & (pieces[1:, OFFSET] < furthest[:-1]))
+    others = np.append(-1, np.arange(len(pieces) - 1))
+    if waiting_only:
+        again &= (iterations < 0) | (iterations[others] < 0)
+    first = []
+    for at in islice(np.flatnonzero(again).tolist(), NAMED):
+        when = [
+            "waits in the checkpoint" if i < 0 else f"ran in step {i}"
+            for i in (int(iterations[at - 1]), int(iterations[at]))
+        ]
+        offset = int(pieces[at, OFFSET])
+        first.append(f"{_name(pieces[at])} from token {offset} on: {when[0]}, {when[1]}")
+    return Faults(int(again.sum()), tuple(first))
+
+
+def _by_document(pieces: Pieces) -> tuple[Pieces, npt.NDArray[np.int64]]:
+    """Pieces sorted by stored document and offset, and where each document begins."""
+    pieces = pieces[_document_order(pieces)]
+    return pieces, np.flatnonzero(_is_first(pieces))
+
+
+def _document_order(pieces: Pieces) -> npt.NDArray[np.int64]:
+    keys: Sequence[int] = (OFFSET, INDEX, EPOCH, CORPUS)
+    return np.lexsort(tuple(pieces[:, key] for key in keys))
+
+
+def _is_first(pieces: Pieces) -> npt.NDArray[np.bool_]:
+    which = pieces[:, [CORPUS, EPOCH, INDEX]]
+    return np.append(True, (which[1:] != which[:-1]).any(axis=1))
+
+
+def _name(piece: Any, contents: Mapping[int, CorpusEpoch] | None = None) -> str:
+    corpus, epoch, index = (int(piece[at]) for at in (CORPUS, EPOCH, INDEX))
+    known = contents or {}
+    name = f" ({known[corpus].name})" if corpus in known else ""
+    return f"document {index} of corpus {corpus}{name}, epoch {epoch}"

@@ -1,0 +1,35 @@
+"""Opens the ledger of a training run; see :mod:`megatron_wlb.ledger`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_wlb.ledger.writer import StepLedger
+from megatron_wlb.settings.config import Config
+
+
+def open_ledger(
+    config: Config, folder: str | None, iteration: int, planner: Any, vocab_size: int
+) -> StepLedger:
+    """Begins to write in a folder of ``--save``, after ``iteration``; ``planner`` plans what comes.
+
+    Only the first rank writes, and none without a folder, in one of Megatron's multi-storage
+    client, or with ``--wlb-no-ledger``.
+    """
+    is_file = folder is not None and "://" not in folder
+    writes = is_file and not config.wlb.wlb_no_ledger and torch.distributed.get_rank() == 0
+    ledger = StepLedger(folder if writes else None)
+    defaults = Config().flat()
+    cost = getattr(planner, "cost", None)  # strategies have one each
+    ledger.start(
+        iteration,
+        planner,
+        processes=torch.distributed.get_world_size(),
+        dp_size=getattr(planner, "dp_size", 1),
+        vocab_size=vocab_size,
+        settings={name: v for name, v in config.flat().items() if v != defaults[name]},
+        cost=None if cost is None else cost.as_dict(),
+    )
+    return ledger

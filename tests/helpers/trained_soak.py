@@ -1,0 +1,84 @@
+"""Many trained steps of slices in one process: memory stays flat, and no key or value is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+
+import psutil
+
+FLAGS = (
+    "--mock-data --wlb-mock-lengths stdlib --vocab-size 64 --seq-length 256 --global-batch-size 4 "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --wlb-packing slim --wlb-units 6 "
+    "--wlb-slice-multiple 16 --lr 1e-3 --wlb-device cpu"
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of a run."""
+
+    steps: int
+    slices: int
+    """Micro-batches that ran a part of a document."""
+    seconds: float
+    rss_mib: tuple[float, ...]
+    """The process's memory at each tenth of the run."""
+    tensors: tuple[int, ...]
+    """Tensors that live after a step, at each tenth."""
+
+    def refusal(self) -> str:
+        """What is wrong; nothing if all is as it should be."""
+        if not self.slices:
+            return "no document was cut"
+        if self.tensors[-1] > self.tensors[1]:
+            return f"tensors are left: {self.tensors}"
+        if self.rss_mib[-1] > self.rss_mib[2] + 8:
+            return f"memory grows: {self.rss_mib} MiB"
+        return ""
+
+    def flat(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def train(num_steps: int, seed: int = 1) -> Trained:
+    """Trains a tiny model in this process; needs ten steps at least."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    from megatron_wlb.runtime.trainer import distributed
+    from megatron_wlb.settings.command_line import parse
+
+    config = parse([*FLAGS.split(), "--seed", str(seed)])
+    device = distributed.choose_device(config.wlb.wlb_device)
+    distributed.initialize(config, device)
+    import torch
+
+    from megatron_wlb.runtime.trainer.loop import Trainer
+
+    trainer, process = Trainer(config, device), psutil.Process()
+    store = trainer.runner.batches.slices
+    start_s, slices = time.perf_counter(), 0
+    rss: list[float] = []
+    tensors: list[int] = []
+    for number in range(num_steps):
+        plan = trainer.planner.next_plan()
+        assert plan is not None
+        loss, _, _ = trainer.train_step(plan)
+        assert loss.mean == loss.mean, f"step {number}: the loss is no number"
+        assert not store.buffers, f"step {number} leaves keys and values of {[*store.buffers]}"
+        slices += sum(micro_batch.slice is not None for micro_batch in plan)
+        if (number + 1) * 10 // num_steps > len(rss):
+            del plan, loss
+            gc.collect()
+            rss.append(round(process.memory_info().rss / 2**20, 1))
+            tensors.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+    seconds = time.perf_counter() - start_s
+    distributed.shutdown()
+    return Trained(num_steps, slices, seconds, tuple(rss), tuple(tensors))

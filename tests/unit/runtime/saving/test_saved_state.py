@@ -1,0 +1,59 @@
+"""The planner's state is read out of a checkpoint, and nothing else of it is made or run."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wlb.errors import CheckpointError
+from megatron_wlb.runtime.saving.checksums import seal_state
+from megatron_wlb.runtime.saving.saved_state import newest_state
+
+
+class Weights:
+    """Something whose loading runs code, beside what pickle makes of common containers."""
+
+    def __init__(self, touched: Path) -> None:
+        self.touched = touched
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.touched,), {"a": 1}, iter([1]), iter([("k", OrderedDict(x={3}))]))
+
+
+def save(folder: Path, name: str, content: Any) -> None:
+    path = folder / "iter_0000007" / name
+    path.parent.mkdir(parents=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(content))
+    (folder / "latest_checkpointed_iteration.txt").write_text("7\n")
+
+
+@pytest.mark.parametrize("name", ["common.pt", "mp_rank_00_000/model_optim_rng.pt"])
+@pytest.mark.parametrize("of_launcher", [True, False])
+def test_saved_state_is_read_and_no_code_runs(name: str, of_launcher: bool, tmp_path: Path) -> None:
+    text = seal_state({"planner": {"step": 7}, "cost": {}})
+    ours = {"megatron_wlb": text} if of_launcher else {"common": {"planner": text}}
+    save(tmp_path, name, {"model": Weights(tmp_path / "touched")} | ours)
+    assert newest_state(tmp_path) == (7, {"step": 7})
+    assert not (tmp_path / "touched").exists()
+
+
+def test_folder_without_a_checkpoint_has_no_state(tmp_path: Path) -> None:
+    assert newest_state(tmp_path) is None
+
+
+def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "common.pt", {"megatron_wlb": seal_state({"planner": {}})[:-1] + "x"})
+    with pytest.raises(CheckpointError, match="has no planner's state that can be read"):
+        newest_state(tmp_path)
+    (tmp_path / "iter_0000007" / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"has none of common\.pt"):
+        newest_state(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    with pytest.raises(CheckpointError, match="not a step's number"):
+        newest_state(tmp_path)
