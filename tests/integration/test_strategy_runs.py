@@ -70,7 +70,7 @@ def test_killed_run_of_strategies_resumes_with_the_same_losses_and_other_strateg
     assert found == pytest.approx({n: expected[n] for n in range(3, NUM_STEPS + 1)}, rel=1e-4)
 
     plain: Flags = {"wlb_strategies": None, "make_vocab_size_divisible_by": 128}
-    found = run(tmp_path, 2, "plain", flags | loading | plain)
+    found = run(tmp_path, 1, "plain", flags | loading | plain)
     assert list(found) == list(range(3, NUM_STEPS + 1))
     assert max(found.values()) < expected[2]
 
