@@ -6,7 +6,7 @@ together. A document is whole if its pieces follow one another from its first to
 The stream numbers arrivals, so that one of which there is no piece at all is missed, too. What
 waits, and how many have arrived, is said by a checkpoint; after it nothing can be called lost yet.
 
-Memory: about 250 bytes a document that ran.
+Memory: about 600 bytes a document that ran, at most.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def audit(history: History, saved: tuple[int, Mapping[str, Any]] | None) -> Repo
             ran[iterations <= until], iterations[iterations <= until], standing, history, until
         )
         lost, twice = lost + told_lost, twice + told_twice
-    documents = np.unique(ran[:, [CORPUS, EPOCH, INDEX]], axis=0)
+    del parts
     skipped = [step for step in history.steps if step.skipped]
     waiting = standing.waiting if standing else ()
     return Report(
@@ -230,7 +230,7 @@ def audit(history: History, saved: tuple[int, Mapping[str, Any]] | None) -> Repo
         rolled_back=history.rolled_back,
         skipped=len(skipped),
         skipped_tokens=sum(step.tokens for step in skipped),
-        documents=len(documents),
+        documents=len(_by_document(ran)[1]),
         tokens=int(ran[:, LENGTH].sum()),
         epochs={
             epoch.name: int(ran[ran[:, CORPUS] == corpus, LENGTH].sum()) / max(epoch.num_tokens, 1)
@@ -395,8 +395,11 @@ def _document_order(pieces: Pieces) -> npt.NDArray[np.int64]:
 
 
 def _is_first(pieces: Pieces) -> npt.NDArray[np.bool_]:
-    which = pieces[:, [CORPUS, EPOCH, INDEX]]
-    return np.append(True, (which[1:] != which[:-1]).any(axis=1))
+    first = np.ones(len(pieces), bool)
+    first[1:] = False
+    for column in (CORPUS, EPOCH, INDEX):
+        first[1:] |= pieces[1:, column] != pieces[:-1, column]
+    return first
 
 
 def _name(piece: Any, contents: Mapping[int, CorpusEpoch] | None = None) -> str:
