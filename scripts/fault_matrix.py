@@ -78,7 +78,10 @@ def tell(one: Any) -> None:
 
 def table(done: Sequence[Any]) -> str:
     """A row for each case: its outcomes, counted, and the longest end."""
-    rows = ["| Fault | " + " | ".join(OUTCOMES) + " | longest end |", "| --- " * (len(OUTCOMES) + 2) + "|"]
+    rows = [
+        "| Fault | " + " | ".join(OUTCOMES) + " | longest end |",
+        "| --- " * (len(OUTCOMES) + 2) + "|",
+    ]
     for case in dict.fromkeys(one.case for one in done):
         of_case = [one for one in done if one.case == case]
         counts = Counter(one.outcome for one in of_case)

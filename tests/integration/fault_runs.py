@@ -185,8 +185,8 @@ class Outcome:
     layout: str
     seed: int
     outcome: str = ""
-    """``resumed equal``, ``refused clearly``, ``hung``, ``silent``, ``lost``; or ``not struck``: the
-    machine was too busy for the case, which says nothing."""
+    """``resumed equal``, ``refused clearly``, ``hung``, ``silent``, ``lost``; or ``not struck``:
+    the machine was too busy for the case, which says nothing."""
     said: list[str] = field(default_factory=list)
     """The program's own lines of errors, of the fault and of what was refused after it."""
     ended_s: float | None = None
