@@ -2,8 +2,9 @@
 """Puts faults into real runs of a few processes, starts them again, and counts what became of it.
 
 Ranks are killed or stopped in each part of a step, disks are full, files damaged, folders shared.
-A case ends as one of: resumed equal, refused clearly, hung, silent, lost. Ends with status 1 if one
-of the last three is there. The launcher needs MEGATRON_LM_PATH.
+A case ends as one of: resumed equal, refused clearly, hung, silent, lost; or not struck, where the
+machine is too busy for it. Ends with status 1 unless all are of the first two. The launcher needs
+MEGATRON_LM_PATH.
 
     scripts/fault_matrix.py --seed 1 --out faults.json
 """
@@ -28,7 +29,7 @@ from megatron_wlb.files import write_text
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path += [str(TESTS), str(TESTS / "integration")]
-OUTCOMES = ("resumed equal", "refused clearly", "hung", "silent", "lost")
+OUTCOMES = ("resumed equal", "refused clearly", "hung", "silent", "lost", "not struck")
 
 
 def main() -> int:
@@ -77,7 +78,10 @@ def tell(one: Any) -> None:
 
 def table(done: Sequence[Any]) -> str:
     """A row for each case: its outcomes, counted, and the longest end."""
-    rows = ["| Fault | " + " | ".join(OUTCOMES) + " | longest end |", "| --- " * 7 + "|"]
+    rows = [
+        "| Fault | " + " | ".join(OUTCOMES) + " | longest end |",
+        "| --- " * (len(OUTCOMES) + 2) + "|",
+    ]
     for case in dict.fromkeys(one.case for one in done):
         of_case = [one for one in done if one.case == case]
         counts = Counter(one.outcome for one in of_case)

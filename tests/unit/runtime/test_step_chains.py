@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from helpers.workload import make_workload
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
-from megatron_wlb.runtime.step import check_chains
+from megatron_wlb.runtime import watchdog
+from megatron_wlb.runtime.step import _noted, check_chains
 
 LONG, SHORT, OTHER = make_workload([[10, 4, 9]], 50).steps[0]
 HEAD, MIDDLE, TAIL = Span(LONG, 0, 1), Span(LONG, 1, 7), Span(LONG, 7, 10)
@@ -65,3 +67,21 @@ def test_chains_that_do_not_fit_are_refused(case: str) -> None:
     with pytest.raises(PlanError, match=f"^step 5.*{message}") as caught:
         check_chains(plan)
     assert "\n" not in str(caught.value)
+
+
+def test_passes_say_where_the_step_is() -> None:
+    """By micro-batch and chunk: the forward as it begins, the backward as its gradient comes."""
+    chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    run = _noted(lambda _, model: (model(torch.ones(1)), None), chunks, 3, "step 7")
+    before = watchdog._place
+    try:
+        run(iter(()), chunks[1])
+        assert str(watchdog._place) == "step 7: forward of micro-batch 0 of 3, chunk 1"
+        run(iter(()), chunks[0])
+        output, _ = run(iter(()), chunks[1])
+        assert str(watchdog._place) == "step 7: forward of micro-batch 1 of 3, chunk 1"
+        run(iter(()), chunks[0])
+        output.backward()
+        assert str(watchdog._place) == "step 7: backward of micro-batch 1 of 3, chunk 1"
+    finally:
+        watchdog._place = before
