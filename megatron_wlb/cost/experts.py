@@ -37,7 +37,7 @@ class ExpertGroups:
     def of(cls, model: AnalyticModel) -> ExpertGroups | None:
         """None where each replica has all experts, or there are none."""
         num_replicas, stages = model.parallelism.expert_replicas, model.parallelism.stages
-        if num_replicas == 1:
+        if num_replicas == 1 or not model.shape.experts:
             return None
         return cls(num_replicas, tuple(map(model.routed_us, stages(model.shape))))
 

@@ -272,8 +272,6 @@ class Parallelism:
         in a row a copy of the experts. 1 where a replica has all experts.
         """
         replica = self.tp_size * self.cp_size
-        if self.ep_size == 1:
-            return 1
         return min(self.dp_size, math.lcm(replica, self.expert_ranks) // replica)
 
     def check_experts(self, shape: ModelShape) -> None:
