@@ -36,7 +36,7 @@ class ModelShape:
     ``layers`` lists others. FLOPs depend on the first eight and on ``layers``, memory on all.
 
     Raises :class:`ConfigError` for a size below 1 or above any model's, heads that groups do not
-    divide, or ``layers`` that are not ``num_layers``.
+    divide, other heads than those of ``latent``, or ``layers`` that are not ``num_layers``.
     """
 
     hidden_size: int
@@ -71,7 +71,8 @@ class ModelShape:
     document up to its own."""
 
     latent: Latent | None = None
-    """Sizes of multi-latent attention; None without."""
+    """Sizes of multi-latent attention; None without. Then ``kv_channels`` is a key's, and each head
+    has a group of its own."""
 
     layers: Runs = ()
     """``(number, layer)`` in order, where layers are unlike. The choice of a context-parallel
@@ -90,6 +91,15 @@ class ModelShape:
             raise ConfigError(
                 f"model shape: the runs of layers have {total}, but num_layers is "
                 f"{self.num_layers}; give each layer once"
+            )
+        if self.latent and (self.kv_channels, self.num_query_groups) != (
+            self.latent.key_dim,
+            self.num_attention_heads,
+        ):
+            raise ConfigError(
+                f"model shape: kv_channels {self.kv_channels} and num_query_groups "
+                f"{self.num_query_groups} with latent; give {self.latent.key_dim} (qk_head_dim + "
+                f"qk_pos_emb_head_dim) and {self.num_attention_heads}, one group for each head"
             )
         reaches = {part.reach_tokens for _, layer in self.all_runs for part in layer.parts}
         reaches -= {None}
