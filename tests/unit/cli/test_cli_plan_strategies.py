@@ -115,7 +115,7 @@ def test_models_that_do_not_run_with_strategies_are_refused(capsys) -> None:
     Path("small.yaml").write_text(yaml.safe_dump(SIZES | more))
     assert main([*SMALL, "--lengths", "mixed.npy"]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "strategies: " in line]
-    names = "num-experts multi-latent-attention mtp-num-layers hidden-dropout".split()
+    names = ["num-experts", "multi-latent-attention", "mtp-num-layers", "hidden-dropout"]
     for name, line in zip(names, lines, strict=True):
         assert f"--model small.yaml has --{name}, which does not work with strategies" in line
     run = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "bf16": True}
