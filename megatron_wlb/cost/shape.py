@@ -295,6 +295,21 @@ class Parallelism:
                 "ranks of a stage (TP × CP × DP); choose a divisor"
             )
 
+    def check_latents(self, shape: ModelShape) -> None:
+        """Raises :class:`ConfigError` for layers of latents that context parallelism cannot run."""
+        if self.cp_size == 1:
+            return
+        for layer in (layer for _, layer in shape.all_runs if any(layer.latents)):
+            for has, what in (
+                (layer.windowed_query_size, "sliding windows"),
+                (layer.precisions, "FP8"),
+            ):
+                if has:
+                    raise ConfigError(
+                        f"CP is {self.cp_size}, but multi-latent attention with {what} runs "
+                        "without context parallelism only; use CP 1"
+                    )
+
     @property
     def sequence_shards(self) -> int:
         """Over how many TP ranks norms and residuals are spread."""
