@@ -245,6 +245,8 @@ def _experts(args: argparse.Namespace, layout: Parallelism) -> ExpertGroups | No
     Raises :class:`ConfigError` for experts that cannot be divided so.
     """
     if args.model is None:
+        if args.ep_size is not None:
+            raise ConfigError("--ep-size divides the experts of --model; give that as well")
         return None
     model = read_model(args.model)
     own = parallelism(model.config, layout.dp_size)
@@ -255,12 +257,15 @@ def _experts(args: argparse.Namespace, layout: Parallelism) -> ExpertGroups | No
         stage_layers=layout.stage_layers,
         ep_size=args.ep_size or own.ep_size,
     )
-    if own.ep_size == 1 or layout.dp_size == 1:
+    if args.ep_size is not None and not model.shape.experts:
+        own.check_experts(model.shape)
+    if own.expert_replicas == 1 or not model.shape.experts:
         return None
     shape = padded_vocabulary(model.shape, own.tp_size)
     own.check_experts(shape)
     hardware = load_hardware(args.hardware or model.config.wlb.wlb_hardware)
-    return ExpertGroups.of(AnalyticModel(shape, hardware, own, recompute(model.config)))
+    analytic = AnalyticModel(shape, hardware, own, recompute(model.config))
+    return ExpertGroups.of(analytic, None if args.cost is None else cost(args), args.window)
 
 
 def cost(args: argparse.Namespace) -> Cost:
