@@ -152,11 +152,15 @@ def source(args: argparse.Namespace) -> LengthSource:
 
 
 def can_slice(args: argparse.Namespace) -> bool:
-    """Whether the launcher cuts documents of ``--model`` in slices: with FP8's delayed scaling
-    ranks would wait for each other forever.
+    """Whether the launcher cuts documents of ``--model`` in slices: with experts or FP8's delayed
+    scaling ranks would wait for each other forever.
     """
-    training = (Model(Config()) if args.model is None else read_model(args.model)).config.training
-    return training.fp8_format is None or training.fp8_recipe != "delayed"
+    if args.model is None:
+        return True
+    model = read_model(args.model)
+    training = model.config.training
+    delayed = training.fp8_format is not None and training.fp8_recipe == "delayed"
+    return not (delayed or model.shape.experts)
 
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:

@@ -124,8 +124,9 @@ def _run(args: argparse.Namespace) -> int:
     sliced = [name for name in args.packing if name.partition(":")[0] == "slim"]
     if sliced and not inputs.can_slice(args):
         raise ConfigError(
-            f"--packing {sliced[0]} cannot train --model {args.model}, whose FP8 has delayed "
-            "scaling; give it another --fp8-recipe, such as tensorwise, or leave slim out"
+            f"--packing {sliced[0]} cannot train --model {args.model}, which has experts or FP8's "
+            "delayed scaling; leave slim out, or with FP8 give another --fp8-recipe, such as "
+            "tensorwise"
         )
     inputs.fill_window(args)
     documents, space = inputs.source(args), _space(args)
