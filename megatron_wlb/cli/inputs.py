@@ -152,11 +152,15 @@ def source(args: argparse.Namespace) -> LengthSource:
 
 
 def can_slice(args: argparse.Namespace) -> bool:
-    """Whether the launcher cuts documents of ``--model`` in slices: with FP8's delayed scaling
-    ranks would wait for each other forever.
+    """Whether the launcher cuts documents of ``--model`` in slices: with experts or FP8's delayed
+    scaling ranks would wait for each other forever.
     """
-    training = (Model(Config()) if args.model is None else read_model(args.model)).config.training
-    return training.fp8_format is None or training.fp8_recipe != "delayed"
+    if args.model is None:
+        return True
+    model = read_model(args.model)
+    training = model.config.training
+    delayed = training.fp8_format is not None and training.fp8_recipe == "delayed"
+    return not (delayed or model.shape.experts)
 
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:
@@ -245,6 +249,8 @@ def _experts(args: argparse.Namespace, layout: Parallelism) -> ExpertGroups | No
     Raises :class:`ConfigError` for experts that cannot be divided so.
     """
     if args.model is None:
+        if args.ep_size is not None:
+            raise ConfigError("--ep-size divides the experts of --model; give that as well")
         return None
     model = read_model(args.model)
     own = parallelism(model.config, layout.dp_size)
@@ -255,12 +261,15 @@ def _experts(args: argparse.Namespace, layout: Parallelism) -> ExpertGroups | No
         stage_layers=layout.stage_layers,
         ep_size=args.ep_size or own.ep_size,
     )
-    if own.ep_size == 1 or layout.dp_size == 1:
+    if args.ep_size is not None and not model.shape.experts:
+        own.check_experts(model.shape)
+    if own.expert_replicas == 1 or not model.shape.experts:
         return None
     shape = padded_vocabulary(model.shape, own.tp_size)
     own.check_experts(shape)
     hardware = load_hardware(args.hardware or model.config.wlb.wlb_hardware)
-    return ExpertGroups.of(AnalyticModel(shape, hardware, own, recompute(model.config)))
+    analytic = AnalyticModel(shape, hardware, own, recompute(model.config))
+    return ExpertGroups.of(analytic, None if args.cost is None else cost(args), args.window)
 
 
 def cost(args: argparse.Namespace) -> Cost:

@@ -85,11 +85,10 @@ def _run(args: argparse.Namespace) -> int:
     inputs.fill_defaults(args)
     documents = inputs.source(args)
     base = inputs.workload(args, documents, 1)
-    together = 1 if base.experts is None else base.experts.num_replicas
     cases = [
         (dataclasses.replace(base, num_micro_batches=number), setting)
         for number in inputs.numbers_of_micro_batches(args)
-        for setting in _settings(args, together)
+        for setting in _settings(args)
     ]
     for case, setting in cases:
         case.check([setting])
@@ -124,9 +123,9 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace, expert_replicas: int) -> list[PackingSettings]:
+def _settings(args: argparse.Namespace) -> list[PackingSettings]:
     every = [name for name in ALL if name != "slim" or inputs.can_slice(args)]
-    named = args.packing or run_with(args.pp_size, args.vpp_size, every, expert_replicas)
+    named = args.packing or run_with(args.pp_size, args.vpp_size, every)
     names = [n for name in named for n in (PAPER if name == "paper" else (name,))]
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},

@@ -22,6 +22,7 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing.base import MOST_STEPS
 from megatron_wlb.planning.run import Run, title
+from megatron_wlb.planning.strategies import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.sharding.select import MODES, Mode
@@ -123,17 +124,14 @@ def _run(args: argparse.Namespace) -> int:
     sliced = [name for name in args.packing if name.partition(":")[0] == "slim"]
     if sliced and not inputs.can_slice(args):
         raise ConfigError(
-            f"--packing {sliced[0]} cannot train --model {args.model}, whose FP8 has delayed "
-            "scaling; give it another --fp8-recipe, such as tensorwise, or leave slim out"
+            f"--packing {sliced[0]} cannot train --model {args.model}, which has experts or FP8's "
+            "delayed scaling; leave slim out, or with FP8 give another --fp8-recipe, such as "
+            "tensorwise"
         )
     inputs.fill_window(args)
     documents, space = inputs.source(args), _space(args)
     if args.strategies:
-        if space.shape.experts:
-            raise ConfigError(
-                f"--strategies has replicas of unlike layouts, but those of --model {args.model} "
-                "exchange tokens with experts; leave --strategies out"
-            )
+        check_shape(space.shape, f"--model {args.model}")
         return plan_strategies.run(args, documents, space)
     if args.fp32:
         raise ConfigError(

@@ -114,8 +114,7 @@ def _run(args: argparse.Namespace) -> int:
     max_tokens, said = scenario.most_tokens(args, base)
     if said:
         remark(said)
-    packings = _packings(args, max_tokens, base.parallelism.expert_replicas)
-    shardings = _shardings(args)
+    packings, shardings = _packings(args, max_tokens), _shardings(args)
     num_cases = len(packings) * args.num_seeds
     most, default = base.step_tokens, (WARM_UP_STEPS, STEPS)
     warm_up, steps = num_steps(
@@ -147,15 +146,12 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _packings(
-    args: argparse.Namespace, max_tokens: int, expert_replicas: int
-) -> list[PackingSettings]:
+def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings]:
     """What is asked for, after `original`, which all are compared with."""
     named = args.packing
     if named is None:
         named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
-        sliced = ["slim"] if can_slice(args) else []
-        named += run_with(args.pp_size, args.vpp_size, sliced, expert_replicas)
+        named += run_with(args.pp_size, args.vpp_size, ["slim"] if can_slice(args) else [])
     names = ["original", *named]
     return [
         PackingSettings.parse(name, args.window, max_tokens, max_age=args.max_age)

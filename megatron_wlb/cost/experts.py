@@ -20,6 +20,7 @@ import numpy as np
 from megatron_wlb.schedule.graph import Floats
 
 if TYPE_CHECKING:
+    from megatron_wlb.cost import Cost
     from megatron_wlb.cost.analytic import AnalyticModel
 
 
@@ -34,12 +35,24 @@ class ExpertGroups:
     layers, where nobody waits."""
 
     @classmethod
-    def of(cls, model: AnalyticModel) -> ExpertGroups | None:
-        """None where each replica has all experts, or there are none."""
+    def of(
+        cls, model: AnalyticModel, measured: Cost | None = None, num_tokens: int = 1
+    ) -> ExpertGroups | None:
+        """None where each replica has all experts, or there are none.
+
+        In a ``measured`` cost of the whole model, read at so many tokens, experts have the share of
+        linear work that ``model`` predicts.
+        """
         num_replicas, stages = model.parallelism.expert_replicas, model.parallelism.stages
-        if num_replicas == 1:
+        if num_replicas == 1 or not model.shape.experts:
             return None
-        return cls(num_replicas, tuple(map(model.routed_us, stages(model.shape))))
+        routed_us = tuple(map(model.routed_us, stages(model.shape)))
+        if measured is not None:
+            whole, real = model.cost().work([num_tokens]), measured.work([num_tokens])
+            forward = real.forward_linear_us / whole.forward_linear_us
+            backward = real.backward_linear_us / whole.backward_linear_us
+            routed_us = tuple((first * forward, then * backward) for first, then in routed_us)
+        return cls(num_replicas, routed_us)
 
     @property
     def exchanges(self) -> tuple[bool, ...]:

@@ -36,7 +36,7 @@ class ModelShape:
     ``layers`` lists others. FLOPs depend on the first eight and on ``layers``, memory on all.
 
     Raises :class:`ConfigError` for a size below 1 or above any model's, heads that groups do not
-    divide, or ``layers`` that are not ``num_layers``.
+    divide, other heads than those of ``latent``, or ``layers`` that are not ``num_layers``.
     """
 
     hidden_size: int
@@ -71,7 +71,8 @@ class ModelShape:
     document up to its own."""
 
     latent: Latent | None = None
-    """Sizes of multi-latent attention; None without."""
+    """Sizes of multi-latent attention; None without. Then ``kv_channels`` is a key's, and each head
+    has a group of its own."""
 
     layers: Runs = ()
     """``(number, layer)`` in order, where layers are unlike. The choice of a context-parallel
@@ -90,6 +91,15 @@ class ModelShape:
             raise ConfigError(
                 f"model shape: the runs of layers have {total}, but num_layers is "
                 f"{self.num_layers}; give each layer once"
+            )
+        if self.latent and (self.kv_channels, self.num_query_groups) != (
+            self.latent.key_dim,
+            self.num_attention_heads,
+        ):
+            raise ConfigError(
+                f"model shape: kv_channels {self.kv_channels} and num_query_groups "
+                f"{self.num_query_groups} with latent; give {self.latent.key_dim} (qk_head_dim + "
+                f"qk_pos_emb_head_dim) and {self.num_attention_heads}, one group for each head"
             )
         reaches = {part.reach_tokens for _, layer in self.all_runs for part in layer.parts}
         reaches -= {None}
@@ -272,8 +282,6 @@ class Parallelism:
         in a row a copy of the experts. 1 where a replica has all experts.
         """
         replica = self.tp_size * self.cp_size
-        if self.ep_size == 1:
-            return 1
         return min(self.dp_size, math.lcm(replica, self.expert_ranks) // replica)
 
     def check_experts(self, shape: ModelShape) -> None:
@@ -286,6 +294,21 @@ class Parallelism:
                 f"EP {self.ep_size} × expert TP {self.expert_tp_size} does not divide the {ranks} "
                 "ranks of a stage (TP × CP × DP); choose a divisor"
             )
+
+    def check_latents(self, shape: ModelShape) -> None:
+        """Raises :class:`ConfigError` for layers of latents that context parallelism cannot run."""
+        if self.cp_size == 1:
+            return
+        for layer in (layer for _, layer in shape.all_runs if any(layer.latents)):
+            for has, what in (
+                (layer.windowed_query_size, "sliding windows"),
+                (layer.precisions, "FP8"),
+            ):
+                if has:
+                    raise ConfigError(
+                        f"CP is {self.cp_size}, but multi-latent attention with {what} runs "
+                        "without context parallelism only; use CP 1"
+                    )
 
     @property
     def sequence_shards(self) -> int:

@@ -284,7 +284,7 @@ class StepCosts:
     """Whether parts start during the last backward (``--overlap-grad-reduce``), or all together
     when the rank's last backward is done."""
     embedding_us: float = 0.0
-    """Time to add up the gradients of tied embeddings on the first and the last pipeline rank."""
+    """Time to add up the gradients of an embedding that is on the first and the last rank."""
     update_us: tuple[float, ...] = ()
     """Time of the optimizer's update on each pipeline rank, gathering weights included."""
     fixed_us: float = 0.0
@@ -338,7 +338,8 @@ def analytic_costs(
         ring = (num_ranks - 1) / num_ranks * passes
         return _collective_us(machine, ring * num * _FP32, num_ranks, replicas)
 
-    tied = model.shape.tied_embeddings and p.pp_size > 1
+    # Layers that predict further ahead have a copy of the embedding, tied or not.
+    tied = (model.shape.tied_embeddings or model.shape.num_ahead > 0) and p.pp_size > 1
     embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
     return StepCosts(
         StageCosts(model.stage_costs()),

@@ -85,14 +85,13 @@ def check_numbers(name: str) -> None:
 
 
 def run_with(
-    pp_size: int | None, vpp_size: int | None, names: Iterable[str], expert_replicas: int = 1
+    pp_size: int | None, vpp_size: int | None, names: Iterable[str], *, experts: bool = False
 ) -> list[str]:
     """Lists the packings that are worth a trial in such a pipeline; None is 1.
 
-    Slices are for pipelines, and cannot run with virtual stages, nor where several replicas
-    exchange tokens with experts.
+    Slices are for pipelines, and cannot run with virtual stages, nor with experts.
     """
-    slices = (pp_size or 1) > 1 and (vpp_size or 1) == 1 == expert_replicas
+    slices = (pp_size or 1) > 1 and (vpp_size or 1) == 1 and not experts
     return [name for name in names if slices or name.partition(":")[0] != "slim"]
 
 

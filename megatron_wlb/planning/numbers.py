@@ -136,6 +136,8 @@ class NumberChooser:
             return None
         if self._in_stream_order:
             return [bins[rank::dp_size] for rank in range(dp_size)]
+        if self._experts is not None:  # whose share is known of the whole model alone
+            times_us = step.rank_us(self._costs).sum(axis=0)
         timed = [
             _Bin(at, float(times_us[own].sum()), int(step.lengths[own].sum()), own)
             for at, own in enumerate(bins)

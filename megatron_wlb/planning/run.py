@@ -341,6 +341,7 @@ class Run:
         real_number("expert imbalance", self.expert_imbalance, 1, MOST)
         p.layers_of_stages(self.shape)
         p.check_experts(self.shape)
+        p.check_latents(self.shape)
         schedule(p.pp_size, p.vpp_size, each, p.group_size)
 
     @property
@@ -415,7 +416,11 @@ class Run:
         if self.measured is None:
             return analytic
         stages = StageCosts.spread(self.measured, self.model)
-        return replace(analytic, stages=stages)
+        return replace(analytic, stages=stages, experts=self._experts)
+
+    @cached_property
+    def _experts(self) -> ExpertGroups | None:
+        return ExpertGroups.of(self.model, self.measured, self.window)
 
     def workload(
         self, source: Documents, *, seed: int, long_documents: LongDocuments = "split"
@@ -433,7 +438,7 @@ class Run:
             self._memory_limit,
             self.micro_batch_size,
             self.ramp,
-            ExpertGroups.of(self.model),
+            self._experts,
         )
 
     @property

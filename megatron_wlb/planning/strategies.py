@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost import ModelShape, load_hardware
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.packing import PackingSettings
@@ -74,6 +74,26 @@ def check(config: Config) -> None:
         f"{flag_of(name)} does not work with --wlb-strategies: {reason}; leave one of them out"
         for name, reason in _REASONS.items()
         if given[name] != default[name]
+    )
+
+
+def check_shape(shape: ModelShape, said: str) -> None:
+    """Raises :class:`ConfigError`, a line each, for what of a model no run with strategies has;
+    ``said`` is how the user named it.
+    """
+    has = {
+        "num_experts": shape.experts,
+        "multi_latent_attention": shape.latent,
+        "mtp_num_layers": shape.num_ahead,
+        "hidden_dropout": shape.dropout,
+        "fp8_format": any(layer.precisions for _, layer in shape.all_runs),
+    }
+    reasons = _REASONS | {"fp8_format": "the trainer that runs strategies has no FP8"}
+    refuse_all(
+        f"{said} has {flag_of(name)}, which does not work with strategies: {reasons[name]}; give "
+        "another model, or leave --strategies out"
+        for name, value in has.items()
+        if value
     )
 
 

@@ -256,7 +256,7 @@ def search(
     refined: list[Choice] = []
     for candidate in told("refined", refining):
         p = candidate.scenario.parallelism
-        for packing in _of_layout(p, plain or space.packings)[-1:]:
+        for packing in _of_layout(space, p, plain or space.packings)[-1:]:
             refined += simulate(candidate, [_variant(packing, candidate, candidate.windows)])
     refined = _ranked(refined, max_delay)
     for choice in told("tuned", _of_unlike_layouts(refined)[:num_tuned]):
@@ -324,15 +324,15 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
         windows.append(fits)
     variants = []
     p = candidate.scenario.parallelism
-    for packing in _of_layout(p, space.packings):
+    for packing in _of_layout(space, p, space.packings):
         name = packing.partition(":")[0]
         for number in [candidate.windows] if name in (*CUTS_AT_WINDOWS, "slim") else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
 
 
-def _of_layout(p: Parallelism, packings: Sequence[str]) -> list[str]:
-    return run_with(p.pp_size, p.vpp_size, packings, p.expert_replicas)
+def _of_layout(space: Space, p: Parallelism, packings: Sequence[str]) -> list[str]:
+    return run_with(p.pp_size, p.vpp_size, packings, experts=bool(space.shape.experts))
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:
@@ -378,10 +378,10 @@ def _runs(
         reason = f"TP {layout.tp_size} is above the limit of {max_tp} (a node)"
         yield Rejected(layout, 0, space.recompute[0], "topology", reason)
         return
-    if not _of_layout(layout, space.packings):
+    if not _of_layout(space, layout, space.packings):
         reason = (
-            "slices need pipeline stages, and none that are virtual, with all experts in each "
-            "replica; give other packings too"
+            "slices need pipeline stages, none that are virtual, and a model without experts; give "
+            "other packings too"
         )
         yield Rejected(layout, 0, space.recompute[0], "batch and schedule", reason)
         return

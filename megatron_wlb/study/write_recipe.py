@@ -110,7 +110,7 @@ def layout_flags(scenario: Run) -> Flags:
     and experts, which no flag here says.
     """
     p, shape = scenario.parallelism, scenario.shape
-    attention, mlp = replace(shape, reach_tokens=None, layers=()).layer.parts
+    attention, mlp = replace(shape, reach_tokens=None, layers=(), predictors=()).layer.parts
     usual = {
         (first, second) for first in (attention, shape.layer.parts[0])
         for second in (mlp, *shape.experts)

@@ -378,3 +378,12 @@ def test_replicas_that_share_experts_keep_each_other_waiting(capsys) -> None:
     assert "exchange tokens with experts" in capsys.readouterr().err
     assert main(["pack", *options, "--ep-size", "3"]) == 2
     assert "does not divide" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [([], "--ep-size divides the experts of --model"), (["--model", "7b"], "EP is 4, but the")],
+)
+def test_experts_that_no_model_has_are_not_divided(model: list[str], said: str, capsys) -> None:
+    assert main(["pack", "--distribution", "reference", *model, "--ep-size", "4"]) == 2
+    assert said in capsys.readouterr().err

@@ -174,5 +174,7 @@ def test_layouts_of_experts_are_searched_and_written(capsys) -> None:
     assert {row["ep_size"] for row in only["coarse"]} == {2}
     assert main([*SMALL, "--expert-imbalance", "0.5"]) == 2
     assert "--expert-imbalance is 0.5" in capsys.readouterr().err
-    assert main([*SMALL, "--strategies"]) == 2
-    assert "--strategies has replicas of unlike layouts" in capsys.readouterr().err
+    assert main([*SMALL, "--packing", "hold,slim"]) == 2
+    assert "--packing slim cannot train --model small.yaml, which has experts" in (
+        capsys.readouterr().err
+    )

@@ -109,6 +109,22 @@ def test_strategies_that_cannot_be_are_refused(more: list[str], said: str, capsy
     assert said in error[-1] and error[-1].startswith("error: ")
 
 
+def test_models_that_do_not_run_with_strategies_are_refused(capsys) -> None:
+    latent = {"kv_lora_rank": 64, "qk_head_dim": 96, "qk_pos_emb_head_dim": 32, "v_head_dim": 96}
+    more = {"num_experts": 4, "mtp_num_layers": 1, "latent": latent, "dropout": True}
+    Path("small.yaml").write_text(yaml.safe_dump(SIZES | more))
+    assert main([*SMALL, "--lengths", "mixed.npy"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "strategies: " in line]
+    names = ["num-experts", "multi-latent-attention", "mtp-num-layers", "hidden-dropout"]
+    for name, line in zip(names, lines, strict=True):
+        assert f"--model small.yaml has --{name}, which does not work with strategies" in line
+    run = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "bf16": True}
+    sizes = "num_layers: 4\nhidden_size: 1024\nnum_attention_heads: 8\n"
+    Path("small.yaml").write_text(sizes + yaml.safe_dump(run))
+    assert main([*SMALL, "--lengths", "mixed.npy"]) == 2
+    assert "has --fp8-format, which does not" in capsys.readouterr().err
+
+
 def test_fp32_without_strategies_is_refused(capsys) -> None:
     command = [word for word in SMALL if word != "--strategies"]
     assert main([*command, "--lengths", "mixed.npy", "--fp32"]) == 2

@@ -123,6 +123,7 @@ def test_gradients_of_experts_are_reduced_over_fewer_ranks() -> None:
         (Parallelism(2, 2, dp_size=4, ep_size=8), 4, 1),
         (Parallelism(1, 3, dp_size=4, ep_size=2), 2, 6),  # groups that begin in one and end in two
         (Parallelism(dp_size=8, ep_size=8), 8, 1),
+        (Parallelism(2, dp_size=4, etp_size=4), 2, 2),  # one expert over two replicas
     ],
 )
 def test_replicas_that_share_experts_are_those_of_megatrons_groups(
@@ -130,7 +131,7 @@ def test_replicas_that_share_experts_are_those_of_megatrons_groups(
 ) -> None:
     assert (layout.expert_replicas, layout.expert_dp_size) == (replicas, expert_dp)
     num_ranks = layout.tp_size * layout.cp_size * layout.dp_size
-    if layout.ep_size > 1:  # each group of ranks in a row lies in one group of replicas
+    if replicas > 1:  # each group of ranks in a row lies in one group of replicas
         size = layout.tp_size * layout.cp_size * replicas
         for first in range(0, num_ranks, layout.expert_ranks):
             assert first // size == (first + layout.expert_ranks - 1) // size

@@ -54,6 +54,15 @@ def test_models_of_the_paper_divide_over_its_layouts(
     assert shape.vocab_size % (128 * tp_size) == 0
 
 
+@pytest.mark.parametrize("other", [{"kv_channels": 16}, {"num_query_groups": 3}], ids=str)
+def test_heads_of_latents_are_those_of_the_model(other: dict[str, int], tmp_path: Path) -> None:
+    latent = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    right = {"latent": latent, "kv_channels": 24, "num_query_groups": 6}
+    assert load_model(write(tmp_path, **right)).layer.query_size == 6 * (24 + 16) // 2
+    with pytest.raises(ConfigError, match=r"give 24 \(qk_head_dim .* and 6, one group"):
+        load_model(write(tmp_path, **right | other))
+
+
 def test_file_gives_the_shape_it_says(tmp_path: Path) -> None:
     path = write(tmp_path, rotary_percent=0.5, description="a model")
     assert load_model(path) == ModelShape(**SIZES, rotary_percent=0.5)  # type: ignore[arg-type]

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from megatron_wlb.cost import MemoryModel, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.analytic import AnalyticModel
+from megatron_wlb.cost.step_costs import analytic_costs
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.split import flags_of
@@ -51,6 +52,17 @@ def test_prediction_makes_the_balanced_last_stage_shorter() -> None:
     plain, two = (balanced_layers(s, H100, layout, Recompute(), LENGTHS) for s in deep)
     assert sum(plain) == sum(two) == 48
     assert two[-1] < plain[-1] - 2
+
+
+def test_prediction_adds_up_gradients_of_its_embedding() -> None:
+    def embedding_us(shape: ModelShape, pp_size: int) -> float:
+        layout = Parallelism(pp_size=pp_size)
+        model = AnalyticModel(shape, H100, layout, Recompute())
+        return analytic_costs(model, MemoryModel(shape, layout)).embedding_us
+
+    tied = dataclasses.replace(PLAIN, tied_embeddings=True)
+    assert embedding_us(TWO, 2) == embedding_us(tied, 2) > H100.latency_us
+    assert embedding_us(TWO, 1) == embedding_us(PLAIN, 2) == 0
 
 
 def test_prediction_is_in_the_memory_of_the_last_rank() -> None:

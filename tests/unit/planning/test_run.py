@@ -21,6 +21,7 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.layers import Experts, Latent, Precisions
 from megatron_wlb.cost.memory import GIB, overhead_gib
 from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.length_source import LengthSource
@@ -34,6 +35,8 @@ SHAPE = ModelShape(
     kv_channels=32, vocab_size=1024, gated=True, rms_norm=True, linear_bias=False,
     tied_embeddings=False,
 )  # fmt: skip
+LATENT = replace(SHAPE, latent=Latent(64, 32, 16, 24), kv_channels=48, num_query_groups=8)
+IN_FP8 = ((8, replace(LATENT.layer, precisions=Precisions.same(2))),)
 H100 = load_hardware("h100-sxm")
 LENGTHS = (5000, 130, 2000, 62, 1000)  # 8192 in all
 
@@ -54,6 +57,14 @@ def scenario(**changes: object) -> Run:
         ({"parallelism": Parallelism(dp_size=3)}, "4 micro-batches a step do not divide over 3"),
         ({"parallelism": Parallelism(pp_size=4, vpp_size=2, dp_size=2)}, "group_size 4"),
         ({"window": 0}, "window is 0; give at least 1"),
+        (
+            {"shape": replace(LATENT, reach_tokens=9), "parallelism": Parallelism(cp_size=2)},
+            "CP is 2, but multi-latent attention with sliding windows runs without",
+        ),
+        (
+            {"shape": replace(LATENT, layers=IN_FP8), "parallelism": Parallelism(cp_size=2)},
+            "CP is 2, but multi-latent attention with FP8 runs without",
+        ),
         ({"num_micro_batches": -4}, "num_micro_batches is -4; give at least 1"),
         ({"memory_gib": -1.0}, "memory limit in GiB is -1.0; give at least"),
         ({"memory_gib": float("nan")}, "memory limit in GiB is nan"),
@@ -68,6 +79,22 @@ def test_impossible_scenario_is_an_error_of_one_line(changes: dict, says: str) -
 def test_negative_times_are_refused() -> None:
     with pytest.raises(ConfigError, match="forward_linear_us is -1"):
         scenario(measured=DocumentCost(-1.0, 0.1, 1.0, 1.0))
+
+
+def test_experts_have_their_share_of_a_measured_cost() -> None:
+    layout = Parallelism(pp_size=2, dp_size=2, ep_size=2)
+    shape = SHAPE.with_experts(Experts(8, 2, 96, gated=True), [True] * 8)
+    modelled = scenario(shape=shape, parallelism=layout)
+    again = replace(modelled, measured=modelled.cost)
+    slower = replace(modelled, measured=modelled.cost.scaled(3, 1, 4, 1, 1, 1, 1))  # type: ignore[attr-defined]
+    assert again.costs.experts == modelled.costs.experts is not None
+    assert slower.costs.experts is not None
+    for ours, theirs in zip(
+        slower.costs.experts.routed_us, modelled.costs.experts.routed_us, strict=True
+    ):
+        assert ours == pytest.approx((3 * theirs[0], 4 * theirs[1]))
+    source = LengthSource.of_distribution("reference")
+    assert slower.workload(source, seed=1).experts == slower.costs.experts
 
 
 def test_flops_are_three_forwards_of_linear_and_causal_attention() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
-from megatron_wlb.cost.layers import Experts
+from megatron_wlb.cost.layers import Experts, Latent
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
@@ -28,6 +28,9 @@ ODD = ModelShape(
     qk_norm=True, rotary_percent=0.5, tied_embeddings=True,
 )  # fmt: skip
 FULL = Recompute("full", "uniform", 1)
+LATENT = replace(
+    ODD, latent=Latent(64, 32, 16, 24, 48), num_query_groups=6, kv_channels=48, rotary_percent=0.0
+)
 SOME_SLIDE = with_windows(
     ODD, ModelConfig(num_layers=12, window_size=(299, 0), window_attn_skip_freq="5")
 )
@@ -71,6 +74,15 @@ def sections(scenario: Run, text: str, shape: ModelShape) -> dict[str, recipe.Fl
             "original",
         ),
         (replace(ODD, rotary_percent=0.0), Parallelism(), Recompute("selective"), "fixed-greedy:2"),
+        (replace(ODD, reach_tokens=300).with_predictors(1), Parallelism(pp_size=2), FULL, "wlb"),
+        (
+            LATENT.with_experts(
+                Experts(8, 2, 96, False, 64), [False, *[True] * 11]
+            ).with_predictors(2),
+            Parallelism(pp_size=4, dp_size=4, ep_size=4, etp_size=1, stage_layers=(4, 3, 4, 1)),
+            FULL,
+            "hold",
+        ),
     ],
 )
 def test_flags_are_read_back_as_the_same_model_layout_and_batch(
