@@ -172,7 +172,7 @@ class Session:
                     len(planner.packer.waiting),
                 )
             self.ledger = open_ledger(
-                self.config, args.save, args.iteration, planner, corpora.vocab_size
+                self.config, args.save, args.load, args.iteration, planner, corpora.vocab_size
             )
             self._plans = PlanAhead(planner)
             training = self._training_plans(self._plans)

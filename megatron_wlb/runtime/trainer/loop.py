@@ -177,6 +177,7 @@ class Trainer:
         self.ledger = open_ledger(
             self.config,
             self.config.checkpoint.save,
+            self.config.checkpoint.load,
             self.iteration,
             self.planner,
             self.corpora.vocab_size,
