@@ -286,7 +286,7 @@ def _settled(
     if until > last:
         text = f"the line of step {last + 1}, which the checkpoint of step {until} has"
         lost = Faults(until - last, (text,))
-    waiting = pieces_of(standing.waiting)
+    waiting = np.concatenate([pieces_of(standing.waiting), standing.under_way])
     both = np.concatenate([ran, waiting])
     at = np.concatenate([iterations, np.full(len(waiting), -1)])
     twice = _twice(both, at, waiting_only=True)

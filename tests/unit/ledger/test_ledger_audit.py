@@ -302,6 +302,33 @@ def test_skipped_steps_are_counted_and_not_lost(tmp_path: Path) -> None:
     assert (report.lost.number, report.twice.number) == (0, 0)
 
 
+@pytest.mark.parametrize("packing", ["hold", "slim"])
+def test_documents_of_a_step_that_was_saved_before_it_ran_wait(
+    packing: str, tmp_path: Path
+) -> None:
+    """As by Megatron's rerun machinery, which saves the plan too."""
+    planner, ledger = soak_of(packing, False, 4).planner(), StepLedger(tmp_path)
+    ledger.start(0, planner)
+    for plan in planner.plans(5):
+        ledger.step(plan)
+    assert not ledger.under_way(plan)
+    taken = planner.next_plan()
+    state = planner.state_dict()
+    assert report_of(tmp_path, (5, state)).lost.number
+    state |= ledger.under_way(taken)
+    assert audit(History(tmp_path / NAME), (5, json.loads(json.dumps(state)))).lost.number == 0
+    again = soak_of(packing, False, 4).planner()
+    again.load_state_dict(state)
+    ledger.start(5, again)
+    assert taken is not None
+    ledger.step(taken)
+    for plan in again.plans(4):
+        ledger.step(plan)
+    ledger.close()
+    report = report_of(tmp_path, (10, again.state_dict()))
+    assert (report.lost.number, report.twice.number) == (0, 0), report
+
+
 def test_ledger_without_a_start_is_refused(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"")
     with pytest.raises(CheckpointError, match="no whole line"):
