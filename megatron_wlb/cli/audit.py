@@ -43,7 +43,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     history = History(folder / NAME)
-    report = audit(history, newest_state(folder))
+    saved = newest_state(folder)
+    if saved is not None and history.has_taken_back(saved[0]):
+        remark(
+            f"the checkpoint of step {saved[0]} is left over: the run began after step "
+            f"{history.starts[-1].iteration} again and has not saved since"
+        )
+        saved = None
+    report = audit(history, saved)
     replayed = replay(history) if args.replay else None
     fails = bool(report.lost.number or report.twice.number)
     if args.json:

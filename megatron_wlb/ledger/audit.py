@@ -1,7 +1,8 @@
 """Audits a ledger: each token of what has arrived ran once, or waits in the newest checkpoint.
 
 A start of the run after step K takes back the lines of later steps that stand before it: those
-steps ran, but no weight of theirs is left. Of the other lines all pieces of documents are put
+steps ran, but no weight of theirs is left. One whose weights are of another folder takes all back.
+Of the other lines all pieces of documents are put
 together. A document is whole if its pieces follow one another from its first token to its last.
 The stream numbers arrivals, so that one of which there is no piece at all is missed, too. What
 waits, and how many have arrived, is said by a checkpoint; after it nothing can be called lost yet.
@@ -121,6 +122,10 @@ class Start:
     cost: dict[str, Any] | None
     vocab_size: int
     dp_size: int
+    is_elsewhere: bool
+    """Whether the run was loaded from another folder: what ran here before is another run's."""
+    stood: int | None
+    """The step of the newest checkpoint that was in the folder."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Start:
@@ -128,7 +133,7 @@ class Start:
         return cls(
             values["start"], values["arrived"], values["waiting"], contents,
             values.get("settings", {}), values.get("cost"), values.get("vocab_size", 0),
-            values.get("dp_size", 1),
+            values.get("dp_size", 1), values.get("elsewhere", False), values.get("stood"),
         )  # fmt: skip
 
 
@@ -163,6 +168,10 @@ class History:
             while self.steps and self.steps[-1].iteration > begun.iteration:
                 self.steps.pop()
                 self.rolled_back += 1
+            if begun.is_elsewhere and self.steps:
+                self.steps.clear()
+                self.starts.clear()
+                self.rolled_back = 0
             if not self.steps:
                 self.base = begun
             self.starts.append(begun)
@@ -178,6 +187,14 @@ class History:
     def contents(self) -> dict[int, CorpusEpoch]:
         """What each corpus gives in an epoch; the same for all starts that count."""
         return self.starts[-1].contents
+
+    def has_taken_back(self, checkpoint: int) -> bool:
+        """Whether the last start began before this checkpoint, which was in its way and which it
+        has not come to again: nothing after the start is in it.
+        """
+        begun = self.starts[-1]
+        last = self.steps[-1].iteration if self.steps else begun.iteration
+        return checkpoint == begun.stood and checkpoint > max(last, begun.iteration)
 
     def missing(self) -> Faults:
         """Steps that have no line."""
@@ -269,7 +286,7 @@ def _settled(
     if until > last:
         text = f"the line of step {last + 1}, which the checkpoint of step {until} has"
         lost = Faults(until - last, (text,))
-    waiting = pieces_of(standing.waiting)
+    waiting = np.concatenate([pieces_of(standing.waiting), standing.under_way])
     both = np.concatenate([ran, waiting])
     at = np.concatenate([iterations, np.full(len(waiting), -1)])
     twice = _twice(both, at, waiting_only=True)
@@ -310,14 +327,18 @@ def _unfinished(pieces: Pieces, standing: Standing, history: History) -> Faults:
     pieces, starts = _by_document(pieces)
     begins, stops = pieces[:, OFFSET], pieces[:, OFFSET] + pieces[:, LENGTH]
     faults = np.zeros(len(pieces), bool)
-    faults[1:] = begins[1:] > stops[:-1]
-    # What ran before this ledger begins is not known of.
-    faults[starts] = (begins[starts] > 0) & (not history.base.iteration)
+    # What ran before this ledger begins is not known of: parts run in any order. Of those that did
+    # not run before, :func:`_never_came` misses none.
+    base = history.base
+    is_old = pieces[:, ARRIVAL] < (base.arrived if base.iteration else 0)
+    faults[1:] = (begins[1:] > stops[:-1]) & ~is_old[:-1]
+    faults[starts] = (begins[starts] > 0) & (not base.iteration)
     ends = np.append(starts[1:], len(pieces)) - 1
     limits = np.zeros(max(history.contents, default=0) + 1, np.int64)
     for corpus, epoch in history.contents.items():
         limits[corpus] = epoch.truncated
     is_open = (pieces[ends, ENDS] == 0) & (stops[ends] != limits[pieces[ends, CORPUS]])
+    is_open &= ~is_old[ends]
     for blended, (epoch_number, offset) in standing.open.items():
         under_way = is_open & (stops[ends] == offset) & (pieces[ends, EPOCH] == epoch_number)
         if blended is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_wlb.data.documents import CorpusEpoch
 from megatron_wlb.errors import CheckpointError
+from megatron_wlb.ledger.lines import Pieces, decode, pieces_of
 from megatron_wlb.plan import Document
 
 
@@ -23,6 +24,8 @@ class Standing:
     """Documents that have arrived, or were read ahead, and have not run."""
     drawn: tuple[Document, ...]
     """Documents that a blend has drawn for later steps; they have no number yet."""
+    under_way: Pieces
+    """Of a step that was planned but had not run."""
     open: Mapping[int | None, tuple[int, int]]
     """The epoch of the document that is under way, and tokens of it that were drawn: by corpus of a
     blend, or None for all corpora together."""
@@ -36,6 +39,7 @@ class Standing:
         try:
             stream = state["stream"]
             waiting = tuple(_documents(state["packer"] or {}))
+            under_way = decode(state["under_way"]) if "under_way" in state else pieces_of(())
             if "streams" in stream:
                 opened: dict[int | None, tuple[int, int]] = {
                     int(corpus): (own["epoch"], own["offset"])
@@ -49,7 +53,7 @@ class Standing:
                 begun = int(stream["offset"] > 0)
                 arrived = stream["epoch"] * each + stream["document"] + begun
                 drawn = ()
-            return cls(int(state["step"]), arrived, waiting, drawn, opened)
+            return cls(int(state["step"]), arrived, waiting, drawn, under_way, opened)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"not the state of a planner ({error!r}); use an intact checkpoint"

@@ -27,6 +27,8 @@ class StepLedger:
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         self.iteration = 0
         """The last step that was written."""
+        self.plan: StepPlan | None = None
+        """Its plan, of this process."""
         self._path = None if folder is None else Path(folder) / NAME
         self._file = -1
         if self._path is not None:
@@ -58,6 +60,7 @@ class StepLedger:
     def step(self, plan: StepPlan, iteration: int | None = None, skipped: str = "") -> None:
         """Notes a step that ran, by default the next; ``skipped`` says why it trained nothing."""
         self.iteration = self.iteration + 1 if iteration is None else iteration
+        self.plan = plan
         if self._path is None:
             return
         values: dict[str, Any] = {
@@ -68,6 +71,14 @@ class StepLedger:
             "documents": encode(pieces_of_plan(plan)),
         }
         self._append(values | ({"skipped": skipped} if skipped else {}))
+
+    def under_way(self, plan: StepPlan | None) -> dict[str, str]:
+        """What a state says of a plan that was taken last, if it is saved before its step has run,
+        as Megatron's rerun machinery does.
+        """
+        if plan is None or plan is self.plan:
+            return {}
+        return {"under_way": encode(pieces_of_plan(plan))}
 
     def sync(self) -> None:
         """Puts all lines on disk."""

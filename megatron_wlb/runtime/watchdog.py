@@ -82,13 +82,20 @@ def watch(limit_s: float, end: Callable[[WLBError], object]) -> None:
 
 
 def _watch(limit_s: float, end: Callable[[WLBError], object]) -> None:
+    place, stopped_s = _place, 0.0
     while True:
-        place = _place
         bound_s = limit_s * (SLOW if place.is_slow else 1)
-        left_s = place.since_s + bound_s - time.monotonic()
+        began_s = time.monotonic()
+        left_s = place.since_s + stopped_s + bound_s - began_s
         if left_s <= 0:
             break
-        time.sleep(min(left_s, max(limit_s / 10, 0.01)))
+        asked_s = min(left_s, max(limit_s / 10, 0.01))
+        time.sleep(asked_s)
+        # Who sleeps longer than asked was stopped, as a job is that Slurm suspends; nothing moved.
+        woke_s = time.monotonic()
+        if _place is not place:
+            place, stopped_s = _place, 0.0
+        stopped_s += max(min(woke_s - began_s - asked_s, woke_s - place.since_s), 0.0)
     end(
         LostRankError(
             f"nothing has moved for {bound_s:g} s since {whereabouts()}; look at the machine of "

@@ -158,6 +158,7 @@ _TRAINING_ALWAYS: Table = {
     f"{_TRAINING}:get_forward_backward_func": IS_THERE,
     f"{_TRAINING}:save_checkpoint": IS_THERE,
     f"{_TRAINING}:load_checkpoint": IS_THERE,
+    f"{_TRAINING}:maybe_finalize_async_save": IS_THERE,
     f"{_TRAINING}:build_train_valid_test_data_iterators": (
         "build_train_valid_test_datasets_provider"
     ),
@@ -182,6 +183,7 @@ _TRAINING_ALWAYS: Table = {
     "megatron.training.arguments:validate_args": "args defaults",
     "megatron.training.arguments:get_device_arch_version": IS_THERE,
     "megatron.training.arguments:core_transformer_config_from_args": IS_THERE,
+    "megatron.training.async_utils:maybe_finalize_async_save": "blocking terminate",
     "megatron.training.checkpointing:save_checkpoint": (
         "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far"
     ),

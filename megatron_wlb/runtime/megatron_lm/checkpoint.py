@@ -57,6 +57,7 @@ class Hooks:
         for module, name in (
             (training, "save_checkpoint"),
             (training, "load_checkpoint"),
+            (training, "maybe_finalize_async_save"),
             (checkpointing, "generate_state_dict"),
             (checkpointing, "_load_base_checkpoint"),
             (checkpointing, "_get_checkpoint_format"),
@@ -92,6 +93,15 @@ class Hooks:
         if writes and not is_distributed:
             checksums.write(_folder(settings.save, args[0] if args else kwargs["iteration"]))
         return saved
+
+    @staticmethod
+    def maybe_finalize_async_save(
+        original: Any, blocking: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Megatron's, which waits at the end of a run for what ``--async-save`` still writes."""
+        if blocking:
+            watchdog.at("the end of a checkpoint that is written meanwhile", is_slow=True)
+        return original(blocking, *args, **kwargs)
 
     def save(self, original: Any, state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
         """Saves as ``dist_checkpointing`` does, then adds checksums of the files."""

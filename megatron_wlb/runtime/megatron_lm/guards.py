@@ -114,6 +114,11 @@ def _gathers_tokens(args: argparse.Namespace) -> bool:
     return gathers and bool(getattr(args, "num_experts", None))
 
 
+def _shards_other_layers(args: argparse.Namespace) -> bool:
+    others = getattr(args, "num_experts", None) or getattr(args, "mtp_num_layers", None)
+    return bool(getattr(args, "use_torch_fsdp2", False) and others)
+
+
 def ignores_ramps(args: argparse.Namespace) -> bool:
     """Whether Megatron ignores ``--rampup-batch-size``, as it does from 0.18 on."""
     return "step_batch_size_schedule" in vars(args)  # Words have any name
@@ -232,6 +237,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "--use-megatron-fsdp",
         "its wrapper runs on CUDA devices alone, where it was not compared with one process",
         "use --use-torch-fsdp2 or --use-distributed-optimizer",
+    ),
+    Refusal(
+        "--use-torch-fsdp2", "with --num-experts or --mtp-num-layers it was not compared with one "
+        "process", "use --use-distributed-optimizer", refused=_shards_other_layers,
     ),
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),

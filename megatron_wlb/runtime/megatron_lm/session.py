@@ -172,7 +172,7 @@ class Session:
                     len(planner.packer.waiting),
                 )
             self.ledger = open_ledger(
-                self.config, args.save, args.iteration, planner, corpora.vocab_size
+                self.config, args.save, args.load, args.iteration, planner, corpora.vocab_size
             )
             self._plans = PlanAhead(planner)
             training = self._training_plans(self._plans)
@@ -194,15 +194,16 @@ class Session:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of ours, JSON-able and equal on all ranks."""
         assert self._plans is not None
+        plan = None if self.step is None else self.step.plan
         return {
             "version": 1,
-            "planner": self._plans.state_dict(),
+            "planner": self._plans.state_dict() | self.ledger.under_way(plan),
             "cost": self.cost.as_dict(),
             "machine": machine_digest(self.config),
             "samples": self._samples,
             "kernel": self.kernel,
             "totals": asdict(self.totals),
-            "plan_digest": None if self.step is None else self.step.plan.digest,
+            "plan_digest": None if plan is None else plan.digest,
             "settings": plan_settings(self.config, *_OF_COSTS, *_OF_STAGES),
             "layout": self.layout(),
         }

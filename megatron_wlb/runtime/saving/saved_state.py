@@ -26,17 +26,29 @@ def newest_state(folder: Path) -> tuple[int, dict[str, Any]] | None:
     None where there is no checkpoint. Raises :class:`CheckpointError` for one that is damaged or
     has no such state.
     """
-    try:
-        text = (folder / _TRACKER).read_text().strip()
-    except FileNotFoundError:
+    text = _newest(folder)
+    if text is None:
         return None
-    if not (text.isascii() and text.isdigit()):
+    if (step := newest_step(folder)) is None:
         raise CheckpointError(f"{folder / _TRACKER} holds {text!r}, not a step's number")
-    checkpoint = folder / f"iter_{int(text):07d}"
+    checkpoint = folder / f"iter_{step:07d}"
     for name in _FILES:
         if (checkpoint / name).exists():
-            return int(text), _state(checkpoint / name)
+            return step, _state(checkpoint / name)
     raise CheckpointError(f"{checkpoint} has none of {', '.join(_FILES)}; use an intact checkpoint")
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint; None where there is none, or one without a number."""
+    text = _newest(folder) or ""
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _newest(folder: Path) -> str | None:
+    try:
+        return (folder / _TRACKER).read_text().strip()
+    except FileNotFoundError:
+        return None
 
 
 def _state(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,22 +140,27 @@ class Trainer:
         """Writes a checkpoint after the present iteration."""
         watchdog.at("the checkpoint after iteration %d", self.iteration, is_slow=True)
         self.ledger.sync()
+        folder = self._write(
+            {
+                "planner": self.plans.state_dict(),
+                "machine": machine_digest(self.config),
+                "samples": self.corpora.samples,
+                "kernel": self.kernel,
+            }
+        )
+        logger.info("saved %s", folder)
+
+    def _write(self, state: dict[str, Any]) -> Path:
+        """Writes weights, optimizer and what goes on from ``state``; returns the folder."""
         with self.model.whole_weights():
-            folder = checkpoint.save(
+            return checkpoint.save(
                 self.config,
                 self.iteration,
                 self.model,
                 self.optimizer,
                 self.scheduler,
-                {
-                    "planner": self.plans.state_dict(),
-                    "cost": self.cost.as_dict(),
-                    "machine": machine_digest(self.config),
-                    "samples": self.corpora.samples,
-                    "kernel": self.kernel,
-                },
+                state | {"cost": self.cost.as_dict()},
             )
-        logger.info("saved %s", folder)
 
     def train(self) -> None:
         """The loop. Ends at ``--train-iters``, ``--exit-interval``, when the data end, or, with
@@ -171,6 +177,7 @@ class Trainer:
         self.ledger = open_ledger(
             self.config,
             self.config.checkpoint.save,
+            self.config.checkpoint.load,
             self.iteration,
             self.planner,
             self.corpora.vocab_size,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import datetime
 import logging
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,7 +19,6 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CompatibilityError, ConfigError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.strategies import StrategyRun
-from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.attention.kernels import (
     ChosenKernel,
     Demand,
@@ -35,11 +36,7 @@ from megatron_wlb.runtime.model import (
 )
 from megatron_wlb.runtime.optimizer import build_scheduler
 from megatron_wlb.runtime.saving import checkpoint as saving
-from megatron_wlb.runtime.saving.resume import (
-    machine_digest,
-    require_same_tokens,
-    tell_changes,
-)
+from megatron_wlb.runtime.saving.resume import require_same_tokens, tell_changes
 from megatron_wlb.runtime.step import StepLoss, StepRunner
 from megatron_wlb.runtime.strategy import checkpoint
 from megatron_wlb.runtime.strategy.groups import GroupOpener, ReplicaGroups
@@ -174,13 +171,5 @@ class StrategyTrainer(Trainer):
     def evaluate(self) -> float:
         return self._evaluated()
 
-    def save(self) -> None:
-        watchdog.at("the checkpoint after iteration %d", self.iteration, is_slow=True)
-        state = {
-            "planner": self.plans.state_dict(),
-            "machine": machine_digest(self.config),
-            "samples": self.corpora.samples,
-            "kernel": self.kernel,
-        }
-        folder = checkpoint.save(self.run, self.iteration, self.runner, self.scheduler, state)
-        logger.info("saved %s", folder)
+    def _write(self, state: dict[str, Any]) -> Path:
+        return checkpoint.save(self.run, self.iteration, self.runner, self.scheduler, state)

@@ -223,22 +223,54 @@ def test_ledger_that_begins_in_the_midst_proves_what_comes_after(
     packing: str, tmp_path: Path
 ) -> None:
     """As where --save is another folder than --load."""
-    soak = soak_of(packing, packing == "wlb", 2)
+    soak = soak_of(packing, packing == "wlb", 4)
     planner = soak.planner()
-    for _ in planner.plans(9):
+    for _ in planner.plans(30):  # some parts of documents have run before earlier ones
         pass
     ledger = StepLedger(tmp_path)
-    ledger.start(9, planner)
+    ledger.start(30, planner)
     for plan in planner.plans(9):
         ledger.step(plan)
     ledger.close()
-    report = report_of(tmp_path, (18, planner.state_dict()))
+    report = report_of(tmp_path, (39, planner.state_dict()))
     assert (report.lost.number, report.twice.number) == (0, 0), report
-    assert (report.first_iteration, report.steps) == (10, 9)
+    assert (report.first_iteration, report.steps) == (31, 9)
     values = lines(tmp_path)
     remove_document(values)
     rewrite(tmp_path, values)
-    assert report_of(tmp_path, (18, planner.state_dict())).lost.number
+    assert report_of(tmp_path, (39, planner.state_dict())).lost.number
+
+
+@pytest.mark.parametrize("load", ["other", None], ids=["from another folder", "anew"])
+def test_steps_of_another_run_in_the_folder_do_not_count(load: str | None, tmp_path: Path) -> None:
+    write(tmp_path, soak_of("hold", False, 1), 30)
+    planner, ledger = soak_of("hold", False, 2).planner(), StepLedger(tmp_path)
+    before = 20 if load else 0
+    for _ in planner.plans(before):
+        pass
+    ledger.start(before, planner, elsewhere=load is not None)
+    for plan in planner.plans(10):
+        ledger.step(plan)
+    ledger.close()
+    report = report_of(tmp_path, (ledger.iteration, planner.state_dict()))
+    assert (report.lost.number, report.twice.number) == (0, 0), report
+    assert (report.first_iteration, report.steps) == (before + 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("stood", "newest", "steps", "is_taken_back"),
+    [(9, 9, 3, True), (9, 9, 9, False), (9, 3, 4, False), (None, 9, 3, False)],
+    ids=["not come to", "come to again", "saved since", "lines are lost"],
+)
+def test_checkpoint_that_a_start_left_behind_is_known(
+    stood: int | None, newest: int, steps: int, is_taken_back: bool, tmp_path: Path
+) -> None:
+    planner, ledger = soak_of("hold", False, 1).planner(), StepLedger(tmp_path)
+    ledger.start(0, planner, stood=stood)
+    for plan in planner.plans(steps):
+        ledger.step(plan)
+    ledger.close()
+    assert History(tmp_path / NAME).has_taken_back(newest) == is_taken_back
 
 
 def test_all_epochs_end_whole_and_say_what_is_dropped(tmp_path: Path) -> None:
@@ -268,6 +300,33 @@ def test_skipped_steps_are_counted_and_not_lost(tmp_path: Path) -> None:
     report = report_of(tmp_path, (5, planner.state_dict()))
     assert (report.skipped, report.skipped_tokens) == (1, tokens)
     assert (report.lost.number, report.twice.number) == (0, 0)
+
+
+@pytest.mark.parametrize("packing", ["hold", "slim"])
+def test_documents_of_a_step_that_was_saved_before_it_ran_wait(
+    packing: str, tmp_path: Path
+) -> None:
+    """As by Megatron's rerun machinery, which saves the plan too."""
+    planner, ledger = soak_of(packing, False, 4).planner(), StepLedger(tmp_path)
+    ledger.start(0, planner)
+    for plan in planner.plans(5):
+        ledger.step(plan)
+    assert not ledger.under_way(plan)
+    taken = planner.next_plan()
+    state = planner.state_dict()
+    assert report_of(tmp_path, (5, state)).lost.number
+    state |= ledger.under_way(taken)
+    assert audit(History(tmp_path / NAME), (5, json.loads(json.dumps(state)))).lost.number == 0
+    again = soak_of(packing, False, 4).planner()
+    again.load_state_dict(state)
+    ledger.start(5, again)
+    assert taken is not None
+    ledger.step(taken)
+    for plan in again.plans(4):
+        ledger.step(plan)
+    ledger.close()
+    report = report_of(tmp_path, (10, again.state_dict()))
+    assert (report.lost.number, report.twice.number) == (0, 0), report
 
 
 def test_ledger_without_a_start_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -68,6 +68,57 @@ def test_watchdog_gives_slow_parts_more_time(slow: str) -> None:
     error = ended_after(0.2, 10)
     assert time.monotonic() - began_s >= 0.2 * watchdog.SLOW
     assert "nothing has moved for 1.2 s since a checkpoint" in str(error)
+
+
+class Clock:
+    """Time as the watchdog sees it: each sleep runs the next of ``events``, then the rest pass."""
+
+    def __init__(self, *events: Callable[[Clock], None]) -> None:
+        self.now_s = 1000.0
+        self.events = list(events)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self.events:
+            self.events.pop(0)(self)
+
+    def stop(self) -> None:
+        """All processes are stopped for 3 hours."""
+        self.now_s += 3 * 3600
+
+    def move_and_stop(self) -> None:
+        watchdog.at("step %d", 1)
+        self.stop()
+
+    def stop_and_move(self) -> None:
+        self.stop()
+        watchdog.at("step %d", 1)
+
+
+@pytest.mark.parametrize(
+    ("events", "moved_for_s"),
+    [
+        ([], 0),
+        ([Clock.stop], 3 * 3600),
+        ([Clock.stop, Clock.stop], 6 * 3600),
+        ([Clock.move_and_stop], 3 * 3600 + 60),
+        ([Clock.stop_and_move], 3 * 3600 + 60),
+    ],
+    ids=["moves", "stops", "stops twice", "stops in another place", "stops before another place"],
+)
+def test_watchdog_does_not_count_time_in_which_the_job_is_suspended(
+    events: list[Callable[[Clock], None]], moved_for_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(*events)
+    monkeypatch.setattr(watchdog, "time", clock)
+    watchdog.at("step %d", 0)
+    ends: list[WLBError] = []
+    watchdog._watch(600, ends.append)
+    assert clock.now_s == pytest.approx(1000 + 600 + moved_for_s)
+    assert "nothing has moved for 600 s since step" in str(ends[0])
 
 
 def test_watchdog_is_off_with_0() -> None:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.saving.resume import plan_settings, tell_changes
 from megatron_wlb.settings.command_line import parse
 
@@ -31,6 +32,22 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     ):
         checkpoint.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
     assert done == ["figures", "ledger", "checkpoint"]
+
+
+@pytest.mark.parametrize(("blocking", "waits"), [(True, True), (False, False)])
+def test_watchdog_gives_a_checkpoint_time_that_a_run_waits_for_at_its_end(
+    blocking: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_wlb.runtime.megatron_lm import checkpoint
+
+    monkeypatch.setattr(watchdog, "_place", watchdog._Place(0.0, "step 3: its end"))
+    given: list[tuple[Any, ...]] = []
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        given.append((args, kwargs, watchdog._place.is_slow))
+
+    checkpoint.Hooks.maybe_finalize_async_save(finalize, blocking=blocking, terminate=True)
+    assert given == [((blocking,), {"terminate": True}, waits)]
 
 
 LAST: Any = ("decoder-last-pipeline-num-layers", "1")

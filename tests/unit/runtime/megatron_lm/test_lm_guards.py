@@ -72,6 +72,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"]
     },
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
+    "--use-torch-fsdp2": {"use_torch_fsdp2": True, "num_experts": 8},
     "--tensor-parallel-num-weight-shards": {"tensor_parallel_num_weight_shards": 6},
     "--expert-tensor-parallel-num-weight-shards": {"expert_tensor_parallel_num_weight_shards": 6},
     "--data-path": {"data_path": None},

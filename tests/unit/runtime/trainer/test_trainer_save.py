@@ -1,0 +1,40 @@
+"""A trainer's checkpoint comes after what it stands for is on disk."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_wlb.runtime.trainer import loop, strategies
+from megatron_wlb.runtime.trainer.loop import Trainer
+from megatron_wlb.runtime.trainer.strategies import StrategyTrainer
+from megatron_wlb.settings.config import Config
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"), [(Trainer, loop), (StrategyTrainer, strategies)], ids=["one", "strategies"]
+)
+def test_ledger_is_on_disk_before_a_checkpoint(
+    kind: type[Trainer], module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def save(*_: Any) -> Path:
+        done.append("checkpoint")
+        return Path("iter_0000003")
+
+    monkeypatch.setattr(module.checkpoint, "save", save)
+    trainer: Any = kind.__new__(kind)
+    trainer.config, trainer.iteration, trainer.kernel = Config(), 3, "torch"
+    trainer.ledger = SimpleNamespace(sync=lambda: done.append("ledger"))
+    trainer.plans = SimpleNamespace(state_dict=dict)
+    trainer.corpora = SimpleNamespace(samples=())
+    trainer.model = SimpleNamespace(whole_weights=contextlib.nullcontext)
+    trainer.cost = SimpleNamespace(as_dict=dict)
+    trainer.run = trainer.runner = trainer.optimizer = trainer.scheduler = None
+    trainer.save()
+    assert done == ["ledger", "checkpoint"]
