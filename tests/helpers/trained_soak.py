@@ -52,6 +52,9 @@ def train(num_steps: int, seed: int = 1) -> Trained:
             port = free.getsockname()[1]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    # oneDNN keeps up to 1024 kernels by their shapes, which are others in each step: some 10 MiB
+    # that come bit by bit and are no leak.
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
     from megatron_wlb.runtime.trainer import distributed
     from megatron_wlb.settings.command_line import parse
 
