@@ -86,7 +86,7 @@ class Corpora:
 
     @cached_property
     def samples(self) -> list[str]:
-        """Of each corpus's tokens, for checkpoints; see :meth:`Corpus.sample`."""
+        """Samples of each corpus's tokens, for checkpoints; see :meth:`Corpus.sample`."""
         return [corpus.sample() for corpus in self.corpora]
 
     def num_documents(self, split: str) -> int:

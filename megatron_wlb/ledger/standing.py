@@ -25,7 +25,7 @@ class Standing:
     drawn: tuple[Document, ...]
     """Documents that a blend has drawn for later steps; they have no number yet."""
     under_way: Pieces
-    """Of a step that was planned but had not run."""
+    """Documents of a step that was planned but had not run."""
     open: Mapping[int | None, tuple[int, int]]
     """The epoch of the document that is under way, and tokens of it that were drawn: by corpus of a
     blend, or None for all corpora together."""
