@@ -26,6 +26,7 @@ from helpers.layouts import (
     WORKLOAD,
     Layout,
     Oracle,
+    further,
 )
 from helpers.oracle import OracleRun, State
 from helpers.ranks import build_runner, scatter_for, sliced_for, train
@@ -42,17 +43,19 @@ PP2_DP2 = Layout("gpt2", 1, pp=2, dp=2, extra=GATHER)
 CASES = [
     ONE,
     Layout("gpt2", 1, dp=2, extra=OVERLAP),
-    Layout("mixed", 1, tp="2sp", extra=FULL),
     Layout("llama", 1, pp=2, extra=SELECTIVE),
     Layout("gpt2", 1, pp=2, extra=f"{BLOCK} {VERIFY_SHAPES}"),
     PP2_DP2,
     Layout("llama", 1, pp=4),
     # Context parallelism.
     Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS),
-    Layout("gpt2", 1, pp=2, cp=2, sharding="hybrid", extra=FULL),
     Layout("gpt2", 1, cp=2, sharding="per-sequence", extra=f"{KEEP} {FULL}"),
     Layout("yarn", 1, cp=4, sharding="hybrid"),
     Layout("mixed", 1, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE),
+]
+FURTHER = [
+    Layout("mixed", 1, tp="2sp", extra=FULL),
+    Layout("gpt2", 1, pp=2, cp=2, sharding="hybrid", extra=FULL),
 ]
 
 
@@ -60,7 +63,7 @@ def runs_of(gloo, case: Layout, initial: State, fault=nullcontext, plan_for=slic
     return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, plan_for)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
 def test_slices_compute_what_one_process_does(gloo: GlooPool, oracle: Oracle, case: Layout) -> None:
     expected = oracle(case)
     assert differences(expected, runs_of(gloo, case, expected.initial)) == []

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, HEAD_GROUPS, WORKLOAD, Layout, Oracle
+from helpers.layouts import FULL, HEAD_GROUPS, WORKLOAD, Layout, Oracle, further
 from helpers.oracle import State
 from helpers.ranks import build_runner, load, scatter_for
 from helpers.shards import RankRun, differences
@@ -18,7 +18,7 @@ from megatron_wlb.settings.config import Config
 CASES = [
     # Megatron refuses tied embeddings, which the other models have.
     Layout("llama", 5, dp=2),
-    Layout("llama", 2, dp=3, extra=FULL),  # which divides few of the weights
+    further(Layout("llama", 2, dp=3, extra=FULL)),  # which divides few of the weights
     Layout("llama", 3, dp=2, tp="2sp"),
     Layout("llama-3", 3, dp=2, cp=2, sharding="per-document", extra=HEAD_GROUPS),
 ]

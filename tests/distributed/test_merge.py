@@ -25,6 +25,7 @@ from helpers.layouts import (
     WORKLOAD,
     Layout,
     Oracle,
+    further,
 )
 from helpers.ranks import build_runner, train
 from helpers.shards import differences
@@ -44,7 +45,6 @@ CASES = [
     DP4,
     Layout("gpt2", 1, dp=2, pp=2, extra=f"{OVERLAP} {SHARDED} {FULL}"),
     Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS),
-    Layout("llama", 1, dp=2, tp="2sp"),
     Layout("latent-yarn", 1, dp=2, tp="2sp"),
 ]
 BLOCKS = {
@@ -118,7 +118,7 @@ def runs_of(gloo, case: Layout, initial, fault=nullcontext):
     return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, merged_for)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, further(Layout("llama", 1, dp=2, tp="2sp"))], ids=str)
 def test_ranks_together_compute_what_one_process_does(
     gloo: GlooPool, oracle: Oracle, case: Layout
 ) -> None:

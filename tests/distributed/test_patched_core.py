@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.layouts import further
 from helpers.versions import CASES, run_with_core
 
 from megatron_wlb.runtime.compat.patch_files import PatchSeries
@@ -33,7 +34,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> MegatronSource:
     return copy
 
 
-@pytest.mark.parametrize("stock_communicator", [False, True])
+@pytest.mark.parametrize("stock_communicator", [False, further(True)])
 def test_patched_core_computes_what_one_process_does(
     patched: MegatronSource, stock_communicator: bool
 ) -> None:

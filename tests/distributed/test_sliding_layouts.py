@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, HEAD_GROUPS, KEEP, SELECTIVE, WORKLOAD, Layout, Oracle
+from helpers.layouts import FULL, HEAD_GROUPS, KEEP, SELECTIVE, WORKLOAD, Layout, Oracle, further
 from helpers.ranks import build_runner, scatter_for, sliced_for, train
 from helpers.shards import differences
 
@@ -22,9 +22,11 @@ CASES = [
     Layout("sliding", 5),
     Layout("sliding-list", 4, pp=2, vpp=2, extra=FULL),
     CP,
-    Layout("sliding-skip", 4, cp=2, sharding="per-sequence", extra=KEEP),
+    further(Layout("sliding-skip", 4, cp=2, sharding="per-sequence", extra=KEEP)),
     Layout("sliding-skip", 3, tp="2sp", cp=2, sharding="hybrid", extra=SELECTIVE),
-    Layout("sliding", 3, pp=2, cp=2, sharding="per-document", extra="--wlb-cp-reduce-in-fp32"),
+    further(
+        Layout("sliding", 3, pp=2, cp=2, sharding="per-document", extra="--wlb-cp-reduce-in-fp32")
+    ),
 ]
 IN_SLICES = [
     Layout("sliding", 1),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import MODELS
+from helpers.layouts import MODELS, further
 from helpers.oracle import State
 from helpers.strategy_ranks import (
     gather,
@@ -128,7 +128,7 @@ def there_and_back(strategies: Config, plain: Config, others: Config, folder: st
     return found
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "llama --bf16"])
+@pytest.mark.parametrize("model", ["llama", further("gpt2"), further("llama --bf16")])
 def test_checkpoints_go_between_strategies_and_plain_runs(
     gloo: GlooPool, tmp_path: Path, model: str
 ) -> None:
