@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "convergence.py"
 
 
@@ -23,6 +25,7 @@ def run(folder: Path) -> tuple[dict[str, Any], str]:
     return json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.long
 def test_study_trains_packings_from_the_same_weights_and_goes_on(tmp_path: Path) -> None:
     found, said = run(tmp_path)
     assert "2 runs, 0 of them there" in said

@@ -9,6 +9,7 @@ import re
 
 import pytest
 from fault_runs import Bench, attempt
+from helpers.layouts import further
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
             r"error.*: another rank ended or stopped \(.*\): step \d: .*micro-batch \d of \d, chunk"
             r" \d, in .*, which waits for rank \d; start the run again",
         ),
-        (
+        further(
             "stop-forward",
             "resumed equal",
             r"error.*: nothing has moved for \d+ s since step \d: .*micro-batch \d of \d, chunk \d,"

@@ -75,6 +75,7 @@ def test_killed_run_of_strategies_resumes_with_the_same_losses_and_other_strateg
     assert max(found.values()) < expected[2]
 
 
+@pytest.mark.long
 def test_run_without_strategies_goes_on_with_proposed_ones(tmp_path: Path, corpus: Path) -> None:
     flags = BASE | SAVING | {"data_path": corpus, "num_layers": 4}
     plain = run(
