@@ -489,7 +489,7 @@ def two_runs(
     num, flags = bench.flags(done.trainer, done.layout)
     first = begin(done.trainer, folder, num, flags, sleepy(folder))
     first.wait_until((folder / "struck").exists, 0.01)
-    alone = {} if shared == "save" else {"save": None, "load": None}
+    alone = {} if shared == "save" else dict.fromkeys(("save", "load", "save_interval"))
     second = begin(done.trainer, folder / "second", num, {
         **flags, **alone,
         **({"save": folder / "run", "load": folder / "run"} if shared == "save" else {}),
