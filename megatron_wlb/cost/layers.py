@@ -209,21 +209,25 @@ class LatentAttention(Attention):
         return 2 * (heads + self.latent.numbers + (self.latent.q_lora_rank or 0))
 
 
-@dataclass(frozen=True, slots=True)
-class FeedForward:
-    """A dense MLP."""
+class _WithoutAttention:
+    """What a part says of attention that has none."""
 
-    ffn_hidden_size: int
-    gated: bool
-    """Whether it has a gate (SwiGLU): three matrices instead of two."""
-
-    # It has nothing of attention's.
+    __slots__ = ()
     query_size: ClassVar[int] = 0
     key_size: ClassVar[int] = 0
     kv_channels: ClassVar[int] = 0
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
     reach_tokens: ClassVar[int | None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward(_WithoutAttention):
+    """A dense MLP."""
+
+    ffn_hidden_size: int
+    gated: bool
+    """Whether it has a gate (SwiGLU): three matrices instead of two."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -248,7 +252,7 @@ class FeedForward:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(_WithoutAttention):
     """A router and experts, of which a token passes ``topk``, beside a shared one that all pass.
 
     ``columns`` and ``rows`` are the shared expert's: tensor parallelism divides it as a dense MLP.
@@ -262,13 +266,6 @@ class Experts:
     gated: bool
     shared_hidden_size: int = 0
     """MLP size of the shared expert; 0 without one."""
-
-    query_size: ClassVar[int] = 0
-    key_size: ClassVar[int] = 0
-    kv_channels: ClassVar[int] = 0
-    qkv_bias: ClassVar[bool] = False
-    qk_norm: ClassVar[bool] = False
-    reach_tokens: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         check_sizes(self)

@@ -2,10 +2,10 @@
 
 A start of the run after step K takes back the lines of later steps that stand before it: those
 steps ran, but no weight of theirs is left. One whose weights are of another folder takes all back.
-Of the other lines all pieces of documents are put
-together. A document is whole if its pieces follow one another from its first token to its last.
-The stream numbers arrivals, so that one of which there is no piece at all is missed, too. What
-waits, and how many have arrived, is said by a checkpoint; after it nothing can be called lost yet.
+Of the other lines all pieces of documents are put together. A document is whole if its pieces
+follow one another from its first token to its last. The stream numbers arrivals, so that one of
+which there is no piece at all is missed, too. What waits, and how many have arrived, is said by a
+checkpoint; after it nothing can be called lost yet.
 
 Memory: about 600 bytes a document that ran, at most.
 """
@@ -155,7 +155,7 @@ class History:
                 continue
             try:
                 self._take(line.number, line.values)
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(
                     f"{path}: line {line.number} is not of a ledger ({error!r})"
                 ) from None

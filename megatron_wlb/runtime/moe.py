@@ -35,6 +35,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
 
+_LOGGED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""What Megatron's log calls these losses."""
+
 
 @dataclass(frozen=True)
 class RoutedTokens:
@@ -87,36 +94,32 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        coeff = self.get_aux_loss_coeff("aux_loss")
-        if not coeff:
-            return probs
-        chosen_sums, score_sums = self._sums(chosen, scores, by_document=False)
-        _add_up(chosen_sums, self.tp_cp_group)
-        loss = _balance(chosen_sums, score_sums)
-        return self._attach(probs, coeff, loss, "load_balancing_loss")
+        return self._even_out("aux_loss", probs, scores, chosen)
 
     def _apply_seq_aux_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        coeff = self.get_aux_loss_coeff("seq_aux_loss")
-        if not coeff:
-            return probs
-        chosen_sums, score_sums = self._sums(chosen, scores, by_document=True)
-        _add_up(chosen_sums, self.tp_cp_group)
-        loss = _balance(chosen_sums, score_sums)
-        return self._attach(probs, coeff, loss, "seq_load_balancing_loss")
+        return self._even_out("seq_aux_loss", probs, scores, chosen)
 
     def _apply_global_aux_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        coeff = self.get_aux_loss_coeff("global_aux_loss")
+        return self._even_out("global_aux_loss", probs, scores, chosen)
+
+    def _even_out(
+        self, kind: str, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """``[n, E]`` each: ``probs``, with the auxiliary loss attached if it has a coefficient."""
+        coeff = self.get_aux_loss_coeff(kind)
         if not coeff:
             return probs
-        chosen_sums, score_sums = self._sums(chosen, scores, by_document=False)
-        _add_up(chosen_sums, self.tp_dp_cp_group)
-        self.global_tokens_per_expert += chosen_sums[0]  # Megatron forgets it at the step's end
-        loss = _balance(self.global_tokens_per_expert[None], score_sums)
-        return self._attach(probs, coeff, loss, "global_load_balancing_loss")
+        is_global = kind == "global_aux_loss"
+        chosen_sums, score_sums = self._sums(chosen, scores, by_document=kind == "seq_aux_loss")
+        _add_up(chosen_sums, self.tp_dp_cp_group if is_global else self.tp_cp_group)
+        if is_global:
+            self.global_tokens_per_expert += chosen_sums[0]  # Megatron forgets it at the step's end
+            chosen_sums = self.global_tokens_per_expert[None]
+        return self._attach(probs, coeff, _balance(chosen_sums, score_sums), _LOGGED[kind])
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *_: Any, **__: Any) -> None:
         """Counts the tokens of each expert, over the whole step."""

@@ -329,13 +329,17 @@ def test_documents_of_a_step_that_was_saved_before_it_ran_wait(
     assert (report.lost.number, report.twice.number) == (0, 0), report
 
 
-def test_ledger_without_a_start_is_refused(tmp_path: Path) -> None:
+def test_ledger_without_a_whole_start_is_refused(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"")
     with pytest.raises(CheckpointError, match="no whole line"):
         History(tmp_path / NAME)
-    rewrite(tmp_path, [{"iteration": 1, "digest": "", "tokens": 0, "documents": ""}])
-    with pytest.raises(CheckpointError, match="line 1 is not of a ledger"):
-        History(tmp_path / NAME)
+    for values in (
+        {"iteration": 1, "digest": "", "tokens": 0, "documents": ""},
+        {"start": 0, "arrived": 0, "waiting": "", "contents": []},
+    ):
+        rewrite(tmp_path, [values])
+        with pytest.raises(CheckpointError, match="line 1 is not of a ledger"):
+            History(tmp_path / NAME)
     with pytest.raises(CheckpointError, match="give the folder of a --save"):
         History(tmp_path / "nothing" / NAME)
 
