@@ -3,8 +3,8 @@
 
 Ranks are killed or stopped in each part of a step, disks are full, files damaged, folders shared.
 A case ends as one of: resumed equal, refused clearly, hung, silent, lost; or not struck, where the
-machine is too busy for it. Ends with status 1 unless all are of the first two. The launcher needs
-MEGATRON_LM_PATH.
+machine is too busy for it. Ends with status 1 unless all are of the first two. Outcomes are added
+to those that --out has, and the table is of all of them. The launcher needs MEGATRON_LM_PATH.
 
     scripts/fault_matrix.py --seed 1 --out faults.json
 """
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from _common import parser_of
 
 from megatron_wlb.errors import run_program
 from megatron_wlb.files import write_text
+from megatron_wlb.reading import read_text
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path += [str(TESTS), str(TESTS / "integration")]
@@ -43,13 +44,13 @@ def main() -> int:
     parser.add_argument("--trainers", nargs="+", choices=STARTERS, default=["embedded"])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after these")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="outcomes, as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="outcomes, as JSON; it grows")
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON to stdout")
     args = parser.parse_args()
     if "launcher" in args.trainers and not os.environ.get("MEGATRON_LM_PATH"):
         parser.error("--trainers launcher needs MEGATRON_LM_PATH, a checkout of Megatron-LM")
     stop_s = time.monotonic() + 60 * args.minutes
-    done: list[Outcome] = []
+    done = known(args.out, Outcome)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         bench = Bench(Path(folder))
         for trainer in args.trainers:
@@ -57,15 +58,24 @@ def main() -> int:
                 if time.monotonic() > stop_s or ONLY.get(case, trainer) != trainer:
                     continue
                 layout = args.layouts[(number + args.seed) % len(args.layouts)]
-                done.append(attempt(bench, case, trainer, layout, args.seed))
-                tell(done[-1])
+                one = attempt(bench, case, trainer, layout, args.seed)
+                done[case, trainer, layout, args.seed] = one
+                tell(one)
                 if args.out:
-                    write_text(args.out, as_json(done))
-    print(as_json(done) if args.json else "\n" + table(done))
-    return int(any(one.outcome not in OUTCOMES[:2] for one in done))
+                    write_text(args.out, as_json(done.values()))
+    print(as_json(done.values()) if args.json else "\n" + table(done.values()))
+    return int(any(one.outcome not in OUTCOMES[:2] for one in done.values()))
 
 
-def as_json(done: Sequence[Any]) -> str:
+def known(file: Path | None, kind: type[Any]) -> dict[tuple[str, str, str, int], Any]:
+    """The outcomes that the file has, by case, trainer, layout and seed."""
+    if file is None or not file.exists():
+        return {}
+    read = (kind(**values) for values in json.loads(read_text(file)))
+    return {(one.case, one.trainer, one.layout, one.seed): one for one in read}
+
+
+def as_json(done: Iterable[Any]) -> str:
     return json.dumps([asdict(one) for one in done], indent=1) + "\n"
 
 
@@ -76,7 +86,7 @@ def tell(one: Any) -> None:
         print(f"    {one.why}\n    {one.said}", file=sys.stderr)
 
 
-def table(done: Sequence[Any]) -> str:
+def table(done: Collection[Any]) -> str:
     """A row for each case: its outcomes, counted, and the longest end."""
     rows = [
         "| Fault | " + " | ".join(OUTCOMES) + " | longest end |",

@@ -44,9 +44,9 @@ class Layout(NamedTuple):
 PP2 = "--pipeline-model-parallel-size", "2"
 LAYOUTS = {
     # So many rounds that its table is there within five minutes on two cores.
-    "pp2": Layout("pipeline, PP=2, 8 windows a step", 8, 12, ("original", "hold", "slim"), PP2),
+    "pp2": Layout("pipeline, PP=2", 8, 12, ("original", "hold", "slim"), PP2),
     # Without a pipeline, slices have no bubble to fill.
-    "dp2": Layout("data-parallel, DP=2, 1 micro-batch a rank", 2, 60, ("original", "hold")),
+    "dp2": Layout("data-parallel, DP=2", 2, 60, ("original", "hold")),
 }
 SKIP_SHARE = 4
 """One in so many rounds is run first and not counted: pools and caches fill."""
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to run"
     )
     parser.add_argument("--rounds", type=int, help="steps of each packing (default: 12 and 60)")
+    parser.add_argument("--windows", type=int, help="windows a step (default: 8 and 2)")
     parser.add_argument("--seq-length", type=int, default=8192, help="the window, in tokens")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -101,14 +102,17 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     fewest = next(n for n in range(1, 99) if n - n // SKIP_SHARE >= report.NUM_BLOCKS)
     if options.rounds is not None and options.rounds < fewest:
         raise ConfigError(f"--rounds is {options.rounds}; use at least {fewest}")
+    if options.windows is not None and options.windows < 1:
+        raise ConfigError(f"--windows is {options.windows}; use at least 1")
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     prefix = corpus(out / "corpus", console)
     summary: dict[str, Any] = {}
     pictures = [out / "lengths.png"]
     for layout in options.layouts:
-        what, batch, default, packings, flags = LAYOUTS[layout]
-        rounds, path = options.rounds or default, out / f"{layout}.json"
+        name, windows, default, packings, flags = LAYOUTS[layout]
+        batch, rounds = options.windows or windows, options.rounds or default
+        what, path = f"{name}, {batch} windows a step", out / f"{layout}.json"
         console.print(
             f"training {layout}: {what}; {rounds} steps of each of {', '.join(packings)} in turns",
             soft_wrap=True,

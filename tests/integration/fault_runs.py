@@ -70,6 +70,8 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
     ),
     "pp2-dp2": (4, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}),
     "pp2-slim": (2, {"pipeline_model_parallel_size": 2, "wlb_packing": "slim"}),
+    "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "cp2": (2, {"context_parallel_size": 2}),
 }
 Starter = Callable[..., Run]
 STARTERS: dict[str, tuple[Starter, Flags]] = {
@@ -335,13 +337,18 @@ def struck(
     if not Path(fault.struck).exists():
         done.outcome, done.why = "not struck", f"it ended before: {ended.output[-1000:]}"
         return
-    if ended.code and (not done.said or "Traceback" in ended.output):
+    if ended.code and (not done.said or traceback_of(ended)):
         done.outcome, done.why = "silent", f"no line of its own: {ended.output[-2000:]}"
         return
     if kind in ("kill", "stop") and not any(re.search(PLACE, line) for line in done.said):
         done.outcome, done.why = "silent", "the error says no place"
         return
     resume(bench, folder, done)
+
+
+def traceback_of(finished: Finished) -> bool:
+    """Whether a process ended by one; Megatron's timer of stragglers prints its own in one line."""
+    return bool(re.search(r"^(\[rank\d+\]: *)?Traceback", finished.output, re.MULTILINE))
 
 
 PLACE = r"step \d+: .*(pass|micro-batch|beginning)|plan of|checkpoint after|a checkpoint|the start"
@@ -356,7 +363,7 @@ def resume(bench: Bench, folder: Path, done: Outcome, **changed: Any) -> None:
     if finished.code:
         done.said += finished.errors
         done.outcome = "refused clearly"
-        if len(finished.errors) != 1 or "Traceback" in finished.output:
+        if len(finished.errors) != 1 or traceback_of(finished):
             done.outcome, done.why = "silent", f"no one line: {finished.output[-2000:]}"
         return
     compare(bench, folder, done)
@@ -476,7 +483,7 @@ def other_world(bench: Bench, folder: Path, done: Outcome, dice: random.Random) 
     if finished.code == 0:
         found, expected = documents(steps_of(folder)), bench.expected(done.trainer, done.layout)[0]
         done.outcome = "resumed equal" if found == documents(expected) else "lost"
-    elif len(finished.errors) == 1 and "Traceback" not in finished.output:
+    elif len(finished.errors) == 1 and not traceback_of(finished):
         resume(bench, folder, done)
     else:
         done.outcome, done.why = "silent", finished.output[-2000:]
@@ -497,7 +504,7 @@ def two_runs(
     }).wait()  # fmt: skip
     done.said += second.errors
     finished = first.wait()
-    if second.code == 0 or len(second.errors) != 1 or "Traceback" in second.output:
+    if second.code == 0 or len(second.errors) != 1 or traceback_of(second):
         done.outcome, done.why = "silent", f"the second ran: {second.output[-2000:]}"
     elif finished.code:
         done.outcome, done.why = "lost", finished.output[-2000:]
