@@ -40,6 +40,8 @@ ENDED_S = 150.0
 """How long a run may go on after a fault, on a busy machine, before it hangs."""
 RUN_S = 400.0
 """How long a whole run may take there."""
+FULL_BYTES = 60_000
+"""No file grows beyond that on a full disk: more than a run's log has, less than a checkpoint's."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
 EMBEDDED: Flags = {
@@ -105,7 +107,7 @@ def strike(kind: str) -> Any:
             os.kill(os.getpid(), signal.SIGUSR2)
         case "full":
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, resource.RLIM_INFINITY))
         case "eio":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         case "clock":

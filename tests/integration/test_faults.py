@@ -10,6 +10,7 @@ import re
 import pytest
 from fault_runs import Bench, attempt
 from helpers.layouts import further
+from megatron_lm_runs import needs_megatron_lm
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +42,10 @@ def test_fault_ends_a_run_that_then_goes_on_alike(
     done = attempt(bench, case, "embedded", "pp2", seed=1)
     assert done.outcome == outcome, done
     assert any(re.search(said, line) for line in done.said), done.said
+
+
+@needs_megatron_lm
+def test_full_disk_is_one_line_under_the_launcher(bench: Bench) -> None:
+    done = attempt(bench, "full-write", "launcher", "dp2", seed=1)
+    assert done.outcome == "resumed equal", done
+    assert re.search(r"error.*: cannot save run/iter_\d+: .*; free some room", done.said[0])

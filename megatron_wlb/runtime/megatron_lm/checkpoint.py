@@ -26,7 +26,13 @@ from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
 from megatron_wlb.runtime.saving import checksums
-from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state, sharded_rng
+from megatron_wlb.runtime.saving.checkpoint import (
+    FAILURES,
+    refuse_save,
+    rng_state,
+    set_rng_state,
+    sharded_rng,
+)
 from megatron_wlb.runtime.transfer import of_all_ranks
 
 STATE = "megatron_wlb"
@@ -86,22 +92,27 @@ class Hooks:
         state = self.session.state() | {"checksums": writes and is_distributed}
         # It is text, because Megatron compares what all ranks share value by value.
         self._saving = {STATE: checksums.seal_state(state), RNG: rng}
+        folder = _folder(settings.save, args[0] if args else kwargs["iteration"])
         try:
             saved = original(*args, **kwargs)
+            if writes and not is_distributed:
+                checksums.write(folder)
+        except FAILURES as failure:
+            refuse_save(folder, failure)
         finally:
             self._saving = None
-        if writes and not is_distributed:
-            checksums.write(_folder(settings.save, args[0] if args else kwargs["iteration"]))
         return saved
 
-    @staticmethod
     def maybe_finalize_async_save(
-        original: Any, blocking: bool = False, *args: Any, **kwargs: Any
+        self, original: Any, blocking: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         """Megatron's, which waits at the end of a run for what ``--async-save`` still writes."""
         if blocking:
             watchdog.at("the end of a checkpoint that is written meanwhile", is_slow=True)
-        return original(blocking, *args, **kwargs)
+        try:
+            return original(blocking, *args, **kwargs)
+        except FAILURES as failure:
+            refuse_save(self.session.args.save, failure)
 
     def save(self, original: Any, state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
         """Saves as ``dist_checkpointing`` does, then adds checksums of the files."""

@@ -61,7 +61,7 @@ TOLD = ("clip_grad", "hidden_dropout", "attention_dropout")
 FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
 """Settings of the model that may differ: its weights mean the same."""
 
-_FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
+FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
 """What a save may raise."""
 
 
@@ -267,18 +267,22 @@ def write(
             checksums.write(folder)
         if torch.distributed.get_rank() == 0:
             _put_in_force(folder, iteration)
-    except _FAILURES as failure:
+    except FAILURES as failure:
         # No collective here: a rank that fails alone leaves the others in one of Megatron's.
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(failure, CheckpointError) or lost_peer(failure):
-            raise
-        raise CheckpointError(
-            f"cannot save {folder}: {_reason(failure)}; free some room there, or choose another "
-            "folder"
-        ) from failure
+        refuse_save(folder, failure)
     torch.distributed.barrier()
     return folder
+
+
+def refuse_save(folder: str | Path, failure: BaseException) -> NoReturn:
+    """Raises :class:`CheckpointError` for one of :data:`FAILURES`, or itself if it says enough."""
+    if isinstance(failure, CheckpointError) or lost_peer(failure):
+        raise failure
+    raise CheckpointError(
+        f"cannot save {folder}: {_reason(failure)}; free some room there, or choose another folder"
+    ) from failure
 
 
 def _put_in_force(folder: Path, iteration: int) -> None:
