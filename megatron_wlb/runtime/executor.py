@@ -70,7 +70,8 @@ class Transfers:
     """The messages of one run on a rank.
 
     ``lengths`` are the tokens of each micro-batch's tensor between stages. With ``verify`` each
-    message comes after its length, which is compared, and no receive is posted ahead.
+    message comes after its length and :class:`Contents`, which are compared, and no receive is
+    posted ahead.
     """
 
     links: Links
@@ -153,9 +154,8 @@ class _Arrival:
         assert self._work is not None
         self._work.wait()
         if sent is not None:
-            compare_contents(
-                f"{self._transfers.label}: {self._what}", self._peer, sent, self._tensor
-            )
+            what = f"{self._transfers.label}: {self._what}"
+            compare_contents(what, self._peer, sent, self._tensor)
         if timers is not None:
             timers(name).stop()
         return self._tensor
@@ -166,9 +166,8 @@ class _Arrival:
 
     def _announced(self) -> Contents:
         """Receives the length, which is compared, and what the tensor will hold."""
-        facts = torch.zeros(
-            1 + len(Contents._fields), dtype=torch.int64, device=self._tensor.device
-        )
+        num, device = 1 + len(Contents._fields), self._tensor.device
+        facts = torch.zeros(num, dtype=torch.int64, device=device)
         dist.recv(facts, self._peer, group=self._transfers.group_of(self._action))
         num_tokens, *contents = facts.tolist()
         if num_tokens != len(self._tensor):
