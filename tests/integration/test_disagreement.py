@@ -14,7 +14,7 @@ import pytest
 from helpers.layouts import further
 from helpers.strategy_ranks import strategies_file
 from megatron_lm_runs import needs_megatron_lm
-from trainer_runs import ROOT, Flags, assert_refused, command_line, start
+from trainer_runs import ROOT, Flags, command_line, start
 
 from megatron_wlb.errors import PlanError
 
@@ -148,7 +148,12 @@ def refused(folder: Path, corpus: Path, name: str, trainer: str, layout: Flags) 
     all_flags = (megatron_lm_runs.MEGATRON_LM | flags) if launches else flags
     program = partial(program_with, others, launches)
     finished = start(folder, num, all_flags, fault=before, program=program).wait()
-    assert_refused(finished, PlanError.exit_code, f"rank {ODD} (host ", *SAID[name])
+    assert finished.code == PlanError.exit_code, finished.output
+    assert finished.errors, finished.output
+    for line in finished.errors:  # of each rank that had the time to tell
+        for fragment in (f"rank {ODD} (host ", *SAID[name]):
+            assert fragment in line, line
+    assert "Traceback" not in finished.output, finished.output
 
 
 @pytest.mark.parametrize(
