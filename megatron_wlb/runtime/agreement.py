@@ -199,13 +199,12 @@ def _sources() -> int:
 def of_corpora(corpora: Corpora) -> dict[str, str]:
     """What is known of corpora without reading all of them: lengths, splits, sampled pieces.
 
-    Folders may differ over machines; so corpora have numbers.
+    Paths may differ over machines; so corpora have numbers.
     """
     held = {"the vocabulary": str(corpora.vocab_size)}
     for number, (corpus, sample) in enumerate(zip(corpora.corpora, corpora.samples, strict=True)):
         lengths = corpus.lengths
-        name = f"corpus {number} ({Path(corpus.prefix).name})"
-        held[f"{name} with"] = (
+        held[f"corpus {number} with"] = (
             f"{len(lengths)} documents of {int(lengths.sum())} tokens "
             f"(crc32 of its index {zlib.crc32(lengths.tobytes()):08x}, of samples of "
             f"its tokens {sample or 'none'})"

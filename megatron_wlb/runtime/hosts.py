@@ -40,18 +40,27 @@ class Hosts:
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def compare(self, where: str, values: Mapping[str, str]) -> None:
-        """Compares values of the same names over all ranks, all of which call it.
+        """Compares values by name over all ranks, all of which call it.
 
-        Only where some differ are they exchanged. Raises :class:`PlanError` on every rank then,
-        which names ``where`` that is, the ranks and the values.
+        Only where some differ are they exchanged, and then those alone, unless ranks have unlike
+        numbers of them. Raises :class:`PlanError` on every rank then, which names ``where`` that
+        is, the ranks and the values.
         """
-        own = [number_of(text) for text in values.values()]
-        found = self.max(*own, *(-number for number in own))
-        pairs = zip(values, found[: len(own)], found[len(own) :], strict=True)
-        differing = [name for name, largest, negated in pairs if largest != -negated]
-        if differing:
-            held = Held.here({name: values[name] for name in differing[:MOST_NAMED]})
-            raise PlanError(f"{where}: {differences(of_all_ranks(held))}; {REMEDY}")
+        differs, is_unlike = self._differ([number_of(str(values)), len(values)])
+        if not (differs or is_unlike):
+            return
+        if not is_unlike:
+            differing = self._differ([number_of(f"{name} {text}") for name, text in values.items()])
+            named = [name for name, one in zip(values, differing, strict=True) if one]
+            values = {name: values[name] for name in named[:MOST_NAMED]}
+        held = of_all_ranks(Held.here(values))
+        raise PlanError(f"{where}: {differences(held)}; {REMEDY}")
+
+    def _differ(self, numbers: Sequence[int]) -> list[bool]:
+        """Of each number, whether it differs over ranks."""
+        found = self.max(*numbers, *(-number for number in numbers))
+        pairs = zip(found[: len(numbers)], found[len(numbers) :], strict=True)
+        return [largest != -negated for largest, negated in pairs]
 
     def compare_step(self, plan: StepPlan, reads: Reads | None) -> None:
         """Compares the plan of the step that begins, and what was read in the one before.
@@ -82,9 +91,9 @@ class Hosts:
                     places.setdefault(said[1][0], []).append(said[1][1])
             found = filter(None, (_differing_reads(held) for held in places.values()))
             raise PlanError(
-                f"{label}: ranks that must read the same tokens read others: {next(found)}; "
-                "compare their machines' copies of the corpus (cksum), and go on from a checkpoint "
-                "before this step"
+                f"{label}: ranks that must read the same tokens read others: "
+                f"{next(found, 'which ones is not known')}; compare their machines' copies of the "
+                "corpus (cksum), and go on from a checkpoint before this step"
             )
 
     def _refuse(self, plan: StepPlan) -> NoReturn:

@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from megatron_wlb.data.corpus import Corpus
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -53,7 +51,6 @@ class Reads:
 
     label: str
     """The step."""
-    corpora: Sequence[Corpus]
     runs: Sequence[Run]
     place: tuple[int, ...]
     """Ranks among which are all that read the same."""
@@ -62,7 +59,7 @@ class Reads:
     the same add up to 0, and so do checksums that are equal."""
 
     @classmethod
-    def of(cls, label: str, corpora: Sequence[Corpus], runs: Sequence[Run], model: Any) -> Reads:
+    def of(cls, label: str, runs: Sequence[Run], model: Any) -> Reads:
         """The reads of this rank of ``model``, in an order that is that of all its peers."""
         groups, gpts = model.groups, model.gpts
         is_first, is_last = any(g.pre_process for g in gpts), any(g.post_process for g in gpts)
@@ -75,7 +72,7 @@ class Reads:
         )
         ordered = sorted(runs, key=lambda run: run.micro_batch)  # stable
         place = tuple(sorted(dist.get_process_group_ranks(groups.mp)))
-        return cls(label, corpora, ordered, place, weights)
+        return cls(label, ordered, place, weights)
 
     @property
     def balance(self) -> int:
@@ -91,10 +88,10 @@ class Reads:
         """The checksums by what they are of."""
         values = {}
         for run in self.runs:
-            corpus = self.corpora[run.corpus].prefix
+            # Not by its path, which may differ over machines.
             name = (
                 f"tokens {run.start} to {run.start + run.num_tokens} of document {run.document} of "
-                f"{corpus} with crc32"
+                f"corpus {run.corpus}, in micro-batch {run.micro_batch}, with crc32"
             )
             values[name] = f"{run.crc32:08x}"
             if run.with_labels is not None:

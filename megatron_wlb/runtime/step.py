@@ -262,7 +262,7 @@ class StepRunner:
         self.communicator.end()
         self.batches.slices.end()
         runs = [run for own in self.batches.read.values() for run in own]
-        self._reads = Reads.of(label, self.batches.corpora, runs, model) if runs else None
+        self._reads = Reads.of(label, runs, model) if runs else None
         watchdog.at(f"{label}: its end, behind all passes")
         if not forward_only:
             watchdog.first_step_is_over()
