@@ -147,7 +147,7 @@ def test_reads_are_compared_before_they_are_saved(gloo: GlooPool) -> None:
     ("layout", "packing", "sender", "what"),
     [
         (PP2, "", 0, "activation of micro-batch 1, chunk 0"),
-        (PP2, "", 1, "gradient of micro-batch 1, chunk 0"),
+        further(PP2, "", 1, "gradient of micro-batch 1, chunk 0"),
         (PP2, SLICED, 0, "activation of micro-batch 1, chunk 0"),
         further(PP2, SLICED, 1, r"gradient of micro-batch \d, chunk 0"),
         further(PP2_VPP2, "", 0, r"activation of micro-batch 1, chunk \d"),
