@@ -40,7 +40,7 @@ class PackingError(WLBError):
 
 
 class PlanError(WLBError):
-    """Ranks whose plans disagree, or a plan that does not fit what runs."""
+    """Ranks that disagree, or a plan that does not fit what runs."""
 
     exit_code = 5
 

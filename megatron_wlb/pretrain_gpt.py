@@ -21,11 +21,13 @@ def train(argv: Sequence[str]) -> None:
     config = parse(argv)
     allocator.choose()
     # Imports torch, and then Megatron under the device's conditions.
+    from megatron_wlb.runtime import agreement
     from megatron_wlb.runtime.trainer import distributed
 
     device = distributed.choose_device(config.wlb.wlb_device)
     allocator.tell(device)
     watchdog.watch(config.wlb.wlb_hang_seconds, end)
+    agreement.compare_at_start(config.flat(), config.parallel.distributed_timeout_minutes)
     distributed.initialize(config, device)
     trainer: Any
     if config.wlb.wlb_strategies is None:

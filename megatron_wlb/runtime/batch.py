@@ -34,6 +34,7 @@ from megatron_wlb.runtime.attention.kernels import Segments
 from megatron_wlb.runtime.attention.slices import Slice, SliceStore
 from megatron_wlb.runtime.moe import RoutedTokens
 from megatron_wlb.runtime.prediction import Ahead
+from megatron_wlb.runtime.reads import Run
 from megatron_wlb.runtime.transfer import mapped, pinned, to_device
 from megatron_wlb.sharding import Sharding, rank_layout
 
@@ -182,6 +183,8 @@ class BatchBuilder:
         """What a micro-batch's batches have in common on all chunks, by its index: on the host."""
         self._moved: dict[int, tuple[PlanSeqParams, PlanSeqParams]] = {}
         """The same on the host and on the device."""
+        self.read: dict[int, list[Run]] = {}
+        """What was read in this step, by micro-batch."""
 
     @contextlib.contextmanager
     def ahead(
@@ -273,6 +276,7 @@ class BatchBuilder:
         self._step = plan
         self._latest.clear()
         self._moved.clear()
+        self.read = {}
         self.step_targets = plan.num_targets
         ahead = (plan.targets_ahead(depth) for depth in range(1, self.num_ahead + 1))
         self.depth_weights = [plan.num_targets / num if num else 0.0 for num in ahead]
@@ -327,6 +331,7 @@ class BatchBuilder:
         depths = 1 + self.num_ahead if last else 1
         ids, targets = np.zeros((2, depths, len(rows)), dtype=np.int64)
         masks = np.zeros((depths, len(rows)), dtype=np.float32)
+        read = self.read[plan.index] = []
         for begin, end in itertools.pairwise(edges):
             number = int(np.searchsorted(ends, rows[begin], side="right"))
             if number == len(plan.spans):  # of padding
@@ -341,6 +346,8 @@ class BatchBuilder:
             num_read = min(num_tokens + depths, rest) if last else num_tokens
             stored = self._stored(span, start, start + num_read)
             taken = stored[: span.document.length - before]
+            place = span.document.corpus, span.document.index, span.document.offset + before
+            read.append(Run.of((plan.index, *place), stored, taken[:num_tokens], last))
             for depth in range(depths):
                 own, labels = taken[depth:][:num_tokens], stored[depth + 1 :][:num_tokens]
                 ids[depth, begin : begin + len(own)] = own

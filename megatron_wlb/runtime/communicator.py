@@ -9,8 +9,11 @@ gradients, and their overlap with computation stays possible.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -26,14 +29,47 @@ TAKES_SHAPE_PROVIDER = "shape_provider" in inspect.signature(P2PCommunicator.__i
 """Whether megatron-core has our patch (``patches/``): then shapes go in by a public door."""
 
 
+class Contents(NamedTuple):
+    """What a debugged message holds, in the form of a shape, as which Megatron can send it."""
+
+    crc32: int
+    """Of the tensor's bytes."""
+    sum_bits: int
+    """The bits of its sum in fp64, for people."""
+    num_elements: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Contents:
+        """Sums up a tensor; the host waits for it."""
+        here = tensor.detach().cpu().contiguous()
+        (sum_bits,) = struct.unpack("<q", struct.pack("<d", here.double().sum().item()))
+        crc32 = zlib.crc32(here.view(torch.uint8).numpy().data)
+        return cls(crc32, sum_bits, here.numel())
+
+    def size(self) -> tuple[int, int, int]:
+        return self.crc32, self.sum_bits, self.num_elements
+
+    def __str__(self) -> str:
+        (total,) = struct.unpack("<d", struct.pack("<q", self.sum_bits))
+        return f"{self.num_elements} numbers with sum {total:.9g} and crc32 {self.crc32:08x}"
+
+
+class Message(NamedTuple):
+    """A tensor that the plan foresees."""
+
+    shape: Shape
+    what: str
+    """Whether it is an activation or a gradient, and of which micro-batch and chunk."""
+
+
 class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
     """A ``P2PCommunicator`` that knows from the plan what it will receive.
 
     Call :meth:`begin` before each run of a schedule and :meth:`end` after it. The order in between
     is a property of the schedule (:func:`megatron_wlb.schedule.order.receive_order`).
 
-    With ``verify`` each receive also runs Megatron's own exchange and compares: for debugging,
-    as it costs what the plan saves.
+    With ``verify`` each receive also runs Megatron's own exchange and compares, and once more with
+    what the tensors hold: for debugging, as it costs more than the plan saves.
     """
 
     def __init__(
@@ -43,8 +79,10 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
         if TAKES_SHAPE_PROVIDER and not verify:
             self.shape_provider = self._planned_shapes
         self.verify = verify
-        self._forward: list[Shape] = []
-        self._backward: list[Shape] = []
+        self._forward: list[Message] = []
+        self._backward: list[Message] = []
+        self._sent: list[tuple[Message, Contents] | None] = [None, None]
+        """What comes from the previous and the next stage, as they say, with ``verify``."""
         self._label = "no step"
 
     def begin(self, local_lengths: Sequence[int], *, forward_only: bool, label: str) -> None:
@@ -69,13 +107,16 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
             self.pp_group.rank(),
         )
 
-        def shapes(order: Sequence[tuple[int, int]]) -> list[Shape]:
+        def messages(order: Sequence[tuple[int, int]], kind: str) -> list[Message]:
             hidden = self.config.hidden_size
             # Reversed, so that the next one is popped from the end.
-            return [[local_lengths[m], 1, hidden] for _, m in reversed(order)]
+            return [
+                Message([local_lengths[m], 1, hidden], f"{kind} of micro-batch {m}, chunk {chunk}")
+                for chunk, m in reversed(order)
+            ]
 
-        self._forward = shapes(forward)
-        self._backward = [] if forward_only else shapes(backward)
+        self._forward = messages(forward, "the activation")
+        self._backward = [] if forward_only else messages(backward, "the gradient")
         self._label = label
 
     def end(self) -> None:
@@ -90,29 +131,97 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        prev_shape, next_shape = self._planned_shapes(recv_prev, recv_next)
+        planned = self._planned(recv_prev, recv_next)
+        shapes = [NO_SHAPE if message is None else message.shape for message in planned]
         if self.verify:
-            real = super()._communicate_shapes(
-                tensor_send_next, tensor_send_prev, recv_prev, recv_next
-            )
-            if list(real) != [prev_shape, next_shape]:
+            self._compare_shapes(planned, tensor_send_next, tensor_send_prev)
+            exchange = super()._communicate_shapes
+            tensors = tensor_send_next, tensor_send_prev
+            own = (None if tensor is None else Contents.of(tensor) for tensor in tensors)
+            sent = exchange(*own, recv_prev, recv_next)
+            self._sent = [
+                None if message is None else (message, Contents(*contents))
+                for message, contents in zip(planned, sent, strict=True)
+            ]
+        return shapes[0], shapes[1]
+
+    def _compare_shapes(
+        self, planned: Sequence[Message | None], send_next: Any, send_prev: Any
+    ) -> None:
+        recv_prev, recv_next = (message is not None for message in planned)
+        real = super()._communicate_shapes(send_next, send_prev, recv_prev, recv_next)
+        peers, rank = (self.prev_rank, self.next_rank), torch.distributed.get_rank()
+        for message, shape, peer in zip(planned, real, peers, strict=True):
+            if message is not None and list(shape) != message.shape:
                 raise PlanError(
-                    f"{self._label}: stage {self.pp_group.rank()} expects shapes {prev_shape} from "
-                    f"the previous and {next_shape} from the next stage by its plan, but they send "
-                    f"{real[0]} and {real[1]}; the ranks do not run the same plan"
+                    f"{self._label}: stage {self.pp_group.rank()} (rank {rank}) expects shape "
+                    f"{message.shape} for {message.what}, but rank {peer} sends {list(shape)}; the "
+                    "ranks do not run the same plan"
                 )
-        return prev_shape, next_shape
+
+    def _communicate(self, **given: Any) -> Any:
+        *received, handles = super()._communicate(**given)
+        if not self.verify:
+            return *received, handles
+        peers = self.prev_rank, self.next_rank
+        for name, tensor, peer, sent in zip(
+            ("recv_prev", "recv_next"), received, peers, self._sent, strict=True
+        ):
+            if tensor is None:
+                continue
+            assert sent is not None
+            if handles is None:  # it has been waited for
+                self._compare_contents(tensor, peer, *sent)
+            else:
+                compare = partial(self._compare_contents, tensor, peer, *sent)
+                handles[name] = _ComparedHandle(handles[name], compare)
+        return *received, handles
+
+    def _compare_contents(
+        self, tensor: torch.Tensor, peer: int, message: Message, sent: Contents
+    ) -> None:
+        compare_contents(f"{self._label}: {message.what}", peer, sent, tensor)
 
     def _planned_shapes(self, recv_prev: bool, recv_next: bool) -> tuple[Shape, Shape]:
+        prev, after = self._planned(recv_prev, recv_next)
+        return prev.shape if prev else NO_SHAPE, after.shape if after else NO_SHAPE
+
+    def _planned(self, recv_prev: bool, recv_next: bool) -> tuple[Message | None, Message | None]:
         return (
-            self._next_shape(self._forward, "activation") if recv_prev else NO_SHAPE,
-            self._next_shape(self._backward, "gradient") if recv_next else NO_SHAPE,
+            self._next(self._forward, "activation") if recv_prev else None,
+            self._next(self._backward, "gradient") if recv_next else None,
         )
 
-    def _next_shape(self, shapes: list[Shape], what: str) -> Shape:
-        if not shapes:
+    def _next(self, messages: list[Message], what: str) -> Message:
+        if not messages:
             raise PlanError(
                 f"{self._label}: stage {self.pp_group.rank()} is asked to receive an {what} beyond "
                 "the last one of its plan"
             )
-        return shapes.pop()
+        return messages.pop()
+
+
+def compare_contents(what: str, sender: int, sent: Contents, tensor: torch.Tensor) -> None:
+    """Raises :class:`PlanError` where a tensor is not what its sender says that it has sent."""
+    here = Contents.of(tensor)
+    if (here.crc32, here.num_elements) != (sent.crc32, sent.num_elements):
+        raise PlanError(
+            f"{what}: rank {sender} sent {sent}, rank {torch.distributed.get_rank()} received "
+            f"{here}; look at the network and memory between them"
+        )
+
+
+class _ComparedHandle:
+    """A receive whose tensor is compared once it has been waited for."""
+
+    def __init__(self, handle: Any, compare: Callable[[], None]) -> None:
+        self._handle = handle
+        self._compare = compare
+
+    def wait(self, *limit: Any) -> Any:
+        waited = self._handle.wait(*limit)
+        self._compare()
+        return waited
+
+    def is_completed(self) -> bool:
+        return bool(self._handle.is_completed())

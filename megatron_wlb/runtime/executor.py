@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.runtime.communicator import Contents, compare_contents
 from megatron_wlb.runtime.transfer import open_group
 from megatron_wlb.schedule.order import Action
 
@@ -69,7 +70,8 @@ class Transfers:
     """The messages of one run on a rank.
 
     ``lengths`` are the tokens of each micro-batch's tensor between stages. With ``verify`` each
-    message comes after its length, which is compared, and no receive is posted ahead.
+    message comes after its length and :class:`Contents`, which are compared, and no receive is
+    posted ahead.
     """
 
     links: Links
@@ -96,7 +98,8 @@ class Transfers:
             while len(self._sends) > MOST_SENDS:
                 self._sends.pop(0)[0].wait()
         if self.verify:
-            self._send(torch.tensor([tensor.shape[0]], device=tensor.device), peer, action)
+            facts = [tensor.shape[0], *Contents.of(tensor)]
+            self._send(torch.tensor(facts, device=tensor.device), peer, action)
         # An alias: the tensor itself may be emptied before it is sent.
         self._send(tensor.detach(), peer, action)
 
@@ -144,11 +147,15 @@ class _Arrival:
         name = "forward-recv" if self._action.kind == "F" else "backward-recv"
         if timers is not None:
             timers(name, log_level=2).start()
+        sent = None
         if self._work is None:
-            self._compare()
+            sent = self._announced()
             self._post()
         assert self._work is not None
         self._work.wait()
+        if sent is not None:
+            what = f"{self._transfers.label}: {self._what}"
+            compare_contents(what, self._peer, sent, self._tensor)
         if timers is not None:
             timers(name).stop()
         return self._tensor
@@ -157,15 +164,25 @@ class _Arrival:
         group = self._transfers.group_of(self._action)
         self._work = dist.irecv(self._tensor, self._peer, group=group)
 
-    def _compare(self) -> None:
-        sent = torch.zeros(1, dtype=torch.int64, device=self._tensor.device)
-        dist.recv(sent, self._peer, group=self._transfers.group_of(self._action))
-        if int(sent) != len(self._tensor):
+    def _announced(self) -> Contents:
+        """Receives the length, which is compared, and what the tensor will hold."""
+        num, device = 1 + len(Contents._fields), self._tensor.device
+        facts = torch.zeros(num, dtype=torch.int64, device=device)
+        dist.recv(facts, self._peer, group=self._transfers.group_of(self._action))
+        num_tokens, *contents = facts.tolist()
+        if num_tokens != len(self._tensor):
             raise PlanError(
-                f"{self._transfers.label}: stage {self._transfers.links.rank} expects "
-                f"{len(self._tensor)} tokens for {self._action} by its plan, but {int(sent)} are "
-                "sent; the ranks do not run the same plan"
+                f"{self._transfers.label}: stage {self._transfers.links.rank} (rank "
+                f"{dist.get_rank()}) expects {len(self._tensor)} tokens for {self._what} by its "
+                f"plan, but rank {self._peer} sends {num_tokens}; the ranks do not run the same "
+                "plan"
             )
+        return Contents(*contents)
+
+    @property
+    def _what(self) -> str:
+        kind = "activation" if self._action.kind == "F" else "gradient"
+        return f"the {kind} of micro-batch {self._action.micro_batch}, chunk {self._action.chunk}"
 
 
 def run_actions(

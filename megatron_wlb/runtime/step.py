@@ -35,6 +35,7 @@ from megatron_wlb.runtime.hosts import Hosts
 from megatron_wlb.runtime.merge import check_merged, open_groups
 from megatron_wlb.runtime.model import Model
 from megatron_wlb.runtime.prediction import predicting, take_losses
+from megatron_wlb.runtime.reads import Reads
 from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.schedule.order import sliced
 from megatron_wlb.settings.config import Config
@@ -119,7 +120,8 @@ class StepRunner:
     """Runs plans on a model: batches, shapes, schedule, loss.
 
     ``verify_shapes`` also exchanges shapes as stock Megatron does, and compares them;
-    ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps;
+    ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps, and what
+    was read in the step before;
     ``timeout`` is that of the communicators that documents in slices need besides.
     """
 
@@ -131,18 +133,27 @@ class StepRunner:
         verify_shapes: bool = False,
         verify_plan_interval: int = 1,
         timeout: datetime.timedelta | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self.model = model
         self.batches = batches
         self.communicator = PlanCommunicator(model.groups.pp, model.config, verify_shapes)
-        self.hosts = Hosts(model.groups, timeout)
+        self.hosts = hosts or Hosts(model.groups, timeout)
         self.verify_plan_interval = verify_plan_interval
         self.timeout = timeout
         self._schedule = get_forward_backward_func()
         self._num_runs = 0
+        self._reads: Reads | None = None
 
     @classmethod
-    def of(cls, config: Config, model: Model, corpora: Corpora, device: str) -> StepRunner:
+    def of(
+        cls,
+        config: Config,
+        model: Model,
+        corpora: Corpora,
+        device: str,
+        hosts: Hosts | None = None,
+    ) -> StepRunner:
         """The runner of a run with these settings."""
         if any(gpt.pre_process or gpt.post_process for gpt in model.gpts):
             for corpus in corpora.corpora:
@@ -164,7 +175,21 @@ class StepRunner:
             verify_shapes=config.wlb.wlb_verify_shapes,
             verify_plan_interval=config.wlb.wlb_verify_plan_interval,
             timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
+            hosts=hosts,
         )
+
+    def take_reads(self) -> Reads | None:
+        """What this rank read in the last run, once."""
+        reads, self._reads = self._reads, None
+        return reads
+
+    def compare_reads(self) -> None:
+        """Compares what ranks read in the last run, before it is saved; called by every rank.
+
+        The next run does so otherwise. Raises :class:`PlanError` where any differs.
+        """
+        if self.verify_plan_interval:
+            self.hosts.compare_reads(self.take_reads())
 
     def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
         """Runs forward (and backward) of one step; gradients are left in the model, reduced.
@@ -236,6 +261,8 @@ class StepRunner:
             )
         self.communicator.end()
         self.batches.slices.end()
+        runs = [run for own in self.batches.read.values() for run in own]
+        self._reads = Reads.of(label, runs, model) if runs else None
         watchdog.at(f"{label}: its end, behind all passes")
         if not forward_only:
             watchdog.first_step_is_over()
@@ -266,7 +293,7 @@ class StepRunner:
         is_due = self.verify_plan_interval and self._num_runs % self.verify_plan_interval == 0
         self._num_runs += 1
         if is_due:
-            self.hosts.verify_digest(plan)
+            self.hosts.compare_step(plan, self.take_reads())
         dp_size = self.model.groups.dp.size()
         if len(plan.micro_batches) != dp_size:
             raise PlanError(

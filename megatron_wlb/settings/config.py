@@ -470,7 +470,9 @@ class WlbConfig:
         "auto", "cpu runs Megatron under the CPU emulation; auto never does where a GPU is"
     )
     wlb_verify_plan_interval: int = setting(
-        1, "compare the plan's digest over all ranks every so many steps; 0 is never"
+        1,
+        "compare the plan's digest over all ranks every so many steps, and what ranks that need "
+        "the same tokens read in the step before; 0 is never",
     )
     wlb_allow_untested_megatron: bool = setting(
         False, "go on with a megatron-core that is not in the table of versions, with a warning"
@@ -491,7 +493,9 @@ class WlbConfig:
         "which `wlb audit` reads",
     )
     wlb_verify_shapes: bool = setting(
-        False, "debug: also exchange shapes as stock Megatron does, and compare"
+        False,
+        "debug: stages also tell each other the shape, sum and crc32 of each activation and "
+        "gradient that they send, and compare; slow",
     )
     wlb_metrics: str | None = setting(None, "file for one JSON line a step")
     wlb_config: str | None = setting(None, "YAML file of settings, under the command line")

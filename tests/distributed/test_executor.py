@@ -285,7 +285,10 @@ def error_of_unlike_lengths(case: Layout) -> str | None:
 
 def test_lengths_that_differ_from_the_plan_are_found(gloo: GlooPool) -> None:
     _, error = gloo.run(2, error_of_unlike_lengths, Layout("llama", 1, pp=2))
-    assert error.startswith("step 3: stage 1 expects 6 tokens for F0.0 by its plan, but 4 are sent")
+    assert error.startswith(
+        "step 3: stage 1 (rank 1) expects 6 tokens for the activation of micro-batch 0, chunk 0 by "
+        "its plan, but rank 0 sends 4"
+    )
 
 
 def test_slices_with_virtual_stages_are_refused(gloo: GlooPool, oracle: Oracle) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.planning import guards as layout_guards
-from megatron_wlb.runtime import watchdog
+from megatron_wlb.runtime import agreement, watchdog
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation import cpu as emulation
@@ -93,7 +93,11 @@ def _add_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.A
 
 
 def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Runs our refusals, Megatron's own checks, then ours of the arguments that it has changed."""
+    """Compares what ranks are told, then runs our refusals, Megatron's own checks, and ours of the
+    arguments that it has changed.
+    """
+    if not getattr(args, "fake_process_group", False):
+        agreement.compare_at_start(vars(args), args.distributed_timeout_minutes)
     guards.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
     if not elsewhere and (error := missing_load(args.load, args.save)):

@@ -28,6 +28,7 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
 from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.runtime import watchdog
+from megatron_wlb.runtime.agreement import of_corpora, of_state
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm import fsdp
@@ -150,12 +151,14 @@ class Session:
         args = self.args
         corpora = self._corpora()
         self._samples = corpora.samples
+        device = "cpu" if cpu.installed() else "cuda"
+        self.runner = StepRunner.of(self.config, self.model, corpora, device)
+        hosts = self.runner.hosts
+        hosts.compare("at the start", of_corpora(corpora))
         dp_size = self.model.groups.dp.size()
         self.kernel = settle_kernel(self.config, self.model, (self.restored or {}).get("kernel"))
         self.cost = self._make_cost()
-        device = "cpu" if cpu.installed() else "cuda"
         allocator.tell(device)
-        self.runner = StepRunner.of(self.config, self.model, corpora, device)
         training = None
         if not args.skip_train:
             planner = make_planner(self.config, corpora, self.cost, dp_size)
@@ -171,6 +174,11 @@ class Session:
                     planner.step,
                     len(planner.packer.waiting),
                 )
+            state = planner.state_dict()
+            hosts.compare(
+                "after the start",
+                of_state(args.iteration, self.kernel, self.cost.as_dict(), state),
+            )
             self.ledger = open_ledger(
                 self.config, args.save, args.load, args.iteration, planner, corpora.vocab_size
             )

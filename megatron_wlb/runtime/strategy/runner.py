@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.hosts import Hosts
+from megatron_wlb.runtime.reads import Reads
 from megatron_wlb.runtime.step import StepLoss
 from megatron_wlb.runtime.strategy.buckets import Buckets
 from megatron_wlb.runtime.strategy.pieces import Piece, whole_pieces
@@ -61,6 +62,8 @@ class StrategyRunner:
         self.verify_plan_interval = verify_plan_interval
         self._arena = arena
         self._num_runs = 0
+        self._last: LocalReplica | None = None
+        """What ran last, and what it read is not compared yet."""
         rank, world = dist.get_rank(), dist.get_world_size()
         known = of_all_ranks({layout: local.pieces for layout, local in replicas.items()})
         every = [piece for own in known for pieces in own.values() for piece in pieces]
@@ -104,6 +107,15 @@ class StrategyRunner:
             shard.detach().zero_()
         Push(routes, tensors).finish(shards)
 
+    def compare_reads(self) -> None:
+        """As :meth:`~megatron_wlb.runtime.step.StepRunner.compare_reads`, over all replicas."""
+        if self.verify_plan_interval:
+            self.hosts.compare_reads(self._take_reads())
+
+    def _take_reads(self) -> Reads | None:
+        local, self._last = self._last, None
+        return None if local is None else local.runner.take_reads()
+
     def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
         """Runs forward (and backward) of one step; gradients are left in the store, summed.
 
@@ -113,7 +125,7 @@ class StrategyRunner:
         is_due = self.verify_plan_interval and self._num_runs % self.verify_plan_interval == 0
         self._num_runs += 1
         if is_due:
-            self.hosts.verify_digest(plan)
+            self.hosts.compare_step(plan, self._take_reads())
         links = None if plan.strategy is None else self._links.get(plan.strategy.key)
         if links is None:
             raise PlanError(
@@ -133,6 +145,7 @@ class StrategyRunner:
         own = None if links.number is None else plan.replica_plans[links.number]
         if local is not None and own is not None and own.micro_batches:
             total += local.run(plan, own, pull, push)
+            self._last = local
         pull.finish()
         if push is not None:
             push.finish(self.store.gradients)

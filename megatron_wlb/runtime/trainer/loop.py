@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import math
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.corpora import Corpora
@@ -27,7 +29,9 @@ from megatron_wlb.planning.from_config import (
 )
 from megatron_wlb.planning.plan_ahead import PlanAhead, Plans
 from megatron_wlb.runtime import watchdog
+from megatron_wlb.runtime.agreement import of_corpora, of_state
 from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.hosts import Hosts
 from megatron_wlb.runtime.measure import measured_cost
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
 from megatron_wlb.runtime.model import Model, build_model, settle_kernel
@@ -63,10 +67,11 @@ class Trainer:
         checkpoint.check_folder(config)
         self.config = config
         self.corpora = Corpora.open(config)
+        hosts = compared_hosts(config, self.corpora)
         vocab_size = self.corpora.vocab_size
         self.model: Model = build_model(config, vocab_size)
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
-        self.runner: Any = StepRunner.of(config, self.model, self.corpora, device)
+        self.runner: Any = StepRunner.of(config, self.model, self.corpora, device, hosts)
         self.iteration = 0
         restored = checkpoint.load(config, self.model, self.optimizer, self.scheduler)
         saved = None if restored is None else restored[1].get("kernel")
@@ -87,9 +92,14 @@ class Trainer:
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
             )
+        self._compare_state(self.cost.as_dict())
         self.plans: Plans | PlanAhead = self.planner
         if config.data.eval_interval:
             _ = self.evaluation_plans  # An empty split is an error now, not in an hour.
+
+    def _compare_state(self, cost: dict[str, Any]) -> None:
+        state = of_state(self.iteration, self.kernel, cost, self.planner.state_dict())
+        self.runner.hosts.compare("after the start", state)
 
     def _make_planner(self) -> Planner:
         return make_planner(self.config, self.corpora, self.cost, self.model.groups.dp.size())
@@ -139,6 +149,7 @@ class Trainer:
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""
         watchdog.at("the checkpoint after iteration %d", self.iteration, is_slow=True)
+        self.runner.compare_reads()  # no checkpoint has weights of tokens that are not compared
         self.ledger.sync()
         folder = self._write(
             {
@@ -225,6 +236,21 @@ class Trainer:
 
     def _due(self, interval: int | None) -> bool:
         return interval is not None and self.iteration % interval == 0
+
+
+def compared_hosts(config: Config, corpora: Corpora) -> Hosts:
+    """The hosts of a run, which have compared their corpora, and which checkpoint they would load,
+    before a model is built; called by every rank.
+
+    Raises :class:`PlanError` where a rank has another.
+    """
+    minutes = config.parallel.distributed_timeout_minutes
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    hosts = Hosts(groups, datetime.timedelta(minutes=minutes))
+    load = config.checkpoint.load
+    newest = "none" if load is None else str(checkpoint.latest(load))
+    hosts.compare("at the start", of_corpora(corpora) | {"newest checkpoint in --load": newest})
+    return hosts
 
 
 @dataclass(frozen=True)

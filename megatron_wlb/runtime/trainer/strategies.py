@@ -43,14 +43,16 @@ from megatron_wlb.runtime.strategy.groups import GroupOpener, ReplicaGroups
 from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica
 from megatron_wlb.runtime.strategy.runner import Layout, StrategyRunner, layout_of
 from megatron_wlb.runtime.trainer import distributed
-from megatron_wlb.runtime.trainer.loop import Trainer
+from megatron_wlb.runtime.trainer.loop import Trainer, compared_hosts
 from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.settings.config import Config
 
 logger = logging.getLogger(__name__)
 
 
-def build_runner(run: StrategyRun, corpora: Corpora, device: str, kernel: str) -> StrategyRunner:
+def build_runner(
+    run: StrategyRun, corpora: Corpora, device: str, kernel: str, hosts: Hosts | None = None
+) -> StrategyRunner:
     """Builds this rank's models of all strategies, in one memory, and the store. Megatron's groups
     must exist, with all sizes 1; all ranks of the world call it together.
     """
@@ -94,7 +96,7 @@ def build_runner(run: StrategyRun, corpora: Corpora, device: str, kernel: str) -
         run.strategies,
         replicas,
         arena,
-        Hosts(ProcessGroupCollection.use_mpu_process_groups(), timeout),
+        hosts or Hosts(ProcessGroupCollection.use_mpu_process_groups(), timeout),
         config.training,
         config.model.num_layers,
         config.wlb.wlb_verify_plan_interval,
@@ -133,13 +135,17 @@ class StrategyTrainer(Trainer):
         targets.check(allow_untested=config.wlb.wlb_allow_untested_megatron)
         saving.check_folder(config)
         self.corpora = Corpora.open(config)
+        hosts = compared_hosts(config, self.corpora)
         self.run = StrategyRun.of(config, self.corpora, torch.distributed.get_world_size())
         self.config = config = self.run.config
         for strategy in self.run.strategies:
             logger.info("strategy: %s", strategy)
+        hosts.compare("at the start", {"strategies": "; ".join(map(str, self.run.strategies))})
         found = checkpoint.find(self.run)
         self.kernel = _kernel(config, None if found is None else found.planner.get("kernel"))
-        self.runner: StrategyRunner = build_runner(self.run, self.corpora, device, self.kernel)
+        self.runner: StrategyRunner = build_runner(
+            self.run, self.corpora, device, self.kernel, hosts
+        )
         self.optimizer = self.runner.store.optimizer
         self.scheduler = build_scheduler(config, self.optimizer)
         self.planner = self.run.planner(self.corpora)
@@ -151,6 +157,7 @@ class StrategyTrainer(Trainer):
             require_same_tokens(self.corpora, found.planner.get("samples"))
             tell_changes(config, found.settings, found.planner.get("machine"), *saving.TOLD)
             logger.info("resumed after iteration %d from %s", found.iteration, found.folder)
+        self._compare_state({})
         self.plans = self.planner
         if config.data.eval_interval:
             _ = self.evaluation_plans
