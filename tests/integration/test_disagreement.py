@@ -49,8 +49,14 @@ def other_kernel() -> None:
     from megatron_wlb.runtime.megatron_lm import session
     from megatron_wlb.runtime.trainer import loop
 
+    stock = loop.settle_kernel  # in which ranks meet
+
+    def settle_kernel(*args: Any) -> str:
+        stock(*args)
+        return "another"
+
     for module in (loop, session):
-        module.settle_kernel = lambda *_: "another"  # type: ignore[attr-defined]
+        module.settle_kernel = settle_kernel  # type: ignore[attr-defined]
 
 
 def other_plan() -> None:
@@ -141,6 +147,7 @@ def refused(folder: Path, corpus: Path, name: str, trainer: str, layout: Flags) 
     num = 2
     if "wlb_strategies" in layout:
         flags |= {"wlb_strategies": strategies_file(folder, layout["wlb_strategies"], num)}
+        flags |= {"wlb_cost": "analytic"}  # a measured cost is of one layout
     write_files(folder, corpus)
     fault = FAULTS[name]
     others = command_line(fault) if isinstance(fault, dict) else []
