@@ -23,7 +23,7 @@ from megatron_wlb.data.documents import (
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.plan import Document
-from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
+from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Blend:
         for word, weight in zip(words[::2], weights, strict=True):
             if not (math.isfinite(weight) and weight >= 0):
                 raise ConfigError(
-                    f"--data-path has the weight {word}; give a number that is not negative"
+                    f"--data-path has the weight {shown(word)[1:-1]}; give a number that is not negative"
                 )
         if not any(weights):
             raise ConfigError("--data-path has weights of 0 alone; give one above 0")

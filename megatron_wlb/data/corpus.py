@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
 import struct
@@ -38,7 +39,7 @@ from megatron_wlb.data.tokenizer import (
 )
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.files import open_file
-from megatron_wlb.reading import parse_mapping, record, whole_number
+from megatron_wlb.reading import parse_mapping, record, shown, whole_number
 
 _FORMAT = "megatron-wlb corpus 1"
 _MAX_INFO_BYTES = 1 << 16
@@ -328,9 +329,9 @@ def parse_split(split: str, num_documents: int) -> tuple[tuple[int, int], ...]:
     parts = [part.strip() for part in split.split(",")]
     numeric = all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts)
     weights = [float(part) for part in parts] if numeric else []
-    if not 1 <= len(weights) <= 3 or sum(weights) == 0:
+    if not 1 <= len(weights) <= 3 or not 0 < sum(weights) < math.inf:
         raise ConfigError(
-            f"split {split!r} is not up to three weights for training, validation and test, "
+            f"split {shown(split)} is not up to three weights for training, validation and test, "
             "at least one above 0; write it like 99,1,0"
         )
     weights += [0.0] * (3 - len(weights))

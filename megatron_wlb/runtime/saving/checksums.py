@@ -176,7 +176,7 @@ def _expected(folder: Path) -> dict[str, _Content] | None:
         split = (line.split(" ", 2) for line in lines)
         known = {name: _Content(crc32, int(size)) for crc32, size, name in split}
         for name in known:
-            if Path(name).is_absolute() or ".." in Path(name).parts:
+            if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
                 raise ValueError(f"{NAME} names {shown(name)}, outside the folder")
         return known
     except (CheckpointError, ConfigError, ValueError) as error:
