@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 
-
 MAX_LINE = 2000
 """Characters of a line of an error."""
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -25,7 +24,9 @@ class WLBError(Exception):
     def __str__(self) -> str:
         """What is wrong. Values in it come from files: no line is endless or steers a terminal."""
         text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", super().__str__())
-        cut = (line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}…" for line in text.split("\n"))
+        cut = (
+            line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}…" for line in text.split("\n")
+        )
         return "\n".join(cut)
 
     def report(self, where: str = "") -> str:

@@ -70,7 +70,9 @@ def main() -> int:
               args.input_seconds, args.input)  # fmt: skip
         return 0
     if importlib.util.find_spec("atheris") is None and args.input is None:
-        raise CompatibilityError("there is no atheris, which fuzzes; install it: pip install atheris")
+        raise CompatibilityError(
+            "there is no atheris, which fuzzes; install it: pip install atheris"
+        )
     if args.input is not None and not (args.targets and args.input.is_file()):
         raise ConfigError(f"--input {args.input} is no file, or has no --targets; give both")
     known = _names()
@@ -106,17 +108,16 @@ def _show(outcomes: list[Outcome]) -> None:
 
 def _names() -> list[str]:
     """The targets, by a process of its own: making them fills its folder."""
-    done = _process(["--worker", ""], Path.cwd())
+    done = _process(["--worker", ""])
     names = [line.removeprefix(PREFIX) for line in done.splitlines() if line.startswith(PREFIX)]
     if not names:
         raise ConfigError(f"the targets cannot be made: {done.strip().splitlines()[-1:]}")
     return names
 
 
-def _process(words: list[str], corpus: Path) -> str:
+def _process(words: list[str]) -> str:
     command = [sys.executable, str(Path(__file__).absolute()), *words]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    del corpus
     return done.stderr + done.stdout
 
 
@@ -126,9 +127,11 @@ def _outcome(name: str, corpus: Path, words: list[str]) -> Outcome:
     findings.mkdir(parents=True, exist_ok=True)
     (corpus / name / "inputs").mkdir(exist_ok=True)
     before = {*findings.iterdir()}
-    said = _process([*words, "--corpus", str(corpus), "--worker", name], corpus)
+    said = _process([*words, "--corpus", str(corpus), "--worker", name])
     found = tuple(str(path) for path in sorted({*findings.iterdir()} - before))
-    errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*$|^.*ERROR: .*$", said, re.M)
+    errors = re.findall(
+        r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*$|^.*ERROR: .*$", said, re.M
+    )
     failed = bool(found) or "Traceback" in said
     return Outcome(
         name,
@@ -178,8 +181,8 @@ def _work(
         words = ["".join(f"\\x{byte:02x}" for byte in token) for token in TOKENS if len(token) < 64]
         Path("words").write_text("".join(f'"{word}"\n' for word in words))
         flags = {
-            "seed": seed, "max_total_time": int(60 * minutes), "timeout": input_s, "rss_limit_mb": 0,
-            "max_len": 1 << 16, "print_final_stats": 1, "dict": "words",
+            "seed": seed, "max_total_time": int(60 * minutes), "timeout": input_s,
+            "rss_limit_mb": 0, "max_len": 1 << 16, "print_final_stats": 1, "dict": "words",
             "artifact_prefix": f"{corpus / name / 'findings'}/",
         }  # fmt: skip
         argv = [*(f"-{key}={value}" for key, value in flags.items()), str(corpus / name / "inputs")]

@@ -48,7 +48,8 @@ class Blend:
         for word, weight in zip(words[::2], weights, strict=True):
             if not (math.isfinite(weight) and weight >= 0):
                 raise ConfigError(
-                    f"--data-path has the weight {shown(word)[1:-1]}; give a number that is not negative"
+                    f"--data-path has the weight {shown(word)[1:-1]}; give a number that is not "
+                    "negative"
                 )
         if not any(weights):
             raise ConfigError("--data-path has weights of 0 alone; give one above 0")

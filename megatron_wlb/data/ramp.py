@@ -152,7 +152,8 @@ class StepRamp(Ramp):
             match = _ENTRY.fullmatch(word)
             if match is None:
                 raise ConfigError(
-                    f'{given} has "{shown(word)[1:-1]}"; give TOKENS:WINDOWS, such as 0:768 250B:1536'
+                    f'{given} has "{shown(word)[1:-1]}"; give TOKENS:WINDOWS, such as 0:768 '
+                    "250B:1536"
                 )
             tokens, unit, size = match.groups()
             steps.append((int(float(tokens) * _UNITS[unit.upper()]) // window, int(size)))

@@ -162,8 +162,9 @@ class PackingSettings:
         short = number.isdecimal() and len(number) <= len(str(MOST_STEPS_AHEAD))
         if not (short and least <= int(number) <= MOST_STEPS_AHEAD):
             raise ConfigError(
-                f"packing {said}: {shown(number)} is no number of batches, queues, steps or units, at "
-                f"most {MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or slim:32"
+                f"packing {said}: {shown(number)} is no number of batches, queues, steps or units, "
+                f"at most {MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or "
+                "slim:32"
             )
         count = int(number)
         if name.startswith("fixed-"):

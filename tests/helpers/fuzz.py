@@ -122,9 +122,11 @@ TEXTS = (
 TOKENS = (
     b"0", b"-1", b"1e999", b"NaN", b"-Infinity", b"null", b"true", b"9" * 400, b"9" * 5000, b"[",
     b"]", b"{", b"}", b"[" * 2000, b'{"a":' * 2000, b"\0", b"\xff\xfe", b"\n", b"- ", b": ", b"&a ",
-    b"*a", b"<<: ", b"!!python/object:os.system ", b"!!binary ", b"!!timestamp ", b"..", b"/dev/zero",
-    b'"', b"'", b"\\ud800", "²".encode(), b"${PATH}", b"\x7f" * 8, b"\xff" * 8, b"18446744073709551615",
-    b"9223372036854775807", b"1152921504606846976", b"1:59:59", b"2024-05-40",
+    b"*a", b"<<: ", b"!!python/object:os.system ", b"!!binary ", b"!!timestamp ", b"..",
+    b"/dev/zero",
+    b'"', b"'", b"\\ud800", "²".encode(), b"${PATH}", b"\x7f" * 8, b"\xff" * 8,
+    b"18446744073709551615", b"9223372036854775807", b"1152921504606846976", b"1:59:59",
+    b"2024-05-40",
 )  # fmt: skip
 
 
