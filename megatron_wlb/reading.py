@@ -31,6 +31,7 @@ MAX_FILE_BYTES = 1 << 18
 """The largest file of settings or measurements; the project writes 30 KB at most."""
 MAX_RECORD_BYTES = 1 << 28
 """The largest file of what a run has recorded: steps, results, states."""
+_BLOCK_BYTES = 1 << 16
 MAX_ENTRIES = 1 << 18
 """The most entries of such a file, counted again wherever an alias repeats them."""
 MAX_DEPTH = 20
@@ -104,7 +105,9 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
     """
     try:
         with open_file(path) as stream:
-            content = stream.read(max_bytes + 1)
+            # Memory is taken before it is read, so it goes by the file and not by the limit.
+            num_bytes = max(os.fstat(stream.fileno()).st_size, _BLOCK_BYTES)
+            content = stream.read(min(num_bytes, max_bytes) + 1)
         if len(content) > max_bytes:
             raise ConfigError(f"it is larger than {max_bytes} bytes, which no such file is")
         return content.decode()

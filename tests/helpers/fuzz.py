@@ -325,7 +325,7 @@ def targets() -> dict[str, Target]:
     tracker = saved_state._TRACKER
     common = {"common": {"planner": sealed}, "args": COST, "t": (1, (2, 3)), "s": {1, 2}}
     pickles = tuple(pickle.dumps({**common, "megatron_wlb": sealed}, n) for n in (0, 2, 4, 5))
-    holder = json.dumps(asdict(lock.Holder.this()) | {"pid": 1, "boot": "x"}).encode()
+    holder = json.dumps(asdict(lock.Holder.this()) | {"pid": 1}).encode()
     Path(tracker).write_text("12")
     return {
         "flags": Target(_decoded(lambda text: _settings(text.split("\n"))), WORDS),
