@@ -166,8 +166,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Targets], bytes]]] = {
     "lock of nested lists": ("lock", lambda _: b"[" * 60_000),
     "word of several lines": ("flags", lambda _: b'a b\r{"a":\x1b' * 2000),
 }  # fmt: skip
-"""What was found, by the fuzzer or by thought: each once raised another error, or took memory or
-time without a bound."""
+"""What would take memory or time without a bound, or raise another error, where nothing stops it."""
 
 
 @pytest.mark.parametrize("case", HOSTILE)
