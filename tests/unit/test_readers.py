@@ -166,7 +166,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Targets], bytes]]] = {
     "lock of nested lists": ("lock", lambda _: b"[" * 60_000),
     "word of several lines": ("flags", lambda _: b'a b\r{"a":\x1b' * 2000),
 }  # fmt: skip
-"""What would take memory or time without a bound, or raise another error, where nothing stops it."""
+"""What would take memory or time without a bound, or raise another error."""
 
 
 @pytest.mark.parametrize("case", HOSTILE)
