@@ -7,14 +7,27 @@ traceback is shown only with ``WLB_TRACEBACK=1``.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
+
+MAX_LINE = 2000
+"""Characters of a line of an error."""
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class WLBError(Exception):
     """Base of all errors raised at the project's boundaries."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """What is wrong. Values in it come from files: no line is endless or steers a terminal."""
+        text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", super().__str__())
+        cut = (
+            line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}…" for line in text.split("\n")
+        )
+        return "\n".join(cut)
 
     def report(self, where: str = "") -> str:
         """What a program says of it: ``error: …``, a line for each thing that is wrong."""

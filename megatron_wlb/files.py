@@ -1,9 +1,12 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and read only where they are files."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,3 +40,19 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """A text file, UTF-8. Raises :class:`ConfigError` where it cannot be written."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def open_file(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Opens a file to read its bytes, without waiting.
+
+    Raises ``OSError`` for what has no end that is known: a folder, a pipe, a device.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(file).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(file, "rb")
+    os.close(file)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    reason = "it is a pipe or a device; write what it gives into a file"
+    raise OSError(errno.EINVAL, reason, str(path))

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.reading import MAX_COUNT, MAX_SIZE, shown
 from megatron_wlb.sharding.shard import Sharding
 from megatron_wlb.strategy.layout import Replica, Strategy
 
@@ -78,8 +79,12 @@ class Document(NamedTuple):
 
     @classmethod
     def from_list(cls, values: Sequence[int]) -> Document:
-        """Reads the list that JSON makes of a document."""
+        """Reads the list that JSON makes of a document. Raises ``ValueError`` for any other."""
         corpus, index, offset, length, ends, epoch, arrival, step = values
+        numbers = corpus, index, offset, length, epoch, arrival, step
+        whole = all([type(number) is int and 0 <= number <= MAX_COUNT for number in numbers])
+        if not (whole and length and offset + length <= MAX_SIZE and ends in (False, True)):
+            raise ValueError(f"{shown(values)} is no document")
         return cls(corpus, index, offset, length, bool(ends), epoch, arrival, step)
 
 

@@ -21,9 +21,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_wlb.cost import Cost
 from megatron_wlb.cost.experts import ExpertGroups
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import Packer
+from megatron_wlb.packing.base import MOST_STEPS_AHEAD
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
 from megatron_wlb.sharding.select import Prediction, Selector
 
 logger = logging.getLogger(__name__)
@@ -234,13 +236,12 @@ class Planner:
 
         Raises :class:`CheckpointError` for a state of another stream, packing or N.
         """
-        try:
-            step, steps_read = int(state["step"]), int(state["steps_read"])
+        with reading_state("a planner"):
+            step = whole_number("step", state["step"], 0, MAX_COUNT)
+            steps_read = whole_number(
+                "steps_read", state["steps_read"], 0, step + MOST_STEPS_AHEAD + 1
+            )
             packer, stream = state["packer"], state["stream"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"not the state of a planner ({error!r}); use an intact checkpoint"
-            ) from None
         if packer is not None:
             self.packer.load_state_dict(packer)
         if self.slicing is not None:

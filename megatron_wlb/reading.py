@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import cache
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.files import open_file
 
 MAX_FILE_BYTES = 1 << 18
 """The largest file of settings or measurements; the project writes 30 KB at most."""
+MAX_RECORD_BYTES = 1 << 28
+"""The largest file of what a run has recorded: steps, results, states."""
+_BLOCK_BYTES = 1 << 16
 MAX_ENTRIES = 1 << 18
 """The most entries of such a file, counted again wherever an alias repeats them."""
 MAX_DEPTH = 20
@@ -29,6 +39,8 @@ MAX_BITS = 1000
 """The most bits of a whole number in a file: any such fits a float."""
 MAX_SIZE = 2**31 - 1
 """The largest whole number where nothing narrower limits it."""
+MAX_COUNT = 2**53
+"""The largest that a run has counted or numbered: a float holds it."""
 MOST_DEVICES = 2**20
 """A number of devices above it is a mistake."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
@@ -36,20 +48,37 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 MAX_SHOWN = 60
 """Characters of a wrong value that an error repeats."""
 
-# What tagged scalars that are none (`!!int foo`, `!!bool foo`, a 40th of May) raise, and deep ones.
-_PARSE_ERRORS = (
-    yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError,
-    RecursionError,
+ODD = (
+    ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError
 )  # fmt: skip
+"""What values of another form or kind than expected raise where they are used."""
+# What tagged scalars that are none (`!!int foo`, `!!bool foo`, a 40th of May) raise, and deep ones.
+_PARSE_ERRORS = (yaml.YAMLError, *ODD)
+
+_T = TypeVar("_T")
 
 
 class Loader(yaml.SafeLoader):
     """YAML of plain values, a few levels deep: looking for a deep one's end takes for ever."""
 
+    _num_merged = 0
+
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         if self.flow_level > MAX_DEPTH:
             raise RecursionError
         super().fetch_flow_collection_start(TokenClass)
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Counts what ``<<`` copies, before it is: mappings that merge each other multiply."""
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if isinstance(merged, yaml.MappingNode):
+                        self.flatten_mapping(merged)
+                        self._num_merged += len(merged.value)
+                    if self._num_merged > MAX_ENTRIES:
+                        raise ValueError(f"it has more than {MAX_ENTRIES} entries")
+        super().flatten_mapping(node)
 
 
 def one_line(error: BaseException) -> str:
@@ -70,13 +99,17 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """Reads a small text file. Raises :class:`ConfigError` for one that cannot be read."""
+def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Reads a text file. Raises :class:`ConfigError` for one that is missing, too large, no text,
+    or no file.
+    """
     try:
-        with Path(path).open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"it is larger than {MAX_FILE_BYTES} bytes, which no such file is")
+        with open_file(path) as stream:
+            # Memory is taken before it is read, so it goes by the file and not by the limit.
+            num_bytes = max(os.fstat(stream.fileno()).st_size, _BLOCK_BYTES)
+            content = stream.read(min(num_bytes, max_bytes) + 1)
+        if len(content) > max_bytes:
+            raise ConfigError(f"it is larger than {max_bytes} bytes, which no such file is")
         return content.decode()
     except (OSError, ValueError) as error:  # a NUL in the path, bytes that are no UTF-8
         raise ConfigError(one_line(error)) from None
@@ -99,18 +132,24 @@ def parse_mapping(
         raise ConfigError(reason) from None
     if not isinstance(content, dict):
         raise ConfigError("expected names and values as `name: value`")
-    _check_tree(content)
+    # Of JSON, which has no aliases, none has more entries than characters.
+    _check_tree(content, max(MAX_ENTRIES, len(text)))
     return content
 
 
-def read_mapping(path: str | os.PathLike[str], what: str = "", remedy: str = "") -> dict[str, Any]:
+def read_mapping(
+    path: str | os.PathLike[str],
+    what: str = "",
+    remedy: str = "",
+    max_bytes: int = MAX_FILE_BYTES,
+) -> dict[str, Any]:
     """Reads a mapping from a file: JSON or YAML by its ending, else by its first character.
 
     Raises :class:`ConfigError` that begins with ``what`` and the path and ends with ``remedy``.
     """
     path = Path(path)
     try:
-        text = read_text(path)
+        text = read_text(path, max_bytes)
         is_json = path.suffix == ".json"
         if path.suffix not in (".json", ".yaml", ".yml"):
             is_json = text.lstrip().startswith("{")
@@ -120,8 +159,7 @@ def read_mapping(path: str | os.PathLike[str], what: str = "", remedy: str = "")
         raise ConfigError(f"{what} {path}: {error}{remedy}".lstrip()) from None
 
 
-def _check_tree(content: dict[Any, Any]) -> None:
-    left = MAX_ENTRIES
+def _check_tree(content: dict[Any, Any], left: int) -> None:
     stack: list[tuple[Any, int]] = [(content, 0)]
     while stack:
         value, depth = stack.pop()
@@ -189,6 +227,75 @@ def listed(name: str, values: object) -> Sequence[Any]:
     if not isinstance(values, list | tuple):
         raise ConfigError(f"{name} is {shown(values)}; give a list")
     return values
+
+
+def typed(name: str, value: object, hint: Any) -> Any:
+    """Returns a value of JSON or YAML as the type ``hint`` has it: lists become tuples where it
+    says so. Whole numbers are within 2⁵³, others finite.
+
+    Raises :class:`ConfigError`, which names it ``name``, for one of another type.
+    """
+    of, inner = typing.get_origin(hint), typing.get_args(hint)
+    if of in (typing.Union, types.UnionType):
+        if value is None and types.NoneType in inner:
+            return None
+        (hint,) = (one for one in inner if one is not types.NoneType)
+        return typed(name, value, hint)
+    if of is typing.Literal:
+        if not any(type(value) is type(one) and value == one for one in inner):
+            raise ConfigError(f"{name} is {shown(value)}; give {' or '.join(map(str, inner))}")
+        return value
+    if of in (list, tuple):
+        items = listed(name, value)
+        hints = repeat(inner[0]) if of is list or inner[-1] is ... else inner
+        if hints is inner and len(items) != len(inner):
+            raise ConfigError(f"{name} is {shown(value)}; give {len(inner)} values")
+        return of(typed(name, item, one) for item, one in zip(items, hints, strict=False))
+    if hint is bool:
+        return truth(name, value)
+    if hint is int:
+        return whole_number(name, value, -MAX_COUNT, MAX_COUNT)
+    if hint is float:
+        return real_number(name, value, -math.inf)
+    kind = of or hint  # of mappings, what they hold is for their reader
+    if kind is not Any and not isinstance(value, kind):
+        raise ConfigError(f"{name} is {shown(value)}; give {_KINDS[kind]}")
+    return value
+
+
+_KINDS = {str: "text", dict: "names and values", Mapping: "names and values"}
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def record(what: str, kind: type[_T], values: object) -> _T:
+    """Makes a dataclass of the names and values that JSON or YAML holds of it.
+
+    Raises :class:`ConfigError`, which begins with ``what``, for names that are unknown or missing,
+    and for values of another type than the dataclass has.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{what}{shown(values)} is no table; give names and values")
+    own = fields(kind)  # type: ignore[arg-type]
+    needed = [f.name for f in own if f.default is MISSING and f.default_factory is MISSING]
+    check_names(what, "entry", values, [f.name for f in own], needed)
+    hints = _hints(kind)  # type: ignore[arg-type]
+    return kind(**{name: typed(f"{what}{name}", v, hints[name]) for name, v in values.items()})
+
+
+@contextlib.contextmanager
+def reading_state(of: str) -> Iterator[None]:
+    """Makes :class:`CheckpointError` of whatever a saved state of another form raises in it."""
+    try:
+        yield
+    except (ConfigError, *ODD) as error:
+        reason = str(error) if isinstance(error, ConfigError) else repr(error)
+        raise CheckpointError(
+            f"not the state of {of} ({' '.join(reason[:300].split())}); use an intact checkpoint"
+        ) from None
 
 
 def check_names(

@@ -7,7 +7,6 @@ the one that took the middle time counts.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +23,14 @@ from rich.console import Console
 from megatron_wlb.cost.slices import Unit, chained
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import parallelism
+from megatron_wlb.reading import (
+    MAX_RECORD_BYTES,
+    listed,
+    parse_mapping,
+    read_text,
+    record,
+    typed,
+)
 from megatron_wlb.schedule.graph import Floats, Graph, Sends, graph_of, slice_graph
 from megatron_wlb.settings.config import Config, from_flat
 from megatron_wlb.simulator.engine import Interval, Timeline
@@ -144,16 +151,12 @@ class Recording:
     def read(cls, path: Path, fewest_rounds: int = 1) -> Recording:
         """Raises :class:`ConfigError` for a file that is no recording, or one that is too short."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            recording = cls(
-                from_flat(content["config"]),
-                content["vocab_size"],
-                content["world_size"],
-                content["num_cores"],
-                content["packings"],
-                [RecordedStep(**step) for step in content["steps"]],
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            content = parse_mapping(read_text(path, MAX_RECORD_BYTES), is_json=True)
+            config = from_flat(typed("config", content.pop("config", None), dict))
+            steps = listed("steps", content.pop("steps", None))
+            steps = [record("step: ", RecordedStep, step) for step in steps]
+            recording = record("", cls, content | {"config": config, "steps": steps})
+        except ConfigError as error:
             raise ConfigError(f"{path} is no recording ({error}); record it again") from None
         if len(recording.rounds) < fewest_rounds:
             raise ConfigError(

@@ -11,6 +11,8 @@ from megatron_wlb.cost.hardware import Hardware, load_hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.table import ProfiledCost, check_model, read_cost_file
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import shown
 
 __all__ = [
     "AnalyticModel",
@@ -36,6 +38,8 @@ def cost_from_dict(values: Mapping[str, Any]) -> Cost:
 
     Raises :class:`ConfigError` if it is neither.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"cost is {shown(values)}; give coefficients or tables by name")
     if "attention" in values or "linear" in values:
         return ProfiledCost.from_dict(values)
     return DocumentCost.from_dict(values)

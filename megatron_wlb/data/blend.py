@@ -23,6 +23,7 @@ from megatron_wlb.data.documents import (
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.plan import Document
+from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Blend:
         for word, weight in zip(words[::2], weights, strict=True):
             if not (math.isfinite(weight) and weight >= 0):
                 raise ConfigError(
-                    f"--data-path has the weight {word}; give a number that is not negative"
+                    f"--data-path has the weight {shown(word)[1:-1]}; give a number that is not "
+                    "negative"
                 )
         if not any(weights):
             raise ConfigError("--data-path has weights of 0 alone; give one above 0")
@@ -154,16 +156,12 @@ class BlendedStream:
         One of a release that gave each corpus's share by the step loses and repeats no document.
         Raises CheckpointError for a state of other corpora, weights or settings.
         """
-        try:
+        with reading_state("a blend with weights"):
             states = {int(corpus): value for corpus, value in state["streams"].items()}
             drawn = [Document.from_list(values) for values in state.get("drawn", ())]
-            num_arrived = int(state["num_arrived"])
-            step = int(state.get("step", next(iter(states.values()))["step"]))
-        except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"not the state of a blend with weights ({error!r}); resume with the --data-path "
-                "that it was saved with"
-            ) from None
+            num_arrived = whole_number("num_arrived", state["num_arrived"], 0, MAX_COUNT)
+            first = state["step"] if "step" in state else states[min(states)]["step"]
+            step = whole_number("step", first, 0, MAX_COUNT)
         if states.keys() != self._streams.keys():
             raise CheckpointError(
                 f"the checkpoint's blend is of corpora {sorted(states)}, this run's of "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
 import struct
@@ -37,10 +38,11 @@ from megatron_wlb.data.tokenizer import (
     train_bpe,
 )
 from megatron_wlb.errors import ConfigError, CorpusError
-from megatron_wlb.reading import check_names, parse_mapping, whole_number
+from megatron_wlb.files import open_file
+from megatron_wlb.reading import parse_mapping, record, shown, whole_number
 
 _FORMAT = "megatron-wlb corpus 1"
-_MAX_INFO_CHARACTERS = 1 << 16
+_MAX_INFO_BYTES = 1 << 16
 MAX_INFO_NUMBER = 1 << 53
 """The largest count that a file may hold: of tokens, files."""
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -86,8 +88,8 @@ class CorpusInfo:
         """
         path = Path(f"{prefix}.json")
         try:
-            with path.open(encoding="utf-8") as stream:
-                text = stream.read(_MAX_INFO_CHARACTERS)
+            with open_file(path) as stream:
+                text = stream.read(_MAX_INFO_BYTES).decode()
         except (OSError, ValueError):
             return None
         if _FORMAT not in text:  # Somebody else's file, perhaps the text of the corpus itself.
@@ -95,12 +97,12 @@ class CorpusInfo:
         try:
             values = parse_mapping(text, is_json=True)
             del values["format"]
-            known = {f.name: f.type for f in fields(cls) if f.name != "prefix"}
-            check_names("", "entry", values, known, known)
-            for name, kind in known.items():
-                if kind == "int":
-                    whole_number(name, values[name], int(name == "vocab_size"), MAX_INFO_NUMBER)
-            return cls(prefix=str(prefix), **values)
+            info = record("", cls, values | {"prefix": str(prefix)})
+            for field in fields(cls):
+                if field.type == "int":
+                    least = int(field.name == "vocab_size")
+                    whole_number(field.name, values[field.name], least, MAX_INFO_NUMBER)
+            return info
         except (ConfigError, KeyError) as error:
             raise CorpusError(f"{path} is damaged ({error}); build the corpus anew") from error
 
@@ -327,9 +329,9 @@ def parse_split(split: str, num_documents: int) -> tuple[tuple[int, int], ...]:
     parts = [part.strip() for part in split.split(",")]
     numeric = all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts)
     weights = [float(part) for part in parts] if numeric else []
-    if not 1 <= len(weights) <= 3 or sum(weights) == 0:
+    if not 1 <= len(weights) <= 3 or not 0 < sum(weights) < math.inf:
         raise ConfigError(
-            f"split {split!r} is not up to three weights for training, validation and test, "
+            f"split {shown(split)} is not up to three weights for training, validation and test, "
             "at least one above 0; write it like 99,1,0"
         )
     weights += [0.0] * (3 - len(weights))
@@ -359,7 +361,7 @@ def _read_lengths(prefix: str) -> npt.NDArray[np.int64]:
 
     try:
         num_bytes, num_bin_bytes = path.stat().st_size, Path(f"{prefix}.bin").stat().st_size
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             header = stream.read(_HEADER.size)
             if not header.startswith(_MAGIC[: len(header)]):
                 bad(f"is not a Megatron index (it starts with {header[:9]!r})")

@@ -21,12 +21,15 @@ import numpy.typing as npt
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError, CorpusError
 from megatron_wlb.plan import Document
+from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
 
 LongDocuments = Literal["split", "slice", "truncate", "error"]
 """What becomes of a stored document longer than the window. ``slice``: `slim` packing runs it
 whole; its stream has a window as long as it."""
 
 _STATE_VERSION = 1
+_MOST_EPOCHS = 2**32 - 1
+"""What a seed of random numbers holds."""
 _POSITION = ("step", "position_tokens", "epoch", "document", "offset")
 
 
@@ -202,16 +205,12 @@ class DocumentStream:
         Raises CheckpointError, and changes nothing, for a state of another corpus or of other
         settings, naming what differs.
         """
-        try:
+        with reading_state("a document stream"):
             version, saved = state["version"], dict(state["settings"])
-            position = [int(state[name]) for name in _POSITION]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"not the state of a document stream ({error!r}); use an intact checkpoint"
-            ) from error
+            position = [whole_number(name, state[name], 0, MAX_COUNT) for name in _POSITION]
         if version != _STATE_VERSION:
             raise CheckpointError(
-                f"document stream state of version {version}, not {_STATE_VERSION}; "
+                f"document stream state of version {shown(version)}, not {_STATE_VERSION}; "
                 "resume with the release that saved it"
             )
         ours = self._settings
@@ -227,7 +226,10 @@ class DocumentStream:
                 "resume with the same corpora and settings"
             )
         step, position_tokens, epoch, document, offset = position
-        if min(position) < 0 or document >= self.num_documents or offset >= self._max_tokens:
+        # A step ends within a document of its end.
+        stop = tokens_before(step, self.step_tokens, self.ramp) + self._max_tokens
+        outside = epoch > _MOST_EPOCHS or position_tokens > stop
+        if outside or document >= self.num_documents or offset >= self._max_tokens:
             raise CheckpointError(
                 f"document stream state {dict(zip(_POSITION, position, strict=True))} lies outside "
                 f"the {self.num_documents} documents; use an intact checkpoint"
@@ -350,7 +352,7 @@ def _readable(setting: Any) -> Any:
     if isinstance(setting, int | str) and not isinstance(setting, bool):
         with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
             return f"{float(Fraction(setting)):.12g}"
-    return setting
+    return setting if isinstance(setting, bool | str) else shown(setting)
 
 
 def _check(holds: bool, complaint: str) -> None:

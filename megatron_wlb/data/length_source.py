@@ -7,10 +7,11 @@ yet to be tokenized, or on none at all.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,12 @@ from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.lengths import DISTRIBUTIONS, Lengths, distribution, sample_lengths
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CorpusError
+from megatron_wlb.files import open_file
 from megatron_wlb.reading import one_line
 
 MAX_LENGTH = 2**31 - 1
 """Tokens of a document: Megatron's index counts them in an int32."""
+_MAX_LINE_BYTES = 1 << 12
 MIN_TO_SPLIT = 64
 """The fewest documents to split: halves of fewer would not resemble the whole."""
 
@@ -222,20 +225,23 @@ class LengthSource:
 
 def _read_array(path: Path) -> Lengths:
     try:
-        with path.open("rb") as stream:
-            lengths = np.load(stream, allow_pickle=False)
+        open_file(path).close()
+        # Mapped, so that a header that claims more than the file has takes no memory.
+        lengths = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError:
         raise
     except Exception as error:  # numpy raises anything for a damaged header, or one of 10¹² entries
         _refuse(path, f"is no intact .npy array ({one_line(error)})")
     if not isinstance(lengths, np.ndarray):
+        lengths.close()
         _refuse(path, "holds several arrays")
-    return lengths
+    return np.array(lengths)
 
 
 def _read_lines(path: Path) -> Lengths:
-    def numbers(stream: Iterable[bytes]) -> Iterator[int]:
-        for number, line in enumerate(stream, start=1):
+    def numbers(stream: BinaryIO) -> Iterator[int]:
+        lines = iter(partial(stream.readline, _MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
             if text := line.strip():
                 try:
                     value = int(text)
@@ -246,7 +252,7 @@ def _read_lines(path: Path) -> Lengths:
                     shown = text[:40].decode("utf-8", "backslashreplace")
                     _refuse(path, f"has {shown!r} in line {number}")
 
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         return np.fromiter(numbers(stream), np.int64)
 
 

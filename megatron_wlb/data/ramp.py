@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.reading import shown
 
 
 class _Phase(NamedTuple):
@@ -128,7 +129,7 @@ class LinearRamp(Ramp):
         return size // self.multiple * self.multiple
 
 
-_ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
+_ENTRY = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([KMBT]?):(\d{1,9})", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -146,12 +147,13 @@ class StepRamp(Ramp):
 
         Raises :class:`ConfigError` for what Megatron makes nothing of, and for batches that shrink.
         """
-        given, steps = f'{cls.flag} "{text}"', []
+        given, steps = f'{cls.flag} "{shown(text)[1:-1]}"', []
         for word in text.replace(",", " ").split():
             match = _ENTRY.fullmatch(word)
             if match is None:
                 raise ConfigError(
-                    f'{given} has "{word}"; give TOKENS:WINDOWS, such as 0:768 250B:1536'
+                    f'{given} has "{shown(word)[1:-1]}"; give TOKENS:WINDOWS, such as 0:768 '
+                    "250B:1536"
                 )
             tokens, unit, size = match.groups()
             steps.append((int(float(tokens) * _UNITS[unit.upper()]) // window, int(size)))

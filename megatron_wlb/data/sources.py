@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_wlb.errors import CorpusError
+from megatron_wlb.reading import one_line, shown
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes of the files read so far, and their bytes in all."""
@@ -131,7 +132,9 @@ class Sources:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise CorpusError(f"{where} is not valid JSON ({error}); correct the line") from error
+            raise CorpusError(
+                f"{where} is not valid JSON ({one_line(error)}); correct the line"
+            ) from error
         if not isinstance(record, dict):
             raise CorpusError(
                 f"{where} is a JSON {type(record).__name__}, not an object; "
@@ -139,7 +142,7 @@ class Sources:
             )
         if self.json_key not in record:
             raise CorpusError(
-                f"{where} has no key {self.json_key!r} (it has {', '.join(map(repr, record))}); "
+                f"{where} has no key {self.json_key!r} (it has {shown([*record])[1:-1]}); "
                 "name the key that holds the text"
             )
         text = record[self.json_key]

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.errors import ConfigError, CorpusError
+from megatron_wlb.reading import MAX_RECORD_BYTES, one_line, read_text
 
 DEFAULT_VOCAB_SIZE = 8192
 EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
@@ -48,8 +48,8 @@ def tokenizer_settings(tokenizer: str, vocab_size: int | None) -> dict[str, str 
             raise ConfigError(f"vocabulary size {vocab_size} is below 257, 256 bytes and one EOD")
         return {"tokenizer": tokenizer, "vocab_size": vocab_size}
     try:
-        return {"tokenizer": "file", "content": Path(tokenizer).read_text(encoding="utf-8")}
-    except (OSError, UnicodeDecodeError) as error:
+        return {"tokenizer": "file", "content": read_text(tokenizer, MAX_RECORD_BYTES)}
+    except ConfigError as error:
         raise CorpusError(
             f"cannot read tokenizer {tokenizer} ({error}); "
             "give bytes, bpe or the path of a tokenizer.json"
@@ -108,9 +108,13 @@ def file_encoder(content: str, name: str) -> Encoder:
 
     try:
         tokenizer = Tokenizer.from_str(content)
-    except Exception as error:  # The library raises bare Exception.
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # The library raises Exception, or what is none: a panic of Rust.
         raise CorpusError(
-            f"{name} is not a tokenizer.json ({error}); "
+            f"{name} is not a tokenizer.json ({one_line(error)}); "
             "give one that the tokenizers library has written"
         ) from error
     eods = [eod for eod in map(tokenizer.token_to_id, EOD_TOKENS) if eod is not None]

@@ -13,8 +13,8 @@ Memory: about 600 bytes a document that ran, at most.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field, fields
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.data.documents import CorpusEpoch
-from megatron_wlb.errors import CheckpointError
+from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.ledger.lines import (
     ARRIVAL,
     CORPUS,
@@ -36,11 +36,15 @@ from megatron_wlb.ledger.lines import (
     pieces_of,
     read,
 )
-from megatron_wlb.ledger.standing import Standing
+from megatron_wlb.ledger.standing import Standing, require_known
+from megatron_wlb.reading import record, typed, whole_number
 
 _NO_PIECES = np.zeros((0, 7), np.int64)
 NAMED = 5
 """How many that are lost or twice are named."""
+_MOST_CORPORA = 1 << 20
+_CALLED = {"start": "iteration", "elsewhere": "is_elsewhere"}
+"""What lines of a start call other than :class:`Start`."""
 
 
 @dataclass(frozen=True)
@@ -100,41 +104,51 @@ class _Step:
     start: int
     """Which start it belongs to."""
 
-    def pieces(self, path: Path) -> Pieces:
-        try:
-            return decode(self.documents)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path}: line {self.number} holds no documents ({error})"
-            ) from None
+    def pieces(self, history: History) -> Pieces:
+        return _pieces(history, self.number, self.documents)
 
 
 @dataclass(frozen=True)
 class Start:
     """The line of a start."""
 
+    number: int
     iteration: int
     arrived: int
     waiting: str
     contents: dict[int, CorpusEpoch]
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
     """Settings that are not the default."""
-    cost: dict[str, Any] | None
-    vocab_size: int
-    dp_size: int
-    is_elsewhere: bool
+    cost: dict[str, Any] | None = None
+    vocab_size: int = 0
+    dp_size: int = 1
+    is_elsewhere: bool = False
     """Whether the run was loaded from another folder: what ran here before is another run's."""
-    stood: int | None
+    stood: int | None = None
     """The step of the newest checkpoint that was in the folder."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Start:
-        contents = {int(n): CorpusEpoch(**epoch) for n, epoch in values["contents"].items()}
-        return cls(
-            values["start"], values["arrived"], values["waiting"], contents,
-            values.get("settings", {}), values.get("cost"), values.get("vocab_size", 0),
-            values.get("dp_size", 1), values.get("elsewhere", False), values.get("stood"),
-        )  # fmt: skip
+    def of(cls, number: int, values: Mapping[str, Any]) -> Start:
+        """Reads a line. Raises :class:`ConfigError` for one of another form."""
+        contents = {
+            whole_number("contents", int(n[:20]), 0, _MOST_CORPORA): record("", CorpusEpoch, one)
+            for n, one in typed("contents", values.get("contents"), dict[str, Any]).items()
+        }
+        read = {_CALLED.get(name, name): value for name, value in values.items()}
+        known = {f.name: read[f.name] for f in fields(cls) if f.name in read}
+        return record("", cls, known | {"number": number, "contents": contents})
+
+
+def _pieces(history: History, number: int, text: str) -> Pieces:
+    """The documents of a line."""
+    try:
+        pieces = decode(text)
+        require_known(pieces, history.contents)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{history.path}: line {number} holds no documents ({error}); audit another run"
+        ) from None
+    return pieces
 
 
 class History:
@@ -155,16 +169,16 @@ class History:
                 continue
             try:
                 self._take(line.number, line.values)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+            except (ConfigError, ValueError) as error:
                 raise CheckpointError(
-                    f"{path}: line {line.number} is not of a ledger ({error!r})"
+                    f"{path}: line {line.number} is not of a ledger ({error}); audit another run"
                 ) from None
         if not self.starts:
             raise CheckpointError(f"{path} has no whole line; nothing is known of the run")
 
     def _take(self, number: int, values: Mapping[str, Any]) -> None:
         if "start" in values:
-            begun = Start.of(values)
+            begun = Start.of(number, values)
             while self.steps and self.steps[-1].iteration > begun.iteration:
                 self.steps.pop()
                 self.rolled_back += 1
@@ -179,9 +193,9 @@ class History:
             raise ValueError("a step before any start")
         else:
             names = ("iteration", "digest", "tokens", "documents")
-            known = {name: values[name] for name in names}
-            start = len(self.starts) - 1
-            self.steps.append(_Step(number, **known, skipped="skipped" in values, start=start))
+            known: dict[str, Any] = {name: values[name] for name in names if name in values}
+            own = {"number": number, "skipped": "skipped" in values, "start": len(self.starts) - 1}
+            self.steps.append(record("", _Step, known | own))
 
     @property
     def contents(self) -> dict[int, CorpusEpoch]:
@@ -222,7 +236,7 @@ def audit(history: History, saved: tuple[int, Mapping[str, Any]] | None) -> Repo
         until, state = saved
         standing = Standing.of(state, history.contents)
     lost, twice = history.missing(), Faults()
-    parts = [step.pieces(history.path) for step in history.steps]
+    parts = [step.pieces(history) for step in history.steps]
     for step, part in zip(history.steps, parts, strict=True):
         found = int(part[:, LENGTH].sum())
         if found < step.tokens:
@@ -303,21 +317,31 @@ def _never_came(
     arrivals: npt.NDArray[np.int64], standing: Standing, history: History, pieces: Pieces
 ) -> Faults:
     """Arrivals of which there is no piece."""
-    base = history.base
-    present = np.zeros(standing.arrived, bool)
+    base, arrived = history.base, standing.arrived
+    present, low, old = np.unique(arrivals), 0, np.zeros(0, np.int64)
     if base.iteration:  # what ran before this ledger begins
-        present[: base.arrived] = True
-        present[decode(base.waiting)[:, ARRIVAL]] = False
-    present[arrivals[arrivals < standing.arrived]] = True
-    missing = np.flatnonzero(~present)
+        low = min(base.arrived, arrived)
+        waited = _pieces(history, base.number, base.waiting)[:, ARRIVAL]
+        old = np.setdiff1d(waited[waited < low], present)
+    present = present[(present >= low) & (present < arrived)]
     first = []
-    for number in islice(missing.tolist(), NAMED):
+    for number in [*old.tolist(), *_absent(present, low, arrived)][:NAMED]:
         text = f"document {number} of the stream (counted from 0)"
         before = np.flatnonzero(arrivals == number - 1)
         if len(before):
             text += f", which came after {_name(pieces[before[-1]], history.contents)}"
         first.append(text)
-    return Faults(len(missing), tuple(first))
+    return Faults(len(old) + arrived - low - len(present), tuple(first))
+
+
+def _absent(present: npt.NDArray[np.int64], start: int, stop: int) -> list[int]:
+    """The first numbers of ``[start, stop)`` that sorted ones lack. Memory does not grow with how
+    many are said to be there.
+    """
+    edges = np.concatenate([[start - 1], present, [stop]])
+    at = np.flatnonzero(np.diff(edges) > 1)[:NAMED]
+    gaps = zip(edges[at].tolist(), edges[at + 1].tolist(), strict=True)
+    return list(islice(chain.from_iterable(range(a + 1, b) for a, b in gaps), NAMED))
 
 
 def _unfinished(pieces: Pieces, standing: Standing, history: History) -> Faults:
@@ -361,17 +385,27 @@ def _short_epochs(
     pieces: Pieces, standing: Standing, contents: Mapping[int, CorpusEpoch]
 ) -> Faults:
     """Epochs that have ended with other tokens than the corpus has."""
-    short = []
+    faults = Faults()
     for corpus, epoch in contents.items():
         own = pieces[pieces[:, CORPUS] == corpus]
-        tokens = np.bincount(own[:, EPOCH], weights=own[:, LENGTH])
+        if corpus not in standing.open and None not in standing.open:
+            continue  # the blend leaves it out
         over = standing.open[corpus if corpus in standing.open else None][0]  # epochs that ended
-        for number, found in enumerate([*map(int, tokens), *[0] * (over - len(tokens))][:over]):
-            if found != epoch.num_tokens:
-                short.append(
-                    f"epoch {number} of {epoch.name}: {found} of its {epoch.num_tokens} tokens ran"
-                )
-    return Faults(len(short), tuple(short[:NAMED]))
+        own = own[own[:, EPOCH] < over]
+        begun, which = np.unique(own[:, EPOCH], return_inverse=True)
+        tokens = np.bincount(which, weights=own[:, LENGTH])
+        wrong = tokens != epoch.num_tokens
+        found = dict(zip(begun[wrong].tolist(), map(int, tokens[wrong]), strict=True))
+        number = len(found)
+        if epoch.num_tokens:
+            number += over - len(begun)
+            found |= dict.fromkeys(_absent(begun, 0, over), 0)
+        texts = [
+            f"epoch {n} of {epoch.name}: {found[n]} of its {epoch.num_tokens} tokens ran"
+            for n in sorted(found)[:NAMED]
+        ]
+        faults += Faults(number, tuple(texts))
+    return faults
 
 
 def _twice(

@@ -9,7 +9,6 @@ counts as not written.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -21,8 +20,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.errors import CheckpointError
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.files import open_file
 from megatron_wlb.plan import Document, StepPlan
+from megatron_wlb.reading import MAX_COUNT, one_line, parse_mapping, shown
 
 NAME = "wlb_ledger.txt"
 VERSION = 1
@@ -32,6 +33,10 @@ Pieces: TypeAlias = npt.NDArray[np.int64]
 CORPUS, EPOCH, INDEX, OFFSET, LENGTH, ENDS, ARRIVAL = range(7)
 _DEFLATE_LEVEL = 1
 """Higher ones save 2 % and take thrice the time: most bytes are of random numbers."""
+_NUMBER_BYTES = 9
+"""The most bytes of a number: 63 bits."""
+_FREE_PIECES = 128
+"""Pieces that any text may hold. Of more, each takes a character at least, as all differ."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,21 @@ def encode(pieces: Pieces) -> str:
 
 
 def decode(text: str) -> Pieces:
-    """Unpacks what :func:`encode` made. Raises ``ValueError`` for anything else."""
+    """Unpacks what :func:`encode` made, in memory in proportion to the text.
+
+    Raises ``ValueError`` for anything else.
+    """
+    most_bytes = 7 * _NUMBER_BYTES * (len(text) + _FREE_PIECES)
+    inflate = zlib.decompressobj()
     try:
-        columns = _integers(zlib.decompress(base64.b64decode(text, validate=True))).reshape(7, -1)
-    except (binascii.Error, zlib.error) as error:
+        packed = inflate.decompress(base64.b64decode(text, validate=True), most_bytes)
+    except zlib.error as error:
         raise ValueError(str(error)) from None
+    if not inflate.eof:
+        raise ValueError(f"{len(text)} characters hold no end within {most_bytes} bytes")
+    columns = _integers(packed).reshape(7, -1)
+    if columns[ARRIVAL].sum(dtype=float) > MAX_COUNT or columns.max(initial=0) > MAX_COUNT:
+        raise ValueError(f"a number is above {MAX_COUNT}")
     columns[ARRIVAL] = columns[ARRIVAL].cumsum()
     return columns.T
 
@@ -116,6 +131,8 @@ def _integers(packed: bytes) -> npt.NDArray[np.int64]:
     if not len(lasts):
         return np.zeros(0, np.int64)
     starts = np.append(0, lasts[:-1] + 1)
+    if int((lasts - starts).max()) >= _NUMBER_BYTES:
+        raise ValueError(f"a number has more than {_NUMBER_BYTES} bytes")
     places = np.arange(lasts[-1] + 1) - np.repeat(starts, lasts - starts + 1)
     bits = (read[: lasts[-1] + 1] & 127).astype(np.int64) << 7 * places
     return np.add.reduceat(bits, starts)
@@ -128,27 +145,33 @@ def seal(values: dict[str, Any]) -> bytes:
 
 
 def _unseal(line: bytes) -> dict[str, Any] | None:
-    """Reads a line; None where it is none, or was changed."""
+    """Reads a line; None where it is none, or was changed. Raises :class:`ConfigError` and
+    ``ValueError`` for one that holds no values.
+    """
     crc32, _, body = line.rstrip(b"\n").partition(b" ")
     if not line.endswith(b"\n") or crc32 != b"%08x" % zlib.crc32(body):
         return None
-    values = json.loads(body)
-    return values if isinstance(values, dict) else None
+    return parse_mapping(body.decode(), is_json=True)
 
 
 def read(path: Path) -> Iterator[Line | None]:
     """All lines in order, and None at the end where the last one is torn.
 
-    Raises :class:`CheckpointError` for a file that cannot be read, and a line before the last that
-    is damaged or of a later version.
+    Raises :class:`CheckpointError` for a file that cannot be read, a line before the last that is
+    damaged or of a later version, and one that holds no values.
     """
     torn, at_byte = "", 0
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             for number, line in enumerate(stream, start=1):
                 if torn:
                     raise CheckpointError(torn)
-                values = _unseal(line)
+                try:
+                    values = _unseal(line)
+                except (ConfigError, ValueError) as error:
+                    raise CheckpointError(
+                        f"{path}: line {number} is not of a ledger ({error}); audit another run"
+                    ) from None
                 if values is None:
                     torn = (
                         f"{path}: line {number}, from byte {at_byte} on, is damaged (its checksum "
@@ -156,15 +179,16 @@ def read(path: Path) -> Iterator[Line | None]:
                     )
                 elif values.get("version", VERSION) != VERSION:
                     raise CheckpointError(
-                        f"{path}: line {number} is of version {values['version']}, not {VERSION}; "
+                        f"{path}: line {number} is of version {shown(values['version'])}, not "
+                        f"{VERSION}; "
                         "audit with the release that wrote it"
                     )
                 else:
                     yield Line(number, values)
                 at_byte += len(line)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a NUL in the path
         raise CheckpointError(
-            f"cannot read {path}: {error.strerror}; give the folder of a --save"
+            f"cannot read {path}: {one_line(error)}; give the folder of a --save"
         ) from None
     if torn:
         yield None

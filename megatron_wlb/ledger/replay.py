@@ -10,6 +10,7 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.ledger.audit import History, Start
 from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import make_planner
+from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import from_flat
 
 
@@ -48,6 +49,7 @@ def replay(history: History) -> int:
 
 def _planner(start: Start) -> Planner:
     config = from_flat(start.settings)
+    dp_size = whole_number("dp_size", start.dp_size, 1, MOST_DEVICES)
     if config.wlb.wlb_strategies is not None or start.cost is None:
         raise ConfigError(
             "--replay plans steps of one layout, and this run has --wlb-strategies; leave it out"
@@ -59,4 +61,4 @@ def _planner(start: Start) -> Planner:
         )
     data = dataclasses.replace(config.data, vocab_size=start.vocab_size)
     config = dataclasses.replace(config, data=data)
-    return make_planner(config, Corpora.open(config), cost_from_dict(start.cost), start.dp_size)
+    return make_planner(config, Corpora.open(config), cost_from_dict(start.cost), dp_size)

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megatron_wlb.data.documents import CorpusEpoch
-from megatron_wlb.errors import CheckpointError
-from megatron_wlb.ledger.lines import Pieces, decode, pieces_of
+from megatron_wlb.ledger.lines import CORPUS, LENGTH, OFFSET, Pieces, decode, pieces_of
 from megatron_wlb.plan import Document
+from megatron_wlb.reading import MAX_COUNT, MAX_SIZE, reading_state, whole_number
 
 
 @dataclass(frozen=True)
@@ -36,28 +38,40 @@ class Standing:
 
         Raises :class:`CheckpointError` for something else.
         """
-        try:
+        with reading_state("a planner"):
             stream = state["stream"]
             waiting = tuple(_documents(state["packer"] or {}))
             under_way = decode(state["under_way"]) if "under_way" in state else pieces_of(())
             if "streams" in stream:
                 opened: dict[int | None, tuple[int, int]] = {
-                    int(corpus): (own["epoch"], own["offset"])
+                    int(corpus): (_number(own, "epoch"), _number(own, "offset"))
                     for corpus, own in stream["streams"].items()
                 }
-                arrived = int(stream["num_arrived"])
+                arrived = _number(stream, "num_arrived")
                 drawn = tuple(map(Document.from_list, stream.get("drawn", ())))
             else:
-                opened = {None: (stream["epoch"], stream["offset"])}
+                epoch, offset = _number(stream, "epoch"), _number(stream, "offset")
+                opened = {None: (epoch, offset)}
                 each = sum(epoch.num_documents for epoch in contents.values())
-                begun = int(stream["offset"] > 0)
-                arrived = stream["epoch"] * each + stream["document"] + begun
+                arrived = epoch * each + _number(stream, "document") + int(offset > 0)
                 drawn = ()
-            return cls(int(state["step"]), arrived, waiting, drawn, under_way, opened)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"not the state of a planner ({error!r}); use an intact checkpoint"
-            ) from None
+            pieces = (pieces_of((*waiting, *drawn)), under_way)
+            require_known(np.concatenate(pieces), contents)
+            whole_number("arrived", arrived, 0, MAX_COUNT)
+            return cls(_number(state, "step"), arrived, waiting, drawn, under_way, opened)
+
+
+def require_known(pieces: Pieces, contents: Mapping[int, CorpusEpoch]) -> None:
+    """Raises ``ValueError`` for pieces of corpora other than these, or with impossible tokens."""
+    for corpus in np.unique(pieces[:, CORPUS]).tolist():
+        if corpus not in contents:
+            raise ValueError(f"there is no corpus {corpus}")
+    if len(pieces) and int((pieces[:, OFFSET] + pieces[:, LENGTH]).max()) > MAX_SIZE:
+        raise ValueError(f"a document has more than {MAX_SIZE} tokens")
+
+
+def _number(values: Mapping[str, Any], name: str) -> int:
+    return whole_number(name, values[name], 0, MAX_COUNT)
 
 
 def _documents(packer: Mapping[str, Any]) -> Iterator[Document]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.plan import Document
-from megatron_wlb.reading import whole_number
+from megatron_wlb.reading import reading_state, shown, typed, whole_number
 
 MOST_TOKENS = 1 << 28
 """Longest micro-batch: costs are kept by length, 8 bytes each."""
@@ -190,18 +190,14 @@ def load_state(packer: Packer, state: Mapping[str, Any], *names: str) -> list[li
 
     Raises :class:`CheckpointError` where ``packer`` cannot continue from it.
     """
-    try:
-        saved = state["packing"], state["num_micro_batches"]
+    with reading_state("a packing"):
+        name = typed("packing", state["packing"], str)
+        saved = shown(name)[1:-1], typed("N", state["num_micro_batches"], int)
         ours = packer.name, packer.limits.numbers[-1]
         if saved != ours:
             raise CheckpointError(
                 f"the checkpoint was packed by {saved[0]} into {saved[1]} micro-batches, but this "
                 f"run is to pack by {ours[0]} into {ours[1]}; resume with the same --wlb-packing, "
-                "--global-batch-size and --micro-batch-size"
+                " --global-batch-size and --micro-batch-size"
             )
-        lists = [[Document.from_list(values) for values in state[name]] for name in names]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"not the state of a packing ({error!r}); use an intact checkpoint"
-        ) from None
-    return lists
+        return [[Document.from_list(values) for values in state[name]] for name in names]

@@ -16,7 +16,7 @@ from megatron_wlb.packing.original import OriginalPacker
 from megatron_wlb.packing.slim import SlimPacker
 from megatron_wlb.packing.solver import SOLVER_LIMIT, FixedSolverPacker
 from megatron_wlb.packing.wlb import WLBPacker
-from megatron_wlb.reading import unknown
+from megatron_wlb.reading import shown, unknown
 from megatron_wlb.settings.config import WlbConfig, flag_of
 
 PACKINGS = ("original", "fixed-greedy", "fixed-solver", "wlb", "hold", "slim")
@@ -155,20 +155,23 @@ class PackingSettings:
             field_name, value = _SUFFIXES[ending]
             settings[field_name] = value
         name, colon, number = plain.partition(":")
+        said = shown(text)[1:-1]
         if not colon:
             return cls(name, max_tokens, **settings)
         least = 0 if name == "hold" else 1
-        if not (number.isdecimal() and least <= int(number[:9]) <= MOST_STEPS_AHEAD):
+        short = number.isdecimal() and len(number) <= len(str(MOST_STEPS_AHEAD))
+        if not (short and least <= int(number) <= MOST_STEPS_AHEAD):
             raise ConfigError(
-                f"packing {text}: {number!r} is no number of batches, queues, steps or units, at "
-                f"most {MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or slim:32"
+                f"packing {said}: {shown(number)} is no number of batches, queues, steps or units, "
+                f"at most {MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or "
+                "slim:32"
             )
         count = int(number)
         if name.startswith("fixed-"):
             settings["fixed_batches"] = count
         elif name == "wlb":
             if count >= window:
-                raise ConfigError(f"packing {text}: more queues than a window of {window} parts in")
+                raise ConfigError(f"packing {said}: more queues than a window of {window} parts in")
             thresholds = tuple(window * i // (count + 1) for i in range(1, count + 1))
             settings["queue_thresholds"] = thresholds
         elif name == "hold":
@@ -176,7 +179,7 @@ class PackingSettings:
         elif name == "slim":
             settings["units"] = count
         else:
-            raise ConfigError(f"packing {text}: {name} takes no number; write {name}")
+            raise ConfigError(f"packing {said}: it takes no number; leave it out")
         return cls(name, max_tokens, **settings)
 
     @classmethod

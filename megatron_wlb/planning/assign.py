@@ -39,6 +39,7 @@ from megatron_wlb.planning.dispatch import (
     dispatch,
     lower_bound_us,
 )
+from megatron_wlb.reading import reading_state, shown
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.sharding.select import Selector
 from megatron_wlb.strategy.costs import ReplicaCosts
@@ -380,9 +381,11 @@ class StrategyPlanner:
 
         Raises :class:`CheckpointError` for documents of a packing that cannot be taken over.
         """
-        _waiting(state["packer"])
-        self.stream.load_state_dict(state["stream"])
-        self._packer = state["packer"]
+        with reading_state("a planner"):
+            packer, stream = state["packer"], state["stream"]
+            _waiting(packer)
+        self.stream.load_state_dict(stream)
+        self._packer = packer
 
 
 def _waiting(packer: Mapping[str, Any] | None) -> list[Document]:
@@ -391,8 +394,8 @@ def _waiting(packer: Mapping[str, Any] | None) -> list[Document]:
         return []
     if packer["packing"] != "hold":
         raise CheckpointError(
-            f"the checkpoint is of --wlb-packing {packer['packing']}, whose waiting documents "
-            "strategies do not take over; resume without --wlb-strategies"
+            f"the checkpoint is of --wlb-packing {shown(packer['packing'])}, whose waiting "
+            "documents strategies do not take over; resume without --wlb-strategies"
         )
     return [Document.from_list(values) for values in (*packer["held"], *packer["ahead"])]
 

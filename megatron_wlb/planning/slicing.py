@@ -31,9 +31,10 @@ import numpy as np
 from megatron_wlb.cost import CostModel, MemoryModel, Parallelism
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StepCosts
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Span
 from megatron_wlb.planner import Units
+from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
 from megatron_wlb.schedule.graph import slice_graph
 from megatron_wlb.schedule.order import sliced
 
@@ -219,13 +220,10 @@ class Slicer:
         A number of units that is none of this run's, as it does not fit its memory, is chosen
         again in the next step. Raises :class:`CheckpointError` for no state.
         """
-        num_units, next_sweep = state.get("num_units"), state.get("next_sweep", 0)
-        known = 1 if num_units is None else num_units
-        for name, value, least in (("num_units", known, 1), ("next_sweep", next_sweep, 0)):
-            if not (isinstance(value, int) and value >= least):
-                raise CheckpointError(
-                    f"not the state of a slicer ({name} {value!r}); use an intact checkpoint"
-                )
+        with reading_state("a slicer"):
+            num_units, next_sweep = state.get("num_units"), state.get("next_sweep", 0)
+            whole_number("num_units", 1 if num_units is None else num_units, 1)
+            whole_number("next_sweep", next_sweep, 0, MAX_COUNT)
         self.num_units, self._next_sweep = self._given, 0
         if self._given is None and num_units in self._tried:
             self.num_units, self._next_sweep = num_units, next_sweep

@@ -47,7 +47,7 @@ def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     words = message.removeprefix(_UNRECOGNIZED).split()
     if message.startswith(_UNRECOGNIZED):
         refuse_all(unknown_flags(words, _flags_of(parser)))
-    raise ConfigError(message)
+    raise ConfigError(" ".join(message.split()))
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> set[str]:

@@ -12,6 +12,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_wlb.reading import typed
 from megatron_wlb.settings.split import PipelineSplit
 
 
@@ -538,11 +539,17 @@ def flag_of(name: str) -> str:
 
 
 def from_flat(values: dict[str, Any]) -> Config:
-    """A :class:`Config` from settings by name; what is missing keeps its default."""
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    """A :class:`Config` from settings by name; what is missing keeps its default.
+
+    Raises :class:`ConfigError` for values of another type than the setting's.
+    """
     groups = {
         name: group(
-            **{f.name: values[f.name] for f in dataclasses.fields(group) if f.name in values}
+            **{
+                setting: typed(flag_of(setting), values[setting], hint)
+                for setting, hint in typing.get_type_hints(group).items()
+                if setting in values
+            }
         )
         for name, group in groups_of_settings().items()
     }

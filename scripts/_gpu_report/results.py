@@ -10,8 +10,11 @@ from typing import Any
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
+from megatron_wlb.reading import MAX_RECORD_BYTES, parse_mapping, read_text, typed
 
 CPU = "cpu"
+_ENTRIES = {"part": str, "status": str, "tiny": bool, "figures": dict, "seconds": float}
+"""What each file says at least."""
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -22,12 +25,14 @@ def read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if {"part", "status", "tiny", "figures", "seconds"} <= set(content):
-            return content
-    except (ValueError, TypeError):
-        pass
-    raise ConfigError(f"{path} is no result of the report; move it away, or give another --out")
+        content = parse_mapping(read_text(path, MAX_RECORD_BYTES), is_json=True)
+        for name, kind in _ENTRIES.items():
+            typed(name, content.get(name), kind)
+        return content
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path} is no result of the report ({error}); move it away, or give another --out"
+        ) from None
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from _run_recipes.outcome import (
     ACCEPTED,
@@ -23,6 +22,7 @@ from _run_recipes.outcome import (
 )
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
+from megatron_wlb.reading import MAX_RECORD_BYTES, parse_mapping, read_text, record, typed
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,14 @@ class Results:
         Raises :class:`ConfigError` for any other file.
         """
         try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            outcomes = {name: Outcome(**one) for name, one in content["recipes"].items()}
-            return cls(content["kind"], content["version"], outcomes)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ConfigError(f"{path} has no results of recipes; give another --out") from None
+            content = parse_mapping(read_text(path, MAX_RECORD_BYTES), is_json=True)
+            recipes = typed("recipes", content.pop("recipes", None), dict)
+            outcomes = {name: record(f"{name}: ", Outcome, one) for name, one in recipes.items()}
+            return record("", cls, content | {"outcomes": outcomes})
+        except ConfigError as error:
+            raise ConfigError(
+                f"{path} has no results of recipes ({error}); give another --out"
+            ) from None
 
     def resume(self, path: Path) -> None:
         """Takes over what an earlier start found, but for failures, which run again.

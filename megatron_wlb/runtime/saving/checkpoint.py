@@ -28,10 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_wlb.errors import CheckpointError, WLBError
 from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.reading import parse_mapping, shown
 from megatron_wlb.runtime.model import Model, transformer_impl
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
+from megatron_wlb.runtime.saving.saved_state import REMEDY, newest_step, tracked
 from megatron_wlb.runtime.transfer import from_first_rank
 from megatron_wlb.runtime.watchdog import lost_peer
 from megatron_wlb.settings.config import Config
@@ -78,21 +80,17 @@ def latest(root: str) -> int | None:
     if Path(root).exists() and not Path(root).is_dir():
         raise CheckpointError(f"--load {root} is not a folder; give the folder of a --save")
     tracker = Path(root) / TRACKER
-    remedy = "write the number of one of the iter_* folders beside it"
-    try:
-        text = tracker.read_text().strip()
-    except FileNotFoundError:
+    text = tracked(Path(root))
+    if text is None:
         return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {tracker} ({error}); {remedy}") from None
-    if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(f"{tracker} holds {text!r}, not an iteration; {remedy}")
-    if not folder_of(root, int(text)).is_dir():
+    if (iteration := newest_step(Path(root))) is None:
+        raise CheckpointError(f"{tracker} holds {shown(text)}, not an iteration; {REMEDY}")
+    if not folder_of(root, iteration).is_dir():
         raise CheckpointError(
-            f"{tracker} names iteration {text}, but {folder_of(root, int(text))} does not exist; "
-            f"{remedy}"
+            f"{tracker} names iteration {text}, but {folder_of(root, iteration)} does not exist; "
+            f"{REMEDY}"
         )
-    return int(text)
+    return iteration
 
 
 def _metadata() -> dict[str, Any]:
@@ -394,7 +392,7 @@ def find(config: Config, padded_vocab_size: int, *, any_layout: bool = False) ->
     try:
         common = dist_checkpointing.load_common_state_dict(folder)["common"]
         checksums.require(common, verified or skip)
-        required, settings = common["settings"], json.loads(common["config"])
+        required, settings = common["settings"], parse_mapping(common["config"], is_json=True)
         planner_state = checksums.unseal_state(common["planner"])
     except Exception as error:  # Unpickling damaged files raises anything.
         _refuse(folder, error)

@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 
-from megatron_wlb.errors import CheckpointError
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.files import open_file
+from megatron_wlb.reading import MAX_RECORD_BYTES, one_line, parse_mapping, read_text, shown
 from megatron_wlb.runtime.transfer import from_first_rank, of_all_ranks
 
 NAME = "wlb_checksums.txt"
@@ -147,8 +149,8 @@ def unseal_state(text: str) -> dict[str, Any]:
     """
     try:
         text = text if text.startswith("{") else _unseal(text, "the planner's state")
-        return dict(json.loads(text))
-    except ValueError as error:
+        return parse_mapping(text, is_json=True)
+    except (AttributeError, ConfigError) as error:  # no text at all
         raise CheckpointError(f"the planner's state is no JSON ({error})") from error
 
 
@@ -168,13 +170,17 @@ def _unseal(sealed: str, what: str) -> str:
 def _expected(folder: Path) -> dict[str, _Content] | None:
     """The checksums that were written; None if none were."""
     try:
-        lines = _unseal((folder / NAME).read_text(encoding="utf-8"), NAME).splitlines()
+        if not os.path.lexists(folder / NAME):
+            return None
+        lines = _unseal(read_text(folder / NAME, MAX_RECORD_BYTES), NAME).splitlines()
         split = (line.split(" ", 2) for line in lines)
-        return {name: _Content(crc32, int(size)) for crc32, size, name in split}
-    except FileNotFoundError:
-        return None
-    except (CheckpointError, OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error}; {remedy(folder)}") from None
+        known = {name: _Content(crc32, int(size)) for crc32, size, name in split}
+        for name in known:
+            if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+                raise ValueError(f"{NAME} names {shown(name)}, outside the folder")
+        return known
+    except (CheckpointError, ConfigError, ValueError) as error:
+        raise CheckpointError(f"{folder} is damaged: {one_line(error)}; {remedy(folder)}") from None
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -217,7 +223,7 @@ def _share(names: Iterable[str]) -> list[str]:
 
 def _read(path: Path) -> _Content:
     crc32, num_bytes, piece = 0, 0, memoryview(bytearray(_PIECE_BYTES))
-    with path.open("rb", buffering=0) as stream:
+    with open_file(path) as stream:
         while count := stream.readinto(piece):
             crc32, num_bytes = zlib.crc32(piece[:count], crc32), num_bytes + count
     return _Content(f"{crc32:08x}", num_bytes)

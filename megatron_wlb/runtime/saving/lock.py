@@ -25,7 +25,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_wlb.errors import CheckpointError
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.reading import parse_mapping, record, shown
 
 NAME = "wlb_run.lock"
 BEAT_S = 10.0
@@ -71,7 +72,7 @@ class Holder:
         )
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since}"
+        return f"process {self.pid} on {shown(self.host)[1:-1]}, since {shown(self.since)[1:-1]}"
 
 
 class SaveLock:
@@ -163,8 +164,9 @@ class SaveLock:
     def _read(self) -> Holder | None:
         """Reads whom the lock names; None where it names nobody."""
         try:
-            return Holder(**json.loads(os.pread(self._file, 1 << 16, 0)))
-        except (ValueError, TypeError):
+            text = os.pread(self._file, 1 << 16, 0).decode()
+            return record("", Holder, parse_mapping(text, is_json=True))
+        except (ConfigError, ValueError):
             return None
 
     def _silent_s(self) -> float:

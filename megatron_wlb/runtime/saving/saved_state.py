@@ -1,23 +1,30 @@
 """Reads the planner's state out of a checkpoint without torch's or Megatron's own readers.
 
 Of its pickled values only plain ones are made: text, numbers, lists and dicts. Everything else,
-weights too, becomes an empty stand-in, so no code of a checkpoint runs and no tensor is read.
+weights and tuples too, becomes an empty stand-in, so no code of a checkpoint runs, no tensor is
+read, and neither time nor memory grow beyond those for the file's bytes.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron_wlb.errors import CheckpointError
+from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.files import open_file
+from megatron_wlb.reading import MAX_RECORD_BYTES, read_text, shown
 from megatron_wlb.runtime.saving.checksums import unseal_state
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _FILES = ("common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt")
 """Files by format: ``torch_dist``, then ``torch`` without and with pipeline stages."""
+_MAX_DIGITS = 15
+REMEDY = "write the number of one of the iter_* folders beside it"
 
 
 def newest_state(folder: Path) -> tuple[int, dict[str, Any]] | None:
@@ -26,11 +33,13 @@ def newest_state(folder: Path) -> tuple[int, dict[str, Any]] | None:
     None where there is no checkpoint. Raises :class:`CheckpointError` for one that is damaged or
     has no such state.
     """
-    text = _newest(folder)
+    text = tracked(folder)
     if text is None:
         return None
     if (step := newest_step(folder)) is None:
-        raise CheckpointError(f"{folder / _TRACKER} holds {text!r}, not a step's number")
+        raise CheckpointError(
+            f"{folder / _TRACKER} holds {shown(text)}, not a step's number; {REMEDY}"
+        )
     checkpoint = folder / f"iter_{step:07d}"
     for name in _FILES:
         if (checkpoint / name).exists():
@@ -40,27 +49,39 @@ def newest_state(folder: Path) -> tuple[int, dict[str, Any]] | None:
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint; None where there is none, or one without a number."""
-    text = _newest(folder) or ""
-    return int(text) if text.isascii() and text.isdigit() else None
+    text = tracked(folder) or ""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    return int(text) if is_number else None
 
 
-def _newest(folder: Path) -> str | None:
-    try:
-        return (folder / _TRACKER).read_text().strip()
-    except FileNotFoundError:
+def tracked(folder: Path) -> str | None:
+    """What the file says that names the newest checkpoint; None where there is none.
+
+    Raises :class:`CheckpointError` where it cannot be read.
+    """
+    path = folder / _TRACKER
+    if not os.path.lexists(path):
         return None
+    try:
+        return read_text(path).strip()
+    except ConfigError as error:
+        raise CheckpointError(f"cannot read {path} ({error}); {REMEDY}") from None
 
 
 def _state(path: Path) -> dict[str, Any]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            values = _PlainUnpickler(io.BytesIO(archive.read(name))).load()
+        with open_file(path) as file, zipfile.ZipFile(file) as archive:
+            entry = next(one for one in archive.infolist() if one.filename.endswith("data.pkl"))
+            # torch compresses nothing, so that no entry is larger than the file.
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > MAX_RECORD_BYTES:
+                raise ValueError(f"its entry of {entry.file_size} bytes is none of torch's")
+            values = _PlainUnpickler(io.BytesIO(archive.read(entry))).load()
         text = values["megatron_wlb"] if "megatron_wlb" in values else values["common"]["planner"]
         return dict(unseal_state(text)["planner"])
     except Exception as error:  # unpickling damaged files raises anything
         raise CheckpointError(
-            f"{path} has no planner's state that can be read ({error!r}); use an intact checkpoint"
+            f"{path} has no planner's state that can be read ({shown(error)}); use an intact "
+            "checkpoint"
         ) from None
 
 
@@ -83,9 +104,39 @@ class _StandIn:
     def add(self, _: Any) -> None: ...
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _PlainUnpickler(pickle._Unpickler):
+    """The one in Python: of that in C a few bytes may ask for any amount of memory."""
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(pickle._Unpickler.dispatch)
+
     def find_class(self, _: str, __: str) -> Any:
         return _StandIn
 
     def persistent_load(self, _: Any) -> Any:
         return _StandIn()
+
+
+def _stand_in(num: int | None) -> Callable[[Any], None]:
+    """Puts a stand-in for the last ``num`` values, or for those from the mark on."""
+
+    def load(unpickler: Any) -> None:
+        if num is None:
+            unpickler.pop_mark()
+        elif num:
+            del unpickler.stack[-num:]
+        unpickler.append(_StandIn())
+
+    return load
+
+
+_PlainUnpickler.dispatch |= {
+    # Tuples too: as keys of a dict, those in one another take time without end.
+    opcode[0]: _stand_in(num)
+    for opcode, num in (
+        (pickle.EMPTY_TUPLE, 0), (pickle.TUPLE1, 1), (pickle.TUPLE2, 2), (pickle.TUPLE3, 3),
+        (pickle.TUPLE, None), (pickle.REDUCE, 2), (pickle.NEWOBJ, 2), (pickle.NEWOBJ_EX, 3),
+        (pickle.OBJ, None), (pickle.BUILD, 2),
+    )
+}  # fmt: skip
+for _opcode in (pickle.INST, pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4):
+    del _PlainUnpickler.dispatch[_opcode[0]]

@@ -8,12 +8,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
+from helpers.fuzz import (
+    ATTENTION,
+    COEFFICIENTS,
+    LENGTHS,
+    NOTE,
+    RECIPE,
+    SIZES,
+    TABLE,
+    TRAINING,
+)
 from helpers.index import write_index
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.cost.hardware import read_hardware
@@ -45,47 +52,6 @@ ODD_FILES = {
 RUN = ["--steps", "1", "--packing", "original", "--num-micro-batches", "2", "--window", "4096"]
 PACK = ["pack", "corpus", *RUN]
 SIMULATE = ["simulate", "corpus", *RUN, "--num-seeds", "1"]
-SIZES = {
-    "hidden_size": 64, "ffn_hidden_size": 256, "num_layers": 4, "num_attention_heads": 4,
-    "num_query_groups": 2, "kv_channels": 16, "vocab_size": 500, "gated": True,
-    "rotary_percent": 1.0, "learned_positions": 0, "dropout": False,
-}  # fmt: skip
-TRAINING = {
-    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "kv_channels": 16,
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "global_batch_size": 2,
-    "make_vocab_size_divisible_by": 128, "vocab_size": 500, "seq_length": 4096, "bf16": True,
-    "wlb_hardware": "h200", "wlb_cost": "analytic", "wlb_memory_gib": 3.0, "lr": 0.1,
-    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-    "wlb_hold_tau": 1.0, "wlb_queue_thresholds": [3, 4],
-    "wlb_look_ahead": 1, "seed": 1, "data_path": ["corpus"], "split": "1,1,1", "save": "folder",
-}  # fmt: skip
-COST = {
-    "forward_linear_us": 1.0, "forward_quadratic_us": 0.001, "backward_linear_us": 2.0,
-    "backward_quadratic_us": 0.002, "micro_batch_us": 5.0,
-}  # fmt: skip
-TABLE = {
-    "model": {"hidden_size": 64}, "tp_size": 1, "cp_size": 1, "machine": "here",
-    "extrapolate": True, "attention": [[1, 1.0, 2.0], [64, 9.0, 18.0]],
-    "linear": [[1, 1.0, 2.0], [64, 9.0, 18.0]],
-}  # fmt: skip
-ATTENTION = {
-    "kernel": "sdpa", "machine": "here", "dtype": "bfloat16", "num_heads": 4, "num_groups": 4,
-    "head_dim": 16, "tile_queries": 128, "tile_keys": 64, "lengths": [1, 64],
-    "forward_us": [[1.0, 2.0], [3.0]], "backward_us": [[1.0, 2.0], [3.0]],
-    "whole_forward_us": [1.0, 3.0], "whole_backward_us": [1.0, 3.0], "call_forward_us": 1.0,
-    "spread": 0.1, "extrapolate": True,
-}  # fmt: skip
-RECIPE = {
-    "ENV_VARS": {"NUM_NODES": 1, "GPUS_PER_NODE": 2},
-    "MODEL_ARGS": {"--num-layers": 4, "--hidden-size": 64, "--num-attention-heads": 4},
-    "MODEL_ARGS_2": {"--num-layers": 4},
-}
-LENGTHS = np.random.default_rng(1).integers(1, 4000, 100).tolist()
-NOTE = {
-    "format": "megatron-wlb corpus 1", "tokenizer": "bytes", "vocab_size": 256, "eod": 0,
-    "num_documents": 100, "num_tokens": sum(LENGTHS), "num_files": 1, "num_binary_files": 0,
-    "num_unparsable_files": 0, "num_empty": 0, "num_utf8_errors": 0, "fingerprint": "x",
-}  # fmt: skip
 HARDWARE = {name: 1 for name in ("peak_tflops", "latency_us", "devices_per_node", "linear_share")}
 
 KINDS: dict[str, tuple[dict, list[str]]] = {
@@ -95,7 +61,7 @@ KINDS: dict[str, tuple[dict, list[str]]] = {
     "training.yaml": (TRAINING, [*PACK, "--model", "training.yaml"]),
     "recipe.yaml": (RECIPE, [*SIMULATE, "--model", "recipe.yaml"]),
     "shown.yaml": (RECIPE, ["recipe", "show", "shown.yaml", "--run-number", "2"]),
-    "cost.yaml": (COST, [*PACK, "--cost", "cost.yaml"]),
+    "cost.yaml": (COEFFICIENTS, [*PACK, "--cost", "cost.yaml"]),
     "table.yaml": (TABLE, [*PACK, "--cost", "table.yaml"]),
     "hardware.yaml": (HARDWARE, [*PACK, "--model", "550m", "--hardware", "hardware.yaml"]),
     "attention.yaml": (
@@ -258,23 +224,6 @@ def test_npy_header_that_claims_what_is_not_there_is_refused(shape: str, kind: s
     for length in (len(content), len(content) - 30, 8, 3):
         Path("lengths.npy").write_bytes(content[:length] + bytes(16))
         assert end(["pack", "--lengths", "lengths.npy", *RUN]) == 3
-
-
-@settings(
-    derandomize=True, deadline=None, max_examples=80,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-@given(data=st.data())
-def test_garbled_files_are_refused_or_taken(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(list(KINDS)))
-    content, argv = KINDS[name]
-    write(name, content)
-    path = Path("hw.yaml" if name == "attention.yaml" else name)
-    garbled = bytearray(path.read_bytes())
-    for at in data.draw(st.lists(st.integers(0, len(garbled) - 1), min_size=1, max_size=5)):
-        garbled[at] = data.draw(st.sampled_from(b"\0{}[]:,&*!#-.\"'\n\t 019eE~?|>%@\xff"))
-    path.write_bytes(bytes(garbled))
-    end(argv)
 
 
 def texts() -> Iterator[tuple[str, str]]:

@@ -252,7 +252,10 @@ def test_state_of_another_stream_is_refused_naming_what_differs(
         ({"version": 2}, "version 2, not 1"),
         ({"epoch": None}, "not the state of a document stream"),
         ({"document": 3}, "lies outside the 3 documents"),
-        ({"offset": -1}, "lies outside the 3 documents"),
+        ({"offset": -1}, "offset is -1; give at least 0"),
+        ({"epoch": float("inf")}, "epoch is inf; give a whole number"),
+        ({"epoch": 2**40}, "lies outside the 3 documents"),
+        ({"position_tokens": 2**40}, "lies outside the 3 documents"),
     ],
 )
 def test_damaged_state_is_refused(change: dict[str, Any], complaint: str) -> None:
