@@ -4,7 +4,8 @@
 Each packing trains with each seed; runs with one seed start from the same weights and take the same
 documents in the same order. Held-out documents are whole modules of the interpreter's library that
 no run trains on, and the loss on them is by length. A run that is there is kept, so that a study
-that was stopped goes on. --minutes gives each run equal time on two cores (PP=2) instead.
+that was stopped goes on, and one can be given more seeds: the table is of all runs in the folder.
+--minutes gives each run equal time on two cores (PP=2) instead.
 
     scripts/convergence.py --out runs/learning                 # hours: 3 seeds of 7 packings
     scripts/convergence.py --out /tmp/short --tokens 1e5 --seeds 1 2 --packings original hold
@@ -97,6 +98,10 @@ class Job:
         )
 
 
+def result_of(kind: str, packing: str, seed: object) -> str:
+    return f"{kind}_{packing.replace(':', '-')}_{seed}.json"
+
+
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder")
@@ -117,7 +122,7 @@ def main() -> int:
     ).prefix  # fmt: skip
     kind = f"pp2-{options.minutes:g}min" if options.minutes else f"{options.tokens:g}"
     jobs = [
-        Job(packing, seed, options.out / f"{kind}_{packing.replace(':', '-')}_{seed}.json")
+        Job(packing, seed, options.out / result_of(kind, packing, seed))
         for seed in options.seeds
         for packing in options.packings
     ]
@@ -130,8 +135,13 @@ def main() -> int:
         except ConfigError:
             pool.shutdown(cancel_futures=True)
             raise
-    runs = {(job.packing, job.seed): study.Run.read(job.result) for job in jobs}
-    found = study.Study(runs, options.packings, options.seeds)
+    found = study.Study(
+        {
+            (packing, int(path.stem.rpartition("_")[2])): study.Run.read(path)
+            for packing in PACKINGS
+            for path in options.out.glob(result_of(kind, packing, "*"))
+        }
+    )
     write_text(options.out / f"{kind}.json", json.dumps(found.summary(), indent=2) + "\n")
     console.print(found.table())
     if options.page:

@@ -87,22 +87,30 @@ COLUMNS: dict[str, Callable[[Run], float]] = {
 
 @dataclass(frozen=True)
 class Study:
-    """All runs, by packing and seed."""
+    """All runs, by packing and seed; not every packing needs every seed."""
 
     runs: Mapping[tuple[str, int], Run]
-    packings: Sequence[str]
-    seeds: Sequence[int]
 
     def __post_init__(self) -> None:
-        if BASE not in self.packings:
-            raise ConfigError(f"--packings has no {BASE}, with which all are compared; add it")
+        if not self.seeds(BASE):
+            raise ConfigError(f"no run is of {BASE}, with which all are compared; add it")
+
+    @property
+    def packings(self) -> list[str]:
+        """Those that share a seed with :data:`BASE`."""
+        return [name for name in dict.fromkeys(name for name, _ in self.runs) if self.seeds(name)]
+
+    def seeds(self, packing: str) -> list[int]:
+        """Those that both it and :data:`BASE` ran with."""
+        own = (seed for name, seed in self.runs if name == packing)
+        return sorted(seed for seed in own if (BASE, seed) in self.runs)
 
     def values(self, packing: str, of: Callable[[Run], float]) -> list[float]:
-        return [of(self.runs[packing, seed]) for seed in self.seeds]
+        return [of(self.runs[packing, seed]) for seed in self.seeds(packing)]
 
     def difference(self, packing: str, of: Callable[[Run], float]) -> Difference:
-        pairs = zip(self.values(packing, of), self.values(BASE, of), strict=True)
-        return Difference.of([own - base for own, base in pairs])
+        pairs = ((self.runs[packing, s], self.runs[BASE, s]) for s in self.seeds(packing))
+        return Difference.of([of(own) - of(base) for own, base in pairs])
 
     def spread(self, of: Callable[[Run], float]) -> float:
         """Standard deviation of ``original`` from seed to seed."""
@@ -110,15 +118,15 @@ class Study:
         return statistics.stdev(values) if len(values) > 1 else math.inf
 
     def summary(self) -> dict[str, Any]:
-        result: dict[str, Any] = {"seeds": list(self.seeds), "packings": {}}
+        result: dict[str, Any] = {"packings": {}}
         for packing in self.packings:
-            figures: dict[str, Any] = {}
+            figures: dict[str, Any] = {"seeds": self.seeds(packing)}
             for name, of in COLUMNS.items():
                 own = self.difference(packing, of)
                 mean = statistics.fmean(self.values(packing, of))
                 half = own.half if math.isfinite(own.half) else None
                 figures[name] = {"loss": mean, "difference": own.mean, "interval": half}
-            last = [self.runs[packing, seed] for seed in self.seeds]
+            last = [self.runs[packing, seed] for seed in self.seeds(packing)]
             figures["tokens"] = statistics.fmean(run.tokens[-1] for run in last)
             figures["steps"] = statistics.fmean(run.steps[-1] for run in last)
             figures["seconds"] = statistics.fmean(run.seconds[-1] for run in last)
@@ -134,15 +142,16 @@ class Study:
                 for of in COLUMNS.values()
             ]
             judged = self.difference(packing, COLUMNS["at the end"]).verdict
-            rows.append([packing, f"{loss:.4f}", *apart, "" if packing == BASE else judged])
+            said = "" if packing == BASE else judged
+            rows.append([packing, str(len(self.seeds(packing))), f"{loss:.4f}", *apart, said])
         return rows
 
     @property
     def headings(self) -> list[str]:
-        return ["packing", "loss at the end", *(f"Δ {name}" for name in COLUMNS), "says"]
+        return ["packing", "seeds", "loss at the end", *(f"Δ {name}" for name in COLUMNS), "says"]
 
     def table(self) -> Table:
-        table = Table(title=f"held-out loss, nats a token; Δ to {BASE}, {len(self.seeds)} seeds")
+        table = Table(title=f"held-out loss, nats a token; Δ to {BASE}")
         for heading in self.headings:
             table.add_column(heading)
         for row in self.rows():
@@ -158,9 +167,9 @@ class Study:
         for packing, (colour, width) in styles.items():
             if packing not in self.packings:
                 continue
-            for seed in self.seeds:
+            for number, seed in enumerate(self.seeds(packing)):
                 run = self.runs[packing, seed]
-                label = packing if seed == self.seeds[0] else None
+                label = None if number else packing
                 curves.plot(
                     np.array(run.tokens[1:]) / 1e6, run.loss[1:], color=colour, lw=width,
                     alpha=0.7, label=label,
@@ -197,8 +206,8 @@ class Study:
                 "",
                 *lines,
                 "",
-                f"{len(self.seeds)} seeds. From seed to seed `{BASE}` itself varies by "
-                f"{spread:.4f} (standard deviation at the end).",
+                f"From seed to seed `{BASE}` itself varies by {spread:.4f} (standard deviation at "
+                "the end).",
             ]
         )
         begin, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"

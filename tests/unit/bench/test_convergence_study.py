@@ -37,7 +37,7 @@ def test_differences_are_taken_seed_by_seed(study: Any) -> None:
     # Seeds differ by 1, the packings by 0.1 in each: the interval is of the latter.
     last = {("original", s): 2.0 + s for s in (1, 2, 3)}
     last |= {("hold", 1): 3.09, ("hold", 2): 4.10, ("hold", 3): 5.11}
-    found = study.Study(runs(study, last), ("original", "hold"), (1, 2, 3))
+    found = study.Study(runs(study, last))
     figures = found.summary()["packings"]["hold"]["at the end"]
     assert figures["loss"] == pytest.approx(4.1)
     assert figures["difference"] == pytest.approx(0.1)
@@ -61,7 +61,7 @@ def test_verdict_is_of_the_interval(study: Any, values: tuple[float, ...], verdi
 
 def test_page_takes_the_table_between_its_marks(study: Any, tmp_path: Path) -> None:
     last = {("original", 1): 2.0, ("original", 2): 2.2, ("slim", 1): 2.1, ("slim", 2): 2.3}
-    found = study.Study(runs(study, last), ("original", "slim"), (1, 2))
+    found = study.Study(runs(study, last))
     page, picture = tmp_path / "page.md", tmp_path / "images/learning.png"
     picture.parent.mkdir()
     page.write_text("Before\n<!-- 100 -->old<!-- end of 100 -->\nAfter\n")
@@ -70,12 +70,20 @@ def test_page_takes_the_table_between_its_marks(study: Any, tmp_path: Path) -> N
     text = page.read_text()
     assert text.startswith("Before\n<!-- 100 -->") and text.endswith("<!-- end of 100 -->\nAfter\n")
     assert "old" not in text and "(images/learning.png)" in text
-    assert "| slim | 2.2000 | +0.1000 ± 0.0000 |" in text
+    assert "| slim | 2 | 2.2000 | +0.1000 ± 0.0000 |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="no place for this study; add <!-- 200 -->"):
         found.write(page, picture, "200")
 
 
 def test_study_without_original_is_refused(study: Any) -> None:
-    with pytest.raises(ConfigError, match="has no original, with which all are compared"):
-        study.Study({}, ("hold",), (1,))
+    with pytest.raises(ConfigError, match="no run is of original, with which all are compared"):
+        study.Study(runs(study, {("hold", 1): 2.0}))
+
+
+def test_packing_is_compared_by_the_seeds_that_it_ran_with(study: Any) -> None:
+    last = {("original", 1): 2.0, ("original", 2): 2.2, ("hold", 2): 2.3, ("hold", 3): 9.0}
+    found = study.Study(runs(study, last | {("slim", 3): 2.0}))
+    assert found.packings == ["original", "hold"]
+    assert found.difference("hold", study.COLUMNS["at the end"]).mean == pytest.approx(0.1)
+    assert [row[1] for row in found.rows()] == ["2", "1"]
