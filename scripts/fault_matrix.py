@@ -87,18 +87,20 @@ def tell(one: Any) -> None:
 
 
 def table(done: Collection[Any]) -> str:
-    """A row for each case: its outcomes, counted, and the longest end."""
+    """A row for each case: its outcomes, counted, and the longest end. No column is empty."""
+    total = Counter(one.outcome for one in done)
+    outcomes = [outcome for outcome in OUTCOMES if total[outcome]]
     rows = [
-        "| Fault | " + " | ".join(OUTCOMES) + " | longest end |",
-        "| --- " * (len(OUTCOMES) + 2) + "|",
+        "| fault | " + " | ".join(outcomes) + " | longest end |",
+        "| --- " * (len(outcomes) + 2) + "|",
     ]
     for case in dict.fromkeys(one.case for one in done):
         of_case = [one for one in done if one.case == case]
         counts = Counter(one.outcome for one in of_case)
         longest = max(one.ended_s or 0.0 for one in of_case)
-        cells = [str(counts[outcome] or "") for outcome in OUTCOMES]
+        cells = [str(counts[outcome] or "") for outcome in outcomes]
         rows.append(f"| {case} | {' | '.join(cells)} | {f'{longest:.0f} s' if longest else ''} |")
-    return "\n".join(rows)
+    return "\n".join([*rows, f"| all | {' | '.join(str(total[o]) for o in outcomes)} | |"])
 
 
 if __name__ == "__main__":
