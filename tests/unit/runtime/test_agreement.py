@@ -144,6 +144,7 @@ def test_settings_are_those_that_change_training(tmp_path: Path) -> None:
     assert of(wlb_hardware=str(file)) != of(wlb_hardware=str(other))
     assert of(wlb_packing="hold") != of(wlb_packing="wlb")
     assert "--data-path" not in of(), "machines may have copies elsewhere"
+    assert of_settings({"profile": True}) == of_settings({"profile": False})
     assert of_settings({"hook": object()}) == of_settings({"hook": object()})
 
 
