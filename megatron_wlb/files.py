@@ -42,14 +42,18 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         draft.write_text(text, encoding="utf-8")
 
 
-def open_file(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Opens a file to read its bytes, without waiting.
+def open_file(path: str | os.PathLike[str], *, or_pipe: bool = False) -> io.BufferedReader:
+    """Opens a file to read its bytes, without waiting; with ``or_pipe`` also a pipe, and waits for
+    who writes to it.
 
-    Raises ``OSError`` for what has no end that is known: a folder, a pipe, a device.
+    Raises ``OSError`` for what else has no end that is known: a folder, a pipe, a device.
     """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    # Not opened to look what it is: who writes to a pipe would take that for its reader.
+    waits = or_pipe and stat.S_ISFIFO(os.stat(path).st_mode)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if waits else os.O_NONBLOCK))
     mode = os.fstat(file).st_mode
-    if stat.S_ISREG(mode):
+    if stat.S_ISREG(mode) or (waits and stat.S_ISFIFO(mode)):
+        os.set_blocking(file, True)  # storage may hold a file elsewhere, and fetch it when read
         return os.fdopen(file, "rb")
     os.close(file)
     if stat.S_ISDIR(mode):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -155,7 +155,8 @@ class Recording:
             config = from_flat(typed("config", content.pop("config", None), dict))
             steps = listed("steps", content.pop("steps", None))
             steps = [record("step: ", RecordedStep, step) for step in steps]
-            recording = record("", cls, content | {"config": config, "steps": steps})
+            known = {f.name: content[f.name] for f in fields(cls) if f.name in content}
+            recording = record("", cls, known | {"config": config, "steps": steps})
         except ConfigError as error:
             raise ConfigError(f"{path} is no recording ({error}); record it again") from None
         if len(recording.rounds) < fewest_rounds:

@@ -6,6 +6,7 @@ yet to be tokenized, or on none at all.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from megatron_wlb.reading import one_line
 MAX_LENGTH = 2**31 - 1
 """Tokens of a document: Megatron's index counts them in an int32."""
 _MAX_LINE_BYTES = 1 << 12
+_MAX_PIPE_BYTES = 1 << 30
+"""What is read of a pipe: some 200 million lengths."""
 MIN_TO_SPLIT = 64
 """The fewest documents to split: halves of fewer would not resemble the whole."""
 
@@ -51,7 +54,7 @@ class LengthSource:
 
     @classmethod
     def of_file(cls, path: str | Path) -> LengthSource:
-        """Reads one length a line, or an ``.npy`` array of one dimension.
+        """Reads one length a line, of a pipe too, or an ``.npy`` array of one dimension.
 
         Raises :class:`CorpusError` for a file that is missing, empty, no such thing, or has a
         length below 1, naming it.
@@ -241,7 +244,14 @@ def _read_array(path: Path) -> Lengths:
 def _read_lines(path: Path) -> Lengths:
     def numbers(stream: BinaryIO) -> Iterator[int]:
         lines = iter(partial(stream.readline, _MAX_LINE_BYTES), b"")
+        left = math.inf if stream.seekable() else _MAX_PIPE_BYTES
         for number, line in enumerate(lines, start=1):
+            left -= len(line)
+            if left < 0:
+                raise ValueError(
+                    f"it is a pipe of more than {_MAX_PIPE_BYTES} bytes, write what it gives into "
+                    "a file"
+                )
             if text := line.strip():
                 try:
                     value = int(text)
@@ -252,7 +262,7 @@ def _read_lines(path: Path) -> Lengths:
                     shown = text[:40].decode("utf-8", "backslashreplace")
                     _refuse(path, f"has {shown!r} in line {number}")
 
-    with open_file(path) as stream:
+    with open_file(path, or_pipe=True) as stream:
         return np.fromiter(numbers(stream), np.int64)
 
 

@@ -198,6 +198,6 @@ def load_state(packer: Packer, state: Mapping[str, Any], *names: str) -> list[li
             raise CheckpointError(
                 f"the checkpoint was packed by {saved[0]} into {saved[1]} micro-batches, but this "
                 f"run is to pack by {ours[0]} into {ours[1]}; resume with the same --wlb-packing, "
-                " --global-batch-size and --micro-batch-size"
+                "--global-batch-size and --micro-batch-size"
             )
         return [[Document.from_list(values) for values in state[name]] for name in names]

@@ -37,10 +37,12 @@ from megatron_wlb.runtime import watchdog
 from megatron_wlb.settings.config import flag_of
 
 _OF_A_RANK = {
-    # Who a rank is, and where it writes for people.
+    # Who a rank is, what is watched of it, and where it writes for people.
     "rank", "local_rank", "wlb_metrics", "wlb_config", "tensorboard_dir", "structured_logs_dir",
     "wandb_project", "wandb_exp_name", "wandb_entity", "wandb_save_dir", "config_logger_dir",
     "result_rejected_tracker_filename", "memory_snapshot_path", "profile_ranks",
+    "profile", "profile_step_start", "profile_step_end", "use_pytorch_profiler",
+    "record_memory_history",
     # Where its machine has copies and drafts. The corpora themselves are compared.
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
     "per_split_data_args_path", "data_cache_path", "non_persistent_local_ckpt_dir",
@@ -53,6 +55,11 @@ _ENVIRONMENT = (
 )  # fmt: skip
 _ENVIRONMENT_BEGINS = "NVTE_"
 """Variables by which libraries compute otherwise; the prefix is TransformerEngine's."""
+_ENVIRONMENT_OF_A_RANK = {
+    "NVTE_DEBUG", "NVTE_DEBUG_LEVEL", "NVTE_NVTX_ENABLED", "NVTE_UBDEBUG", "NVTE_UB_SOCKET_IFNAME",
+    "NVTE_CUDA_INCLUDE_DIR", "NVTE_CUDA_INCLUDE_PATH",
+}  # fmt: skip
+"""Variables of that prefix by which a rank logs, or finds what its machine has."""
 
 MOST_NAMED = 3
 """Differing values, and ranks that have one, that an error names."""
@@ -169,6 +176,7 @@ def of_software() -> dict[str, str]:
     from megatron.core import package_info
 
     names = {*_ENVIRONMENT, *(n for n in os.environ if n.startswith(_ENVIRONMENT_BEGINS))}
+    names -= _ENVIRONMENT_OF_A_RANK
     return {
         "Python": platform.python_version(),
         "numpy": np.__version__,
@@ -190,7 +198,7 @@ def _version(package: str) -> str:
 def _sources() -> int:
     """A checksum of this package's code: a checkout changes more often than its version."""
     root, crc32 = Path(megatron_wlb.__file__).parent, 0
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(filter(Path.is_file, root.rglob("*.py"))):  # locks of editors are links
         crc32 = zlib.crc32(str(path.relative_to(root)).encode(), crc32)
         crc32 = zlib.crc32(path.read_bytes(), crc32)
     return crc32
@@ -203,10 +211,10 @@ def of_corpora(corpora: Corpora) -> dict[str, str]:
     """
     held = {"the vocabulary": str(corpora.vocab_size)}
     for number, (corpus, sample) in enumerate(zip(corpora.corpora, corpora.samples, strict=True)):
-        lengths = corpus.lengths
+        lengths = np.ascontiguousarray(corpus.lengths)  # of a billion documents; no copy is made
         held[f"corpus {number} with"] = (
             f"{len(lengths)} documents of {int(lengths.sum())} tokens "
-            f"(crc32 of its index {zlib.crc32(lengths.tobytes()):08x}, of samples of "
+            f"(crc32 of its index {zlib.crc32(lengths.data):08x}, of samples of "
             f"its tokens {sample or 'none'})"
         )
     return held | {"splits": f"{corpora.ranges} by weights {corpora.weights}"}
@@ -254,12 +262,14 @@ def compare_by_store(
     values: Mapping[str, str],
     timeout: datetime.timedelta,
 ) -> None:
-    """:func:`compare_at_start` over a store; once for each store.
+    """:func:`compare_at_start` over a store; once for each start of torchrun's, which keeps its
+    store, and all that is in it, when it starts ranks again.
 
     Each rank counts itself at the digest of what it holds. The last one sees whether that is all,
     and if not, puts together what is wrong: a few requests a rank, and values only once a digest.
     """
-    store = PrefixStore("megatron_wlb/agreement", store)
+    start = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {world_size}"
+    store = PrefixStore(f"megatron_wlb/agreement/{start}", store)
     text = json.dumps(dict(values))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     store.set(f"here/{rank}", f"{digest} {socket.gethostname()}")
@@ -271,12 +281,14 @@ def compare_by_store(
     try:
         store.wait(["verdict"], timeout)
     except RuntimeError as error:
-        missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
-        ranks = ", ".join(map(str, missing[:MOST_NAMED])) or "none by now"
+        if store.add("late", 1) == 1:  # one looks for all, as it takes a request for each rank
+            missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
+            ranks = ", ".join(map(str, missing[:MOST_NAMED])) or "none by now"
+            store.set("missing", f"{len(missing)} of {world_size} are missing: ranks {ranks}")
         raise LostRankError(
             f"not all ranks have come to compare what they are told within "
-            f"{timeout.total_seconds():g} s ({len(missing)} of {world_size} are missing: ranks "
-            f"{ranks}); look at their machines and command lines, and start the run again"
+            f"{timeout.total_seconds():g} s ({store.get('missing').decode()}); look at their "
+            "machines and command lines, and start the run again"
         ) from error
     verdict = store.get("verdict").decode()
     if verdict == "=":

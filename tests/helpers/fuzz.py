@@ -102,7 +102,7 @@ _STEP = {
 }  # fmt: skip
 RECORDING = {
     "config": {"num_layers": 4}, "vocab_size": 500, "world_size": 1, "num_cores": 2,
-    "packings": ["hold"], "steps": [_STEP],
+    "cost": {"micro_batch_us": 1.0}, "packings": ["hold"], "steps": [_STEP],
 }  # fmt: skip
 RESULT = {
     "part": "kernels", "status": "running", "why": "", "tiny": True, "machine": "here",

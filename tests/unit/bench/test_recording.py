@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.fuzz import RECORDING
 from rich.console import Console
 
 from megatron_wlb.bench.record import check_recordable
@@ -35,6 +36,12 @@ def test_reader_refuses_what_is_no_recording(text: str | None, tmp_path: Path) -
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"is no recording .* record it again"):
         Recording.read(path)
+
+
+def test_recording_is_read_with_entries_that_are_for_people(tmp_path: Path) -> None:
+    path = tmp_path / "recording.json"
+    path.write_text(json.dumps(RECORDING | {"cost": {"attention": 1.0}, "of a later release": 2}))
+    assert [step.packing for step in Recording.read(path).steps] == ["hold"]
 
 
 def test_recording_that_fails_names_each_error_and_the_log(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.index import write_index
 
+from megatron_wlb.data import length_source
 from megatron_wlb.data.length_source import MAX_LENGTH, LengthSource
 from megatron_wlb.errors import ConfigError, CorpusError
 
@@ -45,6 +48,30 @@ def test_file_of_lines_is_read_up_to_one_that_is_no_length(tmp_path: Path) -> No
     path.write_text("".join(f"{length}\n" for length in lengths) + "\nten\n4\n")
     with pytest.raises(CorpusError, match="has 'ten' in line 201; give whole numbers"):
         LengthSource.of_file(path)
+
+
+def test_pipe_of_lines_is_read_once_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    os.mkfifo(path)
+    writer = threading.Timer(0.2, path.write_text, ["".join(f"{n}\n" for n in LENGTHS)])
+    writer.start()
+    assert LengthSource.of_file(path).stored.tolist() == LENGTHS
+    writer.join()
+    reader, end = os.pipe()  # as the shell's <(zcat lengths.gz)
+    os.write(end, b"5\n7\n")
+    os.close(end)
+    assert LengthSource.of_file(f"/dev/fd/{reader}").stored.tolist() == [5, 7]
+    os.close(reader)
+
+
+def test_pipe_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(length_source, "_MAX_PIPE_BYTES", 1000)
+    reader, end = os.pipe()
+    os.write(end, b"12\n" * 400)
+    with pytest.raises(CorpusError, match="a pipe of more than 1000 bytes, write what it gives"):
+        LengthSource.of_file(f"/dev/fd/{reader}")
+    os.close(end)
+    os.close(reader)
 
 
 @pytest.mark.parametrize("dtype", ["<i8", "<i4", "<u2", ">i4"])

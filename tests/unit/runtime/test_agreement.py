@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import datetime
 import threading
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from megatron_wlb.errors import LostRankError, PlanError, WLBError
 from megatron_wlb.runtime import agreement
@@ -61,9 +65,13 @@ def test_differences_name_the_minority_and_both_values(
     assert differences(held(*values)) == expected
 
 
-def told_by_store(values: Sequence[Mapping[str, str]], num: int | None = None) -> list[WLBError]:
+def told_by_store(
+    values: Sequence[Mapping[str, str]],
+    num: int | None = None,
+    store: dist.Store | None = None,
+) -> list[WLBError]:
     """What each rank raises that compares itself, of so many that should."""
-    store, raised = dist.HashStore(), []
+    store, raised = store or dist.HashStore(), []
 
     def compare(rank: int) -> None:
         limit = datetime.timedelta(seconds=0.3 if num else 20)
@@ -95,6 +103,33 @@ def test_rank_that_does_not_come_is_named_in_time() -> None:
     assert "2 of 4 are missing: ranks 2, 3" in str(errors[0])
 
 
+def test_missing_ranks_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    class Counted(PrefixStore):
+        def check(self, keys: list[str]) -> bool:
+            checked.extend(keys)
+            return super().check(keys)
+
+    monkeypatch.setattr(agreement, "PrefixStore", Counted)
+    assert len(told_by_store([SAME] * 5, num=40)) == 5
+    assert len(checked) == 40, "and not by each of 5 ranks"
+
+
+@pytest.mark.parametrize("before", [[SAME] * 2, [SAME, {"--seed": "8"}]], ids=["same", "other"])
+def test_restart_is_compared_anew(
+    before: Sequence[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()  # torchrun's stays over its restarts
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    told_by_store(before, store=store)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    errors = told_by_store([SAME, SAME | {"--seed": "9"}], store=store)
+    assert len(errors) == 2 and "--seed 7, rank 1" in str(errors[0])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert told_by_store([SAME] * 2, store=store) == []
+
+
 def test_settings_are_those_that_change_training(tmp_path: Path) -> None:
     file, copy, other = (tmp_path / name for name in ("file.yaml", "copy.yaml", "other.yaml"))
     file.write_text("a: 1\n")
@@ -109,7 +144,21 @@ def test_settings_are_those_that_change_training(tmp_path: Path) -> None:
     assert of(wlb_hardware=str(file)) != of(wlb_hardware=str(other))
     assert of(wlb_packing="hold") != of(wlb_packing="wlb")
     assert "--data-path" not in of(), "machines may have copies elsewhere"
+    assert of_settings({"profile": True}) == of_settings({"profile": False})
     assert of_settings({"hook": object()}) == of_settings({"hook": object()})
+
+
+def test_large_corpora_are_compared_without_a_copy() -> None:
+    corpus = SimpleNamespace(lengths=np.arange(1 << 20))
+    corpora: Any = SimpleNamespace(
+        vocab_size=500, corpora=[corpus], samples=["00"], ranges={}, weights={}
+    )
+    tracemalloc.start()
+    held = agreement.of_corpora(corpora)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held["corpus 0 with"].startswith(f"{1 << 20} documents of ")
+    assert peak_bytes < corpus.lengths.nbytes / 8
 
 
 def test_software_has_versions_sources_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +166,8 @@ def test_software_has_versions_sources_and_variables(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("HOME", "/elsewhere")
+    monkeypatch.setenv("NVTE_DEBUG", "1")
+    monkeypatch.setenv("NVTE_UB_SOCKET_IFNAME", "eth1")
     monkeypatch.setattr(np, "__version__", "2.1.0")
     assert dict(agreement.of_software().items() - before.items()) == {
         "numpy": "2.1.0",
