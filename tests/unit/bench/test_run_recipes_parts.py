@@ -200,7 +200,9 @@ def test_results_go_on_where_they_were_but_for_failures(module: Any, tmp_path: P
     with pytest.raises(ConfigError, match=r"results of gpt 0\.16\.1, these recipes are gpt 0\.17"):
         module("results").Results("gpt", "0.17.1").resume(path)
     path.write_text('{"kind": "gpt"}')
-    with pytest.raises(ConfigError, match=r"has no results of recipes \(recipes .*\); give another --out"):
+    with pytest.raises(
+        ConfigError, match=r"has no results of recipes \(recipes .*\); give another --out"
+    ):
         again.resume(path)
 
 
