@@ -33,7 +33,7 @@ class Contents(NamedTuple):
     """What a debugged message holds, in the form of a shape, as which Megatron can send it."""
 
     crc32: int
-    """Of the tensor's bytes."""
+    """A checksum of the tensor's bytes."""
     sum_bits: int
     """The bits of its sum in fp64, for people."""
     num_elements: int

@@ -57,7 +57,7 @@ class Hosts:
         raise PlanError(f"{where}: {differences(held)}; {REMEDY}")
 
     def _differ(self, numbers: Sequence[int]) -> list[bool]:
-        """Of each number, whether it differs over ranks."""
+        """Whether each number differs over ranks."""
         found = self.max(*numbers, *(-number for number in numbers))
         pairs = zip(found[: len(numbers)], found[len(numbers) :], strict=True)
         return [largest != -negated for largest, negated in pairs]

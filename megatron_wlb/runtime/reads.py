@@ -28,9 +28,9 @@ class Run:
     """The first token, counted from the stored document's."""
     num_tokens: int
     crc32: int
-    """Of the tokens that the model takes in."""
+    """A checksum of the tokens that the model takes in."""
     with_labels: int | None
-    """Of those and the ones behind them that are labels alone; None before the last stage."""
+    """The same with the tokens behind them that are labels alone; None before the last stage."""
 
     @classmethod
     def of(

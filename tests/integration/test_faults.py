@@ -48,4 +48,4 @@ def test_fault_ends_a_run_that_then_goes_on_alike(
 def test_full_disk_is_one_line_under_the_launcher(bench: Bench) -> None:
     done = attempt(bench, "full-write", "launcher", "dp2", seed=1)
     assert done.outcome == "resumed equal", done
-    assert re.search(r"error.*: cannot save run/iter_\d+: .*; free some room", done.said[0])
+    assert re.search(r"error.*: cannot save iteration \d+ to run: .*; free some room", done.said[0])

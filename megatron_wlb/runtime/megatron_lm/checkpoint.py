@@ -93,13 +93,13 @@ class Hooks:
         state = self.session.state() | {"checksums": writes and is_distributed}
         # It is text, because Megatron compares what all ranks share value by value.
         self._saving = {STATE: checksums.seal_state(state), RNG: rng}
-        folder = _folder(settings.save, args[0] if args else kwargs["iteration"])
+        iteration = args[0] if args else kwargs["iteration"]
         try:
             saved = original(*args, **kwargs)
             if writes and not is_distributed:
-                checksums.write(folder)
+                checksums.write(_folder(settings.save, iteration))
         except FAILURES as failure:
-            refuse_save(folder, failure)
+            refuse_save(f"iteration {iteration} to {settings.save}", failure)
         finally:
             self._saving = None
         return saved

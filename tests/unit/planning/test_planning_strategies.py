@@ -146,7 +146,7 @@ def test_documents_of_other_packings_are_not_taken_over(tmp_path: Path) -> None:
     run = StrategyRun.of(settings(tmp_path, "4*tp1:512"), CORPORA, 4)
     new = StrategyPlanner(ListStream(LENGTHS), Assigner(run.candidates))
     state = new.state_dict() | {"packer": {"packing": "wlb"}}
-    with pytest.raises(CheckpointError, match="--wlb-packing wlb"):
+    with pytest.raises(CheckpointError, match="--wlb-packing 'wlb'"):
         new.load_state_dict(state)
 
 

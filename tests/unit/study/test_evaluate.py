@@ -183,7 +183,7 @@ def test_setting_is_read_from_its_name_and_number(text: str, changes: dict) -> N
 def test_setting_of_an_impossible_number_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"packing {text}: "):
         setting(text)
-    with pytest.raises(ConfigError, match="original takes no number"):
+    with pytest.raises(ConfigError, match="original:2: it takes no number"):
         setting("original:2")
 
 

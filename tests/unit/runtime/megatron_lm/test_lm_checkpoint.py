@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.saving.resume import plan_settings, tell_changes
 from megatron_wlb.settings.command_line import parse
@@ -25,13 +28,20 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
         state=dict,
         catch_up=lambda: done.append("figures"),
         ledger=SimpleNamespace(sync=lambda: done.append("ledger")),
+        runner=SimpleNamespace(compare_reads=lambda: done.append("reads")),
     )
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with (
         mock.patch.object(checkpoint, "rng_state", dict),
         mock.patch.object(checkpoint, "of_all_ranks", lambda rng, _: [rng]),
     ):
         checkpoint.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
-    assert done == ["figures", "ledger", "checkpoint"]
+        assert done == ["figures", "reads", "ledger", "checkpoint"]
+        with pytest.raises(CheckpointError, match="cannot save iteration 2 to ck: .*No space left"):
+            checkpoint.Hooks(session).save_checkpoint(full, 2)
 
 
 @pytest.mark.parametrize(("blocking", "waits"), [(True, True), (False, False)])
@@ -46,7 +56,9 @@ def test_watchdog_gives_a_checkpoint_time_that_a_run_waits_for_at_its_end(
     def finalize(*args: Any, **kwargs: Any) -> None:
         given.append((args, kwargs, watchdog._place.is_slow))
 
-    checkpoint.Hooks.maybe_finalize_async_save(finalize, blocking=blocking, terminate=True)
+    checkpoint.Hooks(mock.Mock()).maybe_finalize_async_save(
+        finalize, blocking=blocking, terminate=True
+    )
     assert given == [((blocking,), {"terminate": True}, waits)]
 
 

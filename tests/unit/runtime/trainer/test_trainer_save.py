@@ -35,6 +35,7 @@ def test_ledger_is_on_disk_before_a_checkpoint(
     trainer.corpora = SimpleNamespace(samples=())
     trainer.model = SimpleNamespace(whole_weights=contextlib.nullcontext)
     trainer.cost = SimpleNamespace(as_dict=dict)
-    trainer.run = trainer.runner = trainer.optimizer = trainer.scheduler = None
+    trainer.runner = SimpleNamespace(compare_reads=lambda: done.append("reads"))
+    trainer.run = trainer.optimizer = trainer.scheduler = None
     trainer.save()
-    assert done == ["ledger", "checkpoint"]
+    assert done == ["reads", "ledger", "checkpoint"]
