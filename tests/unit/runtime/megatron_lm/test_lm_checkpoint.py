@@ -40,7 +40,9 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     ):
         checkpoint.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
         assert done == ["figures", "reads", "ledger", "checkpoint"]
-        with pytest.raises(CheckpointError, match="cannot save iteration 2 to ck: .*No space left"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot save iteration 2 to ck: .*No space left"
+        ):
             checkpoint.Hooks(session).save_checkpoint(full, 2)
 
 
