@@ -206,9 +206,15 @@ def reduce_one_backward_early(runner) -> Iterator[None]:
     def early(*args):
         nonlocal left
         left -= 1
-        if left == 1 and num_steps > 1:
+        is_early = left == 1 and num_steps > 1
+        if is_early:
             entered.close()
-        return backward(*args)
+        gradients = backward(*args)
+        if is_early:  # on a busy machine the reduction could begin after the last backward
+            for chunk in runner.model.chunks:
+                for bucket_group in chunk.bucket_groups:
+                    bucket_group.grad_reduce_handle.wait()
+        return gradients
 
     right = runner.run
     with (
