@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import replacing, write_text
-from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE
+from megatron_wlb.study.plot import BLUE, INK, ORANGE
 
 BASE = "original"
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -163,7 +163,7 @@ class Study:
         figure = Figure(figsize=(11, 4.2), dpi=150, facecolor="white")
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
         curves, apart = figure.subplots(1, 2)
-        styles = {BASE: (GREY, 2.5), "hold": (BLUE, 1.5), "slim": (ORANGE, 1.5)}
+        styles = {BASE: (INK, 2.5), "hold": (BLUE, 1.5), "slim": (ORANGE, 1.5)}
         for packing, (colour, width) in styles.items():
             if packing not in self.packings:
                 continue
@@ -172,7 +172,7 @@ class Study:
                 label = None if number else packing
                 curves.plot(
                     np.array(run.tokens[1:]) / 1e6, run.loss[1:], color=colour, lw=width,
-                    alpha=0.7, label=label,
+                    alpha=0.6, label=label,
                 )  # fmt: skip
         curves.set_xlabel("tokens trained, millions")
         curves.set_ylabel("held-out loss, nats a token")
@@ -183,7 +183,7 @@ class Study:
             found = [self.difference(packing, COLUMNS[name]) for packing in others]
             where = np.arange(len(others)) + 0.2 * (at - 1)
             halves = [one.half if math.isfinite(one.half) else 0.0 for one in found]
-            colour = (GREY, BLUE, ORANGE)[at]
+            colour = (INK, BLUE, ORANGE)[at]
             apart.errorbar(
                 [one.mean for one in found], where, xerr=halves, fmt="o", color=colour, label=name
             )
@@ -191,7 +191,7 @@ class Study:
         apart.set_yticks(range(len(others)), others)
         apart.invert_yaxis()
         apart.set_xlabel(f"difference to {BASE} at the end, 95 % interval (left is better)")
-        apart.legend(frameon=False)
+        apart.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
         with replacing(path) as draft:
             figure.savefig(draft, format="png")
 
