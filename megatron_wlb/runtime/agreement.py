@@ -168,6 +168,8 @@ def _of_setting(value: Any) -> str:
         except OSError as error:
             return f"{value}, which cannot be read ({error.strerror})"
         return f"a file of {len(content)} bytes with crc32 {zlib.crc32(content):08x}"
+    if isinstance(value, set | frozenset):
+        value = sorted(map(str, value))  # each process has them in an order of its own
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # where an object lies says nothing
 
 

@@ -174,3 +174,10 @@ def test_software_has_versions_sources_and_variables(monkeypatch: pytest.MonkeyP
         "variable NCCL_ALGO": "Ring",
         "variable NVTE_FUSED_ATTN": "0",
     }
+
+
+def test_order_of_a_set_is_no_difference() -> None:
+    one, other = {0, 8}, {8, 0}
+    assert [*one] != [*other]
+    assert agreement.of_settings({"x": one}) == agreement.of_settings({"x": other})
+    assert agreement.of_settings({"x": one}) != agreement.of_settings({"x": {0, 9}})
