@@ -33,6 +33,8 @@ class Layout(NamedTuple):
     """How the processes train."""
 
     what: str
+    window: int
+    """Tokens."""
     num_windows: int
     """Windows a step."""
     rounds: int
@@ -43,10 +45,11 @@ class Layout(NamedTuple):
 
 PP2 = "--pipeline-model-parallel-size", "2"
 LAYOUTS = {
-    # So many rounds that its table is there within five minutes on two cores.
-    "pp2": Layout("pipeline, PP=2", 8, 12, ("original", "hold", "slim"), PP2),
+    # So long a window that what a micro-batch takes besides its documents is small, as on a GPU; so
+    # many rounds that its table is there within five minutes on two cores.
+    "pp2": Layout("pipeline, PP=2", 16384, 4, 12, ("original", "hold", "slim"), PP2),
     # Without a pipeline, slices have no bubble to fill.
-    "dp2": Layout("data-parallel, DP=2", 2, 60, ("original", "hold")),
+    "dp2": Layout("data-parallel, DP=2", 8192, 2, 60, ("original", "hold")),
 }
 SKIP_SHARE = 4
 """One in so many rounds is run first and not counted: pools and caches fill."""
@@ -79,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to run"
     )
     parser.add_argument("--rounds", type=int, help="steps of each packing (default: 12 and 60)")
-    parser.add_argument("--windows", type=int, help="windows a step (default: 8 and 2)")
-    parser.add_argument("--seq-length", type=int, default=8192, help="the window, in tokens")
+    parser.add_argument("--windows", type=int, help="windows a step (default: 4 and 2)")
+    parser.add_argument("--seq-length", type=int, help="tokens of a window (default: 16384, 8192)")
     parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
@@ -110,9 +113,10 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     pictures = [out / "lengths.png"]
     for layout in options.layouts:
-        name, windows, default, packings, flags = LAYOUTS[layout]
+        name, longest, windows, default, packings, flags = LAYOUTS[layout]
         batch, rounds = options.windows or windows, options.rounds or default
-        what, path = f"{name}, {batch} windows a step", out / f"{layout}.json"
+        window = longest if options.seq_length is None else options.seq_length
+        what, path = f"{name}, {batch} windows of {window:,} tokens a step", out / f"{layout}.json"
         console.print(
             f"training {layout}: {what}; {rounds} steps of each of {', '.join(packings)} in turns",
             soft_wrap=True,
@@ -125,7 +129,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             [
                 *("--packings", ",".join(packings), "--rounds", str(rounds)),
                 *("--data-path", str(prefix), "--split", "1"),
-                *("--seq-length", str(options.seq_length), "--global-batch-size", str(batch)),
+                *("--seq-length", str(window), "--global-batch-size", str(batch)),
                 *("--train-iters", str(rounds), "--seed", str(options.seed)),
                 *("--wlb-cost", "measured", "--wlb-device", "cpu", *SMALL_MODEL, *flags),
             ],
@@ -139,8 +143,8 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         pictures += report.draw(recording, skip, out, layout)
     from megatron_wlb.study.plot import plot_lengths
 
-    statistics = LengthStatistics.of(Corpus.open(prefix).lengths, options.seq_length)
-    plot_lengths(statistics, options.seq_length, pictures[0])
+    statistics = LengthStatistics.of(Corpus.open(prefix).lengths, window)
+    plot_lengths(statistics, window, pictures[0])
     write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     console.print(f"figures:  {out / 'summary.json'}", soft_wrap=True)
     for picture in pictures:

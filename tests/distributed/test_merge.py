@@ -45,8 +45,8 @@ CASES = [
     DP4,
     Layout("gpt2", 1, dp=2, pp=2, extra=f"{OVERLAP} {SHARDED} {FULL}"),
     Layout("llama", 1, dp=2, cp=2, extra=HEAD_GROUPS),
-    Layout("latent-yarn", 1, dp=2, tp="2sp"),
 ]
+FURTHER = [Layout("llama", 1, dp=2, tp="2sp"), Layout("latent-yarn", 1, dp=2, tp="2sp")]
 BLOCKS = {
     2: [((0, 1), 3), ((0, 1), 1), ((0, 1), 2)],
     4: [((0, 1, 2, 3), 3), ((0, 1), 1), ((2, 3), 2), ((2, 3), 1)],
@@ -118,7 +118,7 @@ def runs_of(gloo, case: Layout, initial, fault=nullcontext):
     return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, merged_for)
 
 
-@pytest.mark.parametrize("case", [*CASES, further(Layout("llama", 1, dp=2, tp="2sp"))], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
 def test_ranks_together_compute_what_one_process_does(
     gloo: GlooPool, oracle: Oracle, case: Layout
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.gloo import GlooPool
-from helpers.layouts import WORKLOAD, Layout
+from helpers.layouts import WORKLOAD, Layout, further
 from helpers.waits import recorded
 
 
@@ -47,7 +47,8 @@ READ = ["megatron_wlb/runtime/transfer.py:item"]
         (Layout("gpt2", 4, pp=2, vpp=2), False),
         (Layout("gpt2", 5, pp=2, dp=2, extra="--use-distributed-optimizer"), False),
         (Layout("mixed", 3, tp="2sp"), False),
-        (Layout("llama", 1, pp=2, cp=2, sharding="hybrid"), True),
+        (Layout("llama", 1, cp=2, sharding="hybrid"), True),
+        further(Layout("llama", 1, pp=2, cp=2, sharding="hybrid"), True),
     ],
     ids=str,
 )

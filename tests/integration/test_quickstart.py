@@ -107,7 +107,7 @@ def test_summary_has_sane_figures(summary: dict[str, Any]) -> None:
 def test_recordings_hold_the_steps_in_turns(out: Path) -> None:
     """Each round starts with another packing, and no operation lies outside its step."""
     for layout, (pp_size, dp_size, num_micro_batches) in {
-        "pp2": (2, 1, 8),
+        "pp2": (2, 1, 4),
         "dp2": (1, 2, 1),
     }.items():
         recording = Recording.read(out / f"{layout}.json")

@@ -142,4 +142,7 @@ def _keys(
 def _add_heads(parts: Sequence[torch.Tensor], totals: tuple[torch.Tensor, ...]) -> None:
     """Gradients of a key/value head are the sums over its query heads."""
     for part, total in zip(parts, totals, strict=True):
-        torch.sum(part, 1, keepdim=True, out=total)
+        if part.shape[1] == 1:
+            total.copy_(part)
+        else:
+            torch.sum(part, 1, keepdim=True, out=total)
