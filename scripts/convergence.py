@@ -53,8 +53,9 @@ FLAGS = (
     *("--num-layers", "4", "--hidden-size", "96", "--num-attention-heads", "4"),
     *("--split", "90,10,0", "--lr", "2e-3", "--min-lr", "2e-4"),
     *("--weight-decay", "0.1", "--wlb-device", "cpu"),
-    *("--wlb-cost", "analytic", "--wlb-hardware", "cpu"),
 )
+ANALYTIC = ("--wlb-cost", "analytic", "--wlb-hardware", "cpu")
+"""The same plans in each run; where time counts, costs are measured instead."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Job:
         steps = round(options.tokens / (WINDOW * NUM_MICRO_BATCHES))
         packing = PackingSettings.parse(PACKINGS[self.packing], WINDOW, 2 * WINDOW)
         cap = round(1.1 * WINDOW * NUM_MICRO_BATCHES)
-        pp_size = 2 if options.minutes else 1
+        pp_size, cost = (2, ("--wlb-cost", "measured")) if options.minutes else (1, ANALYTIC)
         return [
             *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
             *("--nproc-per-node", str(pp_size), str(HERE / "_convergence/learn.py")),
@@ -77,7 +78,7 @@ class Job:
             *("--seconds", str(60 * options.minutes), "--looks", str(options.looks)),
             *("--data-path", prefix, "--train-iters", str(steps), "--seed", str(self.seed)),
             *("--lr-warmup-iters", str(steps // 20)),
-            *("--pipeline-model-parallel-size", str(pp_size), *FLAGS, *packing.flags()),
+            *("--pipeline-model-parallel-size", str(pp_size), *FLAGS, *cost, *packing.flags()),
             *(["--wlb-max-step-tokens", str(cap)] if self.packing == "hold-cap" else []),
         ]
 
