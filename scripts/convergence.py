@@ -30,13 +30,13 @@ from _convergence import study
 from rich.console import Console
 
 from megatron_wlb.bench.quickstart import EXCLUDED
+from megatron_wlb.bench.recording import SMALL_MODEL
 from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.packing import PackingSettings
 
 HERE = Path(__file__).parent
-WINDOW, NUM_MICRO_BATCHES = 2048, 8
 PACKINGS = {
     "original": "original",
     "fixed-greedy:8": "fixed-greedy:8",
@@ -49,13 +49,31 @@ PACKINGS = {
 """What is trained, and its packing. K is batches, queues, or steps of look-ahead; ``hold-cap``
 has at most 1.1 global batches of tokens a step."""
 FLAGS = (
-    *("--seq-length", str(WINDOW), "--global-batch-size", str(NUM_MICRO_BATCHES)),
-    *("--num-layers", "4", "--hidden-size", "96", "--num-attention-heads", "4"),
     *("--split", "90,10,0", "--lr", "2e-3", "--min-lr", "2e-4"),
     *("--weight-decay", "0.1", "--wlb-device", "cpu"),
 )
-ANALYTIC = ("--wlb-cost", "analytic", "--wlb-hardware", "cpu")
-"""The same plans in each run; where time counts, costs are measured instead."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs train with, beyond :data:`FLAGS`."""
+
+    window: int
+    num_micro_batches: int
+    num_processes: int
+    flags: tuple[str, ...]
+
+
+TOKENS = Setting(
+    2048, 8, 1,
+    ("--num-layers", "4", "--hidden-size", "96", "--num-attention-heads", "4")
+    + ("--wlb-cost", "analytic", "--wlb-hardware", "cpu"),
+)  # fmt: skip
+"""With equal tokens: the same plans in each run."""
+TIME = Setting(
+    8192, 4, 2, (*SMALL_MODEL, "--pipeline-model-parallel-size", "2", "--wlb-cost", "measured")
+)
+"""With equal time: where packings differ in speed, as in the quickstart."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +85,23 @@ class Job:
     result: Path
 
     def command(self, options: argparse.Namespace, prefix: str) -> list[str]:
-        steps = round(options.tokens / (WINDOW * NUM_MICRO_BATCHES))
-        packing = PackingSettings.parse(PACKINGS[self.packing], WINDOW, 2 * WINDOW)
-        cap = round(1.1 * WINDOW * NUM_MICRO_BATCHES)
-        pp_size, cost = (2, ("--wlb-cost", "measured")) if options.minutes else (1, ANALYTIC)
+        setting = TIME if options.minutes else TOKENS
+        window, num_micro_batches = setting.window, setting.num_micro_batches
+        steps = round(options.tokens / (window * num_micro_batches))
+        packing = PackingSettings.parse(PACKINGS[self.packing], window, 2 * window)
+        cap = round(1.1 * window * num_micro_batches)
         return [
             *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
-            *("--nproc-per-node", str(pp_size), str(HERE / "_convergence/learn.py")),
-            *("--result", str(self.result), "--tokens", str(options.tokens)),
-            *("--seconds", str(60 * options.minutes), "--looks", str(options.looks)),
-            *("--data-path", prefix, "--train-iters", str(steps), "--seed", str(self.seed)),
+            *("--nproc-per-node", str(setting.num_processes)),
+            *(str(HERE / "_convergence/learn.py"), "--result", str(self.result)),
+            *("--tokens", str(options.tokens), "--seconds", str(60 * options.minutes)),
+            *("--looks", str(options.looks), "--seed", str(self.seed)),
+            *("--data-path", prefix, "--train-iters", str(steps)),
             *("--lr-warmup-iters", str(steps // 20)),
-            *("--pipeline-model-parallel-size", str(pp_size), *FLAGS, *cost, *packing.flags()),
+            *("--seq-length", str(window), "--global-batch-size", str(num_micro_batches)),
+            *FLAGS, *setting.flags, *packing.flags(),
             *(["--wlb-max-step-tokens", str(cap)] if self.packing == "hold-cap" else []),
-        ]
+        ]  # fmt: skip
 
     def run(self, options: argparse.Namespace, prefix: str, console: Console) -> None:
         """Raises :class:`ConfigError` for a run that fails: names its log."""
