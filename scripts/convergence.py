@@ -65,13 +65,20 @@ class Setting:
 
 
 TOKENS = Setting(
-    2048, 8, 1,
-    ("--num-layers", "4", "--hidden-size", "96", "--num-attention-heads", "4")
-    + ("--wlb-cost", "analytic", "--wlb-hardware", "cpu"),
-)  # fmt: skip
+    window=2048,
+    num_micro_batches=8,
+    num_processes=1,
+    flags=(
+        *("--num-layers", "4", "--hidden-size", "96", "--num-attention-heads", "4"),
+        *("--wlb-cost", "analytic", "--wlb-hardware", "cpu"),
+    ),
+)
 """With equal tokens: the same plans in each run."""
 TIME = Setting(
-    8192, 4, 2, (*SMALL_MODEL, "--pipeline-model-parallel-size", "2", "--wlb-cost", "measured")
+    window=8192,
+    num_micro_batches=4,
+    num_processes=2,
+    flags=(*SMALL_MODEL, "--pipeline-model-parallel-size", "2", "--wlb-cost", "measured"),
 )
 """With equal time: where packings differ in speed, as in the quickstart."""
 
