@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
 PP2 = "--pipeline-model-parallel-size", "2"
 LAYOUTS = {
-    # So long a window that what a micro-batch takes besides its documents is small, as on a GPU; so
+    # So long a window that what a micro-batch takes besides its documents is small; so
     # many rounds that its table is there within five minutes on two cores.
     "pp2": Layout("pipeline, PP=2", 16384, 4, 12, ("original", "hold", "slim"), PP2),
     # Without a pipeline, slices have no bubble to fill.
