@@ -54,10 +54,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         bench = Bench(Path(folder))
         for trainer in args.trainers:
-            for number, case in enumerate(args.cases):
-                if time.monotonic() > stop_s or ONLY.get(case, trainer) != trainer:
+            cases, layouts = (
+                [name for name in names if ONLY.get(name, trainer) == trainer]
+                for names in (args.cases, args.layouts)
+            )
+            for number, case in enumerate(cases):
+                if time.monotonic() > stop_s or not layouts:
                     continue
-                layout = args.layouts[(number + args.seed) % len(args.layouts)]
+                layout = layouts[(number + args.seed) % len(layouts)]
                 one = attempt(bench, case, trainer, layout, args.seed)
                 done[case, trainer, layout, args.seed] = one
                 tell(one)

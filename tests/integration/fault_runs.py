@@ -8,6 +8,7 @@ the losses, to the bit.
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from typing import Any
 import megatron_lm_runs
 import numpy as np
 import psutil
+from helpers.strategy_ranks import strategies_file
 from trainer_runs import Finished, Flags, Run, losses, start
 
 from megatron_wlb.data.corpus import build_corpus
@@ -74,7 +76,20 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
     "pp2-slim": (2, {"pipeline_model_parallel_size": 2, "wlb_packing": "slim"}),
     "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "cp2": (2, {"context_parallel_size": 2}),
+    "ep2": (
+        2,
+        {
+            "num_experts": 4,
+            "expert_model_parallel_size": 2,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_dtype": "fp32",
+            "disable_bias_linear": True,
+        },
+    ),
+    "strategies": (4, {"wlb_hardware": "cpu", "wlb_look_ahead": None}),
 }
+STRATEGIES = ("tp2:1k+pp2:1k", "2*tp2:1k", "4*tp1:1k")
 Starter = Callable[..., Run]
 STARTERS: dict[str, tuple[Starter, Flags]] = {
     "embedded": (start, EMBEDDED),
@@ -82,15 +97,23 @@ STARTERS: dict[str, tuple[Starter, Flags]] = {
 }
 
 POINTS = {
-    # Where a fault strikes: a function of the program.
-    "planning": "megatron_wlb.planner:Planner.next_plan",
-    "forward": "megatron_wlb.runtime.step:forward_step",
-    "backward": "megatron.core.pipeline_parallel.schedules:backward_step",
-    "optimizer": "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
-    "write": "megatron.core.dist_checkpointing.strategies.filesystem_async"
-    ":FileSystemWriterAsync.prepare_write_data",
-    "saved": "megatron_wlb.runtime.saving.checksums:write",
-    "read": "megatron.core.datasets.indexed_dataset:IndexedDataset.get",
+    # Where a fault strikes: functions of the program, of which a run calls one.
+    "planning": (
+        "megatron_wlb.planner:Planner.next_plan",
+        "megatron_wlb.planning.assign:StrategyPlanner.next_plan",
+    ),
+    "forward": ("megatron_wlb.runtime.step:forward_step",),
+    "backward": ("megatron.core.pipeline_parallel.schedules:backward_step",),
+    "optimizer": (
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
+        "megatron_wlb.runtime.strategy.store:Store.update",
+    ),
+    "write": (
+        "megatron.core.dist_checkpointing.strategies.filesystem_async"
+        ":FileSystemWriterAsync.prepare_write_data",
+    ),
+    "saved": ("megatron_wlb.runtime.saving.checksums:write",),
+    "read": ("megatron.core.datasets.indexed_dataset:IndexedDataset.get",),
 }
 
 
@@ -126,11 +149,20 @@ def prepare(ledger: str, fault: Fault | None) -> None:
     """Runs first in each rank: notes what it trains in ``ledger``, and lays the fault."""
     from megatron_wlb.runtime import rank_main
     from megatron_wlb.runtime.step import StepRunner
+    from megatron_wlb.runtime.strategy.runner import StrategyRunner
 
     rank_main.LOST_PEER_S = 5.0  # nothing here has to wait for other machines
-    original = StepRunner.run_schedule
+    # With strategies the outer one ends last, with the documents of all replicas.
+    for owner, name in ((StepRunner, "run_schedule"), (StrategyRunner, "run")):
+        setattr(owner, name, _noted(getattr(owner, name), ledger))
+    if fault is not None and os.environ["RANK"] == str(fault.rank):
+        _lay(fault)
 
-    def noted(self: Any, plan: Any, *args: Any, forward_only: bool, **kwargs: Any) -> Any:
+
+def _noted(original: Any, ledger: str) -> Any:
+    """``original``, which runs a plan, with a line in ``ledger`` of what it ran."""
+
+    def noted(self: Any, plan: Any, *args: Any, forward_only: bool = False, **kwargs: Any) -> Any:
         _step[0] = plan.step
         result = original(self, plan, *args, forward_only=forward_only, **kwargs)
         if os.environ["RANK"] == "0" and not forward_only:
@@ -139,22 +171,22 @@ def prepare(ledger: str, fault: Fault | None) -> None:
                 stream.write(json.dumps([plan.step, plan.digest, documents]) + "\n")
         return result
 
-    StepRunner.run_schedule = noted  # type: ignore[method-assign]
-    if fault is not None and os.environ["RANK"] == str(fault.rank):
-        _lay(fault)
+    return noted
 
 
 def _lay(fault: Fault) -> None:
-    """Replaces the function of the fault's point by one that strikes at a call of it."""
-    import importlib
+    """Replaces the functions of the fault's point by ones that strike at a call of them."""
+    calls = [0], threading.Lock()
+    for point in POINTS[fault.point]:
+        module, _, path = point.partition(":")
+        *outer, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for part in outer:
+            owner = getattr(owner, part)
+        setattr(owner, name, _striking(getattr(owner, name), fault, *calls))
 
-    module, _, path = POINTS[fault.point].partition(":")
-    *outer, name = path.split(".")
-    owner: Any = importlib.import_module(module)
-    for part in outer:
-        owner = getattr(owner, part)
-    original, calls, lock = getattr(owner, name), [0], threading.Lock()
 
+def _striking(original: Any, fault: Fault, calls: list[int], lock: threading.Lock) -> Any:
     def struck(*args: Any, **kwargs: Any) -> Any:
         with lock:
             calls[0] += _step[0] >= fault.step
@@ -164,7 +196,7 @@ def _lay(fault: Fault) -> None:
             strike(fault.kind)
         return original(*args, **kwargs)
 
-    setattr(owner, name, struck)
+    return struck
 
 
 @dataclass(frozen=True)
@@ -210,10 +242,13 @@ class Bench:
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.corpus = make_corpus(self.folder)
+        self.strategies = strategies_file(self.folder, STRATEGIES)
 
     def flags(self, trainer: str, layout: str) -> tuple[int, Flags]:
         num, more = LAYOUTS[layout]
         more = {"data_path": self.corpus, "wlb_hang_seconds": BUSY_S} | more
+        if layout == "strategies":
+            more |= {"wlb_strategies": self.strategies}
         return num, STARTERS[trainer][1] | more | SAVING
 
     def expected(self, trainer: str, layout: str) -> tuple[dict[int, Any], dict[int, float]]:
@@ -560,5 +595,6 @@ CASES: dict[str, Case] = {
     "other-world": other_world,
     **{f"two-runs-{shared}": partial(two_runs, shared=shared) for shared in ("save", "metrics")},
 }  # fmt: skip
-ONLY = {"async-write": "launcher"}
-"""Cases of one trainer: the embedded one saves in the foreground."""
+ONLY = {"async-write": "launcher", "strategies": "embedded"}
+"""Cases and layouts of one trainer: the embedded one saves in the foreground, and strategies run in
+it alone."""
