@@ -56,9 +56,7 @@ def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamSc
         model.chunks,
         use_gloo_process_groups=False,
     )
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
-        # Megatron has none for SGD and calls it all the same when a checkpoint is loaded.
-        inner.init_state_fn = inner.init_state_fn or _init_momentum
+    make_loadable(optimizer)
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer, build_scheduler(config, optimizer)
 
@@ -119,8 +117,16 @@ def check_checkpoints(use_distributed_optimizer: bool, save: str | None, load: s
         )
 
 
+def make_loadable(optimizer: Any) -> None:
+    """Gives SGD what makes its state: Megatron has none for it, and calls it all the same when a
+    checkpoint is loaded.
+    """
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner.init_state_fn = inner.init_state_fn or _init_momentum
+
+
 def _init_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:
     """Gives SGD the state that a checkpoint is loaded into."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -27,6 +27,13 @@ RUNS: dict[str, tuple[int, Flags]] = {
     "dp2-sharded-bf16-hold-torch_dist": (
         2, LAYOUTS["dp2"][1] | {"wlb_packing": "hold", "bf16": True},
     ),
+    "dp2-sgd-torch_dist": (2, {"optimizer": "sgd", "wlb_packing": "hold"}),
+    "dp2-fsdp2-sgd-torch_dist": (
+        2, {
+            "optimizer": "sgd", "wlb_packing": "hold", "use_torch_fsdp2": True,
+            "untie_embeddings_and_output_weights": True,
+        },
+    ),
     # Context-parallel ranks drop other parts of attention, which Megatron does not save either.
     "cp2-hold-torch_dist": (
         2, LAYOUTS["cp2"][1] | {"wlb_packing": "hold", "attention_dropout": 0.1},

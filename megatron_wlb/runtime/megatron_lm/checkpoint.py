@@ -25,6 +25,7 @@ from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.lr_schedule import require_same_schedule
 from megatron_wlb.runtime.megatron_lm.session import Session
+from megatron_wlb.runtime.optimizer import make_loadable
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving.checkpoint import (
     FAILURES,
@@ -201,6 +202,8 @@ class Hooks:
         random numbers.
         """
         self.session.take_model(ddp_model)
+        if optimizer is not None:
+            make_loadable(optimizer)
         self._scheduler = opt_param_scheduler
         try:
             found = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
