@@ -6,10 +6,13 @@ traceback is shown only with ``WLB_TRACEBACK=1``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 
 MAX_LINE = 2000
 """Characters of a line of an error."""
@@ -88,6 +91,28 @@ def refuse_all(messages: Iterable[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
+@contextlib.contextmanager
+def _ending_children() -> Iterator[None]:
+    """Makes SIGTERM end what the program has started too, and then the program as Ctrl-C does."""
+
+    def end(*_: object) -> None:
+        import psutil
+
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
+        sys.exit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # others cannot take signals
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_program(program: Callable[[], int], *, place_flag: str = "") -> int:
     """Runs a command to its end; the exit code: its own, an error's, or 128 + signal.
 
@@ -95,7 +120,8 @@ def run_program(program: Callable[[], int], *, place_flag: str = "") -> int:
     files go.
     """
     try:
-        code = program()
+        with _ending_children():
+            code = program()
         sys.stdout.flush()  # So that a closed pipe is met here.
         return code
     except WLBError as error:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -35,8 +34,6 @@ ROOT = Path(__file__).parents[2]
 
 def main() -> int:
     options = _options()
-    # As Ctrl-C does: whoever ends this command ends the part that it waits for.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     chosen = parts_called([name for names in options.parts for name in names.split(",")])
     if options.list:
         for part in chosen:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_wlb.errors import CorpusError, PackingError, run_program
@@ -65,3 +67,22 @@ def test_script_leaves_telling_errors_to_that_mechanism(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert "except WLBError" not in text and 'f"error: ' not in text
     assert "run_program(main" in text or "WLBError" not in text
+
+
+def test_program_that_is_ended_ends_what_it_started() -> None:
+    code = (
+        "import subprocess\nfrom megatron_wlb.errors import run_program\n"
+        "def program():\n"
+        "    child = subprocess.Popen(['sleep', '60'])\n"
+        "    print(child.pid, flush=True)\n"
+        "    return child.wait()\n"
+        "raise SystemExit(run_program(program))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    child.wait(20)
