@@ -278,9 +278,10 @@ def refuse_save(folder: str | Path, failure: BaseException) -> NoReturn:
     """Raises :class:`CheckpointError` for one of :data:`FAILURES`, or itself if it says enough."""
     if isinstance(failure, CheckpointError) or lost_peer(failure):
         raise failure
-    raise CheckpointError(
-        f"cannot save {folder}: {_reason(failure)}; free some room there, or choose another folder"
-    ) from failure
+    remedy = "free some room there, or choose another folder"
+    if isinstance(failure, torch.OutOfMemoryError):
+        remedy = "leave more of the device free by a smaller --wlb-memory-gib"
+    raise CheckpointError(f"cannot save {folder}: {_reason(failure)}; {remedy}") from failure
 
 
 def _put_in_force(folder: Path, iteration: int) -> None:

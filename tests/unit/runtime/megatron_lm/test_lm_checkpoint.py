@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.runtime import watchdog
@@ -31,8 +32,14 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
         runner=SimpleNamespace(compare_reads=lambda: done.append("reads")),
     )
 
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    failures = {
+        r"cannot save iteration 2 to ck: .*No space left.*; free some room there": OSError(
+            errno.ENOSPC, os.strerror(errno.ENOSPC)
+        ),
+        r"CUDA out of memory.*; leave more of the device free": torch.OutOfMemoryError(
+            "CUDA out of memory."
+        ),
+    }
 
     with (
         mock.patch.object(checkpoint, "rng_state", dict),
@@ -40,10 +47,9 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     ):
         checkpoint.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
         assert done == ["figures", "reads", "ledger", "checkpoint"]
-        with pytest.raises(
-            CheckpointError, match=r"cannot save iteration 2 to ck: .*No space left"
-        ):
-            checkpoint.Hooks(session).save_checkpoint(full, 2)
+        for said, failure in failures.items():
+            with pytest.raises(CheckpointError, match=said):
+                checkpoint.Hooks(session).save_checkpoint(mock.Mock(side_effect=failure), 2)
 
 
 @pytest.mark.parametrize(("blocking", "waits"), [(True, True), (False, False)])
