@@ -4,7 +4,8 @@
 Each packing trains with each seed; runs with one seed start from the same weights and take the same
 documents in the same order. Held-out documents are whole modules of the interpreter's library that
 no run trains on, and the loss on them is by length. A run that is there is kept, so that a study
-that was stopped goes on, and one can be given more seeds: the table is of all runs in the folder.
+that was stopped goes on, and one can be given more seeds: the table is of all runs in the folder,
+and with --page of those in the file of runs beside the page, which it writes anew.
 --minutes gives each run equal time on two cores (PP=2) instead.
 
     scripts/convergence.py --out runs/learning                 # hours: 3 seeds of 7 packings
@@ -140,7 +141,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0, help="of each run on two cores")
     parser.add_argument("--looks", type=int, default=8, help="at held-out documents; default: 8")
     parser.add_argument("--jobs", type=int, default=0, help="runs at once; default: one a core")
-    parser.add_argument("--page", type=Path, help="page to write, its picture in images/ beside it")
+    parser.add_argument(
+        "--page", type=Path, help="page to write, its runs beside it, its picture in images/"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     options = parser.parse_args()
     console = Console(stderr=options.json, highlight=False)
@@ -164,17 +167,19 @@ def main() -> int:
         except ConfigError:
             pool.shutdown(cancel_futures=True)
             raise
+    beside = options.page and options.page.with_name(f"{options.page.stem}-{kind}.json")
+    runs = study.kept(beside) if beside else {}
+    for packing in PACKINGS:
+        for path in options.out.glob(result_of(kind, packing, "*")):
+            runs[packing, int(path.stem.rpartition("_")[2])] = study.Run.read(path)
     found = study.Study(
-        {
-            (packing, int(path.stem.rpartition("_")[2])): study.Run.read(path)
-            for packing in PACKINGS
-            for path in options.out.glob(result_of(kind, packing, "*"))
-        }
+        {key: runs[key] for name in PACKINGS for key in sorted(runs) if key[0] == name}
     )
     write_text(options.out / f"{kind}.json", json.dumps(found.summary(), indent=2) + "\n")
     console.print(found.table())
     if options.page:
         picture = options.page.parent / "images" / f"learning-{kind}.png"
+        found.keep(beside)
         found.draw(picture)
         found.write(options.page, picture, kind)
     if options.json:

@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import replacing, write_text
+from megatron_wlb.reading import MAX_RECORD_BYTES, read_mapping, record
 from megatron_wlb.study.plot import BLUE, INK, ORANGE
 
 BASE = "original"
@@ -38,7 +39,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        looks = json.loads(path.read_text(encoding="utf-8"))["looks"]
+        looks = read_mapping(path, max_bytes=MAX_RECORD_BYTES)["looks"]
         columns = ("tokens", "seconds", "steps", "loss", "losses")
         return cls(*([look[name] for look in looks] for name in columns))
 
@@ -46,6 +47,22 @@ class Run:
     def late(self) -> float:
         """The mean of the later half of the looks."""
         return statistics.fmean(self.loss[len(self.loss) // 2 :])
+
+
+def kept(path: Path) -> dict[tuple[str, int], Run]:
+    """The runs that :meth:`Study.keep` wrote beside a page; none where there is no file yet.
+
+    Raises :class:`ConfigError` for any other file.
+    """
+    if not path.exists():
+        return {}
+    runs = {}
+    for name, values in read_mapping(path, max_bytes=MAX_RECORD_BYTES).items():
+        packing, _, seed = name.rpartition(" ")
+        if not (packing and seed.isdecimal()):
+            raise ConfigError(f"{path}: {name} is no packing and seed; give another --page")
+        runs[packing, int(seed)] = record(f"{path}: {name}: ", Run, values)
+    return runs
 
 
 @dataclass(frozen=True)
@@ -157,6 +174,14 @@ class Study:
         for row in self.rows():
             table.add_row(*row)
         return table
+
+    def keep(self, path: Path) -> None:
+        """Writes all runs into a file, a line each."""
+        lines = (
+            f"{json.dumps(f'{packing} {seed}')}: {json.dumps(asdict(run))}"
+            for (packing, seed), run in self.runs.items()
+        )
+        write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
     def draw(self, path: Path) -> None:
         """Differences with their intervals, and the curves of the first three packings."""

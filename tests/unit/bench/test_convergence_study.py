@@ -87,3 +87,14 @@ def test_packing_is_compared_by_the_seeds_that_it_ran_with(study: Any) -> None:
     assert found.packings == ["original", "hold"]
     assert found.difference("hold", study.COLUMNS["at the end"]).mean == pytest.approx(0.1)
     assert [row[1] for row in found.rows()] == ["2", "1"]
+
+
+def test_runs_beside_a_page_are_there_again(study: Any, tmp_path: Path) -> None:
+    found = study.Study(runs(study, {("original", 1): 2.0, ("fixed-greedy:8", 12): 2.2}))
+    path = tmp_path / "learning-100.json"
+    assert study.kept(path) == {}
+    found.keep(path)
+    assert study.kept(path) == found.runs
+    path.write_text(path.read_text().replace("original 1", "original"))
+    with pytest.raises(ConfigError, match="original is no packing and seed"):
+        study.kept(path)
