@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,6 +38,10 @@ from megatron_wlb.errors import CompatibilityError, ConfigError, run_program
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 PREFIX = "target: "
 """What stands before the names that a process without work prints."""
+
+
+READERS = ["megatron_wlb", "_gpu_report", "_run_recipes"]
+"""The packages whose branches guide the fuzzer."""
 
 
 @dataclass(frozen=True)
@@ -157,18 +162,23 @@ def _work(
     """Runs a target in this process, which ends with it; without a name says which there are."""
     warnings.simplefilter("ignore")
     logging.disable()
+    instrumented: AbstractContextManager[None] = nullcontext()
     if name and input_path is None:
         import atheris
 
         # Torch has too many branches, and none of them reads.
-        with atheris.instrument_imports(include=["megatron_wlb"]):
-            from helpers.fuzz import TOKENS, targets
-    else:
-        from helpers.fuzz import TOKENS, targets
+        instrumented = atheris.instrument_imports(include=READERS)
+        for module in [one for one in sys.modules if one.split(".")[0] in READERS]:
+            del sys.modules[module]  # what this script itself needs is imported anew
     content = None if input_path is None else input_path.read_bytes()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as work:
         os.chdir(work)
-        known = targets()
+        with instrumented:
+            from helpers.fuzz import TOKENS, targets
+
+            known = targets()
+            for data in known[name].seeds if name and content is None else ():
+                known[name].run(data)  # which imports the rest
         if not name:
             print("".join(f"{PREFIX}{one}\n" for one in known))
             return
