@@ -362,7 +362,7 @@ def struck(
     """A fault strikes a process in the middle of a run, which is started again."""
     num, flags = bench.flags(done.trainer, done.layout)
     rank, step = dice.randrange(num), dice.randint(1, 4)
-    most = 2 if done.layout == "strategies" else 4  # calls of a rank that are sure to come
+    most = 1 if done.layout == "strategies" else 4  # calls of a rank that are sure to come
     call = dice.randint(1, most) if point in ("forward", "backward", "read") else 1
     deed = "kill" if kind == "async" else kind
     fault = Fault(deed, point, rank, step, call, str(folder / "struck"))
