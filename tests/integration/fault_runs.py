@@ -109,7 +109,10 @@ POINTS = {
         "megatron_wlb.planner:Planner.next_plan",
         "megatron_wlb.planning.assign:StrategyPlanner.next_plan",
     ),
-    "forward": ("megatron_wlb.runtime.step:forward_step",),
+    "forward": (
+        "megatron_wlb.runtime.step:forward_step",
+        "megatron_wlb.runtime.strategy.replica:forward_step",
+    ),
     "backward": ("megatron.core.pipeline_parallel.schedules:backward_step",),
     "optimizer": (
         "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
