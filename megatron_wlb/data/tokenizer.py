@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,17 +107,9 @@ def file_encoder(content: str, name: str) -> Encoder:
     """
     from tokenizers import Tokenizer
 
-    try:
+    remedy = "give one that the tokenizers library has written"
+    with _told(f"{name} is not a tokenizer.json", remedy):
         tokenizer = Tokenizer.from_str(content)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except (
-        BaseException
-    ) as error:  # The library raises Exception, or what is none: a panic of Rust.
-        raise CorpusError(
-            f"{name} is not a tokenizer.json ({one_line(error)}); "
-            "give one that the tokenizers library has written"
-        ) from error
     eods = [eod for eod in map(tokenizer.token_to_id, EOD_TOKENS) if eod is not None]
     if not eods:
         raise CorpusError(
@@ -128,12 +121,25 @@ def file_encoder(content: str, name: str) -> Encoder:
     tokenizer.encode_special_tokens = True
 
     def encode(batch: list[bytes]) -> Iterator[npt.NDArray[Any]]:
-        for encoding in tokenizer.encode_batch_fast(_decode(batch), add_special_tokens=False):
+        with _told(f"tokenizer {name} cannot encode a text", "give one that knows every byte"):
+            encodings = tokenizer.encode_batch_fast(_decode(batch), add_special_tokens=False)
+        for encoding in encodings:
             yield np.array(encoding.ids, dtype=np.int32)
 
     # Ids may have holes, so the number of tokens would be too few.
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     return Encoder(vocab_size, eods[0], encode)
+
+
+@contextlib.contextmanager
+def _told(what: str, remedy: str) -> Iterator[None]:
+    """Makes CorpusError of what the library raises: Exception, or what is none, a panic of Rust."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise CorpusError(f"{what} ({one_line(error)}); {remedy}") from error
 
 
 def _decode(batch: list[bytes]) -> list[str]:

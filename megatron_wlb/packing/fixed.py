@@ -17,7 +17,7 @@ from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, load_state, save
 from megatron_wlb.packing.original import check_windows, cut_windows
 from megatron_wlb.packing.placement import CostTable, rank
 from megatron_wlb.plan import Document
-from megatron_wlb.reading import unknown, whole_number
+from megatron_wlb.reading import reading_state, shown, typed, unknown, whole_number
 
 Grouping: TypeAlias = Literal["sorted", "arrival"]
 """Which windows of several global batches run in one step: those of like work, or those whose
@@ -76,14 +76,14 @@ class FixedPacker(ABC):
         Steps that were planned already run as planned.
         """
         waiting, planned = load_state(self, state, "waiting", "planned")
-        sizes = state.get("planned_sizes")
-        if (
-            not isinstance(sizes, list)
-            or any(len(step) not in self.limits.numbers for step in sizes)
-            or sum(map(sum, sizes)) != len(planned)
-        ):
+        with reading_state("a packing"):
+            sizes = typed("planned_sizes", state["planned_sizes"], list[list[int]])
+        if any(len(step) not in self.limits.numbers or min(step) < 0 for step in sizes) or sum(
+            map(sum, sizes)
+        ) != len(planned):
             raise CheckpointError(
-                f"not the state of a packing (planned_sizes {sizes}); use an intact checkpoint"
+                f"not the state of a packing (planned_sizes {shown(sizes)}); use an intact "
+                "checkpoint"
             )
         documents = iter(planned)
         self._planned = deque(

@@ -94,6 +94,9 @@ MERGES = "a0: &a0 {x: 1, y: 2}\n" + "".join(
     f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 99)}], z{n}: 1}}\n" for n in range(1, 9)
 )
 HUGE = (1 << 53) - 1
+DUMB = json.dumps(
+    {"model": {"vocab": {"<|endoftext|>": 0}, "type": "WordLevel", "unk_token": "[UNK]"}}
+).encode()
 
 
 class Calls:
@@ -120,6 +123,15 @@ def changed_state(known: Targets, **values: Any) -> bytes:
     return json.dumps(state | values | {"stream": state["stream"] | stream}).encode()
 
 
+def changed_plans(known: Targets, sizes: list[Any]) -> bytes:
+    """A state of ``fixed-greedy`` with other sizes of what it planned."""
+    states = map(json.loads, known["state"].seeds[:-1])
+    state = next(one for one in states if one["packer"]["packing"] == "fixed-greedy")
+    return json.dumps(
+        state | {"packer": state["packer"] | {"planned_sizes": sizes, "planned": []}}
+    ).encode()
+
+
 def npy(shape: str) -> bytes:
     header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(64)
@@ -141,6 +153,9 @@ HOSTILE: dict[str, tuple[str, Callable[[Targets], bytes]]] = {
     "state that has read far ahead": ("state", lambda k: changed_state(k, steps_read=HUGE)),
     "state of a late step": ("state", lambda k: changed_state(k, step=HUGE, steps_read=HUGE)),
     "state of an infinite step": ("state", lambda k: changed_state(k, step=float("inf"))),
+    "state of steps that are no lists": ("state", lambda k: changed_plans(k, [None])),
+    "state of less than no documents": ("state", lambda k: changed_plans(k, [[-1, 1]])),
+    "tokenizer that knows no byte": ("tokenizer", lambda _: DUMB),
     "state of nested lists": ("state", lambda _: b'{"step": ' + b"[" * 100_000),
     "pickle of a far place": ("checkpoint", lambda _: b"\x80\x02}r\xff\xff\xff\x7f."),
     "pickle of many bytes": ("checkpoint", lambda _: b"\x80\x05\x96" + bytes(4) + b"\x01\0\0\0."),
