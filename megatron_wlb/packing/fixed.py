@@ -78,9 +78,8 @@ class FixedPacker(ABC):
         waiting, planned = load_state(self, state, "waiting", "planned")
         with reading_state("a packing"):
             sizes = typed("planned_sizes", state["planned_sizes"], list[list[int]])
-        if any(len(step) not in self.limits.numbers or min(step) < 0 for step in sizes) or sum(
-            map(sum, sizes)
-        ) != len(planned):
+        are_steps = all(len(step) in self.limits.numbers and min(step) >= 0 for step in sizes)
+        if not are_steps or sum(map(sum, sizes)) != len(planned):
             raise CheckpointError(
                 f"not the state of a packing (planned_sizes {shown(sizes)}); use an intact "
                 "checkpoint"
