@@ -48,8 +48,9 @@ def main() -> int:
     if not options.page:
         _measure(chosen, options)
     found = page.found_in(out)
-    tiny = any(one["tiny"] for one in found.values())
-    docs = options.docs or (out if tiny else ROOT / "docs")
+    is_tiny = options.tiny or any(one["tiny"] for one in found.values())
+    has_news = found or options.page
+    docs = options.docs or (ROOT / "docs" if has_news and not is_tiny else out)
     print(f"page: {page.make(found, docs)}")
     wrong = [f"{name}: {line}" for name, one in found.items()
              for line in PARTS[name].wrong(one["figures"])]  # fmt: skip

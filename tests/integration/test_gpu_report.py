@@ -104,10 +104,12 @@ def test_report_goes_on_where_it_stopped_and_kills_what_overruns(out: Path, tmp_
         assert f"{name}: cut off after" in cut.stdout
         assert json.loads((tmp_path / f"{name}.json").read_text())["status"] == "cut off"
     assert (tmp_path / "gpu.md").read_text().count("killed at its limit of 0.2 s") == 2
-    # Limits that no longer fit: nothing is started.
+    # Limits that no longer fit: nothing is started, and the page in the docs stays.
+    before = (PROJECT / "docs" / "gpu.md").read_text()
     none = report(*parts, "--out", str(tmp_path / "new"), "--minutes", "0.1")
     assert none.stdout.count("not started") == 2
     assert not list((tmp_path / "new").glob("*.json"))
+    assert (PROJECT / "docs" / "gpu.md").read_text() == before
 
 
 def test_wrong_figures_fail_the_command_and_are_told(tmp_path: Path) -> None:
