@@ -103,12 +103,13 @@ def file_encoder(content: str, name: str) -> Encoder:
     """The encoder of a ``tokenizer.json`` whose text is ``content``.
 
     Invalid UTF-8 becomes U+FFFD. Truncation and padding are turned off. Text that spells a special
-    token does not become one. Raises CorpusError for a file that is no tokenizer, or has no EOD.
+    token does not become one. Raises CorpusError for a file that is no tokenizer, or has no EOD;
+    encoding does for a text that it cannot encode.
     """
     from tokenizers import Tokenizer
 
-    remedy = "give one that the tokenizers library has written"
-    with _told(f"{name} is not a tokenizer.json", remedy):
+    written = "give one that the tokenizers library has written"
+    with _told(f"{name} is not a tokenizer.json", written):
         tokenizer = Tokenizer.from_str(content)
     eods = [eod for eod in map(tokenizer.token_to_id, EOD_TOKENS) if eod is not None]
     if not eods:

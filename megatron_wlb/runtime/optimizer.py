@@ -128,5 +128,5 @@ def make_loadable(optimizer: Any) -> None:
 def _init_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:
     """Gives SGD the state that a checkpoint is loaded into."""
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
+        for parameter in group["params"] if group.get("momentum") else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
