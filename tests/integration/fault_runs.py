@@ -85,8 +85,11 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
     "strategies": (
         4,
         {
-            **{"wlb_hardware": "cpu", "wlb_look_ahead": None},
-            **{"global_batch_size": 1, "seq_length": 1024, "seed": 2},
+            "wlb_hardware": "cpu",
+            "wlb_look_ahead": None,
+            "global_batch_size": 1,
+            "seq_length": 1024,
+            "seed": 2,
         },
     ),
 }
