@@ -25,7 +25,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _common import parser_of
 from _run_recipes import pages
 from _run_recipes.inside import SPOILS
 from _run_recipes.outcome import UNEQUAL
@@ -36,6 +35,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_wlb.errors import ConfigError, run_program
+
+sys.path.append(str(Path(__file__).parent / "evidence"))
+from _common import parser_of
 
 ROOT = Path(__file__).parents[1]
 

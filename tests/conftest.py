@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.gloo import GlooPool
 
+from megatron_wlb.data.corpus import build_corpus
+
 TESTS = Path(__file__).parent
-TIERS = ("unit", "distributed", "integration", "gpu")
+TIERS = ("unit", "distributed", "integration", "gpu", "evidence")
 OUTCOMES = {
     "passed": "passed",
     "failed": "failed",
@@ -50,6 +54,19 @@ def gloo(pytestconfig: pytest.Config) -> Iterator[GlooPool]:
     with GlooPool() as pool:
         pytestconfig.stash[_POOL] = pool
         yield pool
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 documents of 5 to 4,000 bytes, heavy-tailed, 100,000 in all; the same everywhere."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = np.random.RandomState(7)
+    with (folder / "texts.jsonl").open("w") as stream:
+        for length in np.clip(generator.lognormal(4.9, 1.3, 300), 5, 4000).astype(int):
+            words = generator.choice(["ab", "cde", "fgh ", "the ", "sun ", "x. "], length)
+            stream.write(json.dumps({"text": "".join(words)[:length]}) + "\n")
+    build_corpus([folder / "texts.jsonl"], folder / "texts")
+    return folder / "texts"
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -13,10 +13,11 @@ from megatron_wlb.cost import ModelShape
 from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import batch, model_shape
+from megatron_wlb.planning.from_words import settings_of
 from megatron_wlb.settings.command_line import yaml_arguments
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.recipe import Recipe, read_recipe
-from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE, settings_of
+from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE
 
 MODELS = """\
 model:

@@ -15,18 +15,15 @@ from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, counting_bar, say
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings
-from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.packing.settings import run_with
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, gain, recommended
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
-from megatron_wlb.study.paper import TABLE_2
 
 ALL = (
     "original", "fixed-greedy:1", "fixed-greedy:2", "fixed-greedy:4", "fixed-greedy:8", "wlb",
     "hold", "slim",
 )  # fmt: skip
-PAPER = (*ALL[:5], "wlb:1", "wlb:2", "wlb:3")
 STEPS, SOLVER_STEPS = 400, 20
 EXTRA_COLUMNS = ("p95", "worst", "tokens/s", "p99", "CV", "documents")
 MIN_WIDTH = 130
@@ -40,7 +37,7 @@ packings (--packing a,b,…):
   fixed-solver:4 repack 4 global batches together, wlb:3 has 3 queues, hold:4 looks 4 steps
   ahead; slim:32 cuts a data-parallel rank's step into 32 units; with --pp-size hold+shape has
   shaped steps, and hold+auto numbers of micro-batches chosen step by step. Default: all but the
-  solver, which takes seconds a step. 'paper' is every row of Table 2 but the solver's.
+  solver, which takes seconds a step.
 
 columns:
   imbalance  max · N / Σ of the modelled times of a step's micro-batches, 1 is perfect: mean over
@@ -101,7 +98,6 @@ def _run(args: argparse.Namespace) -> int:
     originals = {e.num_micro_batches: e for e in evaluations if e.setting.is_plain}
     rows = [
         e.row(None if e.setting.name == "fixed-solver" else originals.get(e.num_micro_batches))
-        | {"paper_imbalance": _paper(args, e)}
         for e in evaluations
     ]
     title = f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows"
@@ -126,14 +122,13 @@ def _run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> list[PackingSettings]:
     every = [name for name in ALL if name != "slim" or inputs.can_slice(args)]
     named = args.packing or run_with(args.pp_size, args.vpp_size, every)
-    names = [n for name in named for n in (PAPER if name == "paper" else (name,))]
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
         "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},
         "fixed-solver": {"solver_limit": args.solver_limit},
     }
     settings = []
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(named):
         given = inputs.limits(args) | own.get(name.partition(":")[0], {})
         settings.append(PackingSettings.parse(name, args.window, inputs.max_tokens(args), **given))
     return settings
@@ -161,28 +156,11 @@ def _evaluate(
     return evaluations
 
 
-def _paper(args: argparse.Namespace, evaluation: Evaluation) -> float | None:
-    """Table 2's figure where the set-up is the paper's."""
-    setting = evaluation.setting
-    ours = args.distribution, args.window, evaluation.num_micro_batches
-    other = args.cost or args.model or args.queue_thresholds or args.max_step_tokens is not None
-    other = other or setting.micro_batches == "auto"
-    if ours != ("reference", REFERENCE_WINDOW, 4) or other:
-        return None
-    number = setting.fixed_batches
-    if setting.name == "wlb":
-        number = len(setting.queue_thresholds) or 2
-    name = setting.name if setting.name == "original" else f"{setting.name}:{number}"
-    imbalance, _ = TABLE_2.get(name, (None, None))
-    return imbalance
-
-
 def _table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Table:
     """Columns that matter less are left out where there is no room."""
-    paper = any(row["paper_imbalance"] for row in rows)
     padded = any(row["padding"] >= 0.00005 for row in rows)
     shown = [_cells(row) for row in rows]
-    left_out = {"paper": not paper, "padding": not padded}
+    left_out = {"padding": not padded}
     left_out |= dict.fromkeys(EXTRA_COLUMNS, width < MIN_WIDTH)
     headers = [header for header in shown[0] if not left_out.get(header)]
     table = Table(title=title, title_justify="left")
@@ -196,10 +174,6 @@ def _table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Table:
         if number and cells["N"] != shown[number - 1]["N"]:
             table.add_section()
         table.add_row(*(cells[header] for header in headers))
-    if paper:
-        table.caption = (
-            "paper: imbalance in WLB-LLM's Table 2, of measured times on its authors' data"
-        )
     return table
 
 
@@ -213,7 +187,6 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "N": number("num_micro_batches", ""),
         "packing": row["title"],
         "imbalance": number("imbalance_mean", ".3f"),
-        "paper": number("paper_imbalance", ".2f"),
         "tw": number("imbalance_time_weighted", ".3f"),
         "p95": number("imbalance_p95", ".3f"),
         "worst": number("imbalance_worst", ".2f"),

@@ -71,8 +71,9 @@ def plot_attention(profile: AttentionProfile, path: Path) -> None:
 def plot_shardings(figures: Mapping[str, Any], path: Path) -> None:
     """Figure 15 of WLB-LLM: speedup over per-sequence by sharding, a panel a model.
 
-    ``figures`` are those of ``scripts/bench_cp.py --json``: ``cases`` with ``model``, ``window``,
-    ``cp`` and ``speedup_over_per_sequence`` by name; ``machine``; ``clock``, empty if modelled.
+    ``figures`` are those of ``scripts/evidence/bench_cp.py --json``: ``cases`` with ``model``,
+    ``window``, ``cp`` and ``speedup_over_per_sequence`` by name; ``machine``; ``clock``, empty if
+    modelled.
     """
     cases = figures["cases"]
     models = list(dict.fromkeys(case["model"] for case in cases))

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from _papers import paper
+from _papers.paper import Effort, K, Pair
 from _sections import Row, Section, plot
 
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.machine import TINY, hardware_path
 from _gpu_report.results import Results
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.study import paper
-from megatron_wlb.study.paper import Effort, K, Pair
 from megatron_wlb.study.plot import shown_tokens
 
 PACKINGS: dict[str, Pair] = {

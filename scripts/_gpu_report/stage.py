@@ -21,7 +21,7 @@ SEED = 1
 
 
 def measure(results: Results) -> None:
-    from megatron_wlb.bench.stage_share import measure_share
+    from _stage_share import measure_share
 
     scale = 128 if results.tiny else 1
     for name, (model, tp_size, num_layers) in (TINY_STAGES if results.tiny else STAGES).items():

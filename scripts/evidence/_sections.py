@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _papers.paper import HARDWARE, Effort
 from matplotlib.figure import Figure
 
 from megatron_wlb.files import replacing
-from megatron_wlb.study.paper import HARDWARE, Effort
 from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE
 
 
@@ -171,8 +171,10 @@ def wrapped(line: str) -> str:
     """Prose in lines of 100; tables and pictures as they are."""
     if line.startswith(("|", "!", "#")):
         return line
-    indent = {"subsequent_indent": "  " if line.startswith("- ") else ""}
-    return textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False, **indent)
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(
+        line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _line(cells: Sequence[str]) -> str:

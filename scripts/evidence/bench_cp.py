@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Figure 15 of WLB-LLM on one device: attention of one layer under each CP sharding.
 
-    scripts/bench_cp.py --json > figures.json                        # a GPU, full size
-    OMP_NUM_THREADS=1 scripts/bench_cp.py --device cpu --small       # a quarter of an hour
-    scripts/bench_cp.py --modelled --micro-batches 64                # full size, seconds
+    scripts/evidence/bench_cp.py --json > figures.json                        # a GPU, full size
+    OMP_NUM_THREADS=1 scripts/evidence/bench_cp.py --device cpu --small       # a quarter of an hour
+    scripts/evidence/bench_cp.py --modelled --micro-batches 64                # full size, seconds
 
 For CP = 2, 4 and 8 every rank's attention runs in turn, forward and backward, one variable-length
 call on the keys that the rank has gathered; the slowest rank counts. Micro-batches are windows of
@@ -156,7 +156,7 @@ def run_micro_batch(
     repeats: int,
     typical: Callable[..., Any],
 ) -> Result:
-    chosen: dict[str, Sharding] = {kind: Sharding(kind) for kind in FIXED}  # type: ignore[arg-type]
+    chosen: dict[str, Sharding] = {kind: Sharding(kind) for kind in FIXED}
     for mode in ("adaptive", "hybrid"):
         chosen[mode] = Selector(mode, cp_size, profile).choose(lengths).sharding  # type: ignore[arg-type]
     measured = latencies(

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measures the packings: balance and delay, planning time over N, and a million documents.
 
-    scripts/bench_packing.py balance    # imbalance and delay of each set-up, against what is wanted
-    scripts/bench_packing.py speed      # time and memory of a step over N = 4 … 4096
-    scripts/bench_packing.py stream     # a million documents: is any lost, does memory stay flat
+    scripts/evidence/bench_packing.py balance    # imbalance and delay of each set-up
+    scripts/evidence/bench_packing.py speed      # time and memory of a step over N = 4 … 4096
+    scripts/evidence/bench_packing.py stream     # a million documents: is any lost?
 
 Balance and delay are computed from modelled times; planning times are process CPU time, measured on
 this machine, of each step the best of several repeats. Memory is what Python's tracemalloc counts,
@@ -34,7 +34,6 @@ from matplotlib.ticker import NullFormatter
 from rich.progress import Progress
 from rich.table import Table
 
-from megatron_wlb.bench.ledger import Ledger
 from megatron_wlb.cli import output
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource
@@ -46,6 +45,9 @@ from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, evaluate
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from helpers.ledger import Ledger
 
 FAST = tuple(name for name in PACKINGS if name != "fixed-solver")
 METRICS = ("imbalance", "tw", "p95", "worst", "delay", "p99", "max", "CV")
@@ -323,7 +325,8 @@ def plot_speed(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> N
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
-    ends = np.geomspace(*np.sort([row["documents_per_step"] for row in rows])[[0, -1]], 50)
+    counts = [row["documents_per_step"] for row in rows]
+    ends = np.geomspace(min(counts), max(counts), 50)
     last = ends[-1]
     panels[0].plot(ends, ends / 1e3, "k--", lw=1, label="1 ms per 1,000")
     n_log_n = ends * np.log(ends) / (last * np.log(last)) * last / 1e3

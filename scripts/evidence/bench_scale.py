@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Tells whether planning stays cheap, and replicas stay balanced, on thousands of GPUs.
 
-    scripts/bench_scale.py                           # 64 to 65,536 GPUs
-    scripts/bench_scale.py --dp-sizes 1 16 --packing original,slim --seeds 1 2 3
-    scripts/bench_scale.py --small                   # a moment: to see what it prints
+    scripts/evidence/bench_scale.py                           # 64 to 65,536 GPUs
+    scripts/evidence/bench_scale.py --dp-sizes 1 16 --packing original,slim --seeds 1 2 3
+    scripts/evidence/bench_scale.py --small                   # a moment: to see what it prints
 
 LLaMA2-7B on H100 with TP 8, CP 2 and PP 4: a replica is 64 GPUs. Each has 8 windows of 131,072
 tokens a step, so a step grows with the replicas (weak scaling). Every packing plans the same
@@ -25,6 +25,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Final
 
 from _common import add_distribution, parser_of
 from rich.table import Table
@@ -44,7 +45,7 @@ DP_SIZES = (1, 8, 64, 256, 1024)
 WINDOW = 131_072
 EACH = 8
 """Windows of a replica, a step: the fewest with which PP 4 is worth its bubbles."""
-SHARDING = "adaptive"
+SHARDING: Final = "adaptive"
 MIB = 2**20
 
 
@@ -123,7 +124,8 @@ def measure(
     original = 1.0
     for name in packings:
         setting = PackingSettings.parse(name, WINDOW, max_tokens)
-        steps, num_bytes = [], []
+        steps: list[tuple[float, float, float, float, float]] = []
+        num_bytes = []
         for seed in options.seeds:
             planner = run.workload(source, seed=seed).planner(
                 setting, total, costs=run.costs, selector=run.selector(SHARDING)
@@ -131,11 +133,14 @@ def measure(
             steps += steps_of(run, planner, options, on_step)
             num_bytes.append(plan_bytes(planner))
             on_step()
-        flops, us, *sums = map(sum, zip(*steps, strict=True))
+        flops, us, *sums = (sum(each) for each in zip(*steps, strict=True))
         original = original if result else flops / us
-        means = [each / len(steps) for each in sums]
+        imbalance, plan_ms, digest_ms = (each / len(steps) for each in sums)
         size = sum(num_bytes) / len(num_bytes) / MIB
-        result.append(Row(run.num_devices, setting.title, flops / us / original, *means, size))
+        speed = flops / us / original
+        result.append(
+            Row(run.num_devices, setting.title, speed, imbalance, plan_ms, digest_ms, size)
+        )
     return result
 
 

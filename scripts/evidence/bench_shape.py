@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measures shaped plans: how much shorter simulated steps get, and how long shaping takes.
 
-    scripts/bench_shape.py                           # the reference set-ups, against what is wanted
-    scripts/bench_shape.py --pp 8 --vpp 2 --num-micro-batches 64 --seeds 5 --steps 50
-    scripts/bench_shape.py --num-micro-batches 16 --plot shaped.png    # and a picture of one step
+    scripts/evidence/bench_shape.py                   # the reference set-ups
+    scripts/evidence/bench_shape.py --pp 8 --vpp 2 --num-micro-batches 64 --seeds 5 --steps 50
+    scripts/evidence/bench_shape.py --num-micro-batches 16 --plot shaped.png    # draws a step
 
 The documents are those of ``hold`` with S_max of two windows on a synthetic heavy-tailed
 distribution, the cost that of LLaMA2-7B (attention 2.5 and all else 2 times as long backward as
@@ -199,7 +199,8 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
     def gain(name: str, over: Sequence[Step]) -> float:
         """Speed: total time before ÷ after, less 1."""
-        return sum(getattr(s, name) for s in over) / sum(s.shaped_us for s in over) - 1
+        before_us: float = sum(getattr(s, name) for s in over)
+        return before_us / sum(s.shaped_us for s in over) - 1
 
     by_seed = [gain("packed_us", run) for run in runs]
     return {

@@ -2,8 +2,8 @@
 """Puts the same documents through Megatron-LM's own packing and through ours.
 
     M=~/Megatron-LM
-    scripts/bench_upstream.py $M --model 7b --tp-size 8 --cp-size 2 --pp-size 4 --dp-size 4
-    scripts/bench_upstream.py $M --model 7b --tp-size 8 --cp-size 4 --dp-size 4 --json
+    scripts/evidence/bench_upstream.py $M --model 7b --tp-size 8 --cp-size 2 --pp-size 4 --dp-size 4
+    scripts/evidence/bench_upstream.py $M --model 7b --tp-size 8 --cp-size 4 --dp-size 4 --json
 
 The checkout's schedulers run as they are: `dp_balanced` (packs in order, up to a window a replica),
 `default_dynamic_cp` where it has one (branch `dev`: a CP size for each document), and without a

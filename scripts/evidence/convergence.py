@@ -8,9 +8,9 @@ that was stopped goes on, and one can be given more seeds: the table is of all r
 and with --page of those in the file of runs beside the page, which it writes anew.
 --minutes gives each run equal time on two cores (PP=2) instead.
 
-    scripts/convergence.py --out runs/learning                 # hours: 3 seeds of 7 packings
-    scripts/convergence.py --out /tmp/short --tokens 1e5 --seeds 1 2 --packings original hold
-    scripts/convergence.py --out runs/learning --page docs/learning.md     # page and picture anew
+    scripts/evidence/convergence.py --out runs/learning       # hours: 3 seeds of 7 packings
+    scripts/evidence/convergence.py --out /tmp/short --tokens 1e5 --seeds 1 --packings original hold
+    scripts/evidence/convergence.py --out runs/learning --page docs/learning.md  # page anew
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A case ends as one of: resumed equal, refused clearly, hung, silent, lost; or no
 machine is too busy for it. Ends with status 1 unless all are of the first two. Outcomes are added
 to those that --out has, and the table is of all of them. The launcher needs MEGATRON_LM_PATH.
 
-    scripts/fault_matrix.py --seed 1 --out faults.json
+    scripts/evidence/fault_matrix.py --seed 1 --out faults.json
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_wlb.errors import run_program
 from megatron_wlb.files import write_text
 from megatron_wlb.reading import read_text
 
-TESTS = Path(__file__).parents[1] / "tests"
+TESTS = Path(__file__).parents[2] / "tests"
 sys.path += [str(TESTS), str(TESTS / "integration")]
 OUTCOMES = ("resumed equal", "refused clearly", "hung", "silent", "lost", "not struck")
 

@@ -8,9 +8,9 @@ than --memory-mib of memory, or more than --input-seconds for an input; its inpu
 inputs of --corpus, and the exit status is 1. The short form is tests/unit/test_readers.py.
 
     pip install atheris
-    scripts/fuzz.py --minutes 5 --corpus fuzz
-    scripts/fuzz.py --targets ledger state --minutes 30 --corpus fuzz --seed 2
-    scripts/fuzz.py --targets ledger --corpus fuzz --input fuzz/ledger/findings/crash-…
+    scripts/evidence/fuzz.py --minutes 5 --corpus fuzz
+    scripts/evidence/fuzz.py --targets ledger state --minutes 30 --corpus fuzz --seed 2
+    scripts/evidence/fuzz.py --targets ledger --corpus fuzz --input fuzz/ledger/findings/crash-…
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rich.table import Table
 
 from megatron_wlb.errors import CompatibilityError, ConfigError, run_program
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 PREFIX = "target: "
 """What stands before the names that a process without work prints."""
 
@@ -108,7 +108,7 @@ def _show(outcomes: list[Outcome]) -> None:
         if one.error:
             print(f"{one.target}: {one.error}")
         for path in one.findings:
-            print(f"  scripts/fuzz.py --targets {one.target} --input {path}")
+            print(f"  scripts/evidence/fuzz.py --targets {one.target} --input {path}")
 
 
 def _names() -> list[str]:

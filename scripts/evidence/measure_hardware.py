@@ -1,6 +1,6 @@
 """Prints what this machine reaches, to write a hardware file from (see configs/hardware/cpu.yaml).
 
-Run it as ``OMP_NUM_THREADS=1 .venv/bin/python scripts/measure_hardware.py``.
+Run it as ``OMP_NUM_THREADS=1 .venv/bin/python scripts/evidence/measure_hardware.py``.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ what strategies gain on other lengths.
 Writes a Markdown page and PNG pictures. Everything is simulated on modelled GPUs and synthetic
 distributions of lengths; only the time that packing takes is measured, on this machine.
 
-    scripts/reproduce_paper.py                       # docs/paper.md, docs/images/paper-*.png
-    scripts/reproduce_paper.py --paper slimpack      # docs/slimpack.md, docs/images/slimpack-*.png
-    scripts/reproduce_paper.py --paper slimpack --small --out /tmp/slimpack      # a look, quickly
-    scripts/reproduce_paper.py --paper hydraulis     # docs/hydraulis.md, docs/images/
-    scripts/reproduce_paper.py --steps 20 --out /tmp/paper --json > /tmp/paper.json
+    scripts/evidence/reproduce_paper.py                      # docs/paper.md and its pictures
+    scripts/evidence/reproduce_paper.py --paper slimpack     # docs/slimpack.md and its pictures
+    scripts/evidence/reproduce_paper.py --paper slimpack --small --out /tmp/slim  # a quick look
+    scripts/evidence/reproduce_paper.py --paper hydraulis    # docs/hydraulis.md and its pictures
+    scripts/evidence/reproduce_paper.py --steps 20 --out /tmp/paper --json > /tmp/paper.json
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from _common import add_seeds, parser_of
-from _hydraulis import HYDRAULIS
+from _papers.hydraulis_page import HYDRAULIS
+from _papers.paper import HARDWARE, Effort
+from _papers.slimpack_page import SLIMPACK
+from _papers.wlb_llm_page import WLB_LLM
 from _sections import Paper, Section, json_of, lines_of, plot, wrapped
-from _slimpack import SLIMPACK
-from _wlb_llm import WLB_LLM
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
-from megatron_wlb.study.paper import HARDWARE, Effort
 
 PAPERS: dict[str, Paper] = {"wlb-llm": WLB_LLM, "slimpack": SLIMPACK, "hydraulis": HYDRAULIS}
 SMALL = Effort(2, (1,), warm_up=1)
@@ -103,7 +103,7 @@ def main() -> int:
 
 def _command(options: argparse.Namespace, effort: Effort) -> str:
     """What makes the same page again."""
-    words = ["scripts/reproduce_paper.py"]
+    words = ["scripts/evidence/reproduce_paper.py"]
     if options.paper != "wlb-llm":
         words += ["--paper", options.paper]
     if options.small:

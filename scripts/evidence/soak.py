@@ -10,9 +10,9 @@ key or value is left after a step, and memory is flat. With --minutes it plans m
 runs, of all settings, whose planner is reloaded before every step, and compares each with one left
 alone. The short forms are in the tests.
 
-    scripts/soak.py --steps 100000 --seed 1
-    scripts/soak.py --train 2000
-    scripts/soak.py --minutes 10 --seed 1
+    scripts/evidence/soak.py --steps 100000 --seed 1
+    scripts/evidence/soak.py --train 2000
+    scripts/evidence/soak.py --minutes 10 --seed 1
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from megatron_wlb.errors import run_program
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from helpers.long_soak import RUNS, flat, run
 from helpers.soak import Soak, soaks
 from helpers.trained_soak import train

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Holds simulated steps against real ones: trains small GPTs on this machine's CPU, then compares.
 
-    scripts/validate_simulator.py                      # every layout, some minutes each
-    scripts/validate_simulator.py --layouts pp2 --repeats 1 --json > figures.json
-    scripts/validate_simulator.py --keep runs/validation --reuse   # judge again what was recorded
+    scripts/evidence/validate_simulator.py                # every layout, some minutes each
+    scripts/evidence/validate_simulator.py --layouts pp2 --repeats 1 --json > figures.json
+    scripts/evidence/validate_simulator.py --keep runs/validation --reuse   # judges again
 
 Each layout trains every packing on the interpreter's own standard library, one step of each in
 turns, with each pipeline rank pinned to a core; all steps are run several times over, in another
@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from _common import parser_of
+from _validation.judge import FEWEST_ROUNDS, summarize
 from rich.table import Table
 
 from megatron_wlb.bench import quickstart
 from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
-from megatron_wlb.bench.validation import FEWEST_ROUNDS, summarize
 from megatron_wlb.cli import output
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.packing.settings import SHAPED

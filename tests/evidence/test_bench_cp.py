@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_cp.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/evidence/bench_cp.py"
 SHARDINGS = {
     "per-sequence", "per-document", "per-document-remainder", "adaptive", "hybrid", "best-of",
 }  # fmt: skip

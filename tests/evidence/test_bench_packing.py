@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_packing.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/evidence/bench_packing.py"
 COMMON = {"packing", "num_micro_batches", "max_windows", "documents"}
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_scale.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/evidence/bench_scale.py"
 
 
 def run(*arguments):

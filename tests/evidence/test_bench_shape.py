@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_shape.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/evidence/bench_shape.py"
 
 
 def run(*arguments):

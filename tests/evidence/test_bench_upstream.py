@@ -15,7 +15,7 @@ from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_upstream.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/evidence/bench_upstream.py"
 CORE = Path(megatron.core.__file__).parents[2]
 """It has the hybrid scheduler, and no other."""
 LAYOUT = [
@@ -35,7 +35,6 @@ SHORT = ("--model", "550m", "--seeds", 1, "--steps", 2, "--warm-up", 2, "--json"
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("bench_upstream", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "bench_upstream", module)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "convergence.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/evidence/convergence.py"
 
 
 def run(folder: Path) -> tuple[dict[str, Any], str]:

@@ -1,4 +1,4 @@
-"""What ``scripts/convergence.py`` says of its runs: differences by seed, intervals, page."""
+"""What ``scripts/evidence/convergence.py`` says of its runs: differences, intervals, page."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import pytest
 
 from megatron_wlb.errors import ConfigError
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-
 
 @pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+def study() -> Any:
     return importlib.import_module("_convergence.study")
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from _papers import hydraulis
+from _papers.hydraulis import BREAKDOWN, CASES, HARDWARE, Case
+from _papers.paper import Effort, K
 
-import megatron_wlb
-from megatron_wlb.study import hydraulis
-from megatron_wlb.study.hydraulis import BREAKDOWN, CASES, HARDWARE, Case
-from megatron_wlb.study.paper import Effort, K
-
-PROJECT = Path(megatron_wlb.__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
+SCRIPT = "scripts/evidence/reproduce_paper.py"
 QUICK = Effort(4, (1,), 0, hardware=HARDWARE)
 SMALL = Case("7b", 8, "GitHub", "F1")
 
@@ -76,7 +75,7 @@ def test_breakdown_has_the_exchange_hidden_and_not() -> None:
 @pytest.mark.parametrize("key", ["breakdown"])
 def test_script_makes_a_small_page_of_hydraulis(key: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/reproduce_paper.py", "--paper", "hydraulis", "--small", "--only",
+        [sys.executable, SCRIPT, "--paper", "hydraulis", "--small", "--only",
          key, "--out", str(tmp_path), "--json"],
         capture_output=True, text=True, check=False, cwd=PROJECT, timeout=120,
     )  # fmt: skip

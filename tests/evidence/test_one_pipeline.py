@@ -3,8 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-
-from megatron_wlb.study.one_pipeline import (
+from _papers.one_pipeline import (
     BACKWARD,
     BOTH,
     FORWARD,
@@ -18,7 +17,7 @@ from megatron_wlb.study.one_pipeline import (
     step_us,
     unlike,
 )
-from megatron_wlb.study.paper import Effort
+from _papers.paper import Effort
 
 LENGTHS = (90_000, 40_000, 17_000, *range(6000, 300, -150), 200, 100)
 QUICK = Effort(5, (1,), warm_up=5)

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from _papers import paper
+from _papers.paper import Effort, K
 
-from megatron_wlb.study import paper
-from megatron_wlb.study.paper import Effort, K
-
-PROJECT = Path(__file__).parents[3]
+PROJECT = Path(__file__).parents[2]
 QUICK = Effort(20, (1,), warm_up=20)
 
 
@@ -57,9 +56,20 @@ def test_figure_15_gains_more_at_the_longer_window() -> None:
     assert 1 < ratios[0] < ratios[1]
 
 
+def test_papers_figures_are_those_of_table_2() -> None:
+    """As printed: imbalance degree by number of global batches, or of queues."""
+    by_number = {
+        "fixed-greedy": {1: 1.41, 2: 1.22, 4: 1.11, 8: 1.08},
+        "fixed-solver": {1: 1.40, 2: 1.18, 4: 1.09},
+        "wlb": {1: 1.24, 2: 1.05, 3: 1.05},
+    }
+    expected = {f"{name}:{k}": value for name, row in by_number.items() for k, value in row.items()}
+    assert {name: row[0] for name, row in paper.TABLE_2.items()} == expected | {"original": 1.44}
+
+
 def test_script_writes_page_and_pictures(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/reproduce_paper.py", "--only", "table-2", "figure-15",
+        [sys.executable, "scripts/evidence/reproduce_paper.py", "--only", "table-2", "figure-15",
          "--steps", "6", "--seeds", "1", "2", "--no-solver", "--out", str(tmp_path),
          "--json"],
         capture_output=True, text=True, check=False, cwd=PROJECT, timeout=300,
@@ -68,7 +78,7 @@ def test_script_writes_page_and_pictures(tmp_path: Path) -> None:
     page = (tmp_path / "paper.md").read_text()
     assert "Every speed-up and imbalance here is simulated" in " ".join(page.split())
     command = "--steps 6 --seeds 1 2 --only table-2 figure-15 --no-solver`"
-    assert f"Made by `scripts/reproduce_paper.py {command} in" in " ".join(page.split())
+    assert f"Made by `scripts/evidence/reproduce_paper.py {command} in" in " ".join(page.split())
     sections = json.loads(done.stdout)["sections"]
     assert [section["key"] for section in sections] == ["table-2", "figure-15"]
     for section in sections:
@@ -87,7 +97,7 @@ def test_script_writes_page_and_pictures(tmp_path: Path) -> None:
 
 def test_script_refuses_no_steps(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/reproduce_paper.py", "--steps", "0", "--out",
+        [sys.executable, "scripts/evidence/reproduce_paper.py", "--steps", "0", "--out",
          str(tmp_path / "x")],
         capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
     )  # fmt: skip
@@ -98,7 +108,7 @@ def test_script_refuses_no_steps(tmp_path: Path) -> None:
 
 def test_script_does_not_write_a_part_over_the_whole_page() -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/reproduce_paper.py", "--only", "figure-15"],
+        [sys.executable, "scripts/evidence/reproduce_paper.py", "--only", "figure-15"],
         capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
@@ -109,8 +119,8 @@ def test_script_does_not_write_a_part_over_the_whole_page() -> None:
 def test_script_takes_the_machine_that_is_given(key: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c",
-         "import sys; sys.path.insert(0, 'scripts'); import reproduce_paper as script\n"
-         "from megatron_wlb.study.paper import Effort\n"
+         "import sys; sys.path.insert(0, 'scripts/evidence'); import reproduce_paper as script\n"
+         "from _papers.paper import Effort\n"
          f"script._make('wlb-llm', {key!r}, Effort(1, (1,), hardware='no-such-machine'), False)"],
         capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
     )  # fmt: skip

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from _validation.sharing import replay_shared
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.engine import timeline
-from megatron_wlb.simulator.sharing import replay_shared
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 3), (3, 1, 4), (2, 2, 4), (1, 1, 3)])

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from _papers import slimpack
+from _papers.paper import Effort, K
+from _papers.slimpack import BEST_FIT, Case
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.study import slimpack
-from megatron_wlb.study.paper import Effort, K
-from megatron_wlb.study.slimpack import BEST_FIT, Case
 
-PROJECT = Path(__file__).parents[3]
+PROJECT = Path(__file__).parents[2]
+SCRIPT = "scripts/evidence/reproduce_paper.py"
 _LAYOUTS = slimpack.layouts
 QUICK = Effort(3, (1,), warm_up=2)
 
@@ -98,7 +99,7 @@ def test_layout_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_script_makes_a_small_page_of_slimpack(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/reproduce_paper.py", "--paper", "slimpack", "--small", "--only",
+        [sys.executable, SCRIPT, "--paper", "slimpack", "--small", "--only",
          "backward", "hold", "--out", str(tmp_path), "--json"],
         capture_output=True, text=True, check=False, cwd=PROJECT, timeout=300,
     )  # fmt: skip
@@ -131,7 +132,6 @@ def test_script_makes_a_small_page_of_slimpack(tmp_path: Path) -> None:
 def test_script_refuses_parts_that_are_none(
     words: list[str], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(PROJECT / "scripts"))
     monkeypatch.setattr(sys, "argv", ["reproduce_paper.py", "--paper", "slimpack", *words])
     script = importlib.import_module("reproduce_paper")
     with pytest.raises(ConfigError, match=error):

@@ -8,9 +8,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from _stage_share import GROUPS, ShareRow, measure_share, share_of
 from helpers.gloo import GlooPool
 
-from megatron_wlb.bench.stage_share import GROUPS, ShareRow, measure_share, share_of
 from megatron_wlb.cost import AnalyticModel, ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
@@ -40,7 +40,7 @@ def without_rates(shape: ModelShape, num_layers: int) -> list[ShareRow]:
     from megatron_wlb.bench.rates import Rates
 
     rates = Rates("cpu", "float32", 1, 0.1, 0.08, 0.07, 20.0, 18.0)
-    with mock.patch("megatron_wlb.bench.stage_share.measure_rates", lambda _: rates):
+    with mock.patch("_stage_share.measure_rates", lambda _: rates):
         return measured(shape, num_layers)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "validate_simulator.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/evidence/validate_simulator.py"
 SHORT = (
     "--rounds",
     "6",

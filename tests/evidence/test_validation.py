@@ -8,10 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-
-from megatron_wlb.bench import validation
-from megatron_wlb.bench.recording import RecordedStep, Recording, core_of
-from megatron_wlb.bench.validation import (
+from _validation import judge as validation
+from _validation.judge import (
     FEWEST_ROUNDS,
     Row,
     calibrate,
@@ -19,13 +17,15 @@ from megatron_wlb.bench.validation import (
     pairs,
     summarize,
 )
+from _validation.sharing import replay_shared
+
+from megatron_wlb.bench.recording import RecordedStep, Recording, core_of
 from megatron_wlb.cost.profile import fit_stage
 from megatron_wlb.cost.slices import chained
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import run_of
 from megatron_wlb.schedule.graph import graph_of, slice_graph
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.simulator.sharing import replay_shared
 
 BETWEEN_US, P2P_US, BESIDES_US = 40.0, 300.0, 5_000.0
 SLICES_BETWEEN_US, SLICES_P2P_US = 90.0, 200.0

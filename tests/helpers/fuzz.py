@@ -1,8 +1,8 @@
 """Everything that the project reads, as targets for random bytes, and right files to begin with.
 
 A target takes bytes, puts them where a reader finds them, and reads. Only a ``WLBError`` may come
-of it. ``scripts/fuzz.py`` lets a fuzzer look for others by coverage; ``tests/unit/test_readers.py``
-tries some hundred changes of the right files.
+of it. ``scripts/evidence/fuzz.py`` lets a fuzzer look for others by coverage;
+``tests/unit/test_readers.py`` tries some hundred changes of the right files.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import trainer_runs
 
@@ -21,19 +19,6 @@ def no_process_is_left() -> Iterator[None]:
         run = trainer_runs.RUNS.pop()
         if run.poll() is None:
             run.kill()
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 documents of 5 to 4,000 bytes, heavy-tailed, 100,000 in all; the same everywhere."""
-    folder = tmp_path_factory.mktemp("corpus")
-    generator = np.random.RandomState(7)
-    with (folder / "texts.jsonl").open("w") as stream:
-        for length in np.clip(generator.lognormal(4.9, 1.3, 300), 5, 4000).astype(int):
-            words = generator.choice(["ab", "cde", "fgh ", "the ", "sun ", "x. "], length)
-            stream.write(json.dumps({"text": "".join(words)[:length]}) + "\n")
-    build_corpus([folder / "texts.jsonl"], folder / "texts")
-    return folder / "texts"
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Faults that strike a run: the others end and say why, and a resumed run is as if nothing was.
 
-The long form, of every fault and layout, is ``scripts/fault_matrix.py``.
+The long form, of every fault and layout, is ``scripts/evidence/fault_matrix.py``.
 """
 
 from __future__ import annotations

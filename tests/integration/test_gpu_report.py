@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,11 +15,9 @@ from megatron_wlb.cost import load_hardware
 
 PROJECT = Path(__file__).parents[2]
 PARTS = [
-    "environment", "tests", "kernels", "profile", "context_parallel", "replay", "host",
-    "smoke_training",
+    "environment", "tests", "kernels", "profile", "context_parallel", "stage", "replay",
+    "host", "smoke_training",
 ]  # fmt: skip
-if importlib.util.find_spec("megatron_wlb.bench.stage_share") is not None:
-    PARTS.insert(5, "stage")
 
 
 def report(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,8 @@ import pytest
 from megatron_wlb.errors import CorpusError, PackingError, run_program
 
 PROJECT = Path(__file__).parents[2]
-SCRIPTS = sorted((PROJECT / "scripts").glob("[a-z]*.py"))
+FOLDERS = (PROJECT / "scripts", PROJECT / "scripts" / "evidence")
+SCRIPTS = sorted(path for folder in FOLDERS for path in folder.glob("[a-z]*.py"))
 
 
 def raising(error: BaseException):

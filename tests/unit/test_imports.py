@@ -33,6 +33,12 @@ RUNTIME_LAYERS = (
 )  # fmt: skip
 PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")
 PLANNING = LAYERS[: LAYERS.index("runtime")]
+ADVICE = ("study", "api")
+"""What forecasts and compares. No run needs it: nothing of these imports it."""
+RUNS = ("runtime", *PROGRAMS)
+SCRIPTS = {
+    path.stem for folder in ("scripts", "scripts/evidence") for path in (PROJECT / folder).iterdir()
+}
 
 
 def module_name(path: Path) -> str:
@@ -111,6 +117,19 @@ def test_layers_import_from_those_before_them() -> None:
     assert wrong_directions(RUNTIME_LAYERS, "runtime") == []
     backwards = wrong_directions(LAYERS[::-1])
     assert "planner imports packing" in backwards, "the test sees imports"
+
+
+def test_runs_import_nothing_that_only_advises() -> None:
+    """Not through others either: what a run may import comes before the advice."""
+    found = {module: of_project(path) for module, path in MODULES.items() if belongs(module, RUNS)}
+    assert {m: o for m, others in found.items() for o in others if belongs(o, ADVICE)} == {}
+    assert any(belongs(other, ADVICE) for other in of_project(MODULES["cli.plan"]))
+
+
+def test_package_imports_no_script() -> None:
+    assert {"evidence", "_papers", "reproduce_paper", "quickstart"} <= SCRIPTS
+    wrong = {module: imported(path) & {*SCRIPTS, "helpers"} for module, path in MODULES.items()}
+    assert {module: names for module, names in wrong.items() if names} == {}
 
 
 def test_import_rules_speak_of_modules_that_exist() -> None:

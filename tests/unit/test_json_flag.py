@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).parents[2]
-FILES = sorted([*PROJECT.glob("megatron_wlb/**/*.py"), *PROJECT.glob("scripts/*.py")])
+FILES = sorted([*PROJECT.glob("megatron_wlb/**/*.py"), *PROJECT.glob("scripts/**/*.py")])
 
 
 def json_flags(path: Path) -> list[ast.Call]:
@@ -26,7 +26,7 @@ WITH_FLAG = {str(path.relative_to(PROJECT)): json_flags(path) for path in FILES 
 
 
 def test_flag_finder_finds_commands_and_scripts() -> None:
-    assert {"megatron_wlb/cli/plan.py", "scripts/bench_cp.py"} < WITH_FLAG.keys()
+    assert {"megatron_wlb/cli/plan.py", "scripts/evidence/bench_cp.py"} < WITH_FLAG.keys()
 
 
 @pytest.mark.parametrize("name", WITH_FLAG)

@@ -1,6 +1,6 @@
 """Whatever stands in what the project reads, it is taken, or refused in one line.
 
-The short form of ``scripts/fuzz.py``, over the same targets.
+The short form of ``scripts/evidence/fuzz.py``, over the same targets.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards as common_guards
+from megatron_wlb.planning.from_words import settings_of
 from megatron_wlb.runtime.megatron_lm import arguments, guards
 from megatron_wlb.settings.config import Config, flag_of
-from megatron_wlb.study.forecast import settings_of
 
 DEFAULTS = {
     "transformer_impl": "transformer_engine",
@@ -79,7 +79,7 @@ def check(words: Sequence[str], num_devices: int, environment: Mapping[str, str]
 
 
 def settings(words: Sequence[str], num_devices: int) -> Config:
-    """Reads settings as :func:`~megatron_wlb.study.forecast.settings_of`, with Megatron's defaults.
+    """Reads settings by :func:`~megatron_wlb.planning.from_words.settings_of`, Megatron's defaults.
 
     Schedule, logs and checkpoints keep ours, as nothing reads them. Raises :class:`ConfigError` for
     flags of which they cannot be read.

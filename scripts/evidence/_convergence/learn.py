@@ -1,6 +1,6 @@
 """Trains one packing with one seed, and looks at held-out documents as it goes.
 
-Run by ``scripts/convergence.py`` under torchrun; flags it does not know are the trainer's.
+Run by ``scripts/evidence/convergence.py`` under torchrun; flags it does not know are the trainer's.
 """
 
 from __future__ import annotations

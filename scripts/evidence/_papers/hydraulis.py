@@ -15,6 +15,8 @@ from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
+from _papers.paper import Effort, K
+from _papers.slimpack import best_fit, llama
 from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.cost.step_costs import UPDATE_BYTES, analytic_costs
@@ -29,8 +31,6 @@ from megatron_wlb.simulator.strategies import StrategySimulator, StrategyTimelin
 from megatron_wlb.strategy.costs import ReplicaCosts
 from megatron_wlb.strategy.layout import Cluster, Scheme
 from megatron_wlb.strategy.store import ParameterStore
-from megatron_wlb.study.paper import Effort, K
-from megatron_wlb.study.slimpack import best_fit, llama
 from megatron_wlb.study.strategies import SAMPLE_STEPS, StrategyStudy, judge
 
 HARDWARE = "a800"

@@ -11,14 +11,14 @@ from itertools import pairwise
 import numpy as np
 from _sections import Paper, Row, Section, row_of
 
+from _papers import hydraulis
+from _papers.hydraulis import BREAKDOWN, CASES, CONFIGURATIONS, DATA, PRINTED_RANGE
+from _papers.paper import Effort, K
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.propose import StrategySpace
 from megatron_wlb.strategy.layout import Scheme
-from megatron_wlb.study import hydraulis
-from megatron_wlb.study.hydraulis import BREAKDOWN, CASES, CONFIGURATIONS, DATA, PRINTED_RANGE
-from megatron_wlb.study.paper import Effort, K
 from megatron_wlb.study.strategies import study
 
 WINDOW = 128 * K
@@ -299,8 +299,8 @@ def _notes(effort: Effort) -> Sequence[str]:
         f"- {effort.steps} iterations of each seed. Brackets are the lowest and highest seed.",
         "- Here strategies are planned and simulated. The embedded trainer runs them, the launcher "
         "does not ([how](#run-it)).",
-        "- `scripts/reproduce_paper.py --paper hydraulis --only KEY --out FOLDER` makes one "
-        f"section alone: {', '.join(f'`{key}`' for key in HYDRAULIS.makers)}.",
+        "- `scripts/evidence/reproduce_paper.py --paper hydraulis --only KEY --out FOLDER` makes "
+        f"one section alone: {', '.join(f'`{key}`' for key in HYDRAULIS.makers)}.",
     ]
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from _papers.paper import MAX_WINDOWS, Effort
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
@@ -24,7 +25,6 @@ from megatron_wlb.planning.run import Workload
 from megatron_wlb.schedule.graph import Graph
 from megatron_wlb.schedule.order import run_ahead
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.study.paper import MAX_WINDOWS, Effort
 
 UNLIKE_COST = DocumentCost(
     REFERENCE_COST.forward_linear_us,

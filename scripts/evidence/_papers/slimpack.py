@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from _papers.paper import HARDWARE, Effort, K, max_tokens
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.document import imbalance
 from megatron_wlb.cost.memory import GIB
@@ -30,7 +31,6 @@ from megatron_wlb.planning.run import Run
 from megatron_wlb.schedule.graph import Floats
 from megatron_wlb.simulator.step import Lengths, Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
-from megatron_wlb.study.paper import HARDWARE, Effort, K, max_tokens
 
 llama = partial(
     ModelShape, kv_channels=128, vocab_size=32000, gated=True, rms_norm=True, linear_bias=False,

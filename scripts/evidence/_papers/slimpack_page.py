@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 from _sections import Paper, Row, Section, rising, row_of
 
-from megatron_wlb.study import slimpack
-from megatron_wlb.study.one_pipeline import UNLIKE, pipeline, unlike
-from megatron_wlb.study.paper import MAX_WINDOWS, Effort, K
-from megatron_wlb.study.slimpack import BEST_FIT, CONTEXTS, DATA, DEVICES, MODELS, Case, Result
+from _papers import slimpack
+from _papers.one_pipeline import UNLIKE, pipeline, unlike
+from _papers.paper import MAX_WINDOWS, Effort, K
+from _papers.slimpack import BEST_FIT, CONTEXTS, DATA, DEVICES, MODELS, Case, Result
 
 PACKINGS = (BEST_FIT, "original", "hold", "slim")
 FEW_AND_MANY = (4, 16)
@@ -231,8 +231,8 @@ def _notes(effort: Effort) -> Sequence[str]:
         "longer than the context are split at it.",
         f"- {effort.steps} steps of each seed count, after {effort.warm_up} that fill queues. "
         "Brackets are the lowest and highest seed.",
-        "- `scripts/reproduce_paper.py --paper slimpack --only KEY --out FOLDER` makes one section "
-        f"alone: {', '.join(f'`{key}`' for key in SLIMPACK.makers)}.",
+        "- `scripts/evidence/reproduce_paper.py --paper slimpack --only KEY --out FOLDER` makes "
+        f"one section alone: {', '.join(f'`{key}`' for key in SLIMPACK.makers)}.",
     ]
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from _sections import Paper, Row, Section, rising, row_of
 
-from megatron_wlb.study import paper
-from megatron_wlb.study.paper import Effort, K
+from _papers import paper
+from _papers.paper import Effort, K
 
 VPP_SIZES = (1, 2, 4)
 BATCHES = (1, 2, 4, 8, 16)
@@ -140,12 +140,12 @@ def _figure_12(effort: Effort, solver: bool) -> Section:
         mean = statistics.fmean(values)
         means.append(Row(name, mean, min(values), max(values), number, ("", "", "")))
     bars = {}
-    for (system, of), number in zip(
+    for (system, of), of_paper in zip(
         systems.items(), (printed["fixed"], printed["wlb"], None, None), strict=True
     ):
         values = [row.value for row in of]
         mean = statistics.fmean(values)
-        bars[system] = [*of, Row("mean of all", mean, mean, mean, number)]
+        bars[system] = [*of, Row("mean of all", mean, mean, mean, of_paper)]
     claims = [
         ("WLB-LLM is faster than Fixed-4D and Plain-4D in all eight configurations",
          all(w.value > max(f.value, 1) for w, f in zip(wlb_rows, fixed_rows, strict=True))),
@@ -202,8 +202,8 @@ def _figure_13(effort: Effort, solver: bool) -> Section:
     rows = []
     for name in names:
         others = tuple(f"{by_vpp[vpp][name][0]:.2f}" for vpp in VPP_SIZES if vpp != paper.VPP_SIZE)
-        value = by_vpp[paper.VPP_SIZE][name]
-        rows.append(Row(name, *value, paper.FIGURE_13.get(name), others))
+        ours = by_vpp[paper.VPP_SIZE][name]
+        rows.append(Row(name, *ours, paper.FIGURE_13.get(name), others))
     value = {row.name: row.value for row in rows}
     claims = [
         ("per-document sharding gains, adaptive at least as much",

@@ -6,7 +6,7 @@ forwards and backwards. With it, and the plan's lengths alone, the other steps a
 Where every pipeline rank has a core of its own, times are those of the wall clock. Where they share
 cores, an operation's duration depends on what its neighbour does just then. There operations are
 fitted by their CPU time, and the replay shares the cores
-(:mod:`megatron_wlb.simulator.sharing`).
+(:mod:`_validation.sharing`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from _validation.sharing import replay_shared
 from megatron_wlb.bench.recording import RecordedStep, Recording
 from megatron_wlb.cost import MemoryModel
 from megatron_wlb.cost.profile import StageSample, fit_stage
@@ -26,7 +27,6 @@ from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.planning.from_config import padded_vocab_size, parallelism, run_of
 from megatron_wlb.schedule.graph import Floats
 from megatron_wlb.schedule.order import dataflow
-from megatron_wlb.simulator.sharing import replay_shared
 
 FEWEST_ROUNDS = 6
 """A recording has at least so many: a third of them is to calibrate with."""

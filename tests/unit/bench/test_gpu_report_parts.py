@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[2]
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports a module of the report, as ``scripts/gpu_report`` sets up the path."""
-    for folder in (TESTS / "gpu", TESTS, SCRIPTS):
+    for folder in (TESTS / "gpu", TESTS, SCRIPTS, SCRIPTS / "evidence"):
         monkeypatch.syspath_prepend(str(folder))
     return lambda name: importlib.import_module(f"_gpu_report.{name}")
 

@@ -11,7 +11,7 @@ import yaml
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import parallelism
-from megatron_wlb.study.forecast import settings_of
+from megatron_wlb.planning.from_words import settings_of
 
 SETTINGS = {
     "num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 4096,

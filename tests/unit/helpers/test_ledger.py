@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
+from helpers.ledger import Ledger
 from helpers.strategies import documents
-
-from megatron_wlb.bench.ledger import Ledger
 
 
 def test_ledger_counts_what_has_not_run():

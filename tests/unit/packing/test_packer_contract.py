@@ -6,11 +6,11 @@ import tracemalloc
 from collections import Counter
 
 import pytest
+from helpers.ledger import Ledger
 from helpers.strategies import ListStream, Run, documents, runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.bench.ledger import Ledger
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
@@ -324,9 +324,9 @@ def reference_stream(num_windows: int, num_micro_batches: int):
 def test_packer_streams_many_documents_in_flat_memory(name):
     """Each token runs exactly once, and the last tenth takes no more memory than the first.
 
-    50,000 documents; a million are in `scripts/bench_packing.py stream`. What is at hand in a step
-    swings with the lengths: 1.5 leaves room for that. A packing that kept all it was given, 100
-    bytes a document, would take some fifteen times as much.
+    50,000 documents; `scripts/evidence/bench_packing.py stream` has a million. What is at hand in a
+    step swings with the lengths: 1.5 leaves room for that. A packing that kept all it was given,
+    100 bytes a document, would take some fifteen times as much.
     """
     lengths, stream = reference_stream(1600, 16)
     packing = build(name, num_micro_batches=16, window=131072, cost=REFERENCE_COST)

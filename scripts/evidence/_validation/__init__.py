@@ -1,0 +1,1 @@
+"""Which times a simulated step should have, held against recorded ones."""
