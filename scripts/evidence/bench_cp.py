@@ -156,9 +156,9 @@ def run_micro_batch(
     repeats: int,
     typical: Callable[..., Any],
 ) -> Result:
-    chosen: dict[str, Sharding] = {kind: Sharding(kind) for kind in FIXED}
+    chosen: dict[str, Sharding] = {kind: Sharding(kind) for kind in FIXED}  # type: ignore[arg-type]
     for mode in ("adaptive", "hybrid"):
-        chosen[mode] = Selector(mode, cp_size, profile).choose(lengths).sharding  # type: ignore[arg-type]
+        chosen[mode] = Selector(mode, cp_size, profile).choose(lengths).sharding
     measured = latencies(
         lengths, cp_size, list(dict.fromkeys(chosen.values())), timer, repeats, typical
     )
