@@ -19,11 +19,12 @@ from megatron_wlb.reading import text_of_flag
 
 _EPILOG = f"""\
 what a document is:
-  a .jsonl file is one document a line, every other text file is one document; folders are
-  walked recursively, without hidden files, __pycache__ and binary files
+  a .jsonl file is one document a line, also as .jsonl.gz, .jsonl.bz2 or .jsonl.xz; every other
+  text file is one document; folders are walked recursively, without hidden files, __pycache__
+  and binary files
 
 tokenizers:
-  bytes   a token a byte, 256 ids, EOD 0
+  bytes   a token a byte, 256 ids, EOD 0 (a NUL in a text becomes a space)
   bpe     byte-level BPE trained on this text, saved as PREFIX.tokenizer.json
           ({DEFAULT_VOCAB_SIZE} ids unless --vocab-size says otherwise)
   FILE    a tokenizer.json of the tokenizers library

@@ -131,7 +131,7 @@ class DocumentStream:
             where = (f"{a}:{b} of corpus {n}" for n, (a, b) in enumerate(ranges, first_corpus))
             raise CorpusError(
                 f"no documents in {', '.join(where)} ({self.num_empty} empty); "
-                "use a larger corpus or another split"
+                "use a larger corpus or another --split"
             )
         excess = np.maximum(self._lengths - window, 0)
         self.num_long = int(np.count_nonzero(excess))

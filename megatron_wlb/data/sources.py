@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import codecs
 import hashlib
 import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.reading import one_line, shown
@@ -20,6 +22,11 @@ Progress = Callable[[str, int, int], None]
 
 _BINARY_PROBE_BYTES = 8192
 _BATCH_BYTES = 1 << 20
+_LIBRARIES = {
+    ".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.bz2": "bz2", ".jsonl.xz": "lzma",
+    ".jsonl.zst": "compression.zstd",
+}  # fmt: skip
+"""What unpacks files of documents line by line, by their kind. Python has zstd from 3.14 on."""
 _MAX_DOCUMENT_BYTES = 2**31 - 2  # The index counts a document's tokens in an int32; one is EOD.
 
 
@@ -34,8 +41,8 @@ class SourceCounts:
     num_unparsable_files: int = 0
     """Python files skipped because they do not parse (only when cut into definitions)."""
     num_empty: int = 0
-    """Files, or lines of a JSONL file, skipped because they hold no text but white space (or no
-    definition, where Python files are cut into definitions)."""
+    """Files, or lines of a JSONL file, skipped because they hold null or no text but white space
+    (or no definition, where Python files are cut into definitions)."""
     num_utf8_errors: int = 0
     """Documents whose bytes are not valid UTF-8."""
     bytes_read: int = 0
@@ -45,9 +52,10 @@ class SourceCounts:
 class Sources:
     """The files of a corpus and how each becomes documents.
 
-    A ``.jsonl`` file is one document a line, under ``json_key``; every other file is one document,
-    except that with ``python_definitions`` each top-level function or class of a ``.py`` file is
-    one, with its decorators and the comment lines right above it.
+    A ``.jsonl`` file is one document a line, under ``json_key``, also where it is compressed
+    (``.jsonl.gz``, ``.bz2``, ``.xz``, ``.zst``); every other file is one document, except that
+    with ``python_definitions`` each top-level function or class of a ``.py`` file is one, with its
+    decorators and the comment lines right above it. A byte order mark is no text.
     """
 
     files: Sequence[Path]
@@ -61,7 +69,7 @@ class Sources:
         """
         for path in self.files:
             counts.num_files += 1
-            read = self._json_lines if path.suffix == ".jsonl" else self._whole
+            read = self._json_lines if _kind(path) in _LIBRARIES else self._whole
             try:
                 yield from read(path, counts)
             except OSError as error:
@@ -86,9 +94,9 @@ class Sources:
     def fingerprint(self, settings: Mapping[str, str | int]) -> str:
         """SHA-256 over the content of the files, how they are read, and the tokenizer's settings.
 
-        Names and dates of the files do not count; their order and kind (suffix) do.
+        Names and dates of the files do not count; their order and kind do.
         """
-        kinds = [path.suffix for path in self.files]
+        kinds = [_kind(path) for path in self.files]
         how = [kinds, self.json_key, self.python_definitions, sorted(settings.items())]
         sha = hashlib.sha256(json.dumps(how).encode())
         for path in self.files:
@@ -105,6 +113,7 @@ class Sources:
         if b"\0" in data[:_BINARY_PROBE_BYTES]:
             counts.num_binary_files += 1
             return
+        data = data.removeprefix(codecs.BOM_UTF8)
         documents = [data]
         if self.python_definitions and path.suffix == ".py":
             try:
@@ -118,10 +127,12 @@ class Sources:
             yield from _checked(document, str(path), counts)
 
     def _json_lines(self, path: Path, counts: SourceCounts) -> Iterator[bytes]:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                counts.bytes_read += len(line)
+        before = counts.bytes_read
+        with path.open("rb") as stored:
+            for number, line in _lines(path, stored):
+                counts.bytes_read = before + stored.tell()  # of what is stored, which has a size
                 where = f"{path}:{number}"
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 # Stray bytes and lone \ud800 escapes go through as bytes that are not UTF-8.
                 text = self._json_text(line.decode("utf-8", "surrogateescape"), where)
                 yield from _checked(text.encode("utf-8", "surrogatepass"), where, counts)
@@ -146,12 +157,33 @@ class Sources:
                 "name the key that holds the text"
             )
         text = record[self.json_key]
+        if text is None:
+            return ""
         if not isinstance(text, str):
             raise CorpusError(
                 f"{where}: {self.json_key!r} is a {type(text).__name__}, not a string; "
                 "name the key that holds the text"
             )
         return text
+
+
+def _kind(path: Path) -> str:
+    """The suffix; of JSONL with that of its compression."""
+    return next((kind for kind in _LIBRARIES if path.name.endswith(kind)), path.suffix)
+
+
+def _lines(path: Path, stored: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Each line of a JSONL file, unpacked, with its number."""
+    library, number = _LIBRARIES[_kind(path)], 0
+    try:
+        lines = import_module(library).open(stored) if library else stored
+        for number, line in enumerate(lines, start=1):
+            yield number, line
+    except Exception as error:  # Each library has its own, and not every Python has each library.
+        raise CorpusError(
+            f"cannot read {path} after line {number} ({one_line(error)}); "
+            "unpack it, or copy it again"
+        ) from error
 
 
 def find_files(

@@ -58,8 +58,11 @@ def tokenizer_settings(tokenizer: str, vocab_size: int | None) -> dict[str, str 
 
 
 def bytes_encoder() -> Encoder:
-    """Makes each byte a token: 256 ids. EOD is 0, the NUL byte, which text does not contain."""
-    return Encoder(256, 0, lambda batch: (np.frombuffer(data, np.uint8) for data in batch))
+    """Makes each byte a token: 256 ids. EOD is 0, the NUL byte; one in a text becomes a space."""
+    spaced = bytes.maketrans(b"\0", b" ")
+    return Encoder(
+        256, 0, lambda batch: (np.frombuffer(data.translate(spaced), np.uint8) for data in batch)
+    )
 
 
 def train_bpe(batches: Batches, vocab_size: int) -> str:

@@ -7,9 +7,12 @@ of it. ``scripts/evidence/fuzz.py`` lets a fuzzer look for others by coverage;
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import importlib
 import io
 import json
+import lzma
 import pickle
 import random
 import sys
@@ -282,6 +285,12 @@ def _sources(_: bytes) -> None:
             pass
 
 
+def _packed(data: bytes) -> None:
+    suffix = {b"B": "bz2", b"\xfd": "xz"}.get(data[:1], "gz")
+    for _document in Sources(find_files([f"packed.jsonl.{suffix}"])).documents(SourceCounts()):
+        pass
+
+
 def _tokenizer(_: bytes) -> None:
     content = str(tokenizer_settings("tokenizer.json", None)["content"])
     list(file_encoder(content, "tokenizer.json").encode([b"a b", b"\xff"]))
@@ -320,6 +329,8 @@ def targets() -> dict[str, Target]:
               for name in PACKINGS for is_blend in (False, True)]  # fmt: skip
     sealed = checksums.seal_state({"planner": json.loads(states[0])})
     Path("text.py").symlink_to("text.jsonl")
+    for suffix in ("gz", "bz2", "xz"):
+        Path(f"packed.jsonl.{suffix}").symlink_to("packed")
     Path("iter_0000012/sub").mkdir(parents=True)
     Path("iter_0000012/a").write_bytes(b"abc")
     npy = io.BytesIO()
@@ -359,6 +370,10 @@ def targets() -> dict[str, Target]:
         "sources": Target(
             _sources, (b'{"text": "a"}\n{"text": "b"}\n', b"# a\ndef f():\n    return 1\n"),
             "text.jsonl",
+        ),
+        "packed": Target(
+            _packed, tuple(pack.compress(b'{"text": "a"}\n' * 9) for pack in (gzip, bz2, lzma)),
+            "packed",
         ),
         "tokenizer": Target(_tokenizer, (_trained(),), "tokenizer.json"),
         "ledger": Target(_audit, (ledger, _sealed(ledger)), LEDGER, _sealed),

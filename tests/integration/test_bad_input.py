@@ -159,7 +159,7 @@ def test_corpus_left_out_is_one_line(tmp_path: Path) -> None:
 def test_empty_validation_split_is_refused_before_training(tmp_path: Path, corpus: Path) -> None:
     flags = TINY | {"data_path": corpus, "split": "1", "eval_interval": 4}
     finished = start(tmp_path, 1, flags).wait()
-    assert_refused(finished, CorpusError.exit_code, "no documents", "another split")
+    assert_refused(finished, CorpusError.exit_code, "no documents", "another --split")
     assert "iteration" not in finished.output
 
 

@@ -39,6 +39,11 @@ REFUSED: dict[str, tuple[Flags, int, list[str]]] = {
         ConfigError.exit_code,
         ["Megatron-LM refuses the arguments: assert args.save_interval is not None; correct"],
     ),
+    "tokenizer": (
+        {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "nowhere"},
+        ConfigError.exit_code,
+        ["Megatron-LM refuses the arguments: ", "; correct"],
+    ),
     "load": (
         {"load": "nowhere", "save": "ck"},
         CheckpointError.exit_code,

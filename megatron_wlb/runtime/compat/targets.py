@@ -211,6 +211,7 @@ _TRAINING_ALWAYS: Table = {
     ),
     "megatron.training.initialize:_warmup_jit_function": "",
     "megatron.training.global_vars:get_args": "",
+    "megatron.training.global_vars:_build_tokenizer": "args",
     "megatron.training.utils:get_blend_and_blend_per_split": IS_THERE,
 }
 _TRAINING_FROM_0_18: Table = {

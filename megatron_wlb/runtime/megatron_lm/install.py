@@ -66,6 +66,7 @@ def install(*, allow_untested: bool = False) -> None:
         from megatron.training import training
 
         _patches.wrap("megatron.training.arguments", "add_megatron_arguments", _add_arguments)
+        _patches.wrap("megatron.training.global_vars", "_build_tokenizer", _megatrons_own_checks)
         _patches.wrap(targets.adapter().checks_arguments_in, "validate_args", _validate_args)
         _patches.wrap(training, "setup_model_and_optimizer", _set_up)
         _patches.wrap(training, "pretrain", _pretrain)
@@ -120,15 +121,17 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
 
 
 def _megatrons_own_checks(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Makes one line of the assertions by which Megatron refuses arguments.
+    """Makes one line of the errors by which Megatron refuses arguments, those of its tokenizer too:
+    of files that are not there, of libraries that are not installed.
 
     Raises :class:`ConfigError` with what Megatron says, or the assertion itself where it says
     nothing.
     """
     try:
         return original(*args, **kwargs)
-    except (AssertionError, ValueError, RuntimeError) as error:
+    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
         said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        said = str(said).rstrip(".")
         raise ConfigError(
             f"Megatron-LM refuses the arguments: {said}; correct them (WLB_TRACEBACK=1 shows where)"
         ) from error

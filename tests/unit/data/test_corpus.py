@@ -128,6 +128,16 @@ def test_build_reads_jsonl_and_counts_what_it_skips(tmp_path: Path) -> None:
     assert (info.num_empty, info.num_utf8_errors) == (1, 1)
 
 
+def test_build_ends_a_document_nowhere_but_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "a\\u0000b"}\n{"text": "c"}\n')
+    (tmp_path / "x.txt").write_bytes(b"d" * 8192 + b"\0")
+    info = build_corpus([tmp_path / "x.jsonl", tmp_path / "x.txt"], tmp_path / "c")
+    corpus = Corpus.open(tmp_path / "c")
+    for index, length in enumerate(corpus.lengths):
+        ends = corpus.tokens(index, 0, length) == info.eod
+        assert ends.nonzero()[0].tolist() == [length - 1]
+
+
 def test_build_leaves_out_its_own_files_when_they_lie_among_the_sources(texts: Path) -> None:
     first = build_corpus([texts], texts / "c")
     second = build_corpus([texts], texts / "c", force=True)

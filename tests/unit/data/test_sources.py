@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,6 +79,46 @@ def test_documents_of_a_jsonl_file_are_its_lines(tmp_path: Path) -> None:
     assert documents[2].decode(errors="replace").strip("\ufffd") == "b"
     assert (counts.num_empty, counts.num_utf8_errors) == (2, 2)
     assert counts.bytes_read == len(lines)
+
+
+def test_documents_of_a_jsonl_file_may_be_null_and_come_after_a_byte_order_mark(
+    tmp_path: Path,
+) -> None:
+    lines = b'\xef\xbb\xbf{"text": "a"}\n{"text": null}\n{"text": "\xef\xbb\xbfb"}\n'
+    write(tmp_path, {"x.jsonl": lines, "x.txt": b"\xef\xbb\xbfc"})
+    documents, counts = read(tmp_path / "x.jsonl", tmp_path / "x.txt")
+    assert documents == [b"a", b"\xef\xbb\xbfb", b"c"]
+    assert (counts.num_empty, counts.bytes_read) == (1, len(lines) + 4)
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_documents_of_compressed_jsonl_are_those_of_the_lines(tmp_path: Path, suffix: str) -> None:
+    lines = b'\xef\xbb\xbf{"text": "a"}\n\n' + b'{"text": "bc"}\n' * 50_000
+    write(tmp_path, {"x.jsonl": lines, f"x.jsonl{suffix}": COMPRESS[suffix](lines)})
+    packed = tmp_path / f"x.jsonl{suffix}"
+    documents, counts = read(packed)
+    assert (documents, counts.num_empty) == (read(tmp_path / "x.jsonl")[0], 1)
+    assert counts.bytes_read == packed.stat().st_size
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"?" + data])
+def test_documents_name_a_compressed_file_that_is_damaged_and_the_line_before(
+    tmp_path: Path, suffix: str, damage: Callable[[bytes], bytes]
+) -> None:
+    write(tmp_path, {f"x.jsonl{suffix}": damage(COMPRESS[suffix](b'{"text": "a"}\n' * 9))})
+    with pytest.raises(CorpusError, match=rf"x\.jsonl\{suffix} after line \d \(.+\); unpack it"):
+        read(tmp_path / f"x.jsonl{suffix}")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python has zstd from 3.14 on")
+def test_documents_name_a_file_whose_compression_this_python_lacks(tmp_path: Path) -> None:
+    write(tmp_path, {"x.jsonl.zst": b"\x28\xb5\x2f\xfd"})
+    with pytest.raises(CorpusError, match=r"x\.jsonl\.zst after line 0 .*compression.*; unpack it"):
+        read(tmp_path / "x.jsonl.zst")
 
 
 @pytest.mark.parametrize(

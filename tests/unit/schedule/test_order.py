@@ -262,3 +262,13 @@ def test_validate_refuses_a_chain_whose_backwards_run_first_to_last():
 def test_sliced_refuses_empty_chains(chains):
     with pytest.raises(ConfigError):
         sliced(2, chains)
+
+
+def test_lead_of_a_chain_grows_by_an_eighth_and_shrinks_by_a_quarter_of_a_forward() -> None:
+    chains = [1] * 20 + [12] + [1] * 20
+    (actions,) = sliced(1, chains)
+    kinds = [action.kind for action in actions]
+    forwards = [kinds[:at].count("F") for at, kind in enumerate(kinds) if kind == "B"]
+    # The chain's 12 forwards precede its first backward, the 21st: 32 by then, 9/8 more each.
+    assert forwards[:21] == [-(-(32 * 8 - 9 * (20 - at)) // 8) for at in range(21)]
+    assert forwards[20:] == [min(52, -(-(32 * 8 + 6 * at) // 8)) for at in range(32)]
