@@ -33,9 +33,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from megatron_wlb.cost.document import DocumentCost, WithoutDocuments
-from megatron_wlb.cost.exchange import default_head_groups
 from megatron_wlb.cost.hardware import Hardware
-from megatron_wlb.cost.layers import Attention, Layer, Precision, Precisions, Runs, slices
+from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
 
 BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
@@ -116,24 +115,24 @@ class AnalyticModel:
         # Numbers read and written a token. A part's norm: 2; its residual addition: 3.
         spread = 5 * len(layer.parts) * shape.hidden_size / p.sequence_shards
         local = sum(part.elementwise_numbers for part in layer.parts)
-        kv_bytes = 2 * layer.key_size / p.tp_size * attention.element_bytes
-        sent_bytes = self._sent_numbers(layer) * attention.element_bytes
+        sent_bytes = sum(part.sent_numbers(p) for part in layer.parts) * attention.element_bytes
         gathered_bytes = sent_bytes * (p.cp_size - 1) / p.cp_size
         exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size, p.cp_size)
-        # Each rank copies the keys and values of all ranks into the order of its kernel, after it
-        # has made those of latents.
-        made = any(layer.latents)
-        copied_bytes = (4 if made else 2) * kv_bytes if p.cp_size > 1 else 0.0
-        up_us = self._matrix_us(sum(part.up_weights for part in layer.latents), precisions.matrix)
+        # Each rank copies the keys and values of all ranks into the order of its kernel.
+        ordered = sum(part.copied_numbers(p) for part in layer.parts) if p.cp_size > 1 else 0.0
+        up_us = self._matrix_us(sum(part.up_weights for part in layer.parts), precisions.matrix)
         weights = shape.hidden_size * layer.matrix_numbers + layer.inner_weights
         attention_tflops = machine.reached_tflops("attention_share", attention.peak)
         pair_us = 2 / (self._devices * attention_tflops * 1e6)
         # Experts without a shared one have no product that tensor parallelism divides.
         num_parts = sum(part.columns > 0 for part in layer.parts)
         columns = shape.hidden_size * sum(part.columns for part in layer.parts)
-        routed, exchange_bytes, copied = self._experts(layer)
+        hidden = shape.hidden_size / p.sequence_shards
+        dispatched = [part.dispatched_numbers(p, hidden) for part in layer.parts]
+        sent, copied = (sum(numbers, 0.0) for numbers in zip(*dispatched, strict=True))
+        routed = float(sum(part.routed_elementwise_numbers for part in layer.parts))
         routed_us = self._matrix_us(
-            shape.hidden_size * sum(part.routed_numbers for part in layer.experts),
+            shape.hidden_size * sum(part.routed_numbers for part in layer.parts),
             precisions.matrix,
         ) + self._elementwise_us(routed / p.tp_size * precisions.elementwise.element_bytes)
         return ForwardTimes(
@@ -145,34 +144,13 @@ class AnalyticModel:
             self._tp_us(2 * num_parts, precisions.collective.element_bytes),
             self._tp_backward_us(num_parts, num_parts, columns, precisions),
             (1 - machine.cp_overlap * self._beside_attention(layer)) * exchange_us,
-            machine.memory_us(copied_bytes),
+            machine.memory_us(ordered * attention.element_bytes),
             layer.query_size * pair_us,
             layer.windowed_query_size * pair_us,
             p.cp_size * up_us if p.cp_size > 1 else 0.0,
-            self._exchange_us(exchange_bytes * precisions.collective.element_bytes),
+            self._exchange_us(sent * precisions.collective.element_bytes),
             routed_us,
         )
-
-    def _sent_numbers(self, layer: Layer) -> float:
-        """What a token's keys and values, or its latents, have on this rank: CP ranks send it."""
-        latents = sum(part.latent.numbers for part in layer.latents)
-        rest = layer.key_size - sum(part.key_size for part in layer.latents)
-        p = self.parallelism
-        return 2 * rest / p.tp_size + latents / p.sequence_shards
-
-    def _experts(self, layer: Layer) -> tuple[float, float, float]:
-        """Numbers a token: those of its experts' activations, over TP; those that a rank sends to
-        experts; those that are read and written to sort copies by their experts, and back.
-        """
-        p, h = self.parallelism, self.shape.hidden_size / self.parallelism.sequence_shards
-        routed = sent = copied = 0.0
-        for part in layer.experts:
-            routed += part.routed_elementwise_numbers
-            sent += part.topk * h
-            copied += 2 * (1 + part.topk) * h
-            if part.num_experts > p.ep_size:  # and again by those of the rank
-                copied += 4 * part.topk * h * p.expert_tp_size
-        return routed, sent, copied
 
     def _exchange_us(self, num_bytes: float) -> float:
         """Time in which so many bytes of a token over CP go to experts, and back."""
@@ -291,14 +269,9 @@ class AnalyticModel:
 
     def _beside_attention(self, layer: Layer) -> float:
         """The share of the exchange that runs beside the attention of another head group."""
-        key_heads = [
-            part.num_query_groups // self.parallelism.tp_size or 1
-            for part in layer.parts
-            if isinstance(part, Attention)
-        ]
-        if any(layer.latents):
-            return 0.0
-        num = self.num_head_groups or min(map(default_head_groups, key_heads), default=1)
+        tp_size = self.parallelism.tp_size
+        groups = [part.head_groups(tp_size, self.num_head_groups) for part in layer.parts]
+        num = min((num for num in groups if num is not None), default=1)
         return (num - 1) / num
 
     def _layers_us(self, runs: Runs) -> tuple[float, float, float, float]:

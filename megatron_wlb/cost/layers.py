@@ -1,18 +1,23 @@
 """What a model is a list of: layers, of parts of a kind each, and the precision of operations.
 
-A part reads the residual stream and adds to it. It has a norm, a matrix product from the hidden
-state to ``columns`` numbers, its own work, and a product from ``rows`` numbers to the hidden state.
+The kinds of parts are in :mod:`megatron_wlb.cost.parts`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import real_number, truth, whole_number
+
+if TYPE_CHECKING:
+    from megatron_wlb.cost.blocks import Blocks, Kernels
+    from megatron_wlb.cost.shape import ModelShape, Parallelism
+    from megatron_wlb.cost.tape import Operation
 
 MOST, MOST_LAYERS = 2**31 - 1, 10_000
 """Sizes above them are mistakes, and planning would not come to an end with them."""
@@ -73,252 +78,128 @@ class Precisions:
         return cls(*[Precision(element_bytes)] * 4)
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Self-attention. Raises :class:`ConfigError` for heads that groups do not divide."""
+Divided: TypeAlias = Iterator[tuple[str, int, str, int]]
+"""Sizes that ranks divide: name, size, by which parallelism, over how many ranks."""
 
-    num_attention_heads: int
-    num_query_groups: int
-    """Key/value heads; equal to ``num_attention_heads`` without grouped-query attention."""
-    kv_channels: int
-    """Dimension of one head."""
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    rotary_percent: float = 1.0
-    reach_tokens: int | None = None
-    """The most keys that a query sees, its own the last, with a sliding window; None: all of its
-    document up to its own."""
 
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        if self.num_attention_heads % self.num_query_groups:
-            raise ConfigError(
-                f"model shape: {self.num_attention_heads} attention heads do not divide into "
-                f"{self.num_query_groups} query groups; give a divisor"
-            )
+class Placed(Protocol):
+    """A model on a rank."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def parallelism(self) -> Parallelism: ...
+    @property
+    def kernels(self) -> Kernels: ...
+
+
+class Part(ABC):
+    """A part of a layer: one kind, with all that time, memory and FLOPs depend on.
+
+    It reads the residual stream and adds to it. It has a norm, a matrix product from the hidden
+    state to ``columns`` numbers, its own work, and a product from ``rows`` numbers to the hidden
+    state. Tensor parallelism divides both. What follows without a body of its own is zero of a kind
+    that has no attention, no latents and no routing. A new kind is a frozen dataclass.
+    """
+
+    __slots__ = ()
 
     @property
     def query_size(self) -> int:
-        """Numbers of a token's query, all heads."""
-        return self.num_attention_heads * self.kv_channels
+        """Numbers of a token's query, all heads: FLOPs of attention go by them."""
+        return 0
 
     @property
     def key_size(self) -> int:
         """Numbers of a token's key, and of its value."""
-        return self.num_query_groups * self.kv_channels
+        return 0
 
     @property
-    def columns(self) -> int:
-        return self.query_size + 2 * self.key_size
-
-    @property
-    def rows(self) -> int:
-        return self.query_size
-
-    @property
-    def matrix_numbers(self) -> int:
-        """Weights that a token passes, for each number of the hidden state."""
-        return self.columns + self.rows
-
-    @property
-    def elementwise_numbers(self) -> int:
-        """Read and written a token: q, k, v taken out of one tensor, rotated, normalised."""
-        times = (self.rotary_percent > 0) + self.qk_norm
-        return 2 * self.columns + times * 2 * (self.query_size + self.key_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Sizes of multi-latent attention, which Megatron calls so. Raises :class:`ConfigError` for
-    values that are wider than keys.
-    """
-
-    kv_lora_rank: int
-    qk_head_dim: int
-    qk_pos_emb_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None = None
-    """None: queries are projected at once."""
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        whole_number("q_lora_rank", self.q_lora_rank or 1, 1, MOST)
-        if self.v_head_dim > self.key_dim:
-            raise ConfigError(
-                f"model shape: v_head_dim {self.v_head_dim} is above a key's "
-                f"{self.key_dim} (qk_head_dim + qk_pos_emb_head_dim); give at most that"
-            )
-
-    @property
-    def key_dim(self) -> int:
-        """Numbers of a query's head and of a key's."""
-        return self.qk_head_dim + self.qk_pos_emb_head_dim
-
-    @property
-    def numbers(self) -> int:
-        """A token's latent and the key that heads share: what CP ranks exchange."""
-        return self.kv_lora_rank + self.qk_pos_emb_head_dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention(Attention):
-    """Multi-latent attention, of as many key/value heads as query heads. ``kv_channels`` is
-    :attr:`Latent.key_dim`; norms are the latents'.
-    """
-
-    latent: Latent
-
-    @property
-    def query_size(self) -> int:
-        """Numbers of a token's query and value in the mean, all heads: FLOPs go by them."""
-        return self.num_attention_heads * (self.latent.key_dim + self.latent.v_head_dim) // 2
-
-    @property
-    def key_size(self) -> int:
-        """Numbers of a token's key and value in the mean."""
-        return self.query_size
-
-    @property
-    def columns(self) -> int:
-        """What the hidden state is projected down to; without a rank, whole queries."""
-        queries = self.latent.q_lora_rank or self.num_attention_heads * self.latent.key_dim
-        return queries + self.latent.numbers
-
-    @property
-    def rows(self) -> int:
-        return self.num_attention_heads * self.latent.v_head_dim
+    def reach_tokens(self) -> int | None:
+        """The most keys that a query sees, with a sliding window."""
+        return None
 
     @property
     def up_weights(self) -> int:
-        """Weights that project latents up to keys and values."""
-        heads = self.num_attention_heads * (self.latent.qk_head_dim + self.latent.v_head_dim)
-        return self.latent.kv_lora_rank * heads
+        """Weights that a CP rank passes for all tokens, and once more in backward."""
+        return 0
 
     @property
     def inner_weights(self) -> int:
-        """All weights that neither take nor give the hidden state."""
-        queries = self.num_attention_heads * self.latent.key_dim
-        return (self.latent.q_lora_rank or 0) * queries + self.up_weights
-
-    @property
-    def elementwise_numbers(self) -> int:
-        """Read and written a token: queries and keys put together, values copied, latents
-        normalised.
-        """
-        heads = self.num_attention_heads * (2 * self.latent.key_dim + self.latent.v_head_dim)
-        return 2 * (heads + self.latent.numbers + (self.latent.q_lora_rank or 0))
-
-
-class _WithoutAttention:
-    """What a part says of attention that has none."""
-
-    __slots__ = ()
-    query_size: ClassVar[int] = 0
-    key_size: ClassVar[int] = 0
-    kv_channels: ClassVar[int] = 0
-    qkv_bias: ClassVar[bool] = False
-    qk_norm: ClassVar[bool] = False
-    reach_tokens: ClassVar[int | None] = None
-
-
-@dataclass(frozen=True, slots=True)
-class FeedForward(_WithoutAttention):
-    """A dense MLP."""
-
-    ffn_hidden_size: int
-    gated: bool
-    """Whether it has a gate (SwiGLU): three matrices instead of two."""
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-
-    @property
-    def columns(self) -> int:
-        return (2 if self.gated else 1) * self.ffn_hidden_size
-
-    @property
-    def rows(self) -> int:
-        return self.ffn_hidden_size
-
-    @property
-    def matrix_numbers(self) -> int:
-        """Weights that a token passes, for each number of the hidden state."""
-        return self.columns + self.rows
-
-    @property
-    def elementwise_numbers(self) -> int:
-        """Read and written a token by the activation function."""
-        return self.columns + self.rows
-
-
-@dataclass(frozen=True, slots=True)
-class Experts(_WithoutAttention):
-    """A router and experts, of which a token passes ``topk``, beside a shared one that all pass.
-
-    ``columns`` and ``rows`` are the shared expert's: tensor parallelism divides it as a dense MLP.
-    Raises :class:`ConfigError` for more experts a token than there are.
-    """
-
-    num_experts: int
-    topk: int
-    expert_hidden_size: int
-    """MLP size of one expert."""
-    gated: bool
-    shared_hidden_size: int = 0
-    """MLP size of the shared expert; 0 without one."""
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        if self.topk > self.num_experts:
-            raise ConfigError(
-                f"model shape: a token passes {self.topk} experts, but there are "
-                f"{self.num_experts}; give at most that"
-            )
-
-    @property
-    def _matrices(self) -> int:
-        return 2 if self.gated else 1
-
-    @property
-    def columns(self) -> int:
-        return self._matrices * self.shared_hidden_size
-
-    @property
-    def rows(self) -> int:
-        return self.shared_hidden_size
-
-    @property
-    def expert_columns(self) -> int:
-        """Columns of one expert's first product."""
-        return self._matrices * self.expert_hidden_size
-
-    @property
-    def expert_numbers(self) -> int:
-        """Weights of one expert for each number of the hidden state."""
-        return self.expert_columns + self.expert_hidden_size
-
-    @property
-    def matrix_numbers(self) -> int:
-        """Weights that a token passes, for each number of the hidden state."""
-        return self.num_experts + self.columns + self.rows + self.routed_numbers
+        """Weights that a token passes and that neither take nor give the hidden state."""
+        return 0
 
     @property
     def routed_numbers(self) -> int:
-        """Weights that it passes in experts, which other ranks may have."""
-        return self.topk * self.expert_numbers
-
-    @property
-    def elementwise_numbers(self) -> int:
-        """Read and written a token by the router's softmax and the shared expert's activation."""
-        return 2 * self.num_experts + self.columns + self.rows
+        """Weights that a token passes on ranks of a router's choice, for each number of the
+        hidden state.
+        """
+        return 0
 
     @property
     def routed_elementwise_numbers(self) -> int:
-        """Read and written a token by its experts' activations."""
-        return self.routed_numbers
+        """Read and written a token there."""
+        return 0
 
+    @property
+    @abstractmethod
+    def columns(self) -> int: ...
 
-Part: TypeAlias = Attention | FeedForward | Experts
+    @property
+    @abstractmethod
+    def rows(self) -> int: ...
+
+    @property
+    def matrix_numbers(self) -> int:
+        """Weights that a token passes, for each number of the hidden state."""
+        return self.columns + self.rows
+
+    @property
+    @abstractmethod
+    def elementwise_numbers(self) -> int:
+        """Read and written a token, over TP, by what is neither norm nor residual."""
+
+    @abstractmethod
+    def operations(self, on: Blocks) -> list[Operation]:
+        """What runs from the norm's output to the second product, with the bytes that it keeps."""
+
+    @abstractmethod
+    def divided(self, p: Parallelism) -> Divided:
+        """What a layout must divide."""
+
+    def parameters(self, on: Placed) -> int:
+        """Parameters on one rank without those of :meth:`routed_parameters`, and without the norm
+        of the residual stream.
+        """
+        return self.matrix_parameters(on, bias=on.shape.linear_bias)
+
+    def matrix_parameters(self, on: Placed, *, bias: bool) -> int:
+        """Those of both products; ``bias`` is of the first."""
+        h, tp_size = on.shape.hidden_size, on.parallelism.tp_size
+        total = h * (self.columns + self.rows) // tp_size + (self.columns // tp_size if bias else 0)
+        return total + (h if on.shape.linear_bias and self.columns else 0)
+
+    def routed_parameters(self, on: Placed) -> int:
+        """Parameters on one rank that a router chooses among."""
+        return 0
+
+    def sent_numbers(self, p: Parallelism) -> float:
+        """Numbers a token that a rank sends to other CP ranks."""
+        return 0.0
+
+    def copied_numbers(self, p: Parallelism) -> float:
+        """Numbers a token, of all CP ranks, that a rank reads and writes to order them."""
+        return 0.0
+
+    def head_groups(self, tp_size: int, asked: int | None) -> int | None:
+        """Head groups of that exchange; None of a kind that has none."""
+        return None
+
+    def dispatched_numbers(self, p: Parallelism, hidden: float) -> tuple[float, float]:
+        """Numbers a token that a rank sends to routed ranks, and that it copies to order them;
+        ``hidden`` are those of a token's hidden state on it.
+        """
+        return 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,19 +222,14 @@ class Layer:
         return sum(part.matrix_numbers for part in self.parts)
 
     @property
-    def experts(self) -> Iterator[Experts]:
-        """Its parts that have experts."""
-        return (part for part in self.parts if isinstance(part, Experts))
-
-    @property
-    def latents(self) -> Iterator[LatentAttention]:
-        """Its parts that have multi-latent attention."""
-        return (part for part in self.parts if isinstance(part, LatentAttention))
+    def is_routed(self) -> bool:
+        """Whether a router chooses ranks for its tokens."""
+        return any(part.routed_numbers for part in self.parts)
 
     @property
     def inner_weights(self) -> int:
         """Weights of its matrix products besides, which neither take nor give the hidden state."""
-        return sum(part.inner_weights for part in self.latents)
+        return sum(part.inner_weights for part in self.parts)
 
     @property
     def query_size(self) -> int:

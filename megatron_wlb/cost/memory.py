@@ -19,9 +19,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.cost.activations import DOCUMENT_TOKENS, ActivationModel, Kernels
+from megatron_wlb.cost.activations import ActivationModel
+from megatron_wlb.cost.blocks import DOCUMENT_TOKENS, Kernels
 from megatron_wlb.cost.hardware import Hardware
-from megatron_wlb.cost.layers import Experts, LatentAttention, Part
+from megatron_wlb.cost.layers import Layer
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
 from megatron_wlb.cost.slices import SliceTape, Unit
 from megatron_wlb.cost.tape import Tape
@@ -105,7 +106,7 @@ class MemoryModel:
     keep_gathered: bool = False
     """Under CP: whether gathered keys and values are kept for the backward pass."""
     attention_kernel: str | None = None
-    """See :attr:`~megatron_wlb.cost.activations.ActivationModel.attention_kernel`."""
+    """See :attr:`~megatron_wlb.cost.blocks.Blocks.attention_kernel`."""
     document_tokens: float = DOCUMENT_TOKENS
     """Tokens of a document in the mean."""
     reduce_in_fp32: bool = False
@@ -133,17 +134,10 @@ class MemoryModel:
         """Parameters of the experts that a rank has of a virtual stage, shared ones left out."""
         has = self._stages[stage]
         return sum(
-            num * self._expert_parameters(part)
+            num * part.routed_parameters(self)
             for num, layer in has.layers + (self.shape.predictors if has.last else ())
-            for part in layer.experts
+            for part in layer.parts
         )
-
-    def _expert_parameters(self, part: Experts) -> int:
-        h, p = self.shape.hidden_size, self.parallelism
-        each = h * part.expert_numbers
-        if self.shape.linear_bias:
-            each += part.expert_columns + h * p.expert_tp_size
-        return part.num_experts * each // p.expert_ranks
 
     def _rank_experts(self, pp_rank: int) -> int:
         p = self.parallelism
@@ -153,9 +147,7 @@ class MemoryModel:
         """Parameters of a virtual stage, on one of its TP ranks, routed experts left out."""
         shape, p = self.shape, self.parallelism
         has = self._stages[stage]
-        total = sum(
-            num * self._part_parameters(part) for num, layer in has.layers for part in layer.parts
-        )
+        total = sum(num * self._layer_parameters(layer) for num, layer in has.layers)
         embedding = shape.head_linear_parameters // p.tp_size
         if has.first:
             total += embedding + shape.learned_positions * shape.hidden_size
@@ -169,34 +161,12 @@ class MemoryModel:
             joining = shape.joining_parameters // p.tp_size
             norms = 3 * shape.norm_vectors * shape.hidden_size
             for num, layer in shape.predictors:
-                parts = sum(self._part_parameters(part) for part in layer.parts)
-                total += num * (joining + norms + parts)
+                total += num * (joining + norms + self._layer_parameters(layer))
         return total
 
-    def _part_parameters(self, part: Part) -> int:
-        """Norm, both matrix products and what biases and norms it has besides."""
-        shape, tp, h = self.shape, self.parallelism.tp_size, self.shape.hidden_size
-        if isinstance(part, LatentAttention):
-            return self._latent_parameters(part)
-        norms = h + (2 * part.kv_channels if part.qk_norm else 0)
-        total = shape.norm_vectors * norms + h * (part.columns + part.rows) // tp
-        if isinstance(part, Experts):
-            total += h * part.num_experts  # the router
-        if shape.linear_bias or part.qkv_bias:
-            total += part.columns // tp
-        return total + (h if shape.linear_bias and part.columns else 0)
-
-    def _latent_parameters(self, part: LatentAttention) -> int:
-        """The same of multi-latent attention, of which the last product alone has a bias."""
-        shape, tp, h = self.shape, self.parallelism.tp_size, self.shape.hidden_size
-        low = part.latent.q_lora_rank or 0
-        norms = h + (low + part.latent.kv_lora_rank if part.qk_norm else 0)
-        divided = h * (part.columns + part.rows) + part.inner_weights
-        total = shape.norm_vectors * norms + divided // tp
-        if self.kernels == "fused":  # whose layers have whole down projections on each rank
-            down = h * (low + part.latent.numbers)
-            total += down - down // tp
-        return total + (h if shape.linear_bias else 0)
+    def _layer_parameters(self, layer: Layer) -> int:
+        norms = len(layer.parts) * self.shape.norm_vectors * self.shape.hidden_size
+        return norms + sum(part.parameters(self) for part in layer.parts)
 
     def state_bytes(self, pp_rank: int) -> StateBytes:
         """Weights, gradients and optimizer state of a pipeline rank."""
@@ -225,7 +195,8 @@ class MemoryModel:
                 if matrix and matrix.weight_bytes is not None:
                     numbers = sum(part.columns + part.rows for part in layer.parts)
                     divided = shape.hidden_size * numbers + layer.inner_weights + more
-                    own = divided // p.tp_size + sum(map(self._expert_parameters, layer.experts))
+                    routed = sum(part.routed_parameters(self) for part in layer.parts)
+                    own = divided // p.tp_size + routed
                     weights = num * own
                     total += weights * (matrix.weight_bytes - self._element_bytes)
         return total

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
-from megatron_wlb.cost.layers import MOST, MOST_LAYERS, Experts, Latent
+from megatron_wlb.cost.layers import MOST, MOST_LAYERS
+from megatron_wlb.cost.parts import Experts, Latent
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import (

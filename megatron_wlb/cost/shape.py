@@ -7,23 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from megatron_wlb.cost.document import unseen
-from megatron_wlb.cost.layers import (
-    MOST_LAYERS,
-    Attention,
-    Experts,
-    FeedForward,
-    Latent,
-    LatentAttention,
-    Layer,
-    Runs,
-    check_sizes,
-    slices,
-)
+from megatron_wlb.cost.layers import MOST_LAYERS, Layer, Part, Runs, check_sizes, slices
+from megatron_wlb.cost.parts import Attention, Experts, FeedForward, Latent, LatentAttention
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 
@@ -101,7 +91,7 @@ class ModelShape:
                 f"{self.num_query_groups} with latent; give {self.latent.key_dim} (qk_head_dim + "
                 f"qk_pos_emb_head_dim) and {self.num_attention_heads}, one group for each head"
             )
-        reaches = {part.reach_tokens for _, layer in self.all_runs for part in layer.parts}
+        reaches = {part.reach_tokens for part in self.parts}
         reaches -= {None}
         if not reaches <= {self.reach_tokens}:
             raise ConfigError(
@@ -129,6 +119,11 @@ class ModelShape:
         return self.runs + self.predictors
 
     @property
+    def parts(self) -> Iterator[Part]:
+        """The parts of a layer of each run."""
+        return (part for _, layer in self.all_runs for part in layer.parts)
+
+    @property
     def num_ahead(self) -> int:
         """Layers that predict further ahead."""
         return sum(num for num, _ in self.predictors)
@@ -150,7 +145,7 @@ class ModelShape:
     @property
     def experts(self) -> frozenset[Experts]:
         """The kinds of experts that layers have; none in a dense model."""
-        return frozenset(part for _, layer in self.all_runs for part in layer.experts)
+        return frozenset(part for part in self.parts if isinstance(part, Experts))
 
     def row_multiple(self, *, spread: bool) -> int:
         """What a rank's tokens must be a multiple of; ``spread`` by sequence parallelism."""
@@ -299,7 +294,8 @@ class Parallelism:
         """Raises :class:`ConfigError` for layers of latents that context parallelism cannot run."""
         if self.cp_size == 1:
             return
-        for layer in (layer for _, layer in shape.all_runs if any(layer.latents)):
+        made = (layer for _, layer in shape.all_runs if any(p.up_weights for p in layer.parts))
+        for layer in made:
             for has, what in (
                 (layer.windowed_query_size, "sliding windows"),
                 (layer.precisions, "FP8"),
@@ -343,25 +339,15 @@ class Parallelism:
             )
         else:
             layers = (shape.num_layers // num,) * num
-        names = "num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"
-        for part in (*(part for _, layer in shape.all_runs for part in layer.parts), shape):
-            for name in names:
-                if getattr(part, name, 0) % self.tp_size:
-                    raise ConfigError(
-                        f"{name} {getattr(part, name)} does not divide over TP {self.tp_size}; "
-                        "choose a multiple"
-                    )
-        for part in shape.experts:
-            for name, size, shards in (
-                ("num_experts", "EP", self.ep_size),
-                ("expert_hidden_size", "expert TP", self.expert_tp_size),
-                ("shared_hidden_size", "TP", self.tp_size),
-            ):
-                if getattr(part, name) % shards:
-                    raise ConfigError(
-                        f"{name} {getattr(part, name)} does not divide over {size} {shards}; "
-                        "choose a multiple"
-                    )
+        sizes = itertools.chain(
+            *(part.divided(self) for part in shape.parts),
+            [("vocab_size", shape.vocab_size, "TP", self.tp_size)],
+        )
+        for name, size, what, shards in sizes:
+            if size % shards:
+                raise ConfigError(
+                    f"{name} {size} does not divide over {what} {shards}; choose a multiple"
+                )
         return layers
 
     def stages(self, shape: ModelShape) -> tuple[Stage, ...]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-FP32 = 4
+FP32, INT64 = 4, 8
 
 PADDING_ROWS = 128
 """Rows that a kernel adds to each document, to run whole blocks without a check."""

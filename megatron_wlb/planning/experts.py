@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_wlb.cost.layers import Experts
 from megatron_wlb.cost.model_file import layers_with_experts
+from megatron_wlb.cost.parts import Experts
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.settings.config import Config, ModelConfig, flag_of

@@ -22,8 +22,9 @@ from megatron_wlb.cost import (
 )
 from megatron_wlb.cost.fp8 import fp8_products
 from megatron_wlb.cost.hardware import LEAST, MOST
-from megatron_wlb.cost.layers import Latent, Precisions, slices
+from megatron_wlb.cost.layers import Precisions, slices
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.parts import Latent
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.data.blend import BlendedStream

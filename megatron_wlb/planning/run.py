@@ -28,7 +28,6 @@ from megatron_wlb.cost import (
     cost_from_dict,
     read_cost_file,
 )
-from megatron_wlb.cost.activations import Kernels
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION
 from megatron_wlb.cost.attention import (
     AnalyticAttention,
@@ -37,6 +36,7 @@ from megatron_wlb.cost.attention import (
     SlidingAttention,
     nearest_profile,
 )
+from megatron_wlb.cost.blocks import Kernels
 from megatron_wlb.cost.document import unseen
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.hardware import LEAST, MOST

@@ -79,7 +79,7 @@ def _expert_flags(shape: ModelShape) -> Mapping[str, Value | None]:
     (experts,) = shape.experts
     return {
         "--num-experts": experts.num_experts,
-        "--moe-layer-freq": pattern_of(shape, lambda layer: any(layer.experts)),
+        "--moe-layer-freq": pattern_of(shape, lambda layer: layer.is_routed),
         "--moe-ffn-hidden-size": experts.expert_hidden_size,
         "--moe-shared-expert-intermediate-size": experts.shared_hidden_size or None,
         "--moe-router-topk": experts.topk,

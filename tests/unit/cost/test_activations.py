@@ -144,7 +144,7 @@ def test_gradients_of_keys_summed_in_fp32_take_more_in_backward() -> None:
         return exchange(model).backward
 
     def exchange(model: ActivationModel) -> Operation:
-        return model._context_attention(LLAMA.layer.parts[0], 0.0, 0.0)
+        return LLAMA.layer.parts[0]._exchanged(model, 0.0, 0.0)
 
     numbers = 2 * LLAMA.layer.key_size / 2
     copy, rows, local = 4 * 9 / 8 * 2 * numbers, 4 * numbers, numbers

@@ -16,9 +16,10 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.experts import ExpertGroups
-from megatron_wlb.cost.layers import Experts, Layer, Precision, Precisions
+from megatron_wlb.cost.layers import Layer, Precision, Precisions
 from megatron_wlb.cost.memory import num_communicators
 from megatron_wlb.cost.model_file import load_model
+from megatron_wlb.cost.parts import Experts
 from megatron_wlb.cost.step_costs import StepCosts, analytic_costs
 from megatron_wlb.errors import ConfigError
 

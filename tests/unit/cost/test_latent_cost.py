@@ -11,8 +11,9 @@ import pytest
 from megatron_wlb.cost import Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.analytic import AnalyticModel
-from megatron_wlb.cost.layers import Latent, Precisions
+from megatron_wlb.cost.layers import Precisions
 from megatron_wlb.cost.model_file import load_model
+from megatron_wlb.cost.parts import Latent
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import check_model, model_identity
 from megatron_wlb.errors import ConfigError
@@ -53,13 +54,12 @@ def test_pairs_cost_keys_and_narrower_values() -> None:
 def test_ranks_exchange_latents_and_project_all_of_them() -> None:
     """Sequence parallelism divides what is sent; projecting is not divided, and runs twice."""
     two, one = layer(LOW, cp_size=2).layer(), layer(LOW).layer()
-    sent = layer(LOW, cp_size=2)._sent_numbers
-    assert sent(LOW.layer) == 64 + 16
-    assert layer(LOW, cp_size=2, tp_size=4)._sent_numbers(LOW.layer) == 80
-    spread = layer(LOW, cp_size=2, tp_size=4, sequence_parallel=True)
-    assert spread._sent_numbers(LOW.layer) == 20
-    plain = dataclasses.replace(LOW, latent=None)
-    assert sent(plain.layer) == 2 * 8 * 48
+    latent, plain = LOW.layer.parts[0], dataclasses.replace(LOW, latent=None)
+    assert latent.sent_numbers(Parallelism(cp_size=2)) == 64 + 16
+    assert latent.sent_numbers(Parallelism(cp_size=2, tp_size=4)) == 80
+    spread = Parallelism(cp_size=2, tp_size=4, sequence_parallel=True)
+    assert latent.sent_numbers(spread) == 20
+    assert plain.layer.parts[0].sent_numbers(Parallelism(cp_size=2)) == 2 * 8 * 48
     up_us = layer(LOW)._matrix_us(64 * 8 * (32 + 28), Precisions.same(2).matrix)
     assert two.matrix_us == pytest.approx(one.matrix_us / 2 + up_us / 2)
     assert (one.again_us, two.again_us) == (0.0, pytest.approx(up_us))

@@ -17,7 +17,8 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.activations import ActivationModel
-from megatron_wlb.cost.layers import Attention, FeedForward, Layer, Precision, Precisions, slices
+from megatron_wlb.cost.layers import Layer, Precision, Precisions, slices
+from megatron_wlb.cost.parts import Attention, FeedForward
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import model_identity
 from megatron_wlb.errors import ConfigError

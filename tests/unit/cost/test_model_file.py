@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from megatron_wlb.cost import ModelShape, Parallelism
-from megatron_wlb.cost.layers import Experts
 from megatron_wlb.cost.model_file import load_model, model_names, padded_vocabulary
+from megatron_wlb.cost.parts import Experts
 from megatron_wlb.errors import ConfigError
 
 SIZES = {
@@ -37,7 +37,7 @@ def test_models_with_experts_have_their_layers_and_what_a_token_passes() -> None
     # 12.9 of Mixtral 8x7B's 46.7 billion.
     assert round(num_parameters(load_model("mixtral-8x7b")), 1) == 12.9
     runs = load_model("deepseek-v3").runs
-    assert [(num, any(layer.experts)) for num, layer in runs] == [(3, False), (58, True)]
+    assert [(num, layer.is_routed) for num, layer in runs] == [(3, False), (58, True)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute, load_hardware
-from megatron_wlb.cost.activations import ActivationModel, Kernels
+from megatron_wlb.cost.activations import ActivationModel
+from megatron_wlb.cost.blocks import Kernels
 from megatron_wlb.cost.memory import num_communicators, overhead_gib
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.tape import Operation

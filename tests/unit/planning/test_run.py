@@ -21,8 +21,9 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.attention import AttentionProfile
-from megatron_wlb.cost.layers import Experts, Latent, Precisions
+from megatron_wlb.cost.layers import Precisions
 from megatron_wlb.cost.memory import GIB, overhead_gib
+from megatron_wlb.cost.parts import Experts, Latent
 from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError

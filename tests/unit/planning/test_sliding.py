@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_wlb.cost.layers import Attention
+from megatron_wlb.cost.parts import Attention
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.sliding import reach_tokens, windowed_layers

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
-from megatron_wlb.cost.layers import Experts, Latent
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.parts import Experts, Latent
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planning import from_config as planning

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost import ModelShape, load_hardware
-from megatron_wlb.cost.layers import Experts
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.parts import Experts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.study.search import Search, Space, by_reason, search
