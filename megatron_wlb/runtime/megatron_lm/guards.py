@@ -361,7 +361,7 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal(
         "--disable-gloo-process-groups",
         "it turns off Megatron's own; ranks compare plans over gloo groups between their hosts",
-        refused=lambda args: not getattr(args, "enable_gloo_process_groups", True),
+        refused=lambda args: getattr(args, "enable_gloo_process_groups", None) is False,
     ),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),
