@@ -107,6 +107,8 @@ def local_params(
             own = _cut_in_chunks(cut, chunks.tolist(), device, reach)
         segments = segments_of(whole.lengths_q.tolist(), whole.lengths_k.tolist())
         gather = KeyGather.of(whole, device, slice_rows, group)
+        if torch.device(device).type == "cuda":
+            _ = gather.split  # made in this thread, which is ahead, not where layers are launched
         return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, own)
 
     local, params = made(None)

@@ -217,7 +217,7 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
         depths = 1 + len(layers_of(gpt)) - len(gpt.decoder.layers)
         rows = (tokens,) * depths, (tokens,) * depths, (torch.ones_like(tokens).float(),) * depths
         ahead = Ahead(*rows, num_tokens, num_tokens) if depths > 1 else None
-        start = _now()
+        start = _begun(device, len(layers_of(gpt)))
         with predicting(ahead, position_ids):
             output = chunk(
                 input_ids=tokens,
@@ -227,9 +227,10 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
                 loss_mask=ahead.weights[0] if ahead else None,
                 packed_seq_params=params,
             )
-        middle = _now()
+        middle = _moment(device)
         output.float().sum().backward()
-        forward, backward = forward + middle - start, backward + _now() - middle
+        end = _moment(device)
+        forward, backward = forward + _seconds(start, middle), backward + _seconds(middle, end)
     return forward, backward
 
 
@@ -262,15 +263,38 @@ def _run_attention(model: Model, length: int) -> tuple[float, float]:
                 (num_keys, groups, core.value_dim),
             )
         )
-        start = _now()
+        start = _begun(device, 1)
         output = core.options.kernel(query, key, value, segments, core.softmax_scale)
-        middle = _now()
+        middle = _moment(device)
         output.backward(torch.ones_like(output))
-        forward += len(kind) * (middle - start)
-        backward += len(kind) * (_now() - middle)
+        end = _moment(device)
+        forward += len(kind) * _seconds(start, middle)
+        backward += len(kind) * _seconds(middle, end)
     return forward, backward
 
 
-def _now() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
+CYCLES_A_LAYER = 2_000_000
+"""A GPU waits for so many, about 1 ms, while the host queues up a layer's kernels. In training the
+host is ahead, too; without it times would be those of the host."""
+
+
+def _begun(device: torch.device, num_layers: int) -> Any:
+    """A moment at which the device is idle, and from which on it runs what is queued up next."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(num_layers * CYCLES_A_LAYER)  # type: ignore[no-untyped-call]
+    return _moment(device)
+
+
+def _moment(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.current_stream(device).record_event(event)
+
+
+def _seconds(start: Any, stop: Any) -> float:
+    if isinstance(start, float):
+        return float(stop - start)
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3

@@ -94,15 +94,36 @@ def of_all_ranks(mine: T, group: torch.distributed.ProcessGroup | None = None) -
 
 
 def open_group(
-    ranks: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
+    ranks: Sequence[int],
+    timeout: datetime.timedelta | None = None,
+    backend: str | None = None,
+    options: Any = None,
 ) -> torch.distributed.ProcessGroup:
     """Makes this rank's group; all ranks of the world call it together, each with its own ranks."""
     opened: torch.distributed.ProcessGroup | None = None
     for members in sorted(set(of_all_ranks(tuple(ranks)))):  # all take part in making every group
-        made = torch.distributed.new_group(list(members), timeout=timeout, backend=backend)
+        made = torch.distributed.new_group(
+            list(members), timeout=timeout, backend=backend, pg_options=options
+        )
         opened = made if members == tuple(ranks) else opened
     assert opened is not None
     return opened
+
+
+def options_like(group: torch.distributed.ProcessGroup) -> Any:
+    """NCCL's options for another group, as Megatron's flags gave them to this one; None of others.
+
+    They are copied, as torch writes into those that a group is made with.
+    """
+    if torch.distributed.get_backend(group) != "nccl":
+        return None
+    given: Any = group._get_backend(torch.device("cuda")).options
+    made: Any = torch.distributed.ProcessGroupNCCL.Options(
+        is_high_priority_stream=given.is_high_priority_stream
+    )
+    for name in ("cga_cluster_size", "max_ctas", "min_ctas", "net_name"):
+        setattr(made.config, name, getattr(given.config, name))
+    return made
 
 
 def from_first_rank(make: Callable[[], T]) -> T:

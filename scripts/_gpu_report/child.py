@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
+
+# torch's attention of the reference would have cuDNN build a graph for each length.
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 
 import torch
 

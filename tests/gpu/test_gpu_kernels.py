@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from megatron_wlb.runtime.attention.kernels import (
 )
 from megatron_wlb.sharding import Sharding
 from megatron_wlb.sharding.shard import KINDS
+
+# Deterministic matrix products need it, and cuBLAS reads it at its first call.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 HEADS, SCALE = 8, 0.1
 LENGTHS = [700, 1, 33, 1290, 128, 256, 5, 147]  # 2560 tokens: 8 slots of CP=4

@@ -78,7 +78,9 @@ def train(
     command += ["--global-batch-size", "4", "--seq-length", "512", "--hidden-size", "64", *flags]
     # Megatron may be on the path instead of installed.
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
+    # NVIDIA's containers round matrix products to TF32, which the emulation does not.
+    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
     finished = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
     )

@@ -101,6 +101,10 @@ def _defers_gathered(args: argparse.Namespace) -> bool:
     )
 
 
+def _exchanges_else(args: argparse.Namespace) -> bool:
+    return set(getattr(args, "cp_comm_type", None) or ["p2p"]) != {"p2p"}
+
+
 _BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
 
 
@@ -112,6 +116,11 @@ def _balances_else(args: argparse.Namespace) -> bool:
 def _gathers_tokens(args: argparse.Namespace) -> bool:
     gathers = getattr(args, "moe_token_dispatcher_type", None) == "allgather"
     return gathers and bool(getattr(args, "num_experts", None))
+
+
+def _sizes_buffers_once(args: argparse.Namespace) -> bool:
+    is_flex = getattr(args, "moe_token_dispatcher_type", None) == "flex"
+    return is_flex and getattr(args, "moe_flex_dispatcher_backend", "deepep") != "deepep"
 
 
 def _shards_other_layers(args: argparse.Namespace) -> bool:
@@ -221,8 +230,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
     Refusal(
-        "--moe-token-dispatcher-type", "its buffers hold as many tokens of each rank as of this "
-        "one, and lengths of micro-batches vary", "use alltoall", ("alltoall", "allgather"),
+        "--moe-token-dispatcher-type", "HybridEP's buffers hold as many tokens of each rank as of "
+        "this one, and lengths of micro-batches vary",
+        "use alltoall, or --moe-flex-dispatcher-backend deepep", refused=_sizes_buffers_once,
     ),
     Refusal(
         "--moe-pad-expert-input-to-capacity", "ranks would exchange as many tokens as their own "
@@ -312,7 +322,7 @@ WITH_SLICES: tuple[Refusal, ...] = (
         "--fp8-format",
         "delayed scaling is agreed on by data-parallel ranks after each pass, and ranks that run "
         "other numbers of slices would wait for each other forever",
-        "use --fp8-recipe tensorwise", refused=_scales_late,
+        "use --fp8-recipe tensorwise or blockwise", refused=_scales_late,
     ),
     Refusal(
         "--use-torch-fsdp2",
@@ -342,6 +352,16 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal(
         "--hierarchical-context-parallel-sizes",
         "keys and values are gathered over all context-parallel ranks at once",
+    ),
+    Refusal(
+        "--cp-comm-type",
+        "keys and values are gathered, by document or by sequence",
+        refused=_exchanges_else,
+    ),
+    Refusal(
+        "--disable-gloo-process-groups",
+        "it turns off Megatron's own; ranks compare plans over gloo groups between their hosts",
+        refused=lambda args: getattr(args, "enable_gloo_process_groups", None) is False,
     ),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),
@@ -385,6 +405,11 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
         logger.warning(
             "--fp8-format: with delayed scaling data-parallel ranks wait for each other at each "
             "micro-batch; --fp8-recipe tensorwise spares that"
+        )
+    if getattr(args, "moe_token_dispatcher_type", None) == "flex":
+        logger.warning(
+            "--moe-token-dispatcher-type flex: DeepEP takes counts of tokens, so lengths may vary, "
+            "but it was not tried with plans; alltoall was"
         )
 
 

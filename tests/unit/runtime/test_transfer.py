@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,36 @@ import torch
 from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime.transfer import HostCopy, from_first_rank, mapped, to_device
+from megatron_wlb.runtime.transfer import (
+    HostCopy,
+    from_first_rank,
+    mapped,
+    options_like,
+    to_device,
+)
+
+
+def test_options_of_nccl_are_those_of_the_group_that_megatron_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a copy of its attributes, as a CPU build of torch has no NCCL."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = SimpleNamespace(cga_cluster_size=4, max_ctas=32, min_ctas=1, net_name="")
+
+    given = Options(is_high_priority_stream=True)
+    given.config.max_ctas, given.config.net_name = 8, "IB"
+    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=given))
+    nccl = SimpleNamespace(Options=Options)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    made = options_like(group)
+    assert made is not given and made.is_high_priority_stream
+    assert vars(made.config) == vars(given.config)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
+    assert options_like(group) is None
 
 
 def made_or_said(fails: bool) -> str:

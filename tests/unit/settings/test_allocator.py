@@ -39,6 +39,14 @@ def test_segments_grow_where_the_user_says_nothing(
     assert len(said) == 1 and "expandable_segments:True" in said[0]
 
 
+def test_segments_do_not_grow_beside_nccl_s_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    allocator.choose(["--use-megatron-fsdp", "--use-nccl-ub"])
+    assert not set(NAMES) & set(os.environ)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_users_setting_stays(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,8 +41,6 @@ class _Inner:
     modules: tuple[str, ...]
     forward: str
     backward: str
-    causal: str
-    """What the backward pass calls the causal mask."""
     forward_options: dict[str, Any]
     backward_options: dict[str, Any]
 
@@ -52,7 +50,6 @@ _INNER = {
         ("flash_attn.flash_attn_interface",),
         "_flash_attn_varlen_forward",
         "_flash_attn_varlen_backward",
-        "causal",
         {"dropout_p": 0.0},
         {
             "dropout_p": 0.0,
@@ -62,7 +59,7 @@ _INNER = {
             "alibi_slopes": None,
         },
     ),
-    3: _Inner(_MODULES[3], "_flash_attn_forward", "_flash_attn_backward", "is_causal", {}, {}),
+    3: _Inner(_MODULES[3], "_flash_attn_forward", "_flash_attn_backward", {}, {}),
 }
 _NEEDED = ("causal", "softmax_scale", "deterministic", "cu_seqlens_k", "max_seqlen_k")
 
@@ -114,7 +111,7 @@ def build(version: int, demand: Demand) -> VarlenKernel:
 def build_lse(version: int, demand: Demand) -> VarlenKernel:
     """The same kernel by the package's inner functions, which tell log-sum-exps.
 
-    Their parameters are those of version 2.7 and later, and of version 3 from 2025 on. Raises
+    They fit those of 2.7.0 and later, and of version 3 in the sources of 2.7.4 and later. Raises
     whatever the package does if they are others, when it is called.
     """
     inner = _INNER[version]
@@ -138,9 +135,9 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         scale: float,
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        said = lengths(segments, scale) | inner.forward_options
+        said = lengths(segments, scale) | inner.forward_options | {"causal": causal}
         said |= _sliding(forward, segments, causal)
-        out, lse, *_ = forward(query, key, value, causal=causal, **said)
+        out, lse, *_ = forward(query, key, value, **_fitted(forward, said, 3))
         return out, lse
 
     def differentiate(
@@ -155,10 +152,10 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         d_query, d_key, d_value = (torch.empty_like(t) for t in (query, key, value))
-        said = lengths(segments, scale) | inner.backward_options | {inner.causal: causal}
-        said |= {"dq": d_query, "dk": d_key, "dv": d_value}
+        said = lengths(segments, scale) | inner.backward_options | {"causal": causal}
+        said |= {"dq": d_query, "dk": d_key, "dv": d_value, "deterministic": demand.deterministic}
         said |= _sliding(backward, segments, causal)
-        backward(grad, query, key, value, out, lse, deterministic=demand.deterministic, **said)
+        backward(grad, query, key, value, out, lse, **_fitted(backward, said, 6))
         return d_query, d_key, d_value
 
     return LseKernel(attend, differentiate)
@@ -171,11 +168,28 @@ def _sliding(function: Callable[..., Any], segments: Segments, causal: bool) -> 
     if segments.reach_tokens is None or not causal:
         return {}
     left = segments.reach_tokens - 1
-    # torch makes operations of them, whose parameters are in a schema.
-    known = getattr(function, "_schema", None) or inspect.signature(function)
-    if "window_size_left" in str(known):
+    if "window_size_left" in _parameters(function):
         return {"window_size_left": left, "window_size_right": 0}
     return {"window_size": (left, 0)}
+
+
+def _fitted(function: Callable[..., Any], said: dict[str, Any], num_given: int) -> dict[str, Any]:
+    """``said`` as a version's function calls it, besides the first ``num_given`` arguments.
+
+    What it asks for and nobody says is None: caches, rotary tables and scales of FP8, for which
+    tagged versions of 3 have no defaults.
+    """
+    known = _parameters(function)
+    named = [p for p in known.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [p.name for p in named if p.default is p.empty][num_given:]
+    causal = "is_causal" if "is_causal" in known else "causal"
+    rest = {name: value for name, value in said.items() if name != "causal"}
+    return dict.fromkeys(needed) | rest | {causal: said["causal"]}
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """A function's parameters; torch makes operations of some, which have it inside."""
+    return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
 def _function(version: int) -> Callable[..., Any]:

@@ -68,6 +68,8 @@ def build(demand: Demand) -> VarlenKernel:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **packed: Any
     ) -> torch.Tensor:  # [T, H·D]
         head_dims = query.shape[2], value.shape[2]
+        for most in ("max_seqlen_q", "max_seqlen_kv"):  # cuDNN before 9.7 takes whole 64s alone
+            packed[most] = -(-packed[most] // 64) * 64
         run = module(query.shape[1], key.shape[1], head_dims, scale)
         out: torch.Tensor = run(query, key, value, qkv_format="thd", attn_mask_type=_MASK, **packed)
         return out

@@ -66,7 +66,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
     "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
-    "--moe-token-dispatcher-type": {"moe_token_dispatcher_type": "flex"},
+    "--moe-token-dispatcher-type": {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "hybridep",
+    },
     "--moe-pad-expert-input-to-capacity": {"moe_pad_expert_input_to_capacity": True},
     "--moe-router-load-balancing-type": {
         "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"]
@@ -238,6 +241,16 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
         (
             {"num_experts": 8, "moe_token_dispatcher_type": "allgather"},
             "--moe-token-dispatcher-type allgather has no effect with --wlb-packing: it gathers",
+        ),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"},
+            "--moe-token-dispatcher-type flex: DeepEP takes counts of tokens",
+        ),
+        ({"cp_comm_type": ["a2a"]}, "--cp-comm-type a2a has no effect with --wlb-packing: keys"),
+        ({"cp_comm_type": ["p2p"]}, ""),
+        (
+            {"enable_gloo_process_groups": False},
+            "--disable-gloo-process-groups has no effect with --wlb-packing: it turns off",
         ),
         ({"num_experts": None, "moe_token_dispatcher_type": "allgather"}, ""),
         ({"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}, ""),

@@ -388,6 +388,10 @@ def packed_operations() -> Iterator[None]:
         yield
 
 
+def longest(*cu_seqlens: torch.Tensor) -> list[int]:
+    return [int(cu.diff().max()) for cu in cu_seqlens]
+
+
 def segments_of(cu_q: Any, cu_k: Any, max_q: int, max_k: int) -> Segments:
     segments = Segments(
         tuple(cu_q.diff().tolist()), tuple(cu_k.diff().tolist()), cu_q, cu_k, max_q, max_k
@@ -421,7 +425,9 @@ def test_transformer_engine_is_called_as_it_is_meant(monkeypatch: pytest.MonkeyP
             cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int, max_seqlen_kv: int,
         ) -> Any:  # fmt: skip
             assert (qkv_format, attn_mask_type) == ("thd", "padding_causal_bottom_right")
-            lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+            # It may be told of longer ones, and cuDNN takes multiples of 64 in all versions.
+            lengths = (cu_seqlens_q, cu_seqlens_kv, *longest(cu_seqlens_q, cu_seqlens_kv))
+            assert (max_seqlen_q, max_seqlen_kv) == tuple(-(-n // 64) * 64 for n in lengths[2:])
             return flash(q, k, v, *lengths, self.scale, causal=True)[0].reshape(-1, self.width)
 
     module = types.ModuleType("transformer_engine.pytorch")

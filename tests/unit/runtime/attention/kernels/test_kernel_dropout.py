@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention import flash_backward, flash_forward, packed_on_cpu
-from test_choose import CPU, HOPPER, install, segments_of
+from test_choose import CPU, HOPPER, install, longest, segments_of
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.attention.kernels import CANDIDATES, Demand, Segments, choose_kernel
@@ -194,7 +194,8 @@ def test_transformer_engine_is_asked_for_dropout(monkeypatch: pytest.MonkeyPatch
             self, q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_kv: Any,
             max_seqlen_q: int, max_seqlen_kv: int, **_: Any,
         ) -> Any:  # fmt: skip
-            segments = segments_of(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+            lengths = (cu_seqlens_q, cu_seqlens_kv, *longest(cu_seqlens_q, cu_seqlens_kv))
+            segments = segments_of(*lengths)
             return dropping(self.dropout, q, k, v, segments, self.scale).flatten(1)
 
     module = types.ModuleType("transformer_engine.pytorch")

@@ -13,7 +13,7 @@ import torch
 from helpers.attention import by_definition, flash_backward, flash_forward, in_slices, packed_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_choose import install, segments_of
+from test_choose import install, longest, segments_of
 
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.runtime.attention.kernels import (
@@ -207,10 +207,10 @@ def test_inner_functions_are_told_of_the_window(
         return call
 
     class Operation:
-        _schema = "(Tensor q, SymInt window_size_left=-1, SymInt window_size_right=-1) -> Tensor"
+        """As torch wraps them: what it was made of is inside."""
 
         def __init__(self, function: Any) -> None:
-            self.call = of_numbers(function)
+            self.call = self._init_fn = of_numbers(function)
 
         def __call__(self, *inputs: Any, **given: Any) -> Any:
             return self.call(*inputs, **given)
@@ -274,7 +274,8 @@ def test_transformer_engine_is_told_of_the_window(monkeypatch: pytest.MonkeyPatc
             self, q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_kv: Any,
             max_seqlen_q: int, max_seqlen_kv: int, window_size: Any = None, **_: Any,
         ) -> Any:  # fmt: skip
-            lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+            lengths = (cu_seqlens_q, cu_seqlens_kv, *longest(cu_seqlens_q, cu_seqlens_kv))
+            assert (max_seqlen_q, max_seqlen_kv) == tuple(-(-n // 64) * 64 for n in lengths[2:])
             window = window_size or (-1, 0)
             out = flash(q, k, v, *lengths, self.scale, causal=True, window_size=window)
             return out.reshape(-1, self.width)
