@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layouts import some_of
 from trainer_runs import Flags, Run, losses, read_metrics, start, torchrun
 
 from megatron_wlb.runtime.saving.checksums import seal_state, unseal_state
@@ -171,7 +170,8 @@ def test_resume_takes_the_kernel_of_the_checkpoint(tmp_path: Path, corpus: Path)
     assert losses(tmp_path / "resumed") == expected
 
 
-@pytest.mark.parametrize("name", some_of(LAYOUTS, "dp2-ep2-bf16"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Path) -> None:
     num_processes, layout = LAYOUTS[name]
     flags = BASE | layout | {"data_path": corpus}

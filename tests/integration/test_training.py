@@ -90,7 +90,8 @@ RECOMPUTE: list[Flags] = [
 ]
 
 
-@pytest.mark.parametrize("layout", [further(PP2), TP2_SP], ids=["pp2", "tp2-sp"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [PP2, TP2_SP], ids=["pp2", "tp2-sp"])
 def test_recompute_changes_no_loss(layout: Flags, tmp_path: Path, corpus: Path) -> None:
     """Not by a bit, with dropout drawn twice from one state.
 
