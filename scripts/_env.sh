@@ -1,5 +1,5 @@
 # Sourced by the scripts beside it. Leaves behind $ROOT (the repository), a ready virtual
-# environment in $ROOT/.venv, and its programs first on PATH. With $WLB_MEGATRON it is
+# environment in $ROOT/.venv, its programs first on PATH, and _checkout. With $WLB_MEGATRON it is
 # $ROOT/.venv-$WLB_MEGATRON, with that megatron-core instead of the pinned one.
 #
 # The first start installs what constraints.txt pins, and this project in editable form. Later
@@ -21,6 +21,29 @@ export PIP_USER=0
 _fail() {
   printf 'error: %s\n' "$*" >&2
   return 1
+}
+
+# _checkout PATH: prints the folder of a checkout of Megatron-LM, which is PATH, or is in the archive
+# PATH (.tar.gz, .tar.xz). An archive is unpacked once, into the environment.
+_checkout() {
+  local folders=("$1") unpacked part
+  if [[ -f $1 ]]; then
+    unpacked=$VENV/checkouts/$(sha256sum <"$1" | cut -c 1-16)
+    if [[ ! -d $unpacked ]]; then
+      part=$unpacked.$$ # Whole or not at all, also where two scripts unpack it at a time.
+      { mkdir -p "$part" && tar -xf "$1" -C "$part"; } || return
+      mv -T "$part" "$unpacked" 2>/dev/null || rm -rf "$part"
+    fi
+    folders=("$unpacked" "$unpacked"/*) # GitHub's archives hold one folder.
+  fi
+  local folder
+  for folder in "${folders[@]}"; do
+    if [[ -f $folder/pretrain_gpt.py ]]; then
+      (CDPATH='' cd -- "$folder" && pwd -P)
+      return
+    fi
+  done
+  _fail "$1 has no pretrain_gpt.py; give a checkout of Megatron-LM, or an archive of one"
 }
 
 # Prints the first interpreter of 3.$OLDEST or newer that can make a virtual environment.

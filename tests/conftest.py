@@ -1,8 +1,13 @@
-"""Tiers: a test's folder says what it needs, and the summary counts what each tier did."""
+"""Tiers: a test's folder says what it needs, and the summary counts what each tier did.
+
+Tests of the launcher, which need a checkout of Megatron-LM, are a tier of their own wherever they
+stand.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +19,8 @@ from helpers.gloo import GlooPool
 from megatron_wlb.data.corpus import build_corpus
 
 TESTS = Path(__file__).parent
-TIERS = ("unit", "distributed", "integration", "gpu", "evidence")
+TIERS = ("unit", "distributed", "integration", "launcher", "gpu", "evidence")
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 OUTCOMES = {
     "passed": "passed",
     "failed": "failed",
@@ -27,18 +33,28 @@ OUTCOMES = {
 _POOL = pytest.StashKey[GlooPool]()
 
 
-def _tier(item: pytest.Item) -> str:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--must-run", choices=TIERS, help="fail if no test of this tier runs")
+
+
+def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "unit: runs in the process of pytest")
+    if CHECKOUT and not Path(CHECKOUT, "pretrain_gpt.py").is_file():
+        raise pytest.UsageError(
+            f"MEGATRON_LM_PATH {CHECKOUT} has no pretrain_gpt.py; give a checkout of Megatron-LM"
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test with its tier; skips the ``gpu`` tier where there is no GPU."""
+    """Marks each test with its folder; skips what needs a checkout or a GPU where there is none."""
     for item in items:
-        item.add_marker(_tier(item))
+        item.add_marker(_folder(item))
+        if not CHECKOUT and item.get_closest_marker("launcher"):
+            item.add_marker(pytest.mark.skip(reason="MEGATRON_LM_PATH names no checkout"))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         import torch
@@ -72,17 +88,40 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Ends the ranks with their tier: idle ones take a third of a core, looking for messages."""
     pool = item.config.stash.get(_POOL, None)
-    if pool is not None and nextitem is not None and _tier(item) != _tier(nextitem):
+    if pool is not None and nextitem is not None and _folder(item) != _folder(nextitem):
         pool.close()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def _tier(report: pytest.TestReport | pytest.CollectReport) -> str | None:
+    if "launcher" in getattr(report, "keywords", ()):
+        return "launcher"
+    return next((tier for tier in TIERS if f"tests/{tier}/" in report.nodeid), None)
+
+
+def _missing(config: pytest.Config) -> str:
+    """The tier of ``--must-run``, if nothing of it ran."""
+    tier: str = config.getoption("--must-run")
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if not tier or reporter is None:  # a worker of pytest-xdist has none
+        return ""
+    ran = (report for kind in ("passed", "failed") for report in reporter.stats.get(kind, ()))
+    return "" if any(_tier(report) == tier for report in ran) else tier
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _missing(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Per tier: what passed, failed and was skipped, and why it was skipped."""
     counts = {tier: Counter[str]() for tier in TIERS}
     reasons = {tier: Counter[str]() for tier in TIERS}
     for category, outcome in OUTCOMES.items():
         for report in terminalreporter.stats.get(category, ()):
-            tier = next((tier for tier in TIERS if f"tests/{tier}/" in report.nodeid), None)
+            tier = _tier(report)
             if tier is None:
                 continue
             counts[tier][outcome] += 1
@@ -99,3 +138,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{tier:12s}" + "  ".join(said))
         for reason, number in reasons[tier].most_common():
             terminalreporter.line(f"{'':12s}{number:5d} skipped: {reason}")
+    if tier := _missing(config):
+        terminalreporter.line(f"ERROR: no test of the tier {tier} ran", red=True)

@@ -34,7 +34,8 @@ def check_arguments(words: Sequence[str], num_devices: int, found: Path) -> int:
     """Writes what the launcher says against arguments, each thing a string of a JSON list.
 
     It passes for the first process on so many devices: what the emulation refuses does not count,
-    and checkpoints are there. No process group is made.
+    and checkpoints are there. No process group is made. It is no rank, as there are no others to
+    compare itself with.
     """
     import importlib
 
@@ -46,6 +47,7 @@ def check_arguments(words: Sequence[str], num_devices: int, found: Path) -> int:
 
     cpu.refusals = lambda args: iter(())  # type: ignore[assignment]
     os.environ["WORLD_SIZE"] = str(num_devices)
+    del os.environ["RANK"]
     said: list[str] = []
     try:
         guards.check_words(words)

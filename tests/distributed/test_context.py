@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from helpers.gloo import GlooPool
+from helpers.layouts import further
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -324,7 +325,7 @@ def misuse(what: str) -> None:
 # In pytest.
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("cp_size", [1, further(2), 4])
 @settings(deadline=None, derandomize=True, max_examples=6)
 @given(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 70)), min_size=1, max_size=9))
 def test_context_attention_is_attention_by_definition(

@@ -49,9 +49,9 @@ CASES = [
     Layout("llama", 1, pp=4),
     # Context parallelism.
     Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS),
-    Layout("mixed", 1, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE),
 ]
 FURTHER = [
+    Layout("mixed", 1, cp=2, tp="2sp", sharding="adaptive", extra=SELECTIVE),
     Layout("gpt2", 1, cp=2, sharding="per-sequence", extra=f"{KEEP} {FULL}"),
     Layout("yarn", 1, cp=4, sharding="hybrid"),
     Layout("mixed", 1, tp="2sp", extra=FULL),

@@ -29,7 +29,7 @@ PP2 = Layout("moe-seq", 4, pp=2, dp=2, ep=2)
 EP4 = Layout("moe-aux", 3, dp=4, ep=4, extra=f"{SHARDED} {OVERLAP}")
 CASES = [
     EP4,
-    Layout("moe-seq", 3, tp="2sp", dp=2, ep=2),  # experts divided by TP, too
+    further(Layout("moe-seq", 3, tp="2sp", dp=2, ep=2)),  # experts divided by TP, too
     Layout("moe-aux", 2, tp="2sp", cp=2, ep=4, extra=ETP1),
     # With multi-latent attention and multi-token prediction, as DeepSeek's.
     Layout("deepseek", 4, pp=2, vpp=2, dp=2, ep=2, extra=FULL),

@@ -20,7 +20,7 @@ CASES = [
     Layout("llama", 5, dp=2),
     further(Layout("llama", 2, dp=3, extra=FULL)),  # which divides few of the weights
     Layout("llama", 3, dp=2, tp="2sp"),
-    Layout("llama-3", 3, dp=2, cp=2, sharding="per-document", extra=HEAD_GROUPS),
+    further(Layout("llama-3", 3, dp=2, cp=2, sharding="per-document", extra=HEAD_GROUPS)),
 ]
 
 

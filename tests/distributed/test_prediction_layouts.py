@@ -48,7 +48,9 @@ def test_prediction_computes_what_one_process_does(
 
 
 @pytest.mark.parametrize(
-    "case", [Layout("mixed", 3, pp=2, extra=TWO), Layout("llama", 3, cp=2, extra=ONE)], ids=str
+    "case",
+    [Layout("mixed", 3, pp=2, extra=TWO), further(Layout("llama", 3, cp=2, extra=ONE))],
+    ids=str,
 )
 def test_prediction_in_slices_computes_what_one_process_does(
     gloo: GlooPool, oracle: Oracle, case: Layout

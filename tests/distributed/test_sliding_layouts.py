@@ -31,7 +31,7 @@ CASES = [
 IN_SLICES = [
     Layout("sliding", 1),
     Layout("sliding-list", 1, pp=2, cp=2, sharding="per-document", extra=f"{HEAD_GROUPS} {FULL}"),
-    Layout("sliding-skip", 1, cp=2, sharding="per-sequence", extra=KEEP),
+    further(Layout("sliding-skip", 1, cp=2, sharding="per-sequence", extra=KEEP)),
 ]
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, MODELS
+from helpers.layouts import FULL, MODELS, further
 from helpers.oracle import OracleRun, State, run_oracle
 from helpers.strategy_ranks import (
     Fault,
@@ -138,7 +138,7 @@ def differences(oracles: tuple[OracleRun, OracleRun], runs: list[StrategyRecord]
     return found
 
 
-@pytest.mark.parametrize("model", ["llama", f"gpt2 {FULL}"])
+@pytest.mark.parametrize("model", ["llama", further(f"gpt2 {FULL}")])
 def test_strategies_that_change_each_step_compute_what_one_process_does(
     gloo: GlooPool, tmp_path: Path, model: str
 ) -> None:

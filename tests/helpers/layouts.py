@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -150,3 +150,8 @@ Oracle: TypeAlias = Callable[[Layout], OracleRun]
 def further(*case: Any) -> Any:
     """A case of the long form: of what it holds, others of the suite hold each part."""
     return pytest.param(*case, marks=pytest.mark.long)
+
+
+def some_of(names: Iterable[str], *kept: str) -> list[Any]:
+    """All of them; those that are not kept are of the long form."""
+    return [name if name in kept else further(name) for name in names]

@@ -14,10 +14,7 @@ import pytest
 from trainer_runs import Finished, Flags, Run, read_metrics, start
 
 PATH = os.environ.get("MEGATRON_LM_PATH")
-needs_megatron_lm = pytest.mark.skipif(
-    PATH is None or not Path(PATH, "pretrain_gpt.py").is_file(),
-    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM",
-)
+needs_megatron_lm = pytest.mark.launcher
 
 WINDOW = 128
 BOTH: Flags = {

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.layouts import further
 from trainer_runs import TINY, Finished, Flags, assert_refused, spawn, start, torchrun
 
 from megatron_wlb.errors import CheckpointError, ConfigError, CorpusError
@@ -140,7 +141,7 @@ CORPORA: dict[str, tuple[Callable[[Path], None], int, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CORPORA)
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [further(1), 2])
 def test_bad_corpus_is_one_line(
     name: str, num_processes: int, tmp_path: Path, corpus: Path
 ) -> None:

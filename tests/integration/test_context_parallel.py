@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.layouts import some_of
 from trainer_runs import TINY, Flags, Run, assert_refused, losses, read_metrics, start, torchrun
 
 from megatron_wlb.errors import CompatibilityError, ConfigError
@@ -25,7 +26,7 @@ def train(
     return list(losses(metrics).values()), tokens, finished.output
 
 
-@pytest.mark.parametrize("packing", SHARDING)
+@pytest.mark.parametrize("packing", some_of(SHARDING, "hold"))
 def test_context_parallel_run_has_the_losses_of_one_process(
     packing: str, tmp_path: Path, corpus: Path
 ) -> None:

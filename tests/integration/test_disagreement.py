@@ -166,12 +166,11 @@ def refused(folder: Path, corpus: Path, name: str, trainer: str, layout: Flags) 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("layout", PP2),
         ("numpy", DP2),
         ("corpus", DP2),
-        ("byte", PP2),
         ("kernel", TP2_SP),
         *(further(*each) for each in [
+            ("layout", PP2), ("byte", PP2),
             ("seed", PP2), ("seed", STRATEGIES), ("numpy", STRATEGIES), ("hardware", CP2),
             ("cost", SLIM), ("hardware", STRATEGIES), ("corpus", STRATEGIES), ("corpus", CP2),
             ("byte", TP2_SP), ("byte", SLIM), ("byte", STRATEGIES), ("kernel", PP2),

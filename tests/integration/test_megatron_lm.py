@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.layouts import some_of
 from megatron_lm_runs import (
     BOTH,
     DP2,
@@ -102,7 +103,10 @@ EVERY_LAYOUT: dict[str, tuple[int, Flags]] = LAYOUTS | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EVERY_LAYOUT)
+@pytest.mark.parametrize(
+    "name",
+    some_of(EVERY_LAYOUT, "pp2-vpp2", "tp2-sp", "pp2-cp2-dp2", "pp2-vpp2-flush", "tp2-off"),
+)
 def test_every_layout_equals_one_process(
     name: str, one_process: tuple[Path, Finished], texts: list[Path], tmp_path: Path
 ) -> None:
@@ -130,7 +134,7 @@ ORIGINAL: dict[str, tuple[int, Flags]] = LAYOUTS | {
 }
 
 
-@pytest.mark.parametrize("name", ORIGINAL)
+@pytest.mark.parametrize("name", some_of(ORIGINAL, "pp2-vpp2", "dp2", "pp2-evaluated"))
 def test_original_equals_the_embedded_trainer(name: str, texts: list[Path], tmp_path: Path) -> None:
     """From the first weights on, with the same seed; with a blend of two corpora."""
     num_processes, layout = ORIGINAL[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers.layouts import further
 from megatron_lm_runs import BOTH, CP2, PP2, TP2_SP, Flags, finish, launch, needs_megatron_lm
 from trainer_runs import losses, start
 
@@ -50,7 +51,11 @@ def test_latents_equal_one_process_and_resume_exactly(tmp_path: Path, corpus: Pa
     assert resumed == found
 
 
-@pytest.mark.parametrize("layout", [TP2_SP | SELECTIVE, PP2 | {"wlb_packing": "slim"}])
+@pytest.mark.parametrize(
+    "layout",
+    [further(TP2_SP | SELECTIVE), PP2 | {"wlb_packing": "slim"}],
+    ids=["tp2-sp", "pp2-slim"],
+)
 def test_latents_train_as_in_the_embedded_trainer(
     layout: Flags, tmp_path: Path, corpus: Path
 ) -> None:

@@ -13,25 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.layouts import further
 
 PATH = os.environ.get("MEGATRON_LM_PATH")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "run_recipes.py"
 RECIPES = {
     # Name: layout, and a flag that the small run keeps.
-    "gpt3_mcore_te_tp2_pp2": ("TP2 PP2", "--deterministic-mode"),
     "gpt3_mcore_te_tp1_pp4_vp1": ("PP4", "--num-layers-per-virtual-pipeline-stage"),
     "gpt3_mcore_te_tp2_pp1_cp2_nondeterministic": ("TP2 CP2", "--sequence-parallel"),
     "gpt3_mcore_te_tp1_pp1_uniform_full_recompute": ("DP4", "--recompute-granularity"),
+}
+FURTHER = {
+    "gpt3_mcore_te_tp2_pp2": ("TP2 PP2", "--deterministic-mode"),
     "gpt3_mcore_te_tp4_pp1_dist_optimizer_overlap_grad_reduce_param_gather": (
         "TP4", "--overlap-param-gather",
     ),
 }  # fmt: skip
 DEEPSEEK = "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph"
 """Experts, and a layer that predicts further ahead, in a chunk that has no other layer."""
-pytestmark = pytest.mark.skipif(
-    not Path(PATH or "/none", "tests", "functional_tests").is_dir(),
-    reason="MEGATRON_LM_PATH names no checkout of Megatron-LM with its functional tests",
-)
+pytestmark = [
+    pytest.mark.launcher,
+    pytest.mark.skipif(
+        not Path(PATH or "/none", "tests", "functional_tests").is_dir(),
+        reason="MEGATRON_LM_PATH names no checkout of Megatron-LM with its functional tests",
+    ),
+]
 
 
 def run(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -47,12 +53,13 @@ def outcomes(out: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_recipes_equal_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipes", [RECIPES, further(FURTHER)], ids=["some", "further"])
+def test_recipes_equal_one_process(recipes: dict[str, tuple[str, str]], tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    done = run(out, "--only", *RECIPES)
+    done = run(out, "--only", *recipes)
     found = outcomes(out)
-    assert found.keys() == RECIPES.keys(), done.stderr
-    for name, (layout, flag) in RECIPES.items():
+    assert found.keys() == recipes.keys(), done.stderr
+    for name, (layout, flag) in recipes.items():
         one = found[name]
         assert one["status"] == "equal", (one["why"], one["tail"])
         assert one["layout"] == layout and flag in one["command"]
@@ -60,7 +67,9 @@ def test_recipes_equal_one_process(tmp_path: Path) -> None:
         # It learns, so that a step depends on the gradients of those before.
         assert one["steps"][0]["loss"] != one["steps"][1]["loss"]
     assert done.returncode == 0
-    assert "5 of 5 recipes train; 5 are accepted, 5 fit, 5 ran, 5 equal one process" in done.stdout
+    n = len(recipes)
+    said = f"{n} of {n} recipes train; {n} are accepted, {n} fit, {n} ran, {n} equal one process"
+    assert said in done.stdout
 
 
 def test_recipe_like_deepseek_equals_one_process(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megatron_wlb.runtime.megatron_lm.check_arguments import check
 from megatron_wlb.settings.recipe import _TextLoader, read_recipe
 
 PATH = os.environ.get("MEGATRON_LM_PATH")
-pytestmark = pytest.mark.skipif(not PATH, reason="MEGATRON_LM_PATH is not set")
+pytestmark = pytest.mark.launcher
 TESTS = Path(PATH or "", "tests", "functional_tests")
 RECIPES = sorted((TESTS / "test_cases").glob("*/*/model_config.yaml"))
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment"

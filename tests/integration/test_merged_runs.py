@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.layouts import further
 from megatron_lm_runs import BOTH, DP2, finish, launch, needs_megatron_lm, validations
 from trainer_runs import TINY, Flags, losses, read_metrics, start
 
@@ -75,7 +76,7 @@ def evaluations(metrics: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("num_processes", "layout"),
     [
-        (2, {"overlap_grad_reduce": True, "use_distributed_optimizer": True}),
+        further(2, {"overlap_grad_reduce": True, "use_distributed_optimizer": True}),
         (4, {"pipeline_model_parallel_size": 2, "wlb_verify_shapes": True}),
     ],
     ids=["dp2", "pp2-dp2"],

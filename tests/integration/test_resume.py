@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layouts import further
 from trainer_runs import Flags, Run, losses, read_metrics, start, torchrun
 
 from megatron_wlb.runtime.saving.checksums import seal_state, unseal_state
@@ -156,6 +155,7 @@ def test_resume_under_torchrun_gives_bitwise_equal_losses(tmp_path: Path, corpus
     assert finish(torchrun, tmp_path, 2, flags) == expected
 
 
+@pytest.mark.long
 def test_resume_takes_the_kernel_of_the_checkpoint(tmp_path: Path, corpus: Path) -> None:
     flags = BASE | {"data_path": corpus}
     slow: Flags = {"wlb_attention_kernel": "sdpa"}
@@ -170,9 +170,8 @@ def test_resume_takes_the_kernel_of_the_checkpoint(tmp_path: Path, corpus: Path)
     assert losses(tmp_path / "resumed") == expected
 
 
-@pytest.mark.parametrize(
-    "name", [further(name) if name == "cp2-hybrid" else name for name in LAYOUTS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Path) -> None:
     num_processes, layout = LAYOUTS[name]
     flags = BASE | layout | {"data_path": corpus}
@@ -184,6 +183,7 @@ def test_resume_gives_bitwise_equal_losses(name: str, tmp_path: Path, corpus: Pa
     assert finish(start, tmp_path, num_processes, flags) == expected
 
 
+@pytest.mark.long
 def test_resume_after_each_kill_in_a_save_uses_the_checkpoint_before(
     tmp_path: Path, corpus: Path
 ) -> None:

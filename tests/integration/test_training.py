@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.layouts import further
 from trainer_runs import TINY, Flags, assert_refused, losses, read_metrics, start
 
 from megatron_wlb.errors import TrainingError
@@ -28,7 +29,7 @@ def evaluations(metrics: Path) -> list[float]:
     return [line["valid_loss"] for line in read_metrics(metrics) if "valid_loss" in line]
 
 
-@pytest.mark.parametrize("layout", [PP2, DP2], ids=["pp2", "dp2"])
+@pytest.mark.parametrize("layout", [PP2, further(DP2)], ids=["pp2", "dp2"])
 def test_evaluation_depends_on_the_weights_alone(
     layout: Flags, tmp_path: Path, corpus: Path
 ) -> None:
@@ -89,6 +90,7 @@ RECOMPUTE: list[Flags] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [PP2, TP2_SP], ids=["pp2", "tp2-sp"])
 def test_recompute_changes_no_loss(layout: Flags, tmp_path: Path, corpus: Path) -> None:
     """Not by a bit, with dropout drawn twice from one state.

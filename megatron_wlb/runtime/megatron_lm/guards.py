@@ -123,6 +123,11 @@ def _sizes_buffers_once(args: argparse.Namespace) -> bool:
     return is_flex and getattr(args, "moe_flex_dispatcher_backend", "deepep") != "deepep"
 
 
+def _routes_in_parts(args: argparse.Namespace) -> bool:
+    num_parts = getattr(args, "mlp_chunks_for_training", None) or 1
+    return num_parts > 1 and bool(getattr(args, "num_experts", None))
+
+
 def _shards_other_layers(args: argparse.Namespace) -> bool:
     others = getattr(args, "num_experts", None) or getattr(args, "mtp_num_layers", None)
     return bool(getattr(args, "use_torch_fsdp2", False) and others)
@@ -240,6 +245,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave it out, as --moe-expert-capacity-factor alone drops tokens too",
     ),
     Refusal(
+        "--mlp-chunks-for-training", "experts would be chosen for a part of a micro-batch at a "
+        "time, and their losses and counts are by document", refused=_routes_in_parts,
+    ),
+    Refusal(
         "--moe-router-load-balancing-type", "its quantiles are of a sequence, not of documents",
         "use aux_loss, seq_aux_loss, global_aux_loss, sinkhorn or none", refused=_balances_else,
     ),
@@ -339,6 +348,10 @@ NO_EFFECT: tuple[Refusal, ...] = (
         "--dataloader-type",
         "documents come from our own stream (order and epochs: docs/megatron-lm.md)",
         allowed=("single", "external"),
+    ),
+    Refusal(
+        "--per-dataset-sequences-path",
+        "every corpus's own .idx file is read, which says how many sequences it has",
     ),
     Refusal(
         "--ddp-average-in-collective",

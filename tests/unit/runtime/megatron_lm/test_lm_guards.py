@@ -71,6 +71,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "moe_flex_dispatcher_backend": "hybridep",
     },
     "--moe-pad-expert-input-to-capacity": {"moe_pad_expert_input_to_capacity": True},
+    "--mlp-chunks-for-training": {"mlp_chunks_for_training": 4, "num_experts": 8},
     "--moe-router-load-balancing-type": {
         "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"]
     },
@@ -151,6 +152,8 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         {"transformer_impl": "local"},
         {"fp8": "hybrid", "fp8_recipe": "delayed", "recompute_granularity": "full"},
         {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True, "fp8_output_proj": True},
+        {"mlp_chunks_for_training": 4},
+        {"mlp_chunks_for_training": 1, "num_experts": 8},
         {"defer_embedding_wgrad_compute": True, "sequence_parallel": False},
         # Megatron turns sequence parallelism off.
         {"defer_embedding_wgrad_compute": True, "tensor_model_parallel_size": 1},
@@ -231,6 +234,10 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
         (
             {"hierarchical_context_parallel_sizes": [2, 2]},
             "--hierarchical-context-parallel-sizes 2 2 has no effect with --wlb-packing: keys",
+        ),
+        (
+            {"per_dataset_sequences_path": "no-such.json"},
+            "--per-dataset-sequences-path no-such.json has no effect with --wlb-packing: every",
         ),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph has no effect"),
         ({"external_cuda_graph": True}, "--external-cuda-graph has no effect"),
