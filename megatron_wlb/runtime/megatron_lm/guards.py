@@ -142,6 +142,7 @@ def _names_corpora(args: argparse.Namespace) -> bool:
 
 
 _OTHER_LAYERS = "cost and memory models know attention, feed-forward parts and experts only"
+_OWN_PACKING = "it chooses which documents run together, and on how many ranks, as plans do"
 _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
 _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
@@ -213,7 +214,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "at the length of the first, and lengths of micro-batches vary", refused=_defers_gathered,
     ),
     # The layout.
-    Refusal("--hybrid-context-parallel", "it packs documents in its own way"),
+    Refusal("--hybrid-context-parallel", _OWN_PACKING),
+    Refusal("--dynamic-context-parallel", _OWN_PACKING),
+    Refusal("--sequence-packing-scheduler", _OWN_PACKING),
     Refusal(
         "--no-overlap-p2p-communication",
         "with 2 pipeline stages and virtual stages, activations and gradients of one batch would "
@@ -244,7 +247,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
-    # The batch.
     # The data.
     Refusal(
         "--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data
@@ -254,6 +256,7 @@ REFUSALS: tuple[Refusal, ...] = (
         refused=_mocks_corpora,
     ),
     Refusal("--sft", _OTHER_DATA, "use --data-path"),
+    Refusal("--use-varlen-dataset", _OTHER_DATA, "use --data-path"),
     Refusal("--logits-load-dir", _OWN_ORDER),
     Refusal("--logits-save-dir", _OWN_ORDER),
     Refusal(
@@ -342,6 +345,11 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal(
         "--hierarchical-context-parallel-sizes",
         "keys and values are gathered over all context-parallel ranks at once",
+    ),
+    Refusal(
+        "--cp-comm-type",
+        "keys and values are gathered over all context-parallel ranks at once",
+        allowed=(["p2p"], "p2p"),
     ),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),
