@@ -78,7 +78,9 @@ def check_shaping(name: str) -> None:
     sizes of their own.
     """
     if name == "slim":
-        raise ConfigError("slim packing chooses sizes and order itself; leave --wlb-shape (+shape) out")
+        raise ConfigError(
+            "slim packing chooses sizes and order itself; leave --wlb-shape (+shape) out"
+        )
     if name in CUTS_AT_WINDOWS:
         raise ConfigError(
             f"micro-batches of {name} packing are windows, so they cannot be shaped; use hold or "

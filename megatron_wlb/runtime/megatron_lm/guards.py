@@ -399,6 +399,11 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     refusals = REFUSALS + (WITH_SLICES if getattr(args, "wlb_packing", None) == "slim" else ())
     yield from (refusal.message(args) for refusal in refusals if refusal.applies(args))
+    if not vars(args).get("eval_interval", True) and not getattr(args, "skip_train", False):
+        yield (  # Words have those that were given
+            "--eval-interval is missing, by which Megatron-LM counts evaluations, though there be "
+            "none; give it, as in --eval-interval 1000"
+        )
     shards = _shards(args)
     if args.world_size % shards:
         yield (

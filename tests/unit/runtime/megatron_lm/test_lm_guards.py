@@ -10,6 +10,7 @@ import pytest
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.megatron_lm import guards
+from megatron_wlb.runtime.megatron_lm.words import Words
 
 FINE: dict[str, Any] = {
     # What matters of a command line that runs; as Megatron's parser leaves it.
@@ -214,6 +215,17 @@ def test_yaml_settings_are_refused_before_parsing(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--yaml-cfg .* use flags"):
         guards.check_words(["--num-layers", "4", *words])
     guards.check_words(["--num-layers", "4"])
+
+
+@pytest.mark.parametrize("interval", [None, 0])
+def test_a_missing_interval_of_evaluations_is_refused(interval: int | None) -> None:
+    """Megatron divides by it, whether it evaluates or not."""
+    given = FINE | {"eval_interval": interval, "eval_iters": 0}
+    with pytest.raises(ConfigError, match=r"^--eval-interval is missing, .*; give it, as in"):
+        guards.check(argparse.Namespace(**given))
+    guards.check(argparse.Namespace(**given | {"skip_train": True}))
+    guards.check(argparse.Namespace(**given | {"eval_interval": 1000}))
+    guards.check(Words(["--data-path", "a"], world_size=1))  # the parser may have a default
 
 
 def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
