@@ -19,6 +19,7 @@ from megatron_wlb.packing import check_numbers, check_shaping, unread
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planning import experts
 from megatron_wlb.planning.from_config import batch, without_growth
+from megatron_wlb.planning.slicing import check_units, slice_multiple
 from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
 from megatron_wlb.settings.config import Config, ModelConfig, WlbConfig, flag_of
@@ -512,11 +513,16 @@ def check_micro_batches(config: Config, world_size: int) -> int:
     """Micro-batches of each data-parallel rank, M.
 
     Of a batch that grows they are those at its end. Raises :class:`ConfigError` where micro-batch
-    size × DP does not divide each batch, or the interleaved schedule cannot run so many.
+    size × DP does not divide each batch, the interleaved schedule cannot run so many, or slices
+    would be shorter than cuts are apart.
     """
     refuse_all(_check_micro_batches(config, world_size))
-    dp = data_parallel_size(config, world_size)
-    return batch(config, dp)[0] // (config.training.micro_batch_size * dp)
+    dp, w, window = data_parallel_size(config, world_size), config.wlb, config.data.seq_length
+    num_windows = batch(config, dp)[0]
+    if w.wlb_packing == "slim":
+        multiple = slice_multiple(window, w.wlb_slice_multiple)
+        check_units(w.wlb_units, num_windows // dp * window, multiple)
+    return num_windows // (config.training.micro_batch_size * dp)
 
 
 def check_evaluation(config: Config, world_size: int) -> None:
