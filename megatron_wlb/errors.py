@@ -91,6 +91,12 @@ def refuse_all(messages: Iterable[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
+def interrupted() -> int:
+    """Says that Ctrl-C ended the program; returns the exit code that shells have for it."""
+    sys.stderr.write("error: interrupted\n")
+    return 128 + signal.SIGINT
+
+
 @contextlib.contextmanager
 def _ending_children() -> Iterator[None]:
     """Makes SIGTERM end what the program has started too, and then the program as Ctrl-C does."""
@@ -130,7 +136,7 @@ def run_program(program: Callable[[], int], *, place_flag: str = "") -> int:
         sys.stderr.write(error.report())
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return interrupted()
     except BrokenPipeError:
         # The reader has enough (as in `wlb … | head`). Python flushes once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

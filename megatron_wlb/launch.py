@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_wlb import interrupts
 from megatron_wlb.errors import CompatibilityError, ConfigError, refuse_all
 from megatron_wlb.runtime.megatron_lm import arguments, guards
 from megatron_wlb.runtime.rank_main import rank_main
@@ -102,6 +103,7 @@ def _asks_for_help(flags: Sequence[str]) -> bool:
 
 
 def run_script(script: str, flags: Sequence[str]) -> None:
+    interrupts.restore()
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_wlb import interrupts  # noqa: F401 - before all that takes time
 from megatron_wlb.files import write_text
 from megatron_wlb.runtime.rank_main import check_writable, rank_main
 from megatron_wlb.settings.command_line import Parser, parse

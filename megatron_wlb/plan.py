@@ -249,6 +249,11 @@ class StepPlan:
         return max(costs) * len(costs) / total if total else 1.0
 
     @cached_property
+    def num_merged(self) -> int:
+        """Documents that several data-parallel ranks run together (DP-Merge)."""
+        return sum(not span.start for m in self if m.replicas for span in m.spans)
+
+    @cached_property
     def delay_steps(self) -> float:
         """Token-weighted mean of |this step - step of arrival| over the documents that run."""
         if not self.num_tokens:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_wlb import interrupts  # noqa: F401 - before all that takes time
 from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.rank_main import end, rank_main
 from megatron_wlb.settings import allocator

@@ -13,9 +13,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from megatron_wlb import interrupts  # noqa: F401 - before all that takes time
+
+# isort: split
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron_wlb.errors import interrupted
 from megatron_wlb.runtime.rank_main import TOLD
 
 _LOGGERS = tuple(
@@ -44,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         held.clear()
         return told[0]
+    except SignalException as error:
+        if error.sigval != signal.SIGINT:
+            raise
+        held.clear()
+        return interrupted()
     finally:
         for logger in _LOGGERS:
             logger.removeFilter(hold)

@@ -13,8 +13,8 @@ from rich.table import Table
 from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.output import check_picture, console, counting_bar, say
-from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings
+from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say
+from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings, reads
 from megatron_wlb.packing.settings import run_with
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, gain, recommended
@@ -89,6 +89,15 @@ def _run(args: argparse.Namespace) -> int:
     ]
     for case, setting in cases:
         case.check([setting])
+    packings = list(dict.fromkeys(setting.name for _, setting in cases))
+    for flag_name, name, value, default in (
+        ("--queue-thresholds", "queue_thresholds", args.queue_thresholds, []),
+        ("--hold-tau", "tau", args.hold_tau, 1.0),
+        ("--delay-price", "delay_price", args.delay_price, None),
+        ("--solver-limit", "solver_limit", args.solver_limit, 1.0),
+    ):
+        if value != default and not any(reads(packing, name) for packing in packings):
+            remark(f"{flag_name} has no effect: {', '.join(packings)} do not read it")
     most = max(case.step_tokens for case, _ in cases)
     warm_up, steps = num_steps(
         args, documents, step_tokens=most, num_cases=len(cases), default=(WARM_UP_STEPS, STEPS)

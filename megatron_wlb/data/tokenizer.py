@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +82,9 @@ def train_bpe(batches: Batches, vocab_size: int) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The library reads from threads of its own and would hold up Ctrl-C until it is done, so the
-    # main thread waits in Python, and an interrupt ends the text.
-    interrupted = threading.Event()
+    # The library would hold up Ctrl-C until it is done, so the main thread waits in Python, and an
+    # interrupt ends the text. What it makes of the text by then ends with the process.
+    interrupted, trained = threading.Event(), Future[None]()
 
     def texts() -> Iterator[list[str]]:
         for batch in batches:
@@ -92,13 +92,19 @@ def train_bpe(batches: Batches, vocab_size: int) -> str:
                 raise InterruptedError
             yield _decode(batch)
 
-    with ThreadPoolExecutor(1) as thread:
-        training = thread.submit(tokenizer.train_from_iterator, texts(), trainer)
+    def train() -> None:
         try:
-            training.result()
-        except BaseException:
-            interrupted.set()
-            raise
+            tokenizer.train_from_iterator(texts(), trainer)
+            trained.set_result(None)
+        except BaseException as error:
+            trained.set_exception(error)
+
+    threading.Thread(target=train, name="train-bpe", daemon=True).start()
+    try:
+        trained.result()
+    except BaseException:
+        interrupted.set()
+        raise
     return str(tokenizer.to_str(pretty=True))
 
 

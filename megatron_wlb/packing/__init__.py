@@ -11,6 +11,8 @@ from megatron_wlb.packing.settings import (
     check_numbers,
     check_shaping,
     packer,
+    reads,
+    unread,
 )
 
 __all__ = [
@@ -23,4 +25,6 @@ __all__ = [
     "check_numbers",
     "check_shaping",
     "packer",
+    "reads",
+    "unread",
 ]

@@ -50,7 +50,25 @@ _COUNTS_FOR = {
     "dp_merge": ("slim",),
     "micro_batches": ("original", *_BALANCED),
 }
-"""The packings that read a field; the others' flags leave it out."""
+"""The packings that read a field; the others' flags leave it out, and warn where it is given."""
+
+
+def reads(packing: str, name: str, micro_batches: str = "fixed") -> bool:
+    """Whether a packing reads a field of :class:`PackingSettings`."""
+    # Micro-batches of `original` are windows unless their number is chosen.
+    longest = name == "max_tokens" and packing == "original" and micro_batches == "auto"
+    return longest or packing in _COUNTS_FOR[name]
+
+
+def unread(config: WlbConfig) -> dict[str, str]:
+    """Settings that are not the default's, and that the packing does not read: which one does."""
+    default = WlbConfig()
+    return {
+        configured: f"--wlb-packing {' or '.join(packings)}"
+        for name, packings in _COUNTS_FOR.items()
+        if getattr(config, configured := _configured(name)) != getattr(default, configured)
+        and not reads(config.wlb_packing, name, config.wlb_micro_batches)
+    }
 
 
 def check_shaping(name: str) -> None:
@@ -60,11 +78,13 @@ def check_shaping(name: str) -> None:
     sizes of their own.
     """
     if name == "slim":
-        raise ConfigError("slim packing chooses sizes and order itself; leave shaping off")
+        raise ConfigError(
+            "slim packing chooses sizes and order itself; leave --wlb-shape (+shape) out"
+        )
     if name in CUTS_AT_WINDOWS:
         raise ConfigError(
             f"micro-batches of {name} packing are windows, so they cannot be shaped; use hold or "
-            "wlb, or leave shaping off"
+            "wlb, or leave --wlb-shape (+shape) out"
         )
 
 
@@ -193,11 +213,9 @@ class PackingSettings:
         """Lists what the training command needs to pack so: :meth:`of_config` reads it again."""
         words = [flag_of(_configured("name")), self.name]
         defaults = {f.name: f.default for f in fields(self)}
-        for name, packings in _COUNTS_FOR.items():
+        for name in _COUNTS_FOR:
             value = getattr(self, name)
-            if name == "max_tokens" and self.micro_batches == "auto":
-                packings = (*packings, "original")  # whose micro-batches are windows otherwise
-            if self.name in packings and value != defaults[name]:
+            if reads(self.name, name, self.micro_batches) and value != defaults[name]:
                 values = value if isinstance(value, tuple) else (value,)
                 words += [flag_of(_configured(name)), *map(_word, values)]
         return words

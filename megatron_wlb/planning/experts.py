@@ -79,6 +79,11 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
             f"--expert-tensor-parallel-size is {etp}, but Megatron divides no experts with a bias; "
             "add --disable-bias-linear, or use 1"
         )
+    elif not m.disable_bias_linear and m.transformer_impl != "transformer_engine":
+        yield (
+            "--num-experts with biases of experts cannot be trained in --transformer-impl local: "
+            "Megatron adds them in place, which autograd refuses; add --disable-bias-linear"
+        )
     if tp > 1 and not p.sequence_parallel:
         yield "--num-experts with TP above 1 needs --sequence-parallel in Megatron; add it"
     yield from _router(m, num)

@@ -298,13 +298,6 @@ class Split:
 
 def make_planner(config: Config, corpora: Corpora, cost: Cost, dp_size: int) -> Planner:
     """Makes the planner of training steps, before its first one."""
-    if config.parallel.pipeline_model_parallel_size == 1:
-        for flag, value in (
-            ("--wlb-shape on", config.wlb.wlb_shape),
-            ("--wlb-micro-batches auto", config.wlb.wlb_micro_batches),
-        ):
-            if flag.endswith(value):
-                logger.info("%s changes nothing: there is no pipeline to fill and drain", flag)
     return _planner(config, Split(corpora, "train", config.wlb.wlb_epochs), cost, dp_size)
 
 

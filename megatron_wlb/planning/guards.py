@@ -7,6 +7,7 @@ run and silently compute something else.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping
 
@@ -14,13 +15,16 @@ from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.layers import MOST_LAYERS
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
-from megatron_wlb.packing import check_numbers, check_shaping
+from megatron_wlb.packing import check_numbers, check_shaping, unread
 from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planning import experts
 from megatron_wlb.planning.from_config import batch, without_growth
+from megatron_wlb.planning.slicing import check_units, slice_multiple
 from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
-from megatron_wlb.settings.config import Config, ModelConfig, flag_of
+from megatron_wlb.settings.config import Config, ModelConfig, WlbConfig, flag_of
+
+logger = logging.getLogger(__name__)
 
 _PARALLEL_SIZES = "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"
 _LATENT_SIZES = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
@@ -82,11 +86,41 @@ NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
 
 
 def check(config: Config, world_size: int) -> None:
-    """Checks settings against each other and against the number of processes.
+    """Checks settings against each other and against the number of processes; warns of those that
+    change nothing.
 
     Raises :class:`ConfigError` of all that cannot run, a line each.
     """
     refuse_all(refusals(config, world_size))
+    values = config.flat()
+    for name, needed in _without_effect(config, world_size).items():
+        value = values[name]
+        words = [flag_of(name), *map(str, value if isinstance(value, list | tuple) else [value])]
+        given = words[0] if value is True else " ".join(words)
+        logger.warning("%s has no effect: it counts only with %s", given, needed)
+
+
+def _without_effect(config: Config, world_size: int) -> dict[str, str]:
+    """Settings of ours that are not the default's and change nothing: what they count with."""
+    w, p, default = config.wlb, config.parallel, WlbConfig()
+    found = unread(w)
+    if w.wlb_strategies is not None:  # whose replicas have layouts of their own
+        return found
+    has_stages, has_context = p.pipeline_model_parallel_size > 1, p.context_parallel_size > 1
+    tables = has_context or w.wlb_cost != "analytic"
+    pipeline = "--pipeline-model-parallel-size of at least 2"
+    for name, counts, needed in (
+        ("wlb_shape", has_stages, pipeline),
+        ("wlb_micro_batches", has_stages, pipeline),
+        ("wlb_verify_shapes", has_stages, pipeline),
+        ("wlb_cp_sharding", has_context, "--context-parallel-size of at least 2"),
+        ("wlb_dp_merge", data_parallel_size(config, world_size) > 1, "several data-parallel ranks"),
+        ("wlb_expert_imbalance", config.model.num_experts is not None, "--num-experts"),
+        ("wlb_cost_extrapolate", tables, "--wlb-cost measured or FILE, or context parallelism"),
+    ):
+        if not counts and getattr(w, name) != getattr(default, name):
+            found.setdefault(name, needed)
+    return found
 
 
 def refusals(config: Config, world_size: int) -> Iterator[str]:
@@ -479,11 +513,16 @@ def check_micro_batches(config: Config, world_size: int) -> int:
     """Micro-batches of each data-parallel rank, M.
 
     Of a batch that grows they are those at its end. Raises :class:`ConfigError` where micro-batch
-    size × DP does not divide each batch, or the interleaved schedule cannot run so many.
+    size × DP does not divide each batch, the interleaved schedule cannot run so many, or slices
+    would be shorter than cuts are apart.
     """
     refuse_all(_check_micro_batches(config, world_size))
-    dp = data_parallel_size(config, world_size)
-    return batch(config, dp)[0] // (config.training.micro_batch_size * dp)
+    dp, w, window = data_parallel_size(config, world_size), config.wlb, config.data.seq_length
+    num_windows = batch(config, dp)[0]
+    if w.wlb_packing == "slim":
+        multiple = slice_multiple(window, w.wlb_slice_multiple)
+        check_units(w.wlb_units, num_windows // dp * window, multiple)
+    return num_windows // (config.training.micro_batch_size * dp)
 
 
 def check_evaluation(config: Config, world_size: int) -> None:

@@ -50,7 +50,7 @@ from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planner import Planner, Shaping, Stream, each_rank
 from megatron_wlb.planning.numbers import NumberChooser, max_tokens_by_number
 from megatron_wlb.planning.shaping import Shaper
-from megatron_wlb.planning.slicing import SLICE_MULTIPLE, SLICES_OF_A_WINDOW, MemoryLimit, Slicer
+from megatron_wlb.planning.slicing import MemoryLimit, Slicer, check_units, slice_multiple
 from megatron_wlb.reading import real_number, whole_number
 from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.schedule.order import schedule
@@ -263,7 +263,6 @@ class Workload:
             )
         p = self.layout or Parallelism(dp_size=self.num_micro_batches)
         each, longest = each_rank(self.num_micro_batches, p.dp_size), self.longest(packing)
-        multiple = max(1, min(SLICE_MULTIPLE, self.window // SLICES_OF_A_WINDOW))
         return Slicer(
             self.cost,
             costs or StepCosts(StageCosts.by_layers(self.cost, p)),
@@ -271,7 +270,7 @@ class Workload:
             num_micro_batches=each,
             max_tokens=packing.max_tokens,
             num_units=packing.units,
-            multiple=packing.slice_multiple or multiple,
+            multiple=slice_multiple(self.window, packing.slice_multiple),
             merges=packing.dp_merge == "auto",
             memory=self.memory,
             worst=_worst_steps(longest, each * self.micro_batch_tokens),
@@ -281,6 +280,8 @@ class Workload:
         """Raises :class:`ConfigError` where one of them cannot work, before any work is done."""
         for packing in packings:
             self.packer(packing)
+            multiple = slice_multiple(self.window, packing.slice_multiple)
+            check_units(packing.units, self.step_tokens // self.dp_size, multiple)
         if self.layout is not None:
             _ = self.graph
 

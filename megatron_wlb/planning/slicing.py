@@ -55,6 +55,22 @@ SLICES_OF_A_WINDOW = 64
 """The most slices of a window: of short ones, cuts are multiples of a share of it."""
 
 
+def slice_multiple(window: int, given: int | None = None) -> int:
+    """Tokens that cuts are multiples of: as ``given``, or else by the window."""
+    return given or max(1, min(SLICE_MULTIPLE, window // SLICES_OF_A_WINDOW))
+
+
+def check_units(num_units: int | None, step_tokens: int, multiple: int) -> None:
+    """Raises :class:`ConfigError` for more units than a rank's step has slices to cut at all."""
+    most = step_tokens // multiple
+    if num_units is not None and num_units > most:
+        raise ConfigError(
+            f"--wlb-units (slim:K) is {num_units}, but a data-parallel rank's step of "
+            f"{step_tokens} tokens has only {most} slices of {multiple} (--wlb-slice-multiple); "
+            "use at most that, or leave it out: simulated step time chooses"
+        )
+
+
 Timed: TypeAlias = tuple[float, Document]
 """A document behind what it takes, in µs."""
 

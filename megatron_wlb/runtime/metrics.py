@@ -25,6 +25,7 @@ def step_values(plan: StepPlan, plan_wait_s: float, step_s: float) -> dict[str, 
         "delay_steps": plan.delay_steps,
         "waiting_documents": plan.num_waiting,
         "waiting_tokens": plan.waiting_tokens,
+        **({"merged_documents": plan.num_merged} if plan.packing == "slim" else {}),
         "plan_wait_ms": plan_wait_s * 1e3,
         "step_ms": step_s * 1e3,
     }

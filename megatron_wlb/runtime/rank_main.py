@@ -16,7 +16,13 @@ from pathlib import Path
 
 import psutil
 
-from megatron_wlb.errors import CheckpointError, ConfigError, LostRankError, WLBError
+from megatron_wlb.errors import (
+    CheckpointError,
+    ConfigError,
+    LostRankError,
+    WLBError,
+    interrupted,
+)
 from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.children import ending_with_us
 from megatron_wlb.runtime.saving import lock as save_lock
@@ -77,7 +83,7 @@ def rank_main(program: Callable[[], object], *, set_up_logs: bool = True) -> int
         _tell(lost, where)
         return lost.exit_code
     except KeyboardInterrupt:
-        return 130
+        return interrupted() if not rank else 128 + signal.SIGINT  # told once
     finally:
         save_lock.release_all()
     return 0

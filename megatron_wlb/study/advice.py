@@ -35,6 +35,8 @@ class Option(Generic[T]):
     imbalance: float
     max_tokens: int
     """Longest micro-batch."""
+    sliced: bool = False
+    """Whether documents run in slices."""
 
     def speedup(self, original: Option[T]) -> float:
         return self.work_rate / original.work_rate if original.work_rate else 1.0
@@ -85,10 +87,10 @@ def gain(option: Option[T], original: Option[T], how: str = "modelled") -> str:
         remarks.append("which is less than it varies by, so original may do as well")
     by_balance = original.imbalance / option.imbalance
     if speedup > 1 and by_balance - 1 < 0.5 * (speedup - 1):
-        remarks.append(
-            "which comes from the order in which micro-batches run, and on which rank, rather than "
-            "from their balance"
-        )
+        cause = "the order in which micro-batches run, and on which rank,"
+        if option.sliced:
+            cause = "slices, with which the pipeline fills and drains sooner,"
+        remarks.append(f"which comes from {cause} rather than from their balance")
     return ", ".join([said, *remarks])
 
 

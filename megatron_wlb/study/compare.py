@@ -111,6 +111,7 @@ class Outcome:
             self.delay_steps,
             self.packing_imbalance,
             self.longest_tokens,
+            self.setting.name == "slim",
         )
 
     def speedup(self, original: Outcome) -> float:

@@ -49,9 +49,9 @@ class Evaluation:
     def option(self) -> Option[Evaluation]:
         cuts = self.setting.name in CUTS_AT_WINDOWS and self.setting.micro_batches == "fixed"
         longest = self.micro_batch_size * self.window if cuts else self.setting.max_tokens
-        return Option(
-            self, self.efficiency, self.efficiency_by_part, self.delay, self.imbalance, longest
-        )
+        rates = self.efficiency, self.efficiency_by_part
+        sliced = self.setting.name == "slim"
+        return Option(self, *rates, self.delay, self.imbalance, longest, sliced)
 
     @property
     def imbalance(self) -> float:

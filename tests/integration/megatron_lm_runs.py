@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -12,6 +13,8 @@ from types import ModuleType
 
 import pytest
 from trainer_runs import Finished, Flags, Run, read_metrics, start
+
+from megatron_wlb.settings.command_line import megatron_flags
 
 PATH = os.environ.get("MEGATRON_LM_PATH")
 needs_megatron_lm = pytest.mark.launcher
@@ -75,10 +78,19 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
 
 
 def launch(
-    folder: Path, num_processes: int, flags: Flags, *, fault: Callable[[], None] | None = None
+    folder: Path,
+    num_processes: int,
+    flags: Flags,
+    *,
+    fault: Callable[[], None] | None = None,
+    script: Path | None = None,
 ) -> Run:
-    """``torchrun -m megatron_wlb.launch pretrain_gpt.py``, with ranks forked."""
-    return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=_launch)
+    """``torchrun -m megatron_wlb.launch pretrain_gpt.py``, with ranks forked.
+
+    ``script`` takes the place of the checkout's own.
+    """
+    program = functools.partial(_launch, script)
+    return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=program)
 
 
 def run_without_launcher(folder: Path, num_processes: int, flags: Flags) -> Run:
@@ -151,6 +163,9 @@ def install_and_uninstall(_argv: list[str]) -> int:
     assert names() == once
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     assert parser.parse_args(["--wlb-packing", "wlb"]).wlb_packing == "wlb"
+    flags = {flag for flag in parser._option_string_actions if flag.startswith("--")}
+    new = {f for f in flags - megatron_flags() if not f.startswith("--wlb-")} - {"--help"}
+    assert not new, "add them to megatron_flags.txt, where test_lm_flags.py has them reviewed"
     install.uninstall()
     assert not install.installed()
     assert names() == before
@@ -158,10 +173,12 @@ def install_and_uninstall(_argv: list[str]) -> int:
     return 0
 
 
-def _launch(argv: list[str]) -> int:
+def _launch(script: Path | None, argv: list[str]) -> int:
     from megatron_wlb.launch import main
 
-    return main([f"{PATH}/pretrain_gpt.py", *argv])
+    if script is not None:  # a copy somewhere else, which PYTHONPATH tells of the checkout
+        sys.path.append(str(PATH))
+    return main([str(script or f"{PATH}/pretrain_gpt.py"), *argv])
 
 
 def _run_alone(argv: list[str]) -> int:

@@ -215,12 +215,15 @@ def test_tensorboard_and_progress_log_show_the_packing(
     metrics: list[dict[str, Any]] = list(read_metrics(folder / "metrics"))
     for name in (
         "tokens", "padding", "imbalance", "delay_steps", "waiting_documents", "waiting_tokens",
-        "plan_wait_ms", "step_ms", "predicted_ms", "mfu",
+        "plan_wait_ms", "step_ms", "tflops_per_device",
     ):  # fmt: skip
         shown = [event.value for event in board.Scalars(f"wlb/{name}")]
         assert shown == pytest.approx([line[name] for line in metrics], rel=1e-6), name
     assert [event.step for event in board.Scalars("lm loss")] == list(range(1, NUM_STEPS + 1))
     assert finished.output.count(" wlb hold | tokens: ") == NUM_STEPS
+    # A CPU is no H100, which is the hardware if none is named.
+    assert not {"predicted_ms", "mfu"} & set(metrics[0])
+    assert not re.search("MFU|predicted [0-9]", finished.output)
 
     lines = (folder / "ck" / "progress.txt").read_text().splitlines()
     ours = [line for line in lines if "Workload balance" in line]
@@ -249,14 +252,15 @@ def stand_in_for_wandb() -> None:
 
 def test_wandb_gets_the_figures_of_each_step(texts: list[Path], tmp_path: Path) -> None:
     flags = holding(texts) | {"train_iters": 3, "wlb_metrics": "metrics"}
-    flags |= {"tensorboard_log_interval": 1}
+    flags |= {"tensorboard_log_interval": 1, "wlb_hardware": "cpu"}
     finished = finish(launch(tmp_path, 1, flags, fault=stand_in_for_wandb))
+    assert len(re.findall(r", predicted \S+ \| .* \| MFU \(of cpu\): ", finished.output)) == 3
     said = re.findall(r"^wandb (.*)$", finished.output, re.MULTILINE)
     shown = {step: values for step, values in map(json.loads, said) if "wlb/imbalance" in values}
     assert list(shown) == [1, 2, 3]
     for line in read_metrics(tmp_path / "metrics"):
         values = shown[line["iteration"]]
-        for name in ("imbalance", "tokens", "delay_steps", "predicted_ms", "waiting_tokens"):
+        for name in ("imbalance", "tokens", "delay_steps", "predicted_ms", "mfu"):
             assert values[f"wlb/{name}"] == line[name]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_lm_runs import BOTH, finish, launch, logged, needs_megatron_lm
+from megatron_lm_runs import BOTH, PATH, finish, launch, logged, needs_megatron_lm
 from trainer_runs import Flags, assert_refused, losses
 
 from megatron_wlb.errors import CheckpointError, ConfigError
@@ -65,10 +65,27 @@ def test_what_a_new_user_mistypes_is_one_line(name: str, corpus: Path, tmp_path:
 def test_all_refusals_are_told_in_one_run(corpus: Path, tmp_path: Path) -> None:
     flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "sft": True}
     flags |= {"fp4_format": "e2m1", "bf16": True, "no_rope_fusion": None, "qk_clip": True}
-    ended = launch(tmp_path, 1, flags).wait()
+    ended = launch(tmp_path, 1, flags | {"eval_interval": None}).wait()
     assert ended.code == ConfigError.exit_code
     told = [line.split()[1] for line in ended.errors]
-    assert told == ["--qk-clip", "--fp4-format", "--sft", "without"]
+    assert told == ["--qk-clip", "--fp4-format", "--sft", "--eval-interval", "without"]
+
+
+def test_a_script_with_a_loss_or_data_of_its_own_is_refused(corpus: Path, tmp_path: Path) -> None:
+    """The untouched script runs in all other tests."""
+    text = Path(PATH or "", "pretrain_gpt.py").read_text()
+    own = text.replace("torch.sum(losses * loss_mask)", "torch.sum(losses**2 * loss_mask)")
+    own = own.replace("dataset_type = GPTFIMDataset", "dataset_type = GPTDataset")
+    script = tmp_path / "my_pretrain.py"
+    script.write_text(own)
+    flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "train_iters": 1}
+    ended = launch(tmp_path, 1, flags, script=script).wait()
+    assert ended.code == ConfigError.exit_code, ended.output
+    for line, what in zip(ended.errors, ("forward step or loss", "data sets"), strict=True):
+        assert line.startswith(f"error: {script} has {what} of its own (")
+        assert line.endswith("unedited pretrain_gpt.py, or leave out the --wlb flags")
+    assert "> initializ" not in ended.output, "a process group was made before"
+    assert "Traceback" not in ended.output
 
 
 def test_a_resumed_run_explains_megatrons_second_loss(corpus: Path, tmp_path: Path) -> None:

@@ -114,6 +114,13 @@ def test_launcher_merges_as_the_embedded_trainer(corpus: Path, tmp_path: Path) -
     launched = finish(launch(tmp_path, 2, flags | only, fault=tell_groups))
     assert launched.output.count("together: [2]") == 2
     finish(start(tmp_path, 2, flags | OFF | {"wlb_metrics": "embedded"}))
+    merged = [line["merged_documents"] for line in read_metrics(tmp_path / "launched")]
+    alone = [
+        line["merged_documents"] for line in read_metrics(tmp_path / "embedded") if "lr" in line
+    ]
+    assert any(merged) and not any(alone)
+    for number in merged:
+        assert f"| merged: {number} documents | tokens: " in launched.output
     expected = losses(tmp_path / "embedded")
     assert losses(tmp_path / "launched") == pytest.approx(expected, rel=ROUNDING)
     evaluated = evaluations(tmp_path / "embedded")

@@ -87,3 +87,20 @@ def test_program_that_is_ended_ends_what_it_started() -> None:
         process.terminate()
         assert process.wait(20) == 128 + signal.SIGTERM
     child.wait(20)
+
+
+@pytest.mark.parametrize("program", ["cli", "launch", "pretrain_gpt", "measure_cost"])
+def test_interrupt_of_a_program_that_still_starts_is_one_line(program: str) -> None:
+    code = f"import megatron_wlb.{program}\nraise KeyboardInterrupt"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "error: interrupted\n")
+
+
+def test_library_leaves_interrupts_and_errors_alone() -> None:
+    code = "import sys, megatron_wlb.api; assert sys.excepthook is sys.__excepthook__"
+    assert not subprocess.run([sys.executable, "-c", code], check=False).returncode
+    code = "import megatron_wlb.cli\nraise ValueError(3)"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and ended.stderr.endswith("\nValueError: 3\n")

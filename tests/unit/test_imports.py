@@ -20,9 +20,9 @@ MAX_LINES = 600
 MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch", "bench")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
 LAYERS = (
-    "errors", "files", "reading", "settings", "schedule", "cost", "sharding", "strategy", "plan",
-    "data", "packing", "planner", "planning", "ledger", "simulator", "study", "api", "runtime",
-    "bench", "cli",
+    "errors", "interrupts", "files", "reading", "settings", "schedule", "cost", "sharding",
+    "strategy", "plan", "data", "packing", "planner", "planning", "ledger", "simulator", "study",
+    "api", "runtime", "bench", "cli",
 )  # fmt: skip
 """Each imports from those before it alone. In the root there are these and programs."""
 RUNTIME_LAYERS = (

@@ -263,16 +263,22 @@ class Version:
     """Whether the launcher's tests and the ragged pipelines pass with it."""
     training: Table
     """The names of ``megatron.training``; those of ``megatron.core`` are :data:`CORE` in all."""
+    forward_step: str
+    """The forward step of its ``pretrain_gpt.py``, loss and batch included, as
+    :func:`megatron_wlb.runtime.compat.script.fingerprint` names it."""
+    datasets: str
+    """Its provider of data sets, likewise."""
     adapter: MegatronLM = field(default_factory=MegatronLM)
     """How ``megatron.training`` is spoken to."""
 
 
 VERSIONS: Mapping[str, Version] = {
-    "0.16.1": Version(True, _TRAINING_0_17, MegatronLM017()),
-    "0.17.1": Version(True, _TRAINING_0_17, MegatronLM017()),
-    "0.18.2": Version(True, _TRAINING_0_18),
-    "0.19.2": Version(True, _TRAINING_0_19),
-    "0.20.0": Version(False, _TRAINING_0_19),  # not released: Megatron's main
+    "0.16.1": Version(True, _TRAINING_0_17, "62cd2854c94e", "3941dac69ca7", MegatronLM017()),
+    "0.17.1": Version(True, _TRAINING_0_17, "f5e8d7a393bf", "0afb5f79329b", MegatronLM017()),
+    "0.18.2": Version(True, _TRAINING_0_18, "cabe277b4b45", "313315a344a8"),
+    "0.19.2": Version(True, _TRAINING_0_19, "276656f016f4", "d999d1ae854a"),
+    # Not released: Megatron's main.
+    "0.20.0": Version(False, _TRAINING_0_19, "276656f016f4", "d999d1ae854a"),
 }
 """One of each series, as of 0.19; the others of the series count as it does."""
 

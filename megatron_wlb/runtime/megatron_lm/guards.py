@@ -101,10 +101,6 @@ def _defers_gathered(args: argparse.Namespace) -> bool:
     )
 
 
-def _exchanges_else(args: argparse.Namespace) -> bool:
-    return set(getattr(args, "cp_comm_type", None) or ["p2p"]) != {"p2p"}
-
-
 _BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
 
 
@@ -156,6 +152,7 @@ def _names_corpora(args: argparse.Namespace) -> bool:
 
 
 _OTHER_LAYERS = "cost and memory models know attention, feed-forward parts and experts only"
+_OWN_PACKING = "it chooses which documents run together, and on how many ranks, as plans do"
 _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
 _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
@@ -227,7 +224,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "at the length of the first, and lengths of micro-batches vary", refused=_defers_gathered,
     ),
     # The layout.
-    Refusal("--hybrid-context-parallel", "it packs documents in its own way"),
+    Refusal("--hybrid-context-parallel", _OWN_PACKING),
+    Refusal("--dynamic-context-parallel", _OWN_PACKING),
+    Refusal("--sequence-packing-scheduler", _OWN_PACKING),
     Refusal(
         "--no-overlap-p2p-communication",
         "with 2 pipeline stages and virtual stages, activations and gradients of one batch would "
@@ -263,7 +262,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
     Refusal("--expert-tensor-parallel-num-weight-shards", _OWN_DATA_PARALLEL),
-    # The batch.
     # The data.
     Refusal(
         "--data-path", _OTHER_DATA, "give --data-path with the prefix of one", refused=_no_data
@@ -273,6 +271,7 @@ REFUSALS: tuple[Refusal, ...] = (
         refused=_mocks_corpora,
     ),
     Refusal("--sft", _OTHER_DATA, "use --data-path"),
+    Refusal("--use-varlen-dataset", _OTHER_DATA, "use --data-path"),
     Refusal("--logits-load-dir", _OWN_ORDER),
     Refusal("--logits-save-dir", _OWN_ORDER),
     Refusal(
@@ -368,8 +367,8 @@ NO_EFFECT: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--cp-comm-type",
-        "keys and values are gathered, by document or by sequence",
-        refused=_exchanges_else,
+        "keys and values are gathered over all context-parallel ranks at once",
+        allowed=(["p2p"], "p2p"),
     ),
     Refusal(
         "--disable-gloo-process-groups",
@@ -429,6 +428,11 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     refusals = REFUSALS + (WITH_SLICES if getattr(args, "wlb_packing", None) == "slim" else ())
     yield from (refusal.message(args) for refusal in refusals if refusal.applies(args))
+    if not vars(args).get("eval_interval", True) and not getattr(args, "skip_train", False):
+        yield (  # Words have those that were given
+            "--eval-interval is missing, by which Megatron-LM counts evaluations, though there be "
+            "none; give it, as in --eval-interval 1000"
+        )
     shards = _shards(args)
     if args.world_size % shards:
         yield (

@@ -17,8 +17,9 @@ from typing import Any
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.planning import guards as layout_guards
 from megatron_wlb.runtime import agreement, watchdog
-from megatron_wlb.runtime.compat import targets
+from megatron_wlb.runtime.compat import script, targets
 from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.compat.source import MegatronSource
 from megatron_wlb.runtime.emulation import cpu as emulation
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
@@ -171,7 +172,13 @@ def _set_up(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pretrain(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs Megatron's ``pretrain`` with our data in place of the script's."""
+    """Runs Megatron's ``pretrain`` with our data in place of the script's, if that is Megatron's.
+
+    Raises :class:`ConfigError` for a script that brings a loss or data of its own.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs)
+    theirs = call.arguments["train_valid_test_dataset_provider"]
+    script.check(MegatronSource.installed().version, call.arguments["forward_step_func"], theirs)
 
     @functools.cache
     def plans() -> Any:
@@ -182,7 +189,6 @@ def _pretrain(original: Any, *args: Any, **kwargs: Any) -> Any:
         return plans()  # once, for all chunks
 
     our_provider.is_distributed = True  # type: ignore[attr-defined]
-    call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments["train_valid_test_dataset_provider"] = our_provider
     try:
         return original(*call.args, **call.kwargs)

@@ -19,10 +19,12 @@ from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import schedule_graph
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session
 from megatron_wlb.runtime.metrics import MetricsFile, step_values
 from megatron_wlb.runtime.prediction import track_step
 from megatron_wlb.runtime.transfer import HostCopy
+from megatron_wlb.settings.config import WlbConfig
 from megatron_wlb.simulator.step import slowest_us
 
 
@@ -150,10 +152,12 @@ class Log:
         tflops_per_device = flops / (stop_s - step.asked_s) / 1e12
         figures: dict[str, float] = {
             **step_values(plan, step.planned_s - step.asked_s, stop_s - step.asked_s),
-            "predicted_ms": self.predicted_us(plan) / 1e3,
             "tflops_per_device": tflops_per_device,
-            "mfu": tflops_per_device / self._peak_tflops,
         }
+        if self._knows_machine:
+            figures["mfu"] = tflops_per_device / self._peak_tflops
+        if self._knows_machine or session.config.wlb.wlb_cost != "analytic":
+            figures["predicted_ms"] = self.predicted_us(plan) / 1e3
         if session.model.groups.cp.size() > 1:
             num_micro_batches = sum(plan.shardings.values())
             for kind, number in sorted(plan.shardings.items()):
@@ -175,6 +179,12 @@ class Log:
         shares = [num / sum(layers) for num in layers]
         stages = StageCosts.shared(self.session.cost, shares)
         return slowest_us(plan, stages, graph, self.session.experts)
+
+    @cached_property
+    def _knows_machine(self) -> bool:
+        """Whether ``--wlb-hardware`` may be what runs: a CPU is not its default."""
+        named = self.session.config.wlb.wlb_hardware
+        return not cpu.installed() or named != WlbConfig().wlb_hardware
 
     @cached_property
     def _peak_tflops(self) -> float:
@@ -203,12 +213,19 @@ class Log:
         if self.session.model.groups.cp.size() > 1:
             counts = (f"{number} {kind}" for kind, number in sorted(plan.shardings.items()))
             shardings = f"sharding: {', '.join(counts)} | "
+        merged = predicted = mfu = ""
+        if "merged_documents" in figures:
+            merged = f"merged: {figures['merged_documents']} documents | "
+        if "predicted_ms" in figures:
+            predicted = f", predicted {figures['predicted_ms']:.3g}"
+        if "mfu" in figures:
+            of = self.session.config.wlb.wlb_hardware
+            mfu = f" MFU (of {of}): {100 * figures['mfu']:.1f} % |"
         print_rank_last(
-            f" wlb {plan.packing} | {shardings}tokens: {plan.num_tokens} | "
+            f" wlb {plan.packing} | {shardings}{merged}tokens: {plan.num_tokens} | "
             f"padding: {plan.padding_tokens} | "
             f"imbalance (predicted): {plan.imbalance:.4f} | delay (steps): {plan.delay_steps:.3f} "
             f"| waiting: {plan.num_waiting} documents, {plan.waiting_tokens} tokens | step (ms): "
-            f"{figures['step_ms']:.1f}, predicted {figures['predicted_ms']:.3g} | plan wait (ms): "
-            f"{figures['plan_wait_ms']:.2f} | MFU (of {self.session.config.wlb.wlb_hardware}): "
-            f"{100 * figures['mfu']:.1f} % |"
+            f"{figures['step_ms']:.1f}{predicted} | plan wait (ms): "
+            f"{figures['plan_wait_ms']:.2f} |{mfu}"
         )

@@ -96,7 +96,7 @@ def test_traceback_is_shown_when_asked_for(texts: Path, monkeypatch: pytest.Monk
         main(["corpus", "build", "nowhere", "--out", "c"])
 
 
-def test_interrupt_exits_with_130_and_no_traceback(
+def test_interrupt_exits_with_130_and_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(_: object) -> None:
@@ -104,7 +104,7 @@ def test_interrupt_exits_with_130_and_no_traceback(
 
     monkeypatch.setattr("megatron_wlb.cli.corpus.configure", interrupt)
     assert main(["corpus"]) == 130
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "error: interrupted\n")
 
 
 def test_closed_pipe_is_quiet(texts: Path) -> None:

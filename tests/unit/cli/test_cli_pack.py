@@ -355,3 +355,11 @@ def test_replicas_that_share_experts_keep_each_other_waiting(capsys) -> None:
 def test_experts_that_no_model_has_are_not_divided(model: list[str], said: str, capsys) -> None:
     assert main(["pack", "--distribution", "reference", *model, "--ep-size", "4"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_flag_that_no_packing_reads_is_told(capsys) -> None:
+    given = ["--queue-thresholds", "100", "--hold-tau", "1.1", "--steps", "2"]
+    assert main(["pack", *REFERENCE, *given, "--packing", "original,hold"]) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "no effect" in line] == [
+        "note: --queue-thresholds has no effect: original, hold do not read it"
+    ]

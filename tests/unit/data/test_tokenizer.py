@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +107,26 @@ def test_tokenizer_settings_check_before_anything_runs(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("{}")
     assert tokenizer_settings(str(path), None)["content"] == "{}"
+
+
+def test_interrupt_does_not_wait_for_the_library() -> None:
+    """It may be at work for minutes on what it has read."""
+    at_work, may_end = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[list[bytes]]:
+        yield TEXTS
+        at_work.set()
+        may_end.wait(20)
+
+    def interrupt() -> None:
+        at_work.wait()
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    start_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train_bpe(batches(), 300)
+    assert time.monotonic() - start_s < 10
+    may_end.set()

@@ -42,6 +42,7 @@ def test_patterns_of_other_layers_are_refused(given: str) -> None:
         (f"{EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 4", "multiple"),
         (f"{EXPERTS} --tensor-model-parallel-size 2", "--sequence-parallel in Megatron"),
         ("--num-experts 8 --expert-tensor-parallel-size 2", "no experts with a bias"),
+        ("--num-experts 8", "adds them in place, which autograd refuses; add --disable-bias"),
         (f"{EXPERTS} --moe-router-topk 9", "--moe-router-topk is 9, but there are 8"),
         (f"{EXPERTS} --moe-router-topk 1", "add --moe-router-pre-softmax"),
         (f"{EXPERTS} --moe-router-group-topk 2", "give --moe-router-num-groups too"),

@@ -312,6 +312,11 @@ REFUSED = [
         ["-stage is 4", "between PP 4 and the 3 micro-batches"],
     ),
     (
+        "--pipeline-model-parallel-size 2 --wlb-packing slim --wlb-units 2000 --seq-length 8192 "
+        "--wlb-slice-multiple 64 --global-batch-size 16", 4,
+        ["--wlb-units (slim:K) is 2000", "step of 65536 tokens", "1024 slices of 64", "at most"],
+    ),
+    (
         f"{PP2_VPP2} --global-batch-size 7", 2,
         ["7 micro-batches", "leave 1 after groups of 2", "at least PP 2", "--global-batch-size"],
     ),

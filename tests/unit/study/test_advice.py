@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,6 +89,8 @@ def test_gain_of_order_alone_is_said_to_be_one() -> None:
     original = option("original", 1.0, imbalance=1.136)
     assert "comes from the order" in gain(option("ordered", 1.07, imbalance=1.136), original)
     assert "comes from the order" not in gain(option("even", 1.07, imbalance=1.05), original)
+    sliced = replace(option("slim", 1.07, imbalance=1.136), sliced=True)
+    assert "comes from slices, with which the pipeline fills" in gain(sliced, original)
 
 
 def test_gain_below_its_spread_is_said_to_be_so() -> None:

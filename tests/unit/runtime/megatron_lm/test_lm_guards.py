@@ -10,6 +10,7 @@ import pytest
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.megatron_lm import guards
+from megatron_wlb.runtime.megatron_lm.words import Words
 
 FINE: dict[str, Any] = {
     # What matters of a command line that runs; as Megatron's parser leaves it.
@@ -64,6 +65,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
+    "--dynamic-context-parallel": {"dynamic_context_parallel": True},
+    "--sequence-packing-scheduler": {"sequence_packing_scheduler": "dp_balanced"},
     "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
     "--moe-token-dispatcher-type": {
@@ -82,6 +85,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--data-path": {"data_path": None},
     "--mock-data": {"mock_data": True},
     "--sft": {"sft": True},
+    "--use-varlen-dataset": {"use_varlen_dataset": True},
     "--logits-load-dir": {"logits_load_dir": "logits"},
     "--logits-save-dir": {"logits_save_dir": "logits"},
     "--dataloader-inter-document-masking": {"dataloader_inter_document_masking": True},
@@ -219,6 +223,17 @@ def test_yaml_settings_are_refused_before_parsing(words: list[str]) -> None:
     guards.check_words(["--num-layers", "4"])
 
 
+@pytest.mark.parametrize("interval", [None, 0])
+def test_a_missing_interval_of_evaluations_is_refused(interval: int | None) -> None:
+    """Megatron divides by it, whether it evaluates or not."""
+    given = FINE | {"eval_interval": interval, "eval_iters": 0}
+    with pytest.raises(ConfigError, match=r"^--eval-interval is missing, .*; give it, as in"):
+        guards.check(argparse.Namespace(**given))
+    guards.check(argparse.Namespace(**given | {"skip_train": True}))
+    guards.check(argparse.Namespace(**given | {"eval_interval": 1000}))
+    guards.check(Words(["--data-path", "a"], world_size=1))  # the parser may have a default
+
+
 def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^20 processes do not divide by TP × PP × CP = 12;"):
         guards.check(argparse.Namespace(**FINE | {"world_size": 20}))
@@ -239,6 +254,8 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
             {"per_dataset_sequences_path": "no-such.json"},
             "--per-dataset-sequences-path no-such.json has no effect with --wlb-packing: every",
         ),
+        ({"cp_comm_type": ["a2a", "p2p"]}, "--cp-comm-type a2a p2p has no effect"),
+        ({"cp_comm_type": ["p2p"]}, ""),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph has no effect"),
         ({"external_cuda_graph": True}, "--external-cuda-graph has no effect"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local has no effect"),
