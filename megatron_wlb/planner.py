@@ -111,6 +111,13 @@ def each_rank(num_micro_batches: int, dp_size: int) -> int:
     return num_micro_batches // dp_size
 
 
+def merged_multiple(length_multiple: int, num_replicas: int) -> int:
+    """What a micro-batch is padded to a multiple of that so many replicas run together; none for
+    one that runs on its own. The replicas share its tokens as context-parallel ranks do.
+    """
+    return length_multiple * (2 * num_replicas or 1)
+
+
 class Planner:
     """Plans one step after another: which rank runs which documents in which order.
 
@@ -322,7 +329,7 @@ class Planner:
         self, index: int, spans: Sequence[Span], replicas: tuple[int, ...] = ()
     ) -> MicroBatchPlan:
         num_tokens = sum([stop - start for _, start, stop in spans])
-        multiple = self.length_multiple * (2 * len(replicas) or 1)
+        multiple = merged_multiple(self.length_multiple, len(replicas))
         multiples = max(1, -(-num_tokens // multiple))
         predicted_us = self.cost.total_us([span.stop for span in spans])
         if spans and spans[0].start:

@@ -39,7 +39,7 @@ from megatron_wlb.planning.dispatch import (
     dispatch,
     lower_bound_us,
 )
-from megatron_wlb.reading import reading_state, shown
+from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.sharding.select import Selector
 from megatron_wlb.strategy.costs import ReplicaCosts
@@ -355,15 +355,20 @@ class StrategyPlanner:
         self.stream = stream
         self.assigner = assigner
         self.selectors = selectors or {}
+        self.step = 0
         self._packer: Mapping[str, Any] | None = None  # of the run before, whose documents wait
 
     def next_plan(self) -> StepPlan | None:
         """The next step; None at the stream's end."""
         while self._packer or not self.stream.exhausted:
-            step, documents = self.stream.step, _waiting(self._packer)
-            self._packer = None
-            if not self.stream.exhausted:
-                documents += self.stream.next_step()
+            step, known = self.step, _waiting(self._packer)
+            if self.stream.step <= step and not self.stream.exhausted:
+                self.stream.step = step  # more epochs may follow after steps without documents
+                known += self.stream.next_step()
+            documents = [document for document in known if document.step <= step]
+            ahead = [document for document in known if document.step > step]
+            self._packer = {**(self._packer or {}), "held": [], "ahead": ahead} if ahead else None
+            self.step += 1
             if documents:
                 chosen = self.assigner.choose([d.length for d in documents])
                 return step_plan(step, documents, chosen, self.selectors)
@@ -373,19 +378,25 @@ class StrategyPlanner:
         """All that later plans depend on, JSON-able, as a :class:`~megatron_wlb.planner.Planner`
         has it that holds nothing back.
         """
-        step, stream = self.stream.step, self.stream.state_dict()
-        return {"step": step, "steps_read": step, "packer": self._packer, "stream": stream}
+        return {
+            "step": self.step,
+            "steps_read": self.stream.step,
+            "packer": self._packer,
+            "stream": self.stream.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken. What waits in a ``Planner``'s runs in the next step.
+        """Continues where ``state`` was taken. What a ``Planner`` held back runs in the next step,
+        and what it read ahead in the step that it is of.
 
         Raises :class:`CheckpointError` for documents of a packing that cannot be taken over.
         """
         with reading_state("a planner"):
+            step = whole_number("step", state["step"], 0, MAX_COUNT)
             packer, stream = state["packer"], state["stream"]
             _waiting(packer)
         self.stream.load_state_dict(stream)
-        self._packer = packer
+        self.step, self._packer = step, packer
 
 
 def _waiting(packer: Mapping[str, Any] | None) -> list[Document]:

@@ -209,7 +209,7 @@ class Workload:
         are not given.
         """
         made = self.packer(packing)
-        slicer = self._slicer(packing, costs) if packing.name == "slim" else None
+        slicer = self._slicer(packing, costs, made) if packing.name == "slim" else None
         return Planner(
             self.stream(packing, num_steps + made.look_ahead + 1),
             made,
@@ -253,7 +253,7 @@ class Workload:
             experts=self.experts,
         )
 
-    def _slicer(self, packing: PackingSettings, costs: StepCosts | None) -> Slicer:
+    def _slicer(self, packing: PackingSettings, costs: StepCosts | None, made: Packer) -> Slicer:
         """Makes what cuts steps. Where each micro-batch has its own devices, they are replicas."""
         if self.experts is not None:
             raise ConfigError(
@@ -268,7 +268,8 @@ class Workload:
             costs or StepCosts(StageCosts.by_layers(self.cost, p)),
             p,
             num_micro_batches=each,
-            max_tokens=packing.max_tokens,
+            max_tokens=made.limits.max_tokens,
+            length_multiple=self.length_multiple,
             num_units=packing.units,
             multiple=slice_multiple(self.window, packing.slice_multiple),
             merges=packing.dp_merge == "auto",

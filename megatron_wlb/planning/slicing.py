@@ -33,7 +33,7 @@ from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Span
-from megatron_wlb.planner import Units
+from megatron_wlb.planner import Units, merged_multiple
 from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
 from megatron_wlb.schedule.graph import slice_graph
 from megatron_wlb.schedule.order import sliced
@@ -136,6 +136,8 @@ class Slicer:
         layout: its ``dp_size`` replicas share a step.
         num_micro_batches: of plain training, on one data-parallel rank.
         max_tokens: S_max: no unit is longer.
+        length_multiple: what units are padded to a multiple of, as S_max is one; those of several
+            replicas to one of ``2 · length_multiple`` for each.
         num_units: how many to aim at on each data-parallel rank; chosen by simulated time if None.
         multiple: tokens that cuts are multiples of.
         merges: whether a document that outweighs a replica's mean may run on several together,
@@ -156,6 +158,7 @@ class Slicer:
         *,
         num_micro_batches: int,
         max_tokens: int,
+        length_multiple: int = 1,
         num_units: int | None = None,
         multiple: int = SLICE_MULTIPLE,
         merges: bool = True,
@@ -168,7 +171,7 @@ class Slicer:
                 "chunk only, and leave few bubbles without; leave the virtual pipeline out"
             )
         self._cost, self._costs, self._layout = cost, costs, layout
-        self._max_tokens = max_tokens
+        self._max_tokens, self._length_multiple = max_tokens, length_multiple
         self._given, self._multiple, self._merges = num_units, multiple, merges
         self.num_units = num_units
         """Units of a data-parallel rank; None before the first step."""
@@ -313,7 +316,13 @@ class Slicer:
         replicas: list[tuple[int, ...]] = []
         for us, document, ranks in dealt.together:
             if rank in ranks:
-                slices = self._slices(document, us, dealt.mean_us / num_units * len(ranks))
+                multiple = merged_multiple(self._length_multiple, len(ranks))
+                slices = self._slices(
+                    document,
+                    us,
+                    dealt.mean_us / num_units * len(ranks),
+                    max(multiple, self._max_tokens - self._max_tokens % multiple),
+                )
                 spans += ([span] for span, _ in slices)
                 replicas += [ranks] * len(slices)
         chains = [len(spans)] if spans else []
@@ -329,7 +338,8 @@ class Slicer:
         lacking_us = unit_us * sum(counts) - sum([us for us, _ in cut])
         even = 2 * filled_us < lacking_us
         for (us, document), count in zip(cut, counts, strict=True):
-            slices = self._slices(document, us, us / max(1, count) if even else unit_us)
+            each_us = us / max(1, count) if even else unit_us
+            slices = self._slices(document, us, each_us, self._max_tokens)
             for span, done_us in slices:
                 missing.append((done_us - unit_us, len(spans), self._max_tokens - span.length))
                 spans.append([span])
@@ -359,7 +369,7 @@ class Slicer:
         return us > (1 + TOLERANCE) * unit_us or document.length > self._max_tokens
 
     def _slices(
-        self, document: Document, document_us: float, unit_us: float
+        self, document: Document, document_us: float, unit_us: float, max_tokens: int
     ) -> list[tuple[Span, float]]:
         """Slices of ``unit_us``, and what each takes; the last is the rest."""
         slices: list[tuple[Span, float]] = []
@@ -370,7 +380,7 @@ class Slicer:
             if document_us - before_us > (1 + TOLERANCE) * unit_us:
                 until_us = before_us + unit_us
                 stop = self._cut(document, start, until_us, length_of(until_us))
-            stop = min(stop, start + self._max_tokens)
+            stop = min(stop, start + max_tokens)
             after_us = self._cost.document_us(stop)
             slices.append((Span(document, start, stop), after_us - before_us))
             start, before_us = stop, after_us

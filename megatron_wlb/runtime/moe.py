@@ -212,6 +212,7 @@ def route_by_document(model: torch.nn.Module) -> None:
     """Makes the layers of experts of a model that Megatron has built count documents.
 
     Classes are changed after building, as versions of Megatron write a layer's spec differently.
+    The wrapper for data parallelism, which comes later, is told which weights are of experts.
 
     Raises :class:`CompatibilityError` for a router or a layer of another kind.
     """
@@ -228,6 +229,12 @@ def route_by_document(model: torch.nn.Module) -> None:
                 )
         moe.__class__, moe.router.__class__ = DocumentMoELayer, DocumentRouter
         moe.recomputes, moe.moe_layer_recompute = moe.moe_layer_recompute, False
+        config = moe.config
+        if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            # Other ranks share experts than share all else. Megatron up to 0.18 knows that of EP
+            # above 1 only: at EP 1 it would add up gradients of other parts of the weights.
+            for weight in moe.experts.parameters():
+                weight.allreduce = False
         layer.register_forward_pre_hook(_tell_router, with_kwargs=True)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -305,12 +306,24 @@ def test_slices_with_virtual_stages_are_refused(gloo: GlooPool, oracle: Oracle) 
 
 @contextlib.contextmanager
 def with_first_micro_batches_told(runner) -> Iterator[None]:
-    """Each step and evaluation tells a chunk once that new weights come, as caches of FP8 need."""
+    """Each step and evaluation tells a chunk once that new weights come, before it runs: caches of
+    FP8 need that.
+    """
     (chunk,) = runner.model.chunks
-    chunk.set_is_first_microbatch = mock.Mock(wraps=chunk.set_is_first_microbatch)
-    runner.run_schedule = mock.Mock(wraps=runner.run_schedule)
+    tell, run = chunk.set_is_first_microbatch, runner.run_schedule
+    events = []
+
+    def told(name, call):
+        return mock.Mock(side_effect=lambda *a, **k: (events.append(name), call(*a, **k))[1])
+
+    chunk.set_is_first_microbatch = told("told", tell)
+    runner.run_schedule = told("run", run)
+    chunk.register_forward_pre_hook(lambda *_: events.append("forward"))
     yield
-    assert chunk.set_is_first_microbatch.call_count == runner.run_schedule.call_count > 1
+    num_runs = events.count("run")
+    assert num_runs == events.count("told") > 1
+    assert events.count("forward") > num_runs
+    assert [after for before, after in pairwise(events) if before == "run"] == ["told"] * num_runs
 
 
 def test_slices_tell_layers_of_the_first_micro_batch(gloo: GlooPool, oracle: Oracle) -> None:

@@ -24,17 +24,25 @@ from megatron_wlb.errors import CompatibilityError, PlanError
 Compare = Callable[..., list[str]]
 
 ETP1 = "--expert-tensor-parallel-size 1"
+ETP2 = "--expert-tensor-parallel-size 2"
 EP2 = Layout("moe-seq", 3, dp=2, ep=2)
 PP2 = Layout("moe-seq", 4, pp=2, dp=2, ep=2)
+DIVIDED = Layout("moe-seq", 3, dp=2, extra=ETP2)  # over data-parallel ranks
 EP4 = Layout("moe-aux", 3, dp=4, ep=4, extra=f"{SHARDED} {OVERLAP}")
 CASES = [
     EP4,
     further(Layout("moe-seq", 3, tp="2sp", dp=2, ep=2)),  # experts divided by TP, too
     Layout("moe-aux", 2, tp="2sp", cp=2, ep=4, extra=ETP1),
+    Layout("moe-seq", 3, tp="2sp", dp=2, extra=f"{ETP1} {SHARDED}"),  # whole ones, on all ranks
     # With multi-latent attention and multi-token prediction, as DeepSeek's.
     Layout("deepseek", 4, pp=2, vpp=2, dp=2, ep=2, extra=FULL),
     Layout("deepseek", 3, tp="2sp", cp=2, ep=2, sharding="per-document"),
     further(EP2),
+    further(DIVIDED),
+    further(Layout("moe-seq", 3, tp="2sp", extra=ETP1)),
+    further(Layout("moe-seq", 3, tp="2sp", ep=2, extra=ETP1)),
+    further(Layout("moe-aux", 3, dp=4, ep=2, extra=ETP2)),
+    further(Layout("moe-seq", 4, pp=2, dp=2, extra=f"{ETP2} {SHARDED}")),
     further(Layout("moe-seq", 4, pp=2, dp=2, ep=2, extra=FULL)),
     further(Layout("moe-seq", 4, pp=2, vpp=2, dp=2, ep=2)),
     further(Layout("moe-seq", 3, cp=2, ep=2, sharding="per-document", extra=SHARDED)),
@@ -217,9 +225,9 @@ def norms(config: Any) -> tuple[float, float]:
     return update(optimizer, 1.0).item(), expected
 
 
-@pytest.mark.parametrize("extra", ["", SHARDED])
-def test_gradients_of_experts_count_once_in_the_norm(gloo: GlooPool, extra: str) -> None:
-    results = gloo.run(2, norms, dataclasses.replace(EP2, extra=extra).config)
+@pytest.mark.parametrize("case", [EP2, dataclasses.replace(EP2, extra=SHARDED), DIVIDED], ids=str)
+def test_gradients_of_experts_count_once_in_the_norm(gloo: GlooPool, case: Layout) -> None:
+    results = gloo.run(2, norms, case.config)
     assert results[0][0] == results[1][0] > 0.1
     for found, expected in results:
         assert found == pytest.approx(expected, rel=1e-5)

@@ -11,6 +11,7 @@ from megatron_lm_runs import (
     BOTH,
     DP2,
     PP2,
+    TP2_SP,
     assert_equal_steps,
     finish,
     launch,
@@ -55,6 +56,10 @@ def test_experts_over_ranks_train_as_in_one_process(tmp_path: Path, corpus: Path
     flags = BOTH | EXPERTS | {"data_path": corpus, "train_iters": 3}
     alone = finish(launch(tmp_path, 1, flags | {"wlb_metrics": "alone"}, fault=set_weights))
     assert len(auxiliary(alone)) == 3
+    # Whole experts on ranks that divide all else.
+    layout = TP2_SP | {"expert_tensor_parallel_size": 1, "wlb_metrics": "whole"}
+    finish(launch(tmp_path, 2, flags | layout, fault=set_weights))
+    assert_equal_steps(tmp_path / "whole", tmp_path / "alone")
     layout = EP2 | PP2 | {"recompute_granularity": "selective", "recompute_modules": "moe"}
     flags |= layout | {"wlb_metrics": "layout"}
     found = finish(launch(tmp_path, 4, flags, fault=set_weights))

@@ -124,8 +124,9 @@ class StrategyRunner:
         """
         is_due = self.verify_plan_interval and self._num_runs % self.verify_plan_interval == 0
         self._num_runs += 1
+        reads = self._take_reads()  # forgotten if not due: next time it would be of other steps
         if is_due:
-            self.hosts.compare_step(plan, self._take_reads())
+            self.hosts.compare_step(plan, reads)
         links = None if plan.strategy is None else self._links.get(plan.strategy.key)
         if links is None:
             raise PlanError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +142,43 @@ def test_documents_that_waited_in_a_plain_run_run_in_the_next_step(tmp_path: Pat
     assert new.state_dict() == state, "a save before the next step loses nothing"
     assert steps_of(new) == [[1, 3, 4], [5, 6, 7], [8]]
     assert new.state_dict()["packer"] is None
+
+
+def test_documents_that_were_read_ahead_run_in_their_own_steps(tmp_path: Path) -> None:
+    run = StrategyRun.of(settings(tmp_path, "4*tp1:512"), CORPORA, 4)
+    cost = DocumentCost(1.0, 0.01, 2.0, 0.02)
+    packer = PackingSettings("hold", 512, look_ahead=2).packer(
+        num_micro_batches=2, window=256, cost=cost
+    )
+    lengths = [*LENGTHS, [12, 60], [3]]
+    plain = Planner(ListStream(lengths), packer, cost, dp_size=1)
+    first = plain.next_plan()
+    assert first is not None
+    ran = [d.arrival for d in first.documents]
+    state = json.loads(json.dumps(plain.state_dict()))
+    assert state["steps_read"] > state["step"] == 1
+    waiting = [sorted(d.arrival for d in packer.waiting if max(d.step, 1) == n) for n in (1, 2)]
+    assert all(waiting)
+
+    def opened(state: Any) -> StrategyPlanner:
+        made = StrategyPlanner(ListStream(lengths), Assigner(run.candidates))
+        made.load_state_dict(state)
+        assert made.state_dict() == state, "a save before the next step loses nothing"
+        return made
+
+    planner = opened(state)
+    plans = [*iter(planner.next_plan, None)]
+    steps = [sorted(d.arrival for d in plan.documents) for plan in plans]
+    assert [plan.step for plan in plans] == [1, 2, 3, 4, 5]
+    assert steps[:2] == waiting
+    assert sorted([*ran, *chain(*steps)]) == list(range(sum(map(len, lengths))))
+    for number in range(1, len(plans)):
+        stopped = opened(state)
+        for _ in range(number):
+            stopped.next_plan()
+        resumed = opened(json.loads(json.dumps(stopped.state_dict())))
+        digests = [plan.digest for plan in iter(resumed.next_plan, None)]
+        assert digests == [plan.digest for plan in plans[number:]]
 
 
 def test_documents_of_other_packings_are_not_taken_over(tmp_path: Path) -> None:

@@ -122,6 +122,60 @@ def test_cuts_are_multiples_and_short_rests_are_not_left():
     assert stops[-1] - stops[-2] >= 64
 
 
+def test_slices_are_of_like_work_where_few_whole_documents_fill_up_the_last():
+    def work(num_units, *others):
+        (units,) = slicer(num_units=num_units, multiple=1).cut(documents([9000, 8990, *others]), 0)
+        ends = [s for unit in units.spans for s in unit if s.is_slice]
+        return [COST.document_us(s.stop) - COST.document_us(s.start) for s in ends]
+
+    first, rest, *others = work(3)
+    assert first == pytest.approx(rest, rel=0.01)
+    assert others[0] == pytest.approx(others[1], rel=0.01)
+    first, rest, *_ = work(4, *[900] * 40)
+    assert rest < 0.8 * first  # and whole documents beside it
+
+
+def test_documents_a_little_heavier_than_units_are_not_cut():
+    def num_cuts(share):
+        """Slices of a document beside many short ones, whose work is that many units."""
+        cost = DocumentCost(1, 0, 2, 0)  # by tokens alone
+        lengths = [round(share * 1000), *[10] * round((8 - share) * 100)]
+        (units,) = slicer(num_units=8, multiple=1, cost=cost).cut(documents(lengths), 0)
+        return units.chains[0]
+
+    little, more = 0.8 * TOLERANCE, 1.5 * TOLERANCE
+    assert [num_cuts(1 + little), num_cuts(1 + more)] == [1, 2]
+    assert [num_cuts(2 + little), num_cuts(2 + more)] == [2, 3]
+
+
+def test_units_are_chosen_by_what_slices_take_with_the_keys_before_them():
+    made = slicer(num_units=8, pp_size=1)
+    (units,) = made.cut(documents([9000, 300]), 0)
+    assert len(units.spans) > 4
+    whole_us = COST.document_us(9000) + COST.document_us(300)
+    assert made.simulated_us(units) == pytest.approx(whole_us)
+
+
+def test_sweeps_are_at_the_same_steps_wherever_a_run_began():
+    made = slicer()
+    made.settle(documents([9000, 300]), STEPS_A_SWEEP + 6)
+    assert made.state_dict()["next_sweep"] == 2 * STEPS_A_SWEEP
+
+
+@pytest.mark.parametrize("dp_size", [1, 4])
+def test_no_unit_is_padded_above_s_max(dp_size):
+    lengths = np.random.default_rng(0).integers(50, 900, 300)
+    lengths[::10] *= 6
+    source = LengthSource.of_lengths("lengths", lengths)
+    layout = Parallelism(pp_size=2, cp_size=2, dp_size=dp_size)
+    of = Workload(source, 900, 8, COST, 1, "slice", length_multiple=16, layout=layout)
+    plans = [*of.planner(PackingSettings("slim", 1000, units=2), 12).plans(12)]
+    merged = [m for plan in plans for m in plan if m.replicas]
+    assert bool(merged) == (dp_size > 1)
+    assert 900 < max(m.padded_length for plan in plans for m in plan) <= 1000
+    assert any(m.padded_length > 800 for m in merged) or not merged
+
+
 def test_a_rank_without_documents_runs_an_empty_unit():
     units = slicer(dp_size=3).cut(documents([500, 400]), 0)
     assert units[2].spans == [[]] and units[2].chains == [1]
@@ -279,7 +333,7 @@ def test_cuts_ask_the_cost_a_few_times_each():
     cuts = slicer(multiple=16)
     cuts._cost = cost
     whole_us = COST.document_us(1 << 20)
-    slices = cuts._slices(documents([1 << 20])[0], whole_us, whole_us / 64)
+    slices = cuts._slices(documents([1 << 20])[0], whole_us, whole_us / 64, 1 << 20)
     assert len(slices) == 64
     assert cost.asked < 6 * len(slices)  # 20 by bisection
 
