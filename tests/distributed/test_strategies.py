@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import FULL, MODELS, further
+from helpers.layouts import FULL, MODELS
 from helpers.oracle import OracleRun, State, run_oracle
 from helpers.strategy_ranks import (
     Fault,
