@@ -20,7 +20,10 @@ import megatron.core.optimizer  # noqa: E402
 import megatron.core.parallel_state  # noqa: E402
 import megatron.core.pipeline_parallel.schedules  # noqa: E402
 
+from megatron_wlb.runtime.compat import targets  # noqa: E402
 from megatron_wlb.runtime.megatron_lm.cpu import make_importable  # noqa: E402
+
+targets.check()  # Its reading of the sources stays with the ranks.
 
 if _checkout := os.environ.get("MEGATRON_LM_PATH"):
     # Its training loop too; only there: which Megatron a rank finds is for the rank to say.
