@@ -95,8 +95,8 @@ def check(*, source: MegatronSource | None = None, allow_untested: bool = False)
         if not allow_untested or problem.startswith(("is missing", "asks for")):
             raise CompatibilityError(
                 f"megatron-core {version}: {target} {problem}; it is not the released "
-                f"one: install a release of {', '.join(VERSIONS)}; --wlb-allow-untested-megatron goes "
-                "on with other parameters at your own risk"
+                f"one: install a release of {', '.join(VERSIONS)}; at your own risk "
+                "--wlb-allow-untested-megatron goes on with other parameters"
             )
         logger.warning("megatron-core %s: %s %s", version, target, problem)
 
