@@ -187,14 +187,18 @@ def attend_latents() -> None:
 
 
 def runs(
-    folder: Path, corpora: dict[str, Path], flags: Flags, fault: Callable[[], None] | None = None
+    folder: Path,
+    corpora: dict[str, Path],
+    flags: Flags,
+    fault: Callable[[], None] | None = None,
+    alone: Callable[[], None] = attend_latents,
 ) -> list[dict[str, list[float]]]:
     """Figures of our path, then of Megatron alone; both at once."""
     flags, size = SMALL | flags, flags.get("pipeline_model_parallel_size", 1)
     started = [launch(folder, size, flags | {"data_path": corpora["ours"]}, fault=fault)]
     flags = {name: value for name, value in flags.items() if not name.startswith("wlb_")}
     flags |= ALONE | {"data_path": corpora["alone"]}
-    started.append(run_without_launcher(folder, size, flags, fault=attend_latents))
+    started.append(run_without_launcher(folder, size, flags, fault=alone))
     return [figures(finish(run), flags) for run in started]
 
 
@@ -217,7 +221,7 @@ def test_model_is_megatrons_own(
 ) -> None:
     if name == "mup" and not knows("use_mup"):
         pytest.skip("this version of Megatron-LM has no --use-mup")
-    if name == "prediction" and not knows("mtp_detach_heads"):
+    if name == "prediction" and not knows("mtp_use_repeated_layer"):
         pytest.skip("this version of Megatron-LM divides by the labels of depth 0")
     assert_equal(*runs(tmp_path, corpora, CASES[name] | {"wlb_packing": packing}))
 
@@ -239,4 +243,33 @@ def test_another_model_is_seen(corpora: dict[str, Path], tmp_path: Path) -> None
     """Negative control."""
     flags = CASES["latent"] | {"wlb_packing": "hold", "train_iters": 3}
     ours, alone = runs(tmp_path, corpora, flags, turn_halves)
-    assert ours["lm loss"][0] != pytest.approx(alone["lm loss"][0], rel=1000 * ROUNDING)
+    assert ours["lm loss"][0] != pytest.approx(alone["lm loss"][0], rel=100 * ROUNDING)
+
+
+def attend_in_fp32() -> None:
+    """Keeps scores and probabilities of Megatron's attention from being rounded to bf16."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    forward = DotProductAttention.forward
+
+    def exact(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        found = forward(self, query.float(), key.float(), value.float(), *args, **kwargs)
+        return found.to(query.dtype)
+
+    DotProductAttention.forward = exact
+
+
+@pytest.mark.long
+def test_bf16_differs_as_megatron_does_from_itself(
+    corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    """In fp32 this model is equal, so what is left is rounding: attention's, which kernels choose.
+
+    Where Megatron alone rounds less in its attention, its losses move as far from its own.
+    """
+    flags = LLAMA | {"wlb_packing": "original", "bf16": True}
+    ours, alone = (found["lm loss"] for found in runs(tmp_path, corpora, flags))
+    exact = runs(tmp_path, corpora, flags, alone=attend_in_fp32)[1]["lm loss"]
+    by_rounding = max(abs(a - b) for a, b in zip(exact, alone, strict=True))
+    assert 0 < by_rounding < 1e-3 * alone[0]
+    assert max(abs(a - b) for a, b in zip(ours, alone, strict=True)) < 3 * by_rounding
