@@ -263,7 +263,7 @@ def attend_in_fp32() -> None:
 def test_bf16_differs_as_megatron_does_from_itself(
     corpora: dict[str, Path], tmp_path: Path
 ) -> None:
-    """In fp32 this model is equal, so what is left is rounding: attention's, which kernels choose.
+    """In fp32 this model is equal, so what is left is rounding.
 
     Where Megatron alone rounds less in its attention, its losses move as far from its own.
     """
