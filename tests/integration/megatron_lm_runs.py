@@ -93,11 +93,13 @@ def launch(
     return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=program)
 
 
-def run_without_launcher(folder: Path, num_processes: int, flags: Flags) -> Run:
+def run_without_launcher(
+    folder: Path, num_processes: int, flags: Flags, *, fault: Callable[[], None] | None = None
+) -> Run:
     """``torchrun pretrain_gpt.py`` on a machine that passes for one with a GPU."""
     # Workers of its data loader would be handed a function that cannot be pickled.
     flags = MEGATRON_LM | {"num_workers": 0} | flags
-    return start(folder, num_processes, flags, program=_run_alone)
+    return start(folder, num_processes, flags, fault=fault, program=_run_alone)
 
 
 def finish(run: Run) -> Finished:

@@ -19,6 +19,7 @@ Legend: ``T`` tokens of the micro-batch, ``H`` heads of this TP rank, ``R`` numb
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.attention.core import DocumentAttention, PlanSeqParams
 from megatron_wlb.runtime.attention.rope import DocumentRotaryEmbedding
+
+_PAIRS = {"mla_rotary_interleaved": True}
+if not _PAIRS.keys() & inspect.signature(apply_rotary_pos_emb).parameters.keys():
+    _PAIRS = {}  # until 0.18 it takes this from the configuration
+"""Says that a head's channels 2i and 2i + 1 turn together, as Megatron's own layer does."""
 
 
 @contextlib.contextmanager
@@ -169,6 +175,6 @@ class DocumentLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
     def _rotated(self, heads: torch.Tensor, angles: torch.Tensor, factor: float) -> torch.Tensor:
         turned: torch.Tensor = apply_rotary_pos_emb(
-            heads, angles, self.config, mscale=factor, cp_group=self.pg_collection.cp
+            heads, angles, self.config, mscale=factor, cp_group=self.pg_collection.cp, **_PAIRS
         )
         return turned

@@ -6,29 +6,21 @@ So a checkout or an unpacked wheel of any version can be checked, on any Python,
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import resolve_name
 from pathlib import Path
+from typing import Final
 
 from megatron_wlb.errors import CompatibilityError
 
 _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 
 
-@dataclass(frozen=True)
-class Signature:
-    """The parameters of a function, as it is called."""
-
-    parameters: tuple[str, ...]
-    """Names in order; ``*args`` and ``**kwargs`` with their stars."""
-    required: frozenset[str]
-    """Parameters without a default."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the function takes names that it does not list."""
-        return any(name.startswith("**") for name in self.parameters)
+ANYTHING: Final = "*args, **kwargs"
+"""The parameters of a name that is no function of Megatron's: a constant, or of another package."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +29,6 @@ class MegatronSource:
 
     core_root: Path
     version: str
-    _trees: dict[Path, ast.Module | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @classmethod
     def at(cls, path: str | Path) -> MegatronSource:
@@ -87,12 +76,12 @@ class MegatronSource:
                 return candidate
         return None
 
-    def signature(self, target: str) -> Signature | None:
-        """What ``module:Class.name`` takes; None if the module has no such name.
+    def signature(self, target: str) -> str | None:
+        """The parameters of ``module:Class.name`` as they are written, defaults included, without
+        annotations; None if the module has no such name.
 
-        Names that are imported into the module or assigned in it count as there; what those take
-        is not known here, so their signature is ``(*args, **kwargs)``, as is that of a class
-        without an ``__init__`` of its own.
+        Those of a class are its ``__init__``'s. A name that another module of Megatron defines is
+        looked up there. What is not known here is :data:`ANYTHING`.
         """
         module, _, path = target.partition(":")
         found: ast.AST | None = self._tree(module)
@@ -102,17 +91,33 @@ class MegatronSource:
             found = _member(found, name)
         if isinstance(found, ast.ClassDef):
             found = _member(found, "__init__") or found
-        if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
-            return _signature(found.args)
-        return None if found is None else Signature(("*args", "**kwargs"), frozenset())
+        match found:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                for argument in ast.walk(found.args):
+                    if isinstance(argument, ast.arg):
+                        argument.annotation = None
+                return ast.unparse(found.args)
+            case ast.ImportFrom():
+                (named,) = (a.name for a in found.names if (a.asname or a.name) == path)
+                origin = "." * found.level + (found.module or "")
+                file = self.file(module)
+                is_package = file is not None and file.name == "__init__.py"
+                package = module if is_package else module.rpartition(".")[0]
+                origin = resolve_name(origin, package)
+                is_ours = origin.startswith("megatron.")
+                known = self.signature(f"{origin}:{named}") if is_ours else None
+                return ANYTHING if known is None else known
+        return None if found is None else ANYTHING
 
     def _tree(self, module: str) -> ast.Module | None:
         path = self.file(module)
-        if path is None:
-            return None
-        if path not in self._trees:
-            self._trees[path] = ast.parse(path.read_text(encoding="utf-8"))
-        return self._trees[path]
+        return None if path is None else _parsed(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    """A process that is forked from another one has its trees."""
+    return ast.parse(text)
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
@@ -146,21 +151,6 @@ def _statements(body: Sequence[ast.stmt]) -> list[ast.stmt]:
                 inner += handler.body
             flat += _statements(inner)
     return flat
-
-
-def _signature(args: ast.arguments) -> Signature:
-    positional = [a.arg for a in (*args.posonlyargs, *args.args)]
-    required = set(positional[: len(positional) - len(args.defaults)])
-    required |= {
-        a.arg for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if not default
-    }
-    names = [
-        *positional,
-        *([f"*{args.vararg.arg}"] if args.vararg else []),
-        *(a.arg for a in args.kwonlyargs),
-        *([f"**{args.kwarg.arg}"] if args.kwarg else []),
-    ]
-    return Signature(tuple(names), frozenset(required))
 
 
 def _version(package_info: Path) -> str:
