@@ -68,7 +68,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
     plans = arguments.asks_for_plans(flags)
     if plans:
         guards.check_words(flags)
-        allocator.choose()
+        allocator.choose(flags)
         if os.environ.get("RANK", "0") != "0":  # what planning says, all ranks would say
             logging.getLogger("megatron_wlb").setLevel(logging.ERROR)
     sys.path[0] = str(Path(script).resolve().parent)  # as Python does; Megatron is found there

@@ -54,7 +54,7 @@ class Links:
         rank, ranks = pp_group.rank(), tuple(dist.get_process_group_ranks(pp_group))
         if len(ranks) == 1:
             return cls(rank, ranks, pp_group, pp_group)
-        gradients = open_group(ranks, timeout)
+        gradients = open_group(ranks, timeout, like=pp_group)
         # NCCL connects two ranks at their first message, and blocks both hosts until then. A
         # gradient's receive is posted before the forward that its sender may still wait for.
         token = torch.zeros(1, device=torch.cuda.current_device())

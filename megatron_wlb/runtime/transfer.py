@@ -94,15 +94,36 @@ def of_all_ranks(mine: T, group: torch.distributed.ProcessGroup | None = None) -
 
 
 def open_group(
-    ranks: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
+    ranks: Sequence[int],
+    timeout: datetime.timedelta | None = None,
+    backend: str | None = None,
+    like: torch.distributed.ProcessGroup | None = None,
 ) -> torch.distributed.ProcessGroup:
-    """Makes this rank's group; all ranks of the world call it together, each with its own ranks."""
+    """Makes this rank's group; all ranks of the world call it together, each with its own ranks.
+
+    It gets the options of ``like``.
+    """
+    options = None if like is None else nccl_options(like)
     opened: torch.distributed.ProcessGroup | None = None
     for members in sorted(set(of_all_ranks(tuple(ranks)))):  # all take part in making every group
-        made = torch.distributed.new_group(list(members), timeout=timeout, backend=backend)
+        made = torch.distributed.new_group(
+            list(members), timeout=timeout, backend=backend, pg_options=options
+        )
         opened = made if members == tuple(ranks) else opened
     assert opened is not None
     return opened
+
+
+def nccl_options(group: torch.distributed.ProcessGroup) -> Any:
+    """A copy of the options that Megatron made a group of NCCL with; None for another."""
+    if torch.distributed.get_backend(group) != torch.distributed.Backend.NCCL:
+        return None
+    known = group._get_backend(torch.device("cuda")).options
+    made = torch.distributed.ProcessGroupNCCL.Options(
+        is_high_priority_stream=known.is_high_priority_stream
+    )
+    made.config = known.config
+    return made
 
 
 def from_first_rank(make: Callable[[], T]) -> T:

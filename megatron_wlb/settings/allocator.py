@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +18,13 @@ _NEW_VARIABLE = "PYTORCH_ALLOC_CONF"  # torch 2.9 and later read it too
 _chosen = False
 
 
-def choose() -> None:
-    """Lets segments grow, unless the user has said how memory is divided."""
+def choose(flags: Sequence[str] = ()) -> None:
+    """Lets segments grow, unless the user has said how memory is divided, or Megatron's ``flags``
+    register buffers with NCCL, for which it refuses such segments.
+    """
     global _chosen
+    if "--use-nccl-ub" in flags:
+        return
     if VARIABLE not in os.environ and _NEW_VARIABLE not in os.environ:
         os.environ[VARIABLE], _chosen = VALUE, True
 

@@ -114,6 +114,17 @@ def _gathers_tokens(args: argparse.Namespace) -> bool:
     return gathers and bool(getattr(args, "num_experts", None))
 
 
+def _pads_experts(args: argparse.Namespace) -> bool:
+    kind = getattr(args, "moe_token_dispatcher_type", None)
+    return kind not in (None, "alltoall", "allgather") and not _runs_deepep(args)
+
+
+def _runs_deepep(args: argparse.Namespace) -> bool:
+    backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
+    is_deepep = getattr(args, "moe_enable_deepep", False) or backend == "deepep"
+    return is_deepep and getattr(args, "moe_token_dispatcher_type", None) == "flex"
+
+
 def _shards_other_layers(args: argparse.Namespace) -> bool:
     others = getattr(args, "num_experts", None) or getattr(args, "mtp_num_layers", None)
     return bool(getattr(args, "use_torch_fsdp2", False) and others)
@@ -221,8 +232,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
     Refusal(
-        "--moe-token-dispatcher-type", "its buffers hold as many tokens of each rank as of this "
-        "one, and lengths of micro-batches vary", "use alltoall", ("alltoall", "allgather"),
+        "--moe-token-dispatcher-type", "the buffers of HybridEP hold as many tokens of each rank "
+        "as of this one, and lengths of micro-batches vary",
+        "use alltoall, or --moe-flex-dispatcher-backend deepep", refused=_pads_experts,
     ),
     Refusal(
         "--moe-pad-expert-input-to-capacity", "ranks would exchange as many tokens as their own "
@@ -312,7 +324,7 @@ WITH_SLICES: tuple[Refusal, ...] = (
         "--fp8-format",
         "delayed scaling is agreed on by data-parallel ranks after each pass, and ranks that run "
         "other numbers of slices would wait for each other forever",
-        "use --fp8-recipe tensorwise", refused=_scales_late,
+        "use --fp8-recipe tensorwise or blockwise", refused=_scales_late,
     ),
     Refusal(
         "--use-torch-fsdp2",
@@ -343,6 +355,11 @@ NO_EFFECT: tuple[Refusal, ...] = (
         "--hierarchical-context-parallel-sizes",
         "keys and values are gathered over all context-parallel ranks at once",
     ),
+    Refusal(
+        "--cp-comm-type",
+        "keys and values are gathered over all context-parallel ranks at once",
+        allowed=(["p2p"], ["all_gather"]),
+    ),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),
     Refusal("--cuda-graph-impl", _ONE_GRAPH, allowed=("none",)),
@@ -356,6 +373,30 @@ NO_EFFECT: tuple[Refusal, ...] = (
 )
 """Flags without which the same numbers are computed: told, and left alone or turned off."""
 
+TOLD: tuple[Refusal, ...] = (
+    Refusal(
+        "--attention-dropout",
+        "the kernels flash-attn-3 and torch-cpu have no dropout, and with it attention has no head "
+        "start",
+        "give --attention-dropout 0 if speed counts more (Megatron's default is 0.1)",
+    ),
+    Refusal(
+        "--moe-token-dispatcher-type",
+        "DeepEP exchanges the numbers of tokens, as lengths that vary need, but nobody has tried "
+        "it with plans yet",
+        "compare the first losses with those of alltoall",
+        refused=_runs_deepep,
+    ),
+    Refusal(
+        "--disable-gloo-process-groups",
+        "Megatron makes no groups of gloo, but ranks compare plans between their hosts, without "
+        "waiting for GPUs, and open two groups of gloo for that",
+        "let its connections through (GLOO_SOCKET_IFNAME names the network)",
+        refused=lambda args: not getattr(args, "enable_gloo_process_groups", True),
+    ),
+)
+"""Flags that run, and what they cost here or what is still made in spite of them."""
+
 _TURNED_OFF: dict[str, Any] = {
     "ddp_average_in_collective": False,
     "hierarchical_context_parallel_sizes": None,
@@ -364,7 +405,6 @@ _TURNED_OFF: dict[str, Any] = {
     "external_cuda_graph": False,
     "cuda_graph_impl": "none",
     "tp_comm_overlap": False,
-    "moe_token_dispatcher_type": "alltoall",
 }
 
 
@@ -381,6 +421,9 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
             logger.warning(
                 "%s has no effect with --wlb-packing: %s", ignored.given(args), ignored.reason
             )
+    for told in TOLD:
+        if told.applies(args):
+            logger.warning("%s: %s; %s", told.given(args), told.reason, told.remedy)
     if _scales_late(args) and args.world_size > _shards(args):
         logger.warning(
             "--fp8-format: with delayed scaling data-parallel ranks wait for each other at each "
@@ -418,6 +461,8 @@ def turn_off(args: argparse.Namespace) -> None:
     for name, value in _TURNED_OFF.items():
         if hasattr(args, name):
             setattr(args, name, value)
+    if _gathers_tokens(args):
+        args.moe_token_dispatcher_type = "alltoall"
     if getattr(args, "multi_latent_attention", False):
         args.apply_rope_fusion = False
 

@@ -39,6 +39,14 @@ def test_segments_grow_where_the_user_says_nothing(
     assert len(said) == 1 and "expandable_segments:True" in said[0]
 
 
+def test_buffers_that_nccl_registers_leave_segments_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    allocator.choose(["--bf16", "--use-nccl-ub"])
+    assert not any(name in os.environ for name in NAMES)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_users_setting_stays(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

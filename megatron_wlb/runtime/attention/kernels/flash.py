@@ -41,8 +41,6 @@ class _Inner:
     modules: tuple[str, ...]
     forward: str
     backward: str
-    causal: str
-    """What the backward pass calls the causal mask."""
     forward_options: dict[str, Any]
     backward_options: dict[str, Any]
 
@@ -52,17 +50,10 @@ _INNER = {
         ("flash_attn.flash_attn_interface",),
         "_flash_attn_varlen_forward",
         "_flash_attn_varlen_backward",
-        "causal",
         {"dropout_p": 0.0},
-        {
-            "dropout_p": 0.0,
-            "window_size_left": -1,
-            "window_size_right": -1,
-            "softcap": 0.0,
-            "alibi_slopes": None,
-        },
+        {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None},
     ),
-    3: _Inner(_MODULES[3], "_flash_attn_forward", "_flash_attn_backward", "is_causal", {}, {}),
+    3: _Inner(_MODULES[3], "_flash_attn_forward", "_flash_attn_backward", {}, {}),
 }
 _NEEDED = ("causal", "softmax_scale", "deterministic", "cu_seqlens_k", "max_seqlen_k")
 
@@ -114,8 +105,8 @@ def build(version: int, demand: Demand) -> VarlenKernel:
 def build_lse(version: int, demand: Demand) -> VarlenKernel:
     """The same kernel by the package's inner functions, which tell log-sum-exps.
 
-    Their parameters are those of version 2.7 and later, and of version 3 from 2025 on. Raises
-    whatever the package does if they are others, when it is called.
+    Their parameters are those of version 2.7 and later, and of version 3 as it is in 2.7.3 and
+    later. Raises whatever the package does if they are others, when it is called.
     """
     inner = _INNER[version]
     module = _module(inner.modules)
@@ -139,8 +130,8 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         said = lengths(segments, scale) | inner.forward_options
-        said |= _sliding(forward, segments, causal)
-        out, lse, *_ = forward(query, key, value, causal=causal, **said)
+        tensors = query, key, value
+        out, lse, *_ = forward(*tensors, **fitted(forward, len(tensors), said, segments, causal))
         return out, lse
 
     def differentiate(
@@ -155,27 +146,41 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         d_query, d_key, d_value = (torch.empty_like(t) for t in (query, key, value))
-        said = lengths(segments, scale) | inner.backward_options | {inner.causal: causal}
-        said |= {"dq": d_query, "dk": d_key, "dv": d_value}
-        said |= _sliding(backward, segments, causal)
-        backward(grad, query, key, value, out, lse, deterministic=demand.deterministic, **said)
+        said = lengths(segments, scale) | inner.backward_options
+        said |= {"dq": d_query, "dk": d_key, "dv": d_value, "deterministic": demand.deterministic}
+        tensors = grad, query, key, value, out, lse
+        backward(*tensors, **fitted(backward, len(tensors), said, segments, causal))
         return d_query, d_key, d_value
 
     return LseKernel(attend, differentiate)
 
 
-def _sliding(function: Callable[..., Any], segments: Segments, causal: bool) -> dict[str, Any]:
-    """What a sliding window is called by ``function``: two numbers, or one pair in some versions
-    of 3.
+def fitted(
+    function: Callable[..., Any],
+    num_tensors: int,
+    said: dict[str, Any],
+    segments: Segments,
+    causal: bool,
+) -> dict[str, Any]:
+    """``said`` and the mask as ``function`` calls them after its first ``num_tensors`` parameters.
+
+    Versions of 3 have other names, and parameters without a default, which may be None.
     """
-    if segments.reach_tokens is None or not causal:
-        return {}
-    left = segments.reach_tokens - 1
-    # torch makes operations of them, whose parameters are in a schema.
-    known = getattr(function, "_schema", None) or inspect.signature(function)
-    if "window_size_left" in str(known):
-        return {"window_size_left": left, "window_size_right": 0}
-    return {"window_size": (left, 0)}
+    signature = inspect.signature(function)
+    rest = list(signature.parameters.values())[num_tensors:]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = {p.name: None for p in rest if p.default is p.empty and p.kind in named}
+    # torch makes operations of some, whose parameters are in a schema.
+    known = str(getattr(function, "_schema", None) or signature)
+    said = said | {"is_causal" if "is_causal" in known else "causal": causal}
+    left, right = -1, -1
+    if segments.reach_tokens is not None and causal:
+        left, right = segments.reach_tokens - 1, 0
+    if "window_size_left" in known:
+        said |= {"window_size_left": left, "window_size_right": right}
+    elif left >= 0 or "window_size" in needed:
+        said |= {"window_size": (left, right)}
+    return needed | said
 
 
 def _function(version: int) -> Callable[..., Any]:

@@ -66,7 +66,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
     "--no-overlap-p2p-communication": {"overlap_p2p_comm": False},
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
-    "--moe-token-dispatcher-type": {"moe_token_dispatcher_type": "flex"},
+    "--moe-token-dispatcher-type": {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "hybridep",
+    },
     "--moe-pad-expert-input-to-capacity": {"moe_pad_expert_input_to_capacity": True},
     "--moe-router-load-balancing-type": {
         "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"]
