@@ -118,8 +118,8 @@ def nccl_options(group: torch.distributed.ProcessGroup) -> Any:
     """A copy of the options that Megatron made a group of NCCL with; None for another."""
     if torch.distributed.get_backend(group) != torch.distributed.Backend.NCCL:
         return None
-    known = group._get_backend(torch.device("cuda")).options
-    made = torch.distributed.ProcessGroupNCCL.Options(
+    known: Any = group._get_backend(torch.device("cuda")).options
+    made: Any = torch.distributed.ProcessGroupNCCL.Options(
         is_high_priority_stream=known.is_high_priority_stream
     )
     made.config = known.config

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -281,7 +281,7 @@ def check_kernel(kernel: VarlenKernel, demand: Demand) -> str | None:
     return None
 
 
-def problems(demand: Demand) -> tuple[Any, ...]:
+def problems(demand: Demand) -> tuple[tuple[Sequence[int], Sequence[int]], ...]:
     """The lengths that a kernel is checked with on the demanded device."""
     return (*PROBLEMS, LARGE_PROBLEM) if demand.device.type == "cuda" else PROBLEMS
 

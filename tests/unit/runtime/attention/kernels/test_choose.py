@@ -253,7 +253,7 @@ def forward_2_8_3(
     rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal,
     window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
     scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """``_flash_attn_forward`` of hopper/flash_attn_interface.py at v2.8.0 to v2.8.3.post1."""
     segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return (*flash_forward(q, k, v, segments, softmax_scale, causal), None, None)
@@ -265,7 +265,7 @@ def forward_2_7_4(
     q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1),
     sink_token_length=0, softcap=0.0, rotary_interleaved=True, num_splits=1, pack_gqa=None,
     sm_margin=0,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """The same at v2.7.3 to v2.7.4.post1."""
     segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return (*flash_forward(q, k, v, segments, softmax_scale, causal), None, None)
@@ -275,7 +275,7 @@ def backward_2_8_3(
     dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
     max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
     deterministic=False, sm_margin=0,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """``_flash_attn_backward`` there; at v2.7.3 it has ``sink_token_length`` too."""
     segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     found = flash_backward(dout, q, k, v, out, softmax_lse, segments, softmax_scale, causal)
