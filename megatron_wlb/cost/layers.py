@@ -174,7 +174,7 @@ class Part(ABC):
         return self.matrix_parameters(on, bias=on.shape.linear_bias)
 
     def matrix_parameters(self, on: Placed, *, bias: bool) -> int:
-        """Those of both products; ``bias`` is of the first."""
+        """Parameters of both products; ``bias`` is whether the first has one."""
         h, tp_size = on.shape.hidden_size, on.parallelism.tp_size
         total = h * (self.columns + self.rows) // tp_size + (self.columns // tp_size if bias else 0)
         return total + (h if on.shape.linear_bias and self.columns else 0)

@@ -107,8 +107,6 @@ def local_params(
             own = _cut_in_chunks(cut, chunks.tolist(), device, reach)
         segments = segments_of(whole.lengths_q.tolist(), whole.lengths_k.tolist())
         gather = KeyGather.of(whole, device, slice_rows, group)
-        if torch.device(device).type == "cuda":
-            _ = gather.split  # made in this thread, which is ahead, not where layers are launched
         return layout.tokens, PlanSeqParams.of(segments, positions[layout.tokens], gather, own)
 
     local, params = made(None)
@@ -171,6 +169,8 @@ class BatchBuilder:
         self.cp_size = cp_size
         self.reach_tokens = reach_tokens
         self.num_ahead = num_ahead
+        self.has_head_start = False
+        """Whether layers may begin with near keys; who runs steps says so."""
         self.depth_weights: list[float] = []
         """What a label of each depth counts; who runs a step weighs them."""
         self.step_targets = 0
@@ -312,6 +312,9 @@ class BatchBuilder:
                 group=group,
                 reach_tokens=self.reach_tokens,
             )
+            if self.has_head_start and params.gather is not None:
+                gather = replace(params.gather, made_split=params.gather.split)
+                params = replace(params, gather=gather)
             if self.has_experts:
                 assert self._step is not None, "who runs a step begins it"
                 params = replace(params, routed=RoutedTokens.of(plan, local, self._step))

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.communicator import Contents, compare_contents
-from megatron_wlb.runtime.transfer import open_group, options_like
+from megatron_wlb.runtime.transfer import open_group
 from megatron_wlb.schedule.order import Action
 
 TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
@@ -54,7 +54,7 @@ class Links:
         rank, ranks = pp_group.rank(), tuple(dist.get_process_group_ranks(pp_group))
         if len(ranks) == 1:
             return cls(rank, ranks, pp_group, pp_group)
-        gradients = open_group(ranks, timeout, options=options_like(pp_group))
+        gradients = open_group(ranks, timeout, like=pp_group)
         # NCCL connects two ranks at their first message, and blocks both hosts until then. A
         # gradient's receive is posted before the forward that its sender may still wait for.
         token = torch.zeros(1, device=torch.cuda.current_device())

@@ -23,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
+from megatron_wlb.runtime.transfer import nccl_options
 
 Block: TypeAlias = tuple[int, ...]
 """Data-parallel ranks that run a micro-batch together: ``MicroBatchPlan.replicas``."""
@@ -42,13 +43,14 @@ def open_groups(
     peers = tuple(dist.get_process_group_ranks(groups.dp_cp))
     known: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(known, (peers, groups.dp.rank()))
+    options = nccl_options(groups.cp)
     opened = {}
     for size in sizes:
         members: dict[tuple[Block, int], list[int]] = {}
         for rank, (its_peers, dp_rank) in enumerate(known):
             members.setdefault((its_peers, dp_rank // size), []).append(rank)
         for (_, number), ranks in members.items():  # every rank takes part in making every group
-            made = dist.new_group(ranks, timeout=timeout)
+            made = dist.new_group(ranks, timeout=timeout, pg_options=options)
             if dist.get_rank() in ranks:
                 opened[tuple(range(number * size, (number + 1) * size))] = made
     for group in opened.values():

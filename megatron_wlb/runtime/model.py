@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers
@@ -336,6 +338,8 @@ def attention_options(
     honour, :class:`ConfigError` for head groups that do not divide the key/value heads.
     """
     check_config(core)
+    # What TransformerEngine may choose from is said in the environment: as it will be in training.
+    LanguageModule._set_attention_backend(SimpleNamespace(config=core))
     tp = core.tensor_model_parallel_size
     device = torch.empty(0, device="cuda").device  # the CPU, under emulation
     num_groups = core.num_query_groups // tp
@@ -371,6 +375,13 @@ def attention_options(
         dropping,
         config.training.seed,
     )
+
+
+def has_head_start(model: Model) -> bool:
+    """Whether any layer may begin with near keys."""
+    modules = (module for chunk in model.chunks for module in chunk.modules())
+    layers = (module for module in modules if isinstance(module, DocumentAttention))
+    return any(layer.options.head_start_bytes is not None for layer in layers)
 
 
 def settle_kernel(config: Config, model: Model, saved: str | None) -> str:

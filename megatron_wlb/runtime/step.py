@@ -33,7 +33,7 @@ from megatron_wlb.runtime.communicator import PlanCommunicator
 from megatron_wlb.runtime.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.hosts import Hosts
 from megatron_wlb.runtime.merge import check_merged, open_groups
-from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.model import Model, has_head_start
 from megatron_wlb.runtime.prediction import predicting, take_losses
 from megatron_wlb.runtime.reads import Reads
 from megatron_wlb.runtime.transfer import HostCopy
@@ -228,6 +228,7 @@ class StepRunner:
         micro_batches = plan.micro_batches[dp_rank]
         lengths = [m.padded_length // self._num_shards(m) for m in micro_batches]
         self.batches.begin(plan)
+        self.batches.has_head_start = has_head_start(self.model)
         self.batches.slices.begin(forward_only)
         schedule: Callable[..., list[Any]]
         if plan.chains:

@@ -97,9 +97,13 @@ def open_group(
     ranks: Sequence[int],
     timeout: datetime.timedelta | None = None,
     backend: str | None = None,
-    options: Any = None,
+    like: torch.distributed.ProcessGroup | None = None,
 ) -> torch.distributed.ProcessGroup:
-    """Makes this rank's group; all ranks of the world call it together, each with its own ranks."""
+    """Makes this rank's group; all ranks of the world call it together, each with its own ranks.
+
+    It gets the options of ``like``.
+    """
+    options = None if like is None else nccl_options(like)
     opened: torch.distributed.ProcessGroup | None = None
     for members in sorted(set(of_all_ranks(tuple(ranks)))):  # all take part in making every group
         made = torch.distributed.new_group(
@@ -110,19 +114,15 @@ def open_group(
     return opened
 
 
-def options_like(group: torch.distributed.ProcessGroup) -> Any:
-    """NCCL's options for another group, as Megatron's flags gave them to this one; None of others.
-
-    They are copied, as torch writes into those that a group is made with.
-    """
-    if torch.distributed.get_backend(group) != "nccl":
+def nccl_options(group: torch.distributed.ProcessGroup) -> Any:
+    """A copy of the options that Megatron made a group of NCCL with; None for another."""
+    if torch.distributed.get_backend(group) != torch.distributed.Backend.NCCL:
         return None
-    given: Any = group._get_backend(torch.device("cuda")).options
+    known: Any = group._get_backend(torch.device("cuda")).options
     made: Any = torch.distributed.ProcessGroupNCCL.Options(
-        is_high_priority_stream=given.is_high_priority_stream
+        is_high_priority_stream=known.is_high_priority_stream
     )
-    for name in ("cga_cluster_size", "max_ctas", "min_ctas", "net_name"):
-        setattr(made.config, name, getattr(given.config, name))
+    made.config = known.config
     return made
 
 

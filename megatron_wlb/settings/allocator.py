@@ -18,12 +18,12 @@ _NEW_VARIABLE = "PYTORCH_ALLOC_CONF"  # torch 2.9 and later read it too
 _chosen = False
 
 
-def choose(words: Sequence[str] = ()) -> None:
-    """Lets segments grow, unless the user has said how memory is divided, or a command line asks
-    for NCCL's buffers, with which Megatron refuses such segments.
+def choose(flags: Sequence[str] = ()) -> None:
+    """Lets segments grow, unless the user has said how memory is divided, or Megatron's ``flags``
+    register buffers with NCCL, for which it refuses such segments.
     """
     global _chosen
-    if "--use-nccl-ub" in words:
+    if "--use-nccl-ub" in flags:
         return
     if VARIABLE not in os.environ and _NEW_VARIABLE not in os.environ:
         os.environ[VARIABLE], _chosen = VALUE, True

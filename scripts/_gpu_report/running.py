@@ -18,6 +18,12 @@ from _gpu_report.parts import Part
 GRACE_S = 5.0
 """What processes have to end after a polite signal: torchrun ends its workers by then."""
 
+EXACT = {
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # NVIDIA's images turn TF32 on, fp32 is compared
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # it builds a graph for each length
+}
+
 
 def run_within(command: Sequence[str], log: Path, limit_s: float) -> int | None:
     """Runs a command with its output in ``log``: its exit code, or None if it overran its limit.
@@ -27,7 +33,7 @@ def run_within(command: Sequence[str], log: Path, limit_s: float) -> int | None:
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **os.environ, **EXACT},
         )  # fmt: skip
         try:
             return process.wait(limit_s)

@@ -83,6 +83,8 @@ class KeyGather:
     group: torch.distributed.ProcessGroup | None = None
     """The ranks that have the tokens, where they are others than the model's context-parallel
     ranks."""
+    made_split: tuple[NearKeys, KeyGather] | None = None
+    """:attr:`split`, made ahead where it will be needed."""
 
     @classmethod
     def of(
@@ -129,6 +131,8 @@ class KeyGather:
     @cached_property
     def split(self) -> tuple[NearKeys, KeyGather]:
         """The near keys, and where the far ones are."""
+        if self.made_split is not None:
+            return self.made_split
         device = self.rows.device
         near, far = NearKeys.of(self.layout, device)
         slice_rows = None

@@ -22,7 +22,7 @@ import torch
 
 from megatron_wlb.runtime.attention.kernels import Demand, Segments, VarlenKernel
 from megatron_wlb.runtime.attention.kernels.base import LseKernel, join
-from megatron_wlb.runtime.attention.kernels.choose import PROBLEMS, Problem
+from megatron_wlb.runtime.attention.kernels.choose import Problem, problems
 from megatron_wlb.runtime.transfer import to_device
 from megatron_wlb.sharding import RankLayout
 
@@ -53,8 +53,8 @@ def least_bytes(kernel: VarlenKernel, demand: Demand) -> int | None:
 
 def check_parts(kernel: LseKernel, demand: Demand) -> str | None:
     """As :func:`check_kernel`, with the keys before a segment's own as the far ones."""
-    problems = (Problem.of(demand, *lengths) for lengths in PROBLEMS)
-    mistakes = (problem.mistake(partial(_in_parts, kernel, problem)) for problem in problems)
+    tried = (Problem.of(demand, *lengths) for lengths in problems(demand))
+    mistakes = (problem.mistake(partial(_in_parts, kernel, problem)) for problem in tried)
     return next(filter(None, mistakes), None)
 
 

@@ -128,7 +128,7 @@ def expected_of(version: str) -> dict[str, str]:
 
 
 def version_of(version: str) -> Version:
-    """That version, or else the nearest one below, or the first."""
+    """The entry of that version, or else of the nearest one below, or the first."""
     return VERSIONS[_nearest(version)]
 
 

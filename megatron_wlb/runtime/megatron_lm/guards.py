@@ -114,14 +114,20 @@ def _gathers_tokens(args: argparse.Namespace) -> bool:
     return gathers and bool(getattr(args, "num_experts", None))
 
 
-def _sizes_buffers_once(args: argparse.Namespace) -> bool:
-    is_flex = getattr(args, "moe_token_dispatcher_type", None) == "flex"
-    return is_flex and getattr(args, "moe_flex_dispatcher_backend", "deepep") != "deepep"
-
-
 def _routes_in_parts(args: argparse.Namespace) -> bool:
     num_parts = getattr(args, "mlp_chunks_for_training", None) or 1
     return num_parts > 1 and bool(getattr(args, "num_experts", None))
+
+
+def _pads_experts(args: argparse.Namespace) -> bool:
+    kind = getattr(args, "moe_token_dispatcher_type", None)
+    return kind not in (None, "alltoall", "allgather") and not _runs_deepep(args)
+
+
+def _runs_deepep(args: argparse.Namespace) -> bool:
+    backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")
+    is_deepep = getattr(args, "moe_enable_deepep", False) or backend == "deepep"
+    return is_deepep and getattr(args, "moe_token_dispatcher_type", None) == "flex"
 
 
 def _shards_other_layers(args: argparse.Namespace) -> bool:
@@ -234,9 +240,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--overlap-moe-expert-parallel-comm", _OTHER_ORDER),
     Refusal(
-        "--moe-token-dispatcher-type", "HybridEP's buffers hold as many tokens of each rank as of "
-        "this one, and lengths of micro-batches vary",
-        "use alltoall, or --moe-flex-dispatcher-backend deepep", refused=_sizes_buffers_once,
+        "--moe-token-dispatcher-type", "the buffers of HybridEP hold as many tokens of each rank "
+        "as of this one, and lengths of micro-batches vary",
+        "use alltoall, or --moe-flex-dispatcher-backend deepep", refused=_pads_experts,
     ),
     Refusal(
         "--moe-pad-expert-input-to-capacity", "ranks would exchange as many tokens as their own "
@@ -368,12 +374,7 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal(
         "--cp-comm-type",
         "keys and values are gathered over all context-parallel ranks at once",
-        allowed=(["p2p"], "p2p"),
-    ),
-    Refusal(
-        "--disable-gloo-process-groups",
-        "it turns off Megatron's own; ranks compare plans over gloo groups between their hosts",
-        refused=lambda args: getattr(args, "enable_gloo_process_groups", None) is False,
+        allowed=(["p2p"], ["all_gather"], "p2p"),
     ),
     Refusal("--enable-cuda-graph", _ONE_GRAPH),
     Refusal("--external-cuda-graph", _ONE_GRAPH),
@@ -388,6 +389,30 @@ NO_EFFECT: tuple[Refusal, ...] = (
 )
 """Flags without which the same numbers are computed: told, and left alone or turned off."""
 
+TOLD: tuple[Refusal, ...] = (
+    Refusal(
+        "--attention-dropout",
+        "the kernels flash-attn-3 and torch-cpu have no dropout, and with it attention has no head "
+        "start",
+        "give --attention-dropout 0 if speed counts more (Megatron's default is 0.1)",
+    ),
+    Refusal(
+        "--moe-token-dispatcher-type",
+        "DeepEP exchanges the numbers of tokens, as lengths that vary need, but nobody has tried "
+        "it with plans yet",
+        "compare the first losses with those of alltoall",
+        refused=_runs_deepep,
+    ),
+    Refusal(
+        "--disable-gloo-process-groups",
+        "Megatron makes no groups of gloo, but ranks compare plans between their hosts, without "
+        "waiting for GPUs, and open two groups of gloo for that",
+        "let its connections through (GLOO_SOCKET_IFNAME names the network)",
+        refused=lambda args: getattr(args, "enable_gloo_process_groups", None) is False,
+    ),
+)
+"""Flags that run, and what they cost here or what is still made in spite of them."""
+
 _TURNED_OFF: dict[str, Any] = {
     "ddp_average_in_collective": False,
     "hierarchical_context_parallel_sizes": None,
@@ -396,7 +421,6 @@ _TURNED_OFF: dict[str, Any] = {
     "external_cuda_graph": False,
     "cuda_graph_impl": "none",
     "tp_comm_overlap": False,
-    "moe_token_dispatcher_type": "alltoall",
 }
 
 
@@ -413,15 +437,13 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
             logger.warning(
                 "%s has no effect with --wlb-packing: %s", ignored.given(args), ignored.reason
             )
+    for told in TOLD:
+        if told.applies(args):
+            logger.warning("%s: %s; %s", told.given(args), told.reason, told.remedy)
     if _scales_late(args) and args.world_size > _shards(args):
         logger.warning(
             "--fp8-format: with delayed scaling data-parallel ranks wait for each other at each "
             "micro-batch; --fp8-recipe tensorwise spares that"
-        )
-    if getattr(args, "moe_token_dispatcher_type", None) == "flex":
-        logger.warning(
-            "--moe-token-dispatcher-type flex: DeepEP takes counts of tokens, so lengths may vary, "
-            "but it was not tried with plans; alltoall was"
         )
 
 
@@ -460,6 +482,8 @@ def turn_off(args: argparse.Namespace) -> None:
     for name, value in _TURNED_OFF.items():
         if hasattr(args, name):
             setattr(args, name, value)
+    if _gathers_tokens(args):
+        args.moe_token_dispatcher_type = "alltoall"
     if getattr(args, "multi_latent_attention", False):
         args.apply_rope_fusion = False
 

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,8 +54,6 @@ def install(patches: PatchSet, settings: Config) -> None:
         # a dispatcher of experts that a dense model never has.
         config.variable_seq_lengths = True
         config.batch_p2p_sync = BATCH_P2P_SYNC  # nor is there one for this
-        # The environment by which TransformerEngine attends, in which kernels are checked, too.
-        GPTModel._set_attention_backend(SimpleNamespace(config=config))
         options = attention_options(settings, config, choose)
         if kwargs.get("mtp_block_spec") is not None:
             kwargs["mtp_block_spec"] = packed_block(kwargs["mtp_block_spec"], options)

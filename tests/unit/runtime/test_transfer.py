@@ -16,7 +16,7 @@ from megatron_wlb.runtime.transfer import (
     HostCopy,
     from_first_rank,
     mapped,
-    options_like,
+    nccl_options,
     to_device,
 )
 
@@ -37,11 +37,11 @@ def test_options_of_nccl_are_those_of_the_group_that_megatron_made(
     nccl = SimpleNamespace(Options=Options)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
-    made = options_like(group)
+    made = nccl_options(group)
     assert made is not given and made.is_high_priority_stream
     assert vars(made.config) == vars(given.config)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
-    assert options_like(group) is None
+    assert nccl_options(group) is None
 
 
 def made_or_said(fails: bool) -> str:

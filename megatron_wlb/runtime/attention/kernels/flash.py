@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,13 +51,7 @@ _INNER = {
         "_flash_attn_varlen_forward",
         "_flash_attn_varlen_backward",
         {"dropout_p": 0.0},
-        {
-            "dropout_p": 0.0,
-            "window_size_left": -1,
-            "window_size_right": -1,
-            "softcap": 0.0,
-            "alibi_slopes": None,
-        },
+        {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None},
     ),
     3: _Inner(_MODULES[3], "_flash_attn_forward", "_flash_attn_backward", {}, {}),
 }
@@ -111,8 +105,8 @@ def build(version: int, demand: Demand) -> VarlenKernel:
 def build_lse(version: int, demand: Demand) -> VarlenKernel:
     """The same kernel by the package's inner functions, which tell log-sum-exps.
 
-    They fit those of 2.7.0 and later, and of version 3 in the sources of 2.7.4 and later. Raises
-    whatever the package does if they are others, when it is called.
+    Their parameters are those of version 2.7 and later, and of version 3 as it is in 2.7.3 and
+    later. Raises whatever the package does if they are others, when it is called.
     """
     inner = _INNER[version]
     module = _module(inner.modules)
@@ -135,9 +129,9 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         scale: float,
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        said = lengths(segments, scale) | inner.forward_options | {"causal": causal}
-        said |= _sliding(forward, segments, causal)
-        out, lse, *_ = forward(query, key, value, **_fitted(forward, said, 3))
+        said = lengths(segments, scale) | inner.forward_options
+        tensors = query, key, value
+        out, lse, *_ = forward(*tensors, **fitted(forward, len(tensors), said, segments, causal))
         return out, lse
 
     def differentiate(
@@ -152,44 +146,41 @@ def build_lse(version: int, demand: Demand) -> VarlenKernel:
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         d_query, d_key, d_value = (torch.empty_like(t) for t in (query, key, value))
-        said = lengths(segments, scale) | inner.backward_options | {"causal": causal}
+        said = lengths(segments, scale) | inner.backward_options
         said |= {"dq": d_query, "dk": d_key, "dv": d_value, "deterministic": demand.deterministic}
-        said |= _sliding(backward, segments, causal)
-        backward(grad, query, key, value, out, lse, **_fitted(backward, said, 6))
+        tensors = grad, query, key, value, out, lse
+        backward(*tensors, **fitted(backward, len(tensors), said, segments, causal))
         return d_query, d_key, d_value
 
     return LseKernel(attend, differentiate)
 
 
-def _sliding(function: Callable[..., Any], segments: Segments, causal: bool) -> dict[str, Any]:
-    """What a sliding window is called by ``function``: two numbers, or one pair in some versions
-    of 3.
+def fitted(
+    function: Callable[..., Any],
+    num_tensors: int,
+    said: dict[str, Any],
+    segments: Segments,
+    causal: bool,
+) -> dict[str, Any]:
+    """``said`` and the mask as ``function`` calls them after its first ``num_tensors`` parameters.
+
+    Versions of 3 have other names, and parameters without a default, which may be None.
     """
-    if segments.reach_tokens is None or not causal:
-        return {}
-    left = segments.reach_tokens - 1
-    if "window_size_left" in _parameters(function):
-        return {"window_size_left": left, "window_size_right": 0}
-    return {"window_size": (left, 0)}
-
-
-def _fitted(function: Callable[..., Any], said: dict[str, Any], num_given: int) -> dict[str, Any]:
-    """``said`` as a version's function calls it, besides the first ``num_given`` arguments.
-
-    What it asks for and nobody says is None: caches, rotary tables and scales of FP8, for which
-    tagged versions of 3 have no defaults.
-    """
-    known = _parameters(function)
-    named = [p for p in known.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    needed = [p.name for p in named if p.default is p.empty][num_given:]
-    causal = "is_causal" if "is_causal" in known else "causal"
-    rest = {name: value for name, value in said.items() if name != "causal"}
-    return dict.fromkeys(needed) | rest | {causal: said["causal"]}
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """A function's parameters; torch makes operations of some, which have it inside."""
-    return inspect.signature(getattr(function, "_init_fn", function)).parameters
+    signature = inspect.signature(function)
+    rest = list(signature.parameters.values())[num_tensors:]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = {p.name: None for p in rest if p.default is p.empty and p.kind in named}
+    # torch makes operations of some, whose parameters are in a schema.
+    known = str(getattr(function, "_schema", None) or signature)
+    said = said | {"is_causal" if "is_causal" in known else "causal": causal}
+    left, right = -1, -1
+    if segments.reach_tokens is not None and causal:
+        left, right = segments.reach_tokens - 1, 0
+    if "window_size_left" in known:
+        said |= {"window_size_left": left, "window_size_right": right}
+    elif left >= 0 or "window_size" in needed:
+        said |= {"window_size": (left, right)}
+    return needed | said
 
 
 def _function(version: int) -> Callable[..., Any]:

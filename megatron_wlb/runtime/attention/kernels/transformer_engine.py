@@ -24,6 +24,8 @@ MIN_VERSION = Version("2.2")
 """The mask type below is older, but earlier versions align it to the top left where the longest run
 of queries is as long as that of keys."""
 _MASK = "padding_causal_bottom_right"
+_MULTIPLE = 64
+"""What divides the longest lengths, which are bounds: some versions of cuDNN take no others."""
 _DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
@@ -68,9 +70,9 @@ def build(demand: Demand) -> VarlenKernel:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **packed: Any
     ) -> torch.Tensor:  # [T, H·D]
         head_dims = query.shape[2], value.shape[2]
-        for most in ("max_seqlen_q", "max_seqlen_kv"):  # cuDNN before 9.7 takes whole 64s alone
-            packed[most] = -(-packed[most] // 64) * 64
         run = module(query.shape[1], key.shape[1], head_dims, scale)
+        for name in ("max_seqlen_q", "max_seqlen_kv"):
+            packed[name] = -(-packed[name] // _MULTIPLE) * _MULTIPLE
         out: torch.Tensor = run(query, key, value, qkv_format="thd", attn_mask_type=_MASK, **packed)
         return out
 

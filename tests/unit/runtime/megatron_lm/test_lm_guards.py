@@ -255,7 +255,17 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
             "--per-dataset-sequences-path no-such.json has no effect with --wlb-packing: every",
         ),
         ({"cp_comm_type": ["a2a", "p2p"]}, "--cp-comm-type a2a p2p has no effect"),
+        ({"cp_comm_type": ["a2a"]}, "--cp-comm-type a2a has no effect"),
         ({"cp_comm_type": ["p2p"]}, ""),
+        ({"attention_dropout": 0.1}, "--attention-dropout 0.1: the kernels flash-attn-3"),
+        ({"attention_dropout": 0.0}, ""),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex: DeepEP"),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True},
+            "--moe-token-dispatcher-type flex: DeepEP",
+        ),
+        ({"enable_gloo_process_groups": False}, "--disable-gloo-process-groups: Megatron makes"),
+        ({"enable_gloo_process_groups": True}, ""),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph has no effect"),
         ({"external_cuda_graph": True}, "--external-cuda-graph has no effect"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local has no effect"),
@@ -265,16 +275,6 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
         (
             {"num_experts": 8, "moe_token_dispatcher_type": "allgather"},
             "--moe-token-dispatcher-type allgather has no effect with --wlb-packing: it gathers",
-        ),
-        (
-            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"},
-            "--moe-token-dispatcher-type flex: DeepEP takes counts of tokens",
-        ),
-        ({"cp_comm_type": ["a2a"]}, "--cp-comm-type a2a has no effect with --wlb-packing: keys"),
-        ({"cp_comm_type": ["p2p"]}, ""),
-        (
-            {"enable_gloo_process_groups": False},
-            "--disable-gloo-process-groups has no effect with --wlb-packing: it turns off",
         ),
         ({"num_experts": None, "moe_token_dispatcher_type": "allgather"}, ""),
         ({"num_experts": 8, "moe_token_dispatcher_type": "alltoall"}, ""),
@@ -292,6 +292,16 @@ def test_flag_without_effect_is_one_warning(
     guards.check(argparse.Namespace(**FINE | given))
     assert len(caplog.messages) == bool(warning)
     assert all(message.startswith(warning) for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("given", "experts", "runs"),
+    [("flex", 8, "flex"), ("alltoall", 8, "alltoall"), ("allgather", 8, "alltoall")],
+)
+def test_the_dispatcher_of_deepep_stays(given: str, experts: int, runs: str) -> None:
+    args = argparse.Namespace(moe_token_dispatcher_type=given, num_experts=experts)
+    guards.turn_off(args)
+    assert args.moe_token_dispatcher_type == runs
 
 
 @pytest.mark.parametrize(

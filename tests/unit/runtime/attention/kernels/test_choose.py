@@ -247,6 +247,87 @@ def test_flash_attn_tells_log_sum_exps_where_its_inner_functions_fit(
         assert check_parts(kernel, CPU) is None
 
 
+def forward_2_8_3(
+    q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
+    seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos,
+    rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """``_flash_attn_forward`` of hopper/flash_attn_interface.py at v2.8.0 to v2.8.3.post1."""
+    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return (*flash_forward(q, k, v, segments, softmax_scale, causal), None, None)
+
+
+def forward_2_7_4(
+    q, k, v, k_new, v_new, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+    max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin,
+    q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1),
+    sink_token_length=0, softcap=0.0, rotary_interleaved=True, num_splits=1, pack_gqa=None,
+    sm_margin=0,
+):  # fmt: skip
+    """The same at v2.7.3 to v2.7.4.post1."""
+    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return (*flash_forward(q, k, v, segments, softmax_scale, causal), None, None)
+
+
+def backward_2_8_3(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+    max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
+    deterministic=False, sm_margin=0,
+):  # fmt: skip
+    """``_flash_attn_backward`` there; at v2.7.3 it has ``sink_token_length`` too."""
+    segments = segments_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    found = flash_backward(dout, q, k, v, out, softmax_lse, segments, softmax_scale, causal)
+    for given, gradient in zip((dq, dk, dv), found, strict=True):
+        given.copy_(gradient)
+    return dq, dk, dv, None
+
+
+@pytest.mark.parametrize("forward", [forward_2_7_4, forward_2_8_3])
+def test_flash_attn_3_of_released_tags_tells_log_sum_exps(
+    monkeypatch: pytest.MonkeyPatch, forward: Any
+) -> None:
+    inner_functions(monkeypatch, 3, is_old=False)
+    module = sys.modules["flash_attn_3.flash_attn_interface"]
+    monkeypatch.setattr(module, "_flash_attn_forward", forward)
+    monkeypatch.setattr(module, "_flash_attn_backward", backward_2_8_3)
+    kernel = dataclasses.replace(CANDIDATES["flash-attn-3"], obstacle=lambda _: None).make(CPU)
+    assert isinstance(kernel, LseKernel)
+    assert check_parts(kernel, CPU) is None
+
+
+def test_a_comparison_that_fails_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reference(*inputs: Any) -> Any:
+        raise RuntimeError("cuBLAS is not deterministic")
+
+    monkeypatch.setattr(choose_module.Problem.mistake, "__defaults__", (reference,))
+    made = Candidate(lambda _: None, lambda _: sdpa_varlen).make(CPU)
+    assert "cannot be compared on a small problem (cuBLAS is not" in str(made)
+
+
+def test_the_comparison_needs_no_deterministic_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def reference(*inputs: Any) -> Any:
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        return sdpa_varlen(*inputs)
+
+    monkeypatch.setattr(choose_module.Problem.mistake, "__defaults__", (reference,))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert check_kernel(sdpa_varlen, CPU) is None
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert modes and not any(modes)
+
+
+def test_a_gpu_checks_long_slices_too() -> None:
+    assert choose_module.problems(CPU) == choose_module.PROBLEMS
+    assert choose_module.problems(HOPPER)[-1] == choose_module.LARGE_PROBLEM
+
+
 def test_determinism_that_needs_a_setting_is_asked_for(capability: list[Any]) -> None:
     demand = dataclasses.replace(HOPPER, deterministic=True)
     assert "use_deterministic_algorithms" in str(CANDIDATES["torch"].obstacle(demand))
@@ -425,9 +506,11 @@ def test_transformer_engine_is_called_as_it_is_meant(monkeypatch: pytest.MonkeyP
             cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int, max_seqlen_kv: int,
         ) -> Any:  # fmt: skip
             assert (qkv_format, attn_mask_type) == ("thd", "padding_causal_bottom_right")
-            # It may be told of longer ones, and cuDNN takes multiples of 64 in all versions.
-            lengths = (cu_seqlens_q, cu_seqlens_kv, *longest(cu_seqlens_q, cu_seqlens_kv))
-            assert (max_seqlen_q, max_seqlen_kv) == tuple(-(-n // 64) * 64 for n in lengths[2:])
+            assert max_seqlen_q % 64 == max_seqlen_kv % 64 == 0  # as cuDNN 9.6 needs it
+            both = (cu_seqlens_q, cu_seqlens_kv)
+            longest = [int(starts.diff().max()) for starts in both]
+            assert longest[0] <= max_seqlen_q and longest[1] <= max_seqlen_kv
+            lengths = (*both, *longest)
             return flash(q, k, v, *lengths, self.scale, causal=True)[0].reshape(-1, self.width)
 
     module = types.ModuleType("transformer_engine.pytorch")

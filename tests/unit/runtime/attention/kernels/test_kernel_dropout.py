@@ -195,8 +195,7 @@ def test_transformer_engine_is_asked_for_dropout(monkeypatch: pytest.MonkeyPatch
             max_seqlen_q: int, max_seqlen_kv: int, **_: Any,
         ) -> Any:  # fmt: skip
             lengths = (cu_seqlens_q, cu_seqlens_kv, *longest(cu_seqlens_q, cu_seqlens_kv))
-            segments = segments_of(*lengths)
-            return dropping(self.dropout, q, k, v, segments, self.scale).flatten(1)
+            return dropping(self.dropout, q, k, v, segments_of(*lengths), self.scale).flatten(1)
 
     module = types.ModuleType("transformer_engine.pytorch")
     module.DotProductAttention = DotProductAttention  # type: ignore[attr-defined]

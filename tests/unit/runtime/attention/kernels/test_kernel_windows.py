@@ -207,10 +207,10 @@ def test_inner_functions_are_told_of_the_window(
         return call
 
     class Operation:
-        """As torch wraps them: what it was made of is inside."""
+        _schema = "(Tensor q, SymInt window_size_left=-1, SymInt window_size_right=-1) -> Tensor"
 
         def __init__(self, function: Any) -> None:
-            self.call = self._init_fn = of_numbers(function)
+            self.call = of_numbers(function)
 
         def __call__(self, *inputs: Any, **given: Any) -> Any:
             return self.call(*inputs, **given)
@@ -275,7 +275,6 @@ def test_transformer_engine_is_told_of_the_window(monkeypatch: pytest.MonkeyPatc
             max_seqlen_q: int, max_seqlen_kv: int, window_size: Any = None, **_: Any,
         ) -> Any:  # fmt: skip
             lengths = (cu_seqlens_q, cu_seqlens_kv, *longest(cu_seqlens_q, cu_seqlens_kv))
-            assert (max_seqlen_q, max_seqlen_kv) == tuple(-(-n // 64) * 64 for n in lengths[2:])
             window = window_size or (-1, 0)
             out = flash(q, k, v, *lengths, self.scale, causal=True, window_size=window)
             return out.reshape(-1, self.width)
