@@ -1,21 +1,16 @@
 """Which edits of a script's forward step and data count, and what becomes of such a script."""
 
 from __future__ import annotations
-import __future__
 
-import ast
 import functools
 import logging
-import os
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.runtime.compat import script, targets
-from megatron_wlb.runtime.compat.source import MegatronSource
+from megatron_wlb.runtime.compat import script
 
 SCRIPT = '''
 from functools import lru_cache, partial
@@ -108,30 +103,3 @@ def test_unknown_code_is_refused_with_a_known_version_and_told_with_others(
         script.check("0.20.0", own, own)
         script.check("0.33", own, own)
     assert len(caplog.messages) == 4
-
-
-def functions_of(path: Path) -> dict[str, Any]:
-    """Top-level functions and constants of a script whose imports need Megatron and torch."""
-    tree = ast.parse(path.read_text())
-    tree.body = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        or (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
-    ]
-    made: dict[str, Any] = {"__name__": "__main__", "lru_cache": functools.lru_cache}
-    flags = __future__.annotations.compiler_flag
-    exec(compile(tree, str(path), "exec", flags=flags), made)
-    return made
-
-
-@pytest.mark.skipif(
-    "MEGATRON_LM_PATH" not in os.environ, reason="MEGATRON_LM_PATH names no checkout"
-)
-def test_megatrons_own_script_is_known() -> None:
-    """If it is not, and computes what the last one did: the new ones go into the table."""
-    source = MegatronSource.at(os.environ["MEGATRON_LM_PATH"])
-    made = functions_of(source.core_root / "pretrain_gpt.py")
-    found = [made["forward_step"], made["train_valid_test_datasets_provider"]]
-    known = targets.version_of(source.version)
-    assert [*map(script.fingerprint, found)] == [known.forward_step, known.datasets]
