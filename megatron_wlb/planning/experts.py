@@ -74,10 +74,11 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
                 f"{flag_of(name)} is {value}, which the {shards} ranks of its tensor parallelism "
                 f"do not divide; use a multiple of {shards}"
             )
-    if etp > 1 and not m.disable_bias_linear:
+    if max(etp, tp) > 1 and not m.disable_bias_linear:
+        # Whole ones under TP would be added up over its ranks once more.
         yield (
-            f"--expert-tensor-parallel-size is {etp}, but Megatron divides no experts with a bias; "
-            "add --disable-bias-linear, or use 1"
+            f"--expert-tensor-parallel-size is {etp} and TP {tp}, but experts with a bias train "
+            "right only where both are 1; add --disable-bias-linear, or use 1 for both"
         )
     elif not m.disable_bias_linear and m.transformer_impl != "transformer_engine":
         yield (

@@ -41,7 +41,12 @@ def test_patterns_of_other_layers_are_refused(given: str) -> None:
         (f"{EXPERTS} --expert-model-parallel-size 8", "8 processes|start a multiple of 8"),
         (f"{EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 4", "multiple"),
         (f"{EXPERTS} --tensor-model-parallel-size 2", "--sequence-parallel in Megatron"),
-        ("--num-experts 8 --expert-tensor-parallel-size 2", "no experts with a bias"),
+        ("--num-experts 8 --expert-tensor-parallel-size 2", "is 2 and TP 1, but experts with a b"),
+        (
+            "--num-experts 8 --expert-tensor-parallel-size 1 --sequence-parallel "
+            "--tensor-model-parallel-size 2",
+            "is 1 and TP 2, but experts with a bias",
+        ),
         ("--num-experts 8", "adds them in place, which autograd refuses; add --disable-bias"),
         (f"{EXPERTS} --moe-router-topk 9", "--moe-router-topk is 9, but there are 8"),
         (f"{EXPERTS} --moe-router-topk 1", "add --moe-router-pre-softmax"),
