@@ -43,6 +43,8 @@ class Unit(NamedTuple):
 
     num_tokens: int
     slice: Slice | None = None
+    ranks: tuple[int, ...] = ()
+    """Data-parallel ranks that run it together; none of one that runs on its own."""
 
 
 def chained(

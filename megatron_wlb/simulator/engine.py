@@ -27,6 +27,8 @@ class Interval:
     action: Action
     slice: Slice | None = None
     """The part of a document that its micro-batch runs, if it runs one."""
+    ranks: tuple[int, ...] = ()
+    """Data-parallel ranks that run it together (DP-Merge)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def timeline(graph: Graph, replayed: Replay, units: Sequence[Unit] = ()) -> Time
         tuple(
             tuple(
                 Interval(
-                    start_us, stop_us, action, units[action.micro_batch].slice if units else None
+                    start_us, stop_us, action, *(units[action.micro_batch][1:] if units else ())
                 )
                 for start_us, stop_us, action in zip(
                     graph.of_rank(replayed.start_us, rank).tolist(),

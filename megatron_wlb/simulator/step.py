@@ -308,7 +308,8 @@ def _shares(rank: Sequence[MicroBatchPlan]) -> Floats:
 
 def _unit(m: MicroBatchPlan) -> Unit:
     """The part of a micro-batch that is one data-parallel rank's."""
-    return unit_of(m.spans, m.padded_length // (len(m.replicas) or 1))
+    alone = unit_of(m.spans, m.padded_length // (len(m.replicas) or 1))
+    return alone._replace(ranks=m.replicas)
 
 
 def _held(

@@ -24,9 +24,9 @@ _SLICE_COLOURS = ("rail_response", "rail_animation", "rail_idle", "rail_load", "
 def trace(timelines: Mapping[str, StepTimeline | Timeline]) -> dict[str, Any]:
     """The trace of timelines by name (such as packings), JSON-able; all begin at 0.
 
-    Beside each action stand micro-batch and chunk, and of a slice its document. Critical actions of
-    a simulated step say so, and with a memory model each pipeline rank has a counter of the bytes
-    it holds.
+    Beside each action stand micro-batch and chunk, of a slice its document, and the data-parallel
+    ranks where several run it together. Critical actions of a simulated step say so, and with a
+    memory model each pipeline rank has a counter of the bytes it holds.
     """
     events: list[dict[str, Any]] = []
     process = 0
@@ -114,6 +114,8 @@ def _actions(
                     "document": i.slice.document,
                     "tokens": f"{i.slice.start}-{i.slice.stop} of {i.slice.length}",
                 }
+            if i.ranks:
+                event["args"]["data_parallel_ranks"] = ", ".join(map(str, i.ranks))
             events.append(event)
     return events
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from PIL import Image
 
@@ -137,6 +139,22 @@ def test_plan_with_chains_is_simulated_as_its_lengths(line):
     # Whole, all of the document's activations would be there at once.
     assert line.memory[0].ranks[1].activation_peak_bytes > 0
     assert [a.kept for a in line.memory[0].ranks[0].activations][-1] == pytest.approx(0, abs=1)
+
+
+def test_trace_names_the_replicas_that_run_a_document_together():
+    """The first slice runs on both replicas, what is left on one of them."""
+    (own,) = plan().micro_batches
+    shared = replace(own[0], padded_length=8, replicas=(0, 1))
+    step = replace(
+        plan(), micro_batches=((shared, own[1]), (shared, own[2])), chains=((2,), (1, 1))
+    )
+    layout = Parallelism(pp_size=2, dp_size=2)
+    events = trace({"slim": Simulator(costs(), layout).step(step)})["traceEvents"]
+    told = [e["args"] for e in events if e["ph"] == "X" and e["name"] in ("F0.0", "F0.1")]
+    assert len(told) == 8
+    for args in told:
+        together = "0, 1" if args["micro_batch"] == 0 else None
+        assert args.get("data_parallel_ranks") == together
 
 
 def test_trace_and_timeline_name_the_documents_of_slices(line):
