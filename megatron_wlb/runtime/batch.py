@@ -312,9 +312,9 @@ class BatchBuilder:
                 group=group,
                 reach_tokens=self.reach_tokens,
             )
-            if self.has_head_start and params.gather is not None:
-                gather = replace(params.gather, made_split=params.gather.split)
-                params = replace(params, gather=gather)
+            gather = params.gather
+            if self.has_head_start and gather is not None and len(gather.layout.lengths_q):
+                params = replace(params, gather=replace(gather, made_split=gather.split))
             if self.has_experts:
                 assert self._step is not None, "who runs a step begins it"
                 params = replace(params, routed=RoutedTokens.of(plan, local, self._step))
