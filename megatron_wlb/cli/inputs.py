@@ -29,11 +29,12 @@ from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.from_config import (
     known_cost,
+    model_shape,
     padded_vocab_size,
     parallelism,
     recompute,
 )
-from megatron_wlb.planning.run import Workload, read_cost
+from megatron_wlb.planning.run import Run, Workload, read_cost
 from megatron_wlb.reading import real_number, text_of_flag, whole_number
 from megatron_wlb.settings.config import Config, from_flat
 from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE
@@ -102,9 +103,7 @@ def fill_defaults(args: argparse.Namespace) -> None:
     size = fill_micro_batch_size(args, model)
     if args.num_micro_batches is None:
         args.num_micro_batches = [model.num_micro_batches(size) or NUM_MICRO_BATCHES]
-    if args.max_windows is None:
-        args.max_windows = 2.0 * size
-    # Without a pipeline the file does not tell what shares the work, as it has no DP size.
+    # Without a pipeline or devices the file does not tell what shares the work.
     p = model.config.parallel
     pp_size = p.pipeline_model_parallel_size
     if pp_size > 1 and getattr(args, "pp_size", 0) in (None, pp_size):
@@ -114,6 +113,9 @@ def fill_defaults(args: argparse.Namespace) -> None:
         if (args.vpp_size or 1) == p.vpp_size:
             sizes = model.shape.num_layers, args.pp_size, p.vpp_size
             args.stage_layers = p.split.uneven(*sizes)
+    if args.dp_size is None:
+        inner = p.tensor_model_parallel_size * p.context_parallel_size
+        args.dp_size = model.dp_size(inner * (args.pp_size or 1))
 
 
 def numbers_of_micro_batches(args: argparse.Namespace) -> list[int]:
@@ -184,12 +186,20 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     flag(group, "--num-micro-batches N", about, of=int)
     add_micro_batch_size(group)
     about = "S_max in windows: longest micro-batch that memory allows"
-    flag(group, "--max-windows X", f"{about} (default: 2 × --micro-batch-size)")
+    flag(
+        group,
+        "--max-windows X",
+        f"{about} (default: 2 × --micro-batch-size, or what fits the memory of --model's layout)",
+    )
     add_packing_rules(group)
     flag(group, "--max-step-tokens N", "as --wlb-max-step-tokens")
     about = "micro-batches are padded to a multiple: TP with sequence parallelism"
-    flag(group, "--length-multiple N", about, 1)
-    flag(group, "--dp-size N", "data-parallel ranks that share a step (default: 1, with --pp-size)")
+    flag(group, "--length-multiple N", f"{about} (default: --model's, or 1)")
+    flag(
+        group,
+        "--dp-size N",
+        "data-parallel ranks that share a step (default: --model's, or 1 with --pp-size)",
+    )
     flag(
         group,
         "--pp-size N",
@@ -215,20 +225,94 @@ def add_cost_file(group: argparse._ArgumentGroup, tables: str = "") -> None:
 
 
 def max_tokens(args: argparse.Namespace) -> int:
+    """S_max as asked for, or else two windows for each that a micro-batch stands for."""
+    if args.max_windows is None:
+        return 2 * int(args.micro_batch_size * args.window)
     return int(real_number("--max-windows", args.max_windows, 1, MOST_TOKENS) * args.window)
+
+
+def most_tokens(args: argparse.Namespace, run: Run | None) -> tuple[int, str]:
+    """S_max in tokens, and what there is to say about it.
+
+    As asked for; otherwise two windows for each that a micro-batch stands for, or what fits the
+    memory of ``run``, where it is known, but at least one.
+    """
+    if args.max_windows is not None or run is None:
+        return max_tokens(args), ""
+    window, row = run.window, run.micro_batch_tokens
+    least = "one window" if row == window else f"{run.micro_batch_size} windows"
+    try:
+        fitting = run.max_tokens()
+    except ConfigError as error:
+        return row, f"S_max is {least}: {error}"
+    if fitting >= 2 * row:
+        return 2 * row, ""
+    if fitting < row:
+        return row, (
+            f"S_max is {least}, though only {fitting:,} tokens fit "
+            f"{run.limit_gib:.1f} GiB if all micro-batches in flight are so long"
+        )
+    return fitting, (
+        f"S_max is {fitting:,} tokens ({fitting / window:.2f} windows), which fit "
+        f"{run.limit_gib:.1f} GiB"
+    )
 
 
 def limits(args: argparse.Namespace) -> dict[str, int | None]:
     return {"max_age": args.max_age, "max_step_tokens": args.max_step_tokens}
 
 
-def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batches: int) -> Workload:
-    """What the flags describe, for one N. Raises :class:`WLBError` where it cannot be packed."""
-    documents.check(window=args.window, long_documents=args.long_documents)
+def known_run(args: argparse.Namespace, number: int) -> Run | None:
+    """The run of ``--model`` with N micro-batches, with what else the command line says of it; None
+    where that is sizes alone, or does not say what shares the work.
+
+    Raises :class:`ConfigError` for what cannot be.
+    """
+    layout = _layout(args)
+    if layout is None or args.model is None or (model := read_model(args.model)).sizes is not None:
+        return None
+    config = from_flat(_with_machine(args, model).flat() | {"bf16": True})
+    own = parallelism(config, layout.dp_size)
+    own = replace(
+        own,
+        pp_size=layout.pp_size,
+        vpp_size=layout.vpp_size,
+        stage_layers=layout.stage_layers,
+        ep_size=args.ep_size or own.ep_size,
+    )
+    return Run(
+        model_shape(config, padded_vocab_size(config, _vocab_size(args, config))),
+        load_hardware(config.wlb.wlb_hardware),
+        own,
+        args.window,
+        number,
+        recompute(config),
+        config.wlb.wlb_memory_gib,
+        measured=None if config.wlb.wlb_cost == "analytic" else cost(args),
+        extrapolate=args.cost_extrapolate,
+        micro_batch_size=args.micro_batch_size,
+        expert_imbalance=config.wlb.wlb_expert_imbalance,
+    )
+
+
+def _layout(args: argparse.Namespace) -> Parallelism | None:
     names = "dp_size", "pp_size", "vpp_size", "stage_layers"
     sizes = {name: getattr(args, name, None) for name in names}
     given = {name: size for name, size in sizes.items() if size is not None}
-    layout = Parallelism(**given) if given else None
+    return Parallelism(**given) if given else None
+
+
+def workload(
+    args: argparse.Namespace, documents: LengthSource, num_micro_batches: int, run: Run | None
+) -> Workload:
+    """What the flags describe, for one N, on ``run`` where it is known. Raises :class:`WLBError`
+    where it cannot be packed.
+    """
+    documents.check(window=args.window, long_documents=args.long_documents)
+    if run is not None:
+        made = run.workload(documents, seed=args.seed, long_documents=args.long_documents)
+        return replace(made, length_multiple=args.length_multiple or made.length_multiple)
+    layout = _layout(args)
     return Workload(
         source=documents,
         window=args.window,
@@ -236,7 +320,7 @@ def workload(args: argparse.Namespace, documents: LengthSource, num_micro_batche
         cost=cost(args),
         seed=args.seed,
         long_documents=args.long_documents,
-        length_multiple=args.length_multiple,
+        length_multiple=args.length_multiple or 1,
         layout=layout,
         micro_batch_size=args.micro_batch_size,
         experts=_experts(args, layout or Parallelism()),
@@ -288,17 +372,8 @@ def cost(args: argparse.Namespace) -> Cost:
             return cost_of_file(args, shape)
         hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
         return analytic_cost(shape, hardware, Parallelism(), Recompute())
-    said = {
-        "wlb_hardware": args.hardware,
-        "wlb_cost": args.cost and str(args.cost),
-        "wlb_cost_extrapolate": args.cost_extrapolate or None,
-    }
-    given = {name: value for name, value in said.items() if value is not None}
-    config = from_flat(model.config.flat() | given)
-    vocab_size = config.data.vocab_size
-    if vocab_size is None:
-        known = [Corpus.open(prefix).vocab_size for prefix in args.prefixes]
-        vocab_size = max((size for size in known if size), default=DEFAULT_VOCAB_SIZE)
+    config = _with_machine(args, model)
+    vocab_size = _vocab_size(args, config)
     found = known_cost(config, padded_vocab_size(config, vocab_size))
     if found is None:
         raise ConfigError(
@@ -306,6 +381,24 @@ def cost(args: argparse.Namespace) -> Cost:
             "out, or give --cost FILE"
         )
     return found
+
+
+def _with_machine(args: argparse.Namespace, model: Model) -> Config:
+    """The settings of ``--model`` with the machine and cost of the command line."""
+    said = {
+        "wlb_hardware": args.hardware,
+        "wlb_cost": args.cost and str(args.cost),
+        "wlb_cost_extrapolate": args.cost_extrapolate or None,
+    }
+    given = {name: value for name, value in said.items() if value is not None}
+    return from_flat(model.config.flat() | given)
+
+
+def _vocab_size(args: argparse.Namespace, config: Config) -> int:
+    if config.data.vocab_size is not None:
+        return config.data.vocab_size
+    known = [Corpus.open(prefix).vocab_size for prefix in args.prefixes]
+    return max((size for size in known if size), default=DEFAULT_VOCAB_SIZE)
 
 
 def cost_of_file(

@@ -71,6 +71,22 @@ class Model:
             )
         return number
 
+    def dp_size(self, inner: int) -> int | None:
+        """Data-parallel replicas on the devices that a recipe runs on, ``inner`` a replica; None
+        where it says no devices.
+
+        Raises :class:`ConfigError` for devices that do not divide so.
+        """
+        if self.recipe is None or not {"NUM_NODES", "GPUS_PER_NODE"} & set(self.recipe.environment):
+            return None
+        num_devices = self.recipe.num_nodes * self.recipe.devices_per_node
+        if num_devices % inner:
+            raise ConfigError(
+                f"the {num_devices} devices of --model do not divide over TP × CP × PP = {inner}; "
+                "give --dp-size"
+            )
+        return num_devices // inner
+
     @cached_property
     def shape(self) -> ModelShape:
         """Its sizes, the vocabulary not padded; trained in 16 bits, whatever the settings say."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say
+from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings, reads
 from megatron_wlb.packing.settings import run_with
 from megatron_wlb.planning.run import Workload
@@ -81,11 +81,15 @@ def _run(args: argparse.Namespace) -> int:
     check_max_delay(args.max_delay)
     inputs.fill_defaults(args)
     documents = inputs.source(args)
-    base = inputs.workload(args, documents, 1)
+    numbers = inputs.numbers_of_micro_batches(args)
+    runs = {number: inputs.known_run(args, number) for number in numbers}
+    max_tokens, said = inputs.most_tokens(args, runs[max(numbers)])
+    if said:
+        remark(said)
     cases = [
-        (dataclasses.replace(base, num_micro_batches=number), setting)
-        for number in inputs.numbers_of_micro_batches(args)
-        for setting in _settings(args)
+        (inputs.workload(args, documents, number, run), setting)
+        for number, run in runs.items()
+        for setting in _settings(args, max_tokens)
     ]
     for case, setting in cases:
         case.check([setting])
@@ -98,18 +102,19 @@ def _run(args: argparse.Namespace) -> int:
     ):
         if value != default and not any(reads(packing, name) for packing in packings):
             remark(f"{flag_name} has no effect: {', '.join(packings)} do not read it")
+    costs = next((run.costs for run in runs.values() if run is not None), None)
     most = max(case.step_tokens for case, _ in cases)
     warm_up, steps = num_steps(
         args, documents, step_tokens=most, num_cases=len(cases), default=(WARM_UP_STEPS, STEPS)
     )
-    evaluations = _evaluate(args, cases, warm_up, steps)
+    evaluations = _evaluate(args, cases, warm_up, steps, costs)
     # The solver packs other steps, so nothing is over `original` there.
     originals = {e.num_micro_batches: e for e in evaluations if e.setting.is_plain}
     rows = [
         e.row(None if e.setting.name == "fixed-solver" else originals.get(e.num_micro_batches))
         for e in evaluations
     ]
-    title = f"{documents.title}, window {args.window:,}, S_max {args.max_windows:g} windows"
+    title = f"{documents.title}, window {args.window:,}, S_max {max_tokens / args.window:g} windows"
     cost = cost_title(args)
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_packings
@@ -128,7 +133,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> list[PackingSettings]:
+def _settings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings]:
     every = [name for name in ALL if name != "slim" or inputs.can_slice(args)]
     named = args.packing or run_with(args.pp_size, args.vpp_size, every)
     own: dict[str, dict[str, Any]] = {
@@ -139,7 +144,7 @@ def _settings(args: argparse.Namespace) -> list[PackingSettings]:
     settings = []
     for name in dict.fromkeys(named):
         given = inputs.limits(args) | own.get(name.partition(":")[0], {})
-        settings.append(PackingSettings.parse(name, args.window, inputs.max_tokens(args), **given))
+        settings.append(PackingSettings.parse(name, args.window, max_tokens, **given))
     return settings
 
 
@@ -148,6 +153,7 @@ def _evaluate(
     cases: Sequence[tuple[Workload, PackingSettings]],
     warm_up: int,
     steps: int,
+    costs: StepCosts | None,
 ) -> list[Evaluation]:
     """Each case; the solver over fewer steps, unless they were asked for."""
 
@@ -161,7 +167,8 @@ def _evaluate(
     with counting_bar("packing", total) as on_step:
         for case, setting in cases:
             before, counted = sizes(setting)
-            evaluations.append(evaluate(case, setting, counted, warm_up=before, on_step=on_step))
+            found = evaluate(case, setting, counted, warm_up=before, costs=costs, on_step=on_step)
+            evaluations.append(found)
     return evaluations
 
 

@@ -14,12 +14,10 @@ from megatron_wlb.cli.inputs import (
     cost_of_file,
     fill_micro_batch_size,
     fill_window,
-    max_tokens,
 )
 from megatron_wlb.cli.model import Model, add_model_flag, read_model
 from megatron_wlb.cost import Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
-from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import recompute
 from megatron_wlb.planning.run import MEMORY_SHARE, Run
 from megatron_wlb.reading import MOST_DEVICES, whole_number
@@ -103,7 +101,9 @@ def fill_layout(args: argparse.Namespace) -> None:
             setattr(args, name, size)
     _fill_stages(args, model)
     if args.dp_size is None:
-        args.dp_size = _dp_size(args, model)
+        names = "tp_size", "cp_size", "pp_size"
+        sizes = (whole_number(flag_of(n), getattr(args, n), 1, MOST_DEVICES) for n in names)
+        args.dp_size = model.dp_size(math.prod(sizes)) or 1
     size = fill_micro_batch_size(args, model)
     if args.num_micro_batches is None:
         args.num_micro_batches = model.num_micro_batches(size) or args.pp_size * args.dp_size
@@ -122,24 +122,6 @@ def _fill_stages(args: argparse.Namespace, model: Model) -> None:
         args.vpp_size = split.vpp_size(pp_size) or p.num_virtual_stages_per_pipeline_rank or 1
     vpp_size = whole_number("--vpp-size", args.vpp_size, 1, MOST_DEVICES)
     args.stage_layers = split.uneven(model.shape.num_layers, pp_size, vpp_size)
-
-
-def _dp_size(args: argparse.Namespace, model: Model) -> int:
-    """What is left of the devices that a recipe says it runs on; 1 where it says none."""
-    recipe = model.recipe
-    if recipe is None or not {"NUM_NODES", "GPUS_PER_NODE"} & set(recipe.environment):
-        return 1
-    num_devices = recipe.num_nodes * recipe.devices_per_node
-    inner = math.prod(
-        whole_number(f"--{name}-size", getattr(args, f"{name}_size"), 1, MOST_DEVICES)
-        for name in ("tp", "cp", "pp")
-    )
-    if num_devices % inner:
-        raise ConfigError(
-            f"the {num_devices} devices of --model {args.model} do not divide over TP × CP × PP = "
-            f"{inner}; give --dp-size"
-        )
-    return num_devices // inner
 
 
 def run_of(args: argparse.Namespace) -> Run:
@@ -172,30 +154,3 @@ def run_of(args: argparse.Namespace) -> Run:
 
 def machine_title(args: argparse.Namespace, num_devices: int) -> str:
     return f"{Path(args.model).stem} on {num_devices} × {Path(args.hardware).stem}"
-
-
-def most_tokens(args: argparse.Namespace, base: Run) -> tuple[int, str]:
-    """S_max in tokens, and what there is to say about it.
-
-    As asked for; otherwise two windows for each that a micro-batch stands for, or what fits memory,
-    but at least one.
-    """
-    window, row = base.window, base.micro_batch_tokens
-    least = "one window" if row == window else f"{base.micro_batch_size} windows"
-    if args.max_windows is not None:
-        return max_tokens(args), ""
-    try:
-        fitting = base.max_tokens()
-    except ConfigError as error:
-        return row, f"S_max is {least}: {error}"
-    if fitting >= 2 * row:
-        return 2 * row, ""
-    if fitting < row:
-        return row, (
-            f"S_max is {least}, though only {fitting:,} tokens fit "
-            f"{base.limit_gib:.1f} GiB if all micro-batches in flight are so long"
-        )
-    return fitting, (
-        f"S_max is {fitting:,} tokens ({fitting / window:.2f} windows), which fit "
-        f"{base.limit_gib:.1f} GiB"
-    )

@@ -14,7 +14,14 @@ from rich.table import Table
 from megatron_wlb.cli import scenario
 from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.inputs import SOURCES, add_packing_rules, add_source, can_slice, source
+from megatron_wlb.cli.inputs import (
+    SOURCES,
+    add_packing_rules,
+    add_source,
+    can_slice,
+    most_tokens,
+    source,
+)
 from megatron_wlb.cli.model import MODELS
 from megatron_wlb.cli.output import (
     check_file,
@@ -111,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
             f"--hardware {args.hardware} has no attention table of bfloat16 heads of "
             f"{base.shape.kv_channels}: whole tiles at its attention_share are assumed"
         )
-    max_tokens, said = scenario.most_tokens(args, base)
+    max_tokens, said = most_tokens(args, base)
     if said:
         remark(said)
     packings, shardings = _packings(args, max_tokens), _shardings(args)

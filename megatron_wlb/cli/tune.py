@@ -67,7 +67,11 @@ def _run(args: argparse.Namespace) -> int:
     number, *others = inputs.numbers_of_micro_batches(args)
     if others:
         raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
-    base = inputs.workload(args, documents, number)
+    run = inputs.known_run(args, number)
+    max_tokens, said = inputs.most_tokens(args, run)
+    if said:
+        remark(said)
+    base = inputs.workload(args, documents, number, run)
     warm_up, steps = num_steps(
         args,
         documents,
@@ -88,16 +92,17 @@ def _run(args: argparse.Namespace) -> int:
         tuning = tune(
             *halves,
             packings=args.packing,
-            max_tokens=inputs.max_tokens(args),
+            max_tokens=max_tokens,
             max_delay=args.max_delay,
             steps=steps,
             warm_up=warm_up,
             look_ahead=args.look_ahead,
             limits=inputs.limits(args),
             slices=inputs.can_slice(args),
+            costs=None if run is None else run.costs,
             progress=progress,
         )
-    s_max = f"S_max up to {args.max_windows:g} windows"
+    s_max = f"S_max up to {max_tokens / args.window:g} windows"
     title = f"{documents.title}, N={number}, window {args.window:,}, {s_max}"
     cost = cost_title(args)
     if args.plot:

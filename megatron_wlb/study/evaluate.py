@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron_wlb.cost import CostModel
-from megatron_wlb.cost.step_costs import StageCosts
+from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, PackingSettings
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Slicing
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.schedule.graph import graph_of
-from megatron_wlb.simulator.step import slowest_us
+from megatron_wlb.simulator.step import Simulator, slowest_us
 from megatron_wlb.study.advice import Option, by_part
 
 WARM_UP_STEPS = 50
@@ -126,16 +126,19 @@ def evaluate(
     steps: int,
     *,
     warm_up: int = WARM_UP_STEPS,
+    costs: StepCosts | None = None,
     on_step: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Plans ``warm_up`` steps and then ``steps`` that count; ``on_step`` is called after each.
+
+    ``costs`` are those of all parts of a step where its layout is known: whole steps are simulated.
 
     Raises what :meth:`Workload.check` does, and what packing does.
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}; give at least 1")
     workload.check([setting])
-    planner = workload.planner(setting, warm_up + steps)
+    planner = workload.planner(setting, warm_up + steps, costs=costs)
     timed = _Timed(planner.packer, "pack")
     if planner.slicing is None:
         planner.packer = cast(Packer, timed)
@@ -146,7 +149,7 @@ def evaluate(
         planner.skip()
         on_step()
     timed.seconds = 0.0
-    meter, clock = Meter(), _Clock(workload)
+    meter, clock = Meter(), _Clock(workload, costs)
     works_us, devices_us = list[float](), list[float]()
     for plan in planner.plans(steps):
         meter.add(plan)
@@ -178,14 +181,18 @@ def more_us(plan: StepPlan, num_micro_batches: int, cost: CostModel) -> float:
 class _Clock:
     """Tells the time of all that shares a step's work."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, costs: StepCosts | None) -> None:
         self._cost, self._layout = workload.cost, workload.layout
-        self._experts = workload.experts
-        if self._layout is not None:
+        self._experts, self._simulator = workload.experts, None
+        if costs is not None and self._layout is not None:
+            self._simulator = Simulator(costs, self._layout)
+        elif self._layout is not None:
             self._stages = StageCosts.by_layers(self._cost, self._layout)
 
     def devices_us(self, plan: StepPlan) -> float:
         p, ranks = self._layout, plan.micro_batches
+        if p is not None and self._simulator is not None:
+            return p.dp_size * p.pp_size * self._simulator.step(plan).step_us
         if p is None:
             if plan.chains:  # their units run one after another on a replica's devices
                 return len(ranks) * max(sum(m.predicted_us for m in rank) for rank in ranks)

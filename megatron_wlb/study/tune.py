@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_wlb.cost import Parallelism
+from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.packing.settings import run_with
@@ -98,6 +99,7 @@ def tune(
     look_ahead: int = 0,
     limits: Mapping[str, Any] = MappingProxyType({}),
     slices: bool = True,
+    costs: StepCosts | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Tuning:
     """The setting with the highest modelled throughput whose mean delay is at most ``max_delay``.
@@ -110,8 +112,8 @@ def tune(
     recommended (:mod:`~megatron_wlb.study.advice`).
 
     ``limits`` are settings that all of them share. ``slices`` says whether `slim`, too, is a
-    baseline where it can run. ``progress`` is told how many evaluations are done and about how many
-    there will be.
+    baseline where it can run. ``costs`` are as in :func:`evaluate`. ``progress`` is told how many
+    evaluations are done and about how many there will be.
 
     Raises :class:`PackingError` if nothing stays within ``max_delay``, with the nearest setting,
     and :class:`ConfigError` for packings that cannot be tuned and settings that cannot work.
@@ -141,7 +143,7 @@ def tune(
 
     def run(on: Workload, setting: PackingSettings) -> Evaluation:
         nonlocal done
-        evaluation = evaluate(on, setting, steps, warm_up=warm_up)
+        evaluation = evaluate(on, setting, steps, warm_up=warm_up, costs=costs)
         done += 1
         progress(done, max(done, total))
         return evaluation

@@ -38,6 +38,7 @@ from _common import add_distribution, add_seeds, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output, scenario
+from megatron_wlb.cli.inputs import most_tokens
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, run_program
@@ -347,7 +348,7 @@ def main() -> int:
     whole_number("--warm-up", options.warm_up, 0, 10_000)
     scenario.fill_layout(options)
     run = scenario.run_of(options)
-    max_tokens, _ = scenario.most_tokens(options, run)
+    max_tokens, _ = most_tokens(options, run)
     names = [name for name in OURS if name != "slim" or run.parallelism.vpp_size == 1]
     settings = [PackingSettings.parse(name, run.window, max_tokens) for name in names]
     schedules = Upstream(options.checkout, run).schedules()
