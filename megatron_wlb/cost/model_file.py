@@ -62,6 +62,8 @@ def load_model(name_or_path: str) -> ModelShape:
             needed = [name for name, must in sizes.items() if must]
             check_names("latent: ", "size", content["latent"], sizes, needed)
             content["latent"] = Latent(**content["latent"])
+        elif content.get("latent") is not None:
+            raise ConfigError(f"latent is {shown(content['latent'])}; give its sizes by name")
         content = _heads(content) | content
         layers = {name: content.pop(name) for name in _LAYERS if name in content}
         ahead = layers.pop("mtp_num_layers", 0)
