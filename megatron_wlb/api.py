@@ -20,14 +20,14 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
-from megatron_wlb.errors import WLBError
+from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.packing import PackingMetrics, PackingSettings
 from megatron_wlb.packing.base import MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.run import Run, Workload
-from megatron_wlb.reading import whole_number
+from megatron_wlb.reading import shown, whole_number
 from megatron_wlb.sharding import length_multiple
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
@@ -44,6 +44,14 @@ Documents: TypeAlias = str | Path | Sequence[int] | npt.NDArray[np.integer[Any]]
 """The prefix of a ``.bin/.idx`` corpus, or the documents' lengths in tokens."""
 
 ONE_DEVICE = Parallelism()
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "layout": (Parallelism, "a Parallelism"),
+    "plan": (StepPlan, "a StepPlan, one that plan_steps yields"),
+    "packing": (str, "a name, such as hold"),
+    "model": ((str, Path), "a name, such as 7b, or a file"),
+    "hardware": ((str, Path), "a name, such as h100-sxm, or a file"),
+}
+"""What an argument has to be, and how errors say it."""
 
 
 def plan_steps(
@@ -75,6 +83,7 @@ def plan_steps(
     Raises:
         WLBError: documents that cannot be read or placed, or settings that cannot work.
     """
+    _check(layout=layout)
     source = _source(documents)
     multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
     setting, workload = _workload(
@@ -131,6 +140,7 @@ def simulate_step(
     Raises:
         WLBError: an unknown model or hardware, or a layout that does not divide them or the plan.
     """
+    _check(plan=plan, layout=layout, model=model, hardware=hardware)
     scenario = Run(
         padded_vocabulary(load_model(model), layout.tp_size),
         load_hardware(hardware),
@@ -151,8 +161,17 @@ def model_cost(model: str, layout: Parallelism = ONE_DEVICE, *, hardware: str = 
 
     The arguments are those of :func:`simulate_step`.
     """
+    _check(layout=layout, model=model, hardware=hardware)
     sizes = padded_vocabulary(load_model(model), layout.tp_size)
     return analytic_cost(sizes, load_hardware(hardware), layout)
+
+
+def _check(**given: object) -> None:
+    """Raises :class:`ConfigError` for an argument of another kind than :data:`_KINDS` says."""
+    for name, value in given.items():
+        kinds, said = _KINDS[name]
+        if not isinstance(value, kinds):
+            raise ConfigError(f"{name} is {shown(value)}; give {said}")
 
 
 def _source(documents: Documents) -> LengthSource:
@@ -171,7 +190,9 @@ def _workload(
     seed: int,
     multiple: int = 1,
 ) -> tuple[PackingSettings, Workload]:
+    _check(packing=packing)
     whole_number("window", window, 2, MOST_TOKENS)
+    whole_number("num_micro_batches", num_micro_batches, 1)
     whole_number("seed", seed, 0, 2**32 - 1)
     source.check(window=window, long_documents="split")
     setting = PackingSettings.parse(

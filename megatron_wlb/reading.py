@@ -306,16 +306,16 @@ def check_names(
     required: Iterable[str] = (),
 ) -> None:
     """Raises :class:`ConfigError` for a name that is not ``known`` (the nearest one is named), or
-    a ``required`` one that is missing.
+    for all ``required`` ones that are missing.
     """
     known = list(known)
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1) or known
             raise ConfigError(f"{what}unknown {kind} {shown(name)[1:-1]}; use {near[0]}")
-    for name in required:
-        if name not in values:
-            raise ConfigError(f"{what}{name} is missing; add it")
+    if missing := [name for name in required if name not in values]:
+        are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        raise ConfigError(f"{what}{', '.join(missing)} {are} missing; add {them}")
 
 
 def unknown(what: str, name: str, names: Iterable[str], other: str = "") -> ConfigError:

@@ -20,6 +20,8 @@ from megatron_wlb.errors import ConfigError
 
 WIDTH = 160
 """The width of tables that go to a file or a pipe."""
+OVER = "! is above the limit"
+"""What a caption says of :func:`marked` numbers."""
 QUIET_S = 1.0
 """Work that takes no longer says nothing where there is no terminal."""
 
@@ -43,6 +45,11 @@ def table_of(
     for header in headers:
         table.add_column(header, justify="left" if header in words else "right")
     return table
+
+
+def marked(number: str, *, over: bool) -> str:
+    """A table's number, or what shows that it is above its limit, also without colour."""
+    return f"[red]! {number}[/red]" if over else number
 
 
 def facts(title: str, rows: Mapping[str, object]) -> Table:

@@ -14,7 +14,15 @@ from megatron_wlb.cli import inputs, plan_strategies
 from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import MODELS, read_model
-from megatron_wlb.cli.output import check_file, console, progress_bar, remark, say, table_of
+from megatron_wlb.cli.output import (
+    OVER,
+    check_file,
+    console,
+    marked,
+    progress_bar,
+    say,
+    table_of,
+)
 from megatron_wlb.cli.scenario import MACHINES, RECOMPUTE, add_model, machine_title
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.memory import GIB
@@ -90,7 +98,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         flag(group, f"{flag_of(name)} N", "only this one")
     flag(group, "--max-tp N", "most tensor-parallel ranks (default: a node)")
     flag(group, "--recompute", "only this (default: as little as fits)", choices=RECOMPUTE)
-    flag(group, "--packing a,b,…", "as for wlb simulate", ["original", "wlb", "hold", "hold+shape"])
+    about = f"as for wlb simulate (default: {','.join(Space.packings)}; slim where it can run)"
+    flag(group, "--packing a,b,…", about)
     flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
     about = "memory of a rank whose experts get so many times the mean rank's tokens"
     flag(group, "--expert-imbalance X", about, 1.0)
@@ -121,8 +130,11 @@ def _run(args: argparse.Namespace) -> int:
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
         )
+    can_slice = inputs.can_slice(args)
+    if args.packing is None:
+        args.packing = [name for name in Space.packings if can_slice or name != "slim"]
     sliced = [name for name in args.packing if name.partition(":")[0] == "slim"]
-    if sliced and not inputs.can_slice(args):
+    if sliced and not can_slice:
         raise ConfigError(
             f"--packing {sliced[0]} cannot train --model {args.model}, which has experts or FP8's "
             "delayed scaling; leave slim out, or with FP8 give another --fp8-recipe, such as "
@@ -160,8 +172,6 @@ def _run(args: argparse.Namespace) -> int:
             ),
         )
     best = found.best
-    if not best.fits:
-        remark(f"nothing refined fits memory; nearest: {best.outcome.out_of_memory}")
     scenario, outcome = best.candidate.scenario, best.outcome
     balance = recipe.balance_flags(scenario, outcome.flags, outcome.sharding, args.hardware)
     sections = {
@@ -281,13 +291,14 @@ def _layout(of: Run | Rejected) -> dict[str, Any]:
 def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
     table = table_of(
         f"{machine_title(args, space.num_devices)}, window {space.window:,}: "
-        f"{len(found.ranked)} simulated of {len(found.candidates)} that can run",
+        f"{found.num_simulated} simulated of {len(found.candidates)} that can run",
         ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "work/s", "step ms",
          "tokens/s", "bubble", "peak GiB", "delay"),
         ("", "layout", "packing"),
         f"simulated: {found.best.outcome.num_steps} steps of each, seed {args.seed}; mean "
         f"delay up to {found.max_delay:g} steps (--max-delay), memory up to "
-        f"{found.best.candidate.scenario.limit_gib:.1f} GiB ({args.headroom:.0%} left free)",
+        f"{found.best.candidate.scenario.limit_gib:.1f} GiB ({args.headroom:.0%} left free); "
+        f"{OVER}",
     )  # fmt: skip
     base = (found.original or found.best).outcome
     layouts = found.layouts[: args.rows]
@@ -309,8 +320,8 @@ def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
             f"{outcome.step_us / 1e3:,.0f}",
             f"{outcome.tokens_per_s:,.0f}",
             f"{outcome.bubble_share:.1%}",
-            peak if choice.fits else f"[red]{peak}[/red]",
-            delay if outcome.delay_steps <= found.max_delay else f"[red]{delay}[/red]",
+            marked(peak, over=not choice.fits),
+            marked(delay, over=outcome.delay_steps > found.max_delay),
         )
     return table
 
@@ -326,7 +337,7 @@ def _rejected(found: Search) -> Table:
         if why == "memory" and one.recompute.granularity:
             such += f", even with {one.recompute.granularity} recomputation"
         table.add_row(why, str(count), such)
-    slower = len(found.candidates) - len({c.candidate.scenario for c in found.ranked})
+    slower = len(found.candidates) - found.num_simulated
     if slower:
         last = found.candidates[-1]
         table.add_row(

@@ -28,6 +28,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"heads": ["4/4x64"], "dtype": "float32", "longest": 4096},
 }
 SMALL_LONGEST = {"cuda": 16384, "cpu": 1024}
+LEAST = 16
+"""The least longest document: of fewer tokens times are all overhead."""
 REPEATS, SMALL_REPEATS = 7, 3
 
 _EPILOG = """\
@@ -112,7 +114,7 @@ def _profile(args: argparse.Namespace) -> int:
     base_path, content = read_hardware(base)
     load_hardware(base)  # its errors now, not after measuring
     machine = machine_name(device)
-    for name, value, least in (("--longest", args.longest, 2), ("--repeats", args.repeats, 1)):
+    for name, value, least in (("--longest", args.longest, LEAST), ("--repeats", args.repeats, 1)):
         if value is not None:
             whole_number(name, value, least, MAX_LENGTH)
     longest = args.longest or (SMALL_LONGEST[device] if args.small else defaults["longest"])

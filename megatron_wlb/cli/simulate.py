@@ -24,10 +24,12 @@ from megatron_wlb.cli.inputs import (
 )
 from megatron_wlb.cli.model import MODELS
 from megatron_wlb.cli.output import (
+    OVER,
     check_file,
     check_picture,
     console,
     counting_bar,
+    marked,
     remark,
     say,
     table_of,
@@ -57,7 +59,7 @@ columns:
              the lowest and highest seed
   MFU        model FLOPs over the devices' peak: linear and causal attention, nothing twice
   bubble     share of the ranks' time in the pipeline that they wait
-  peak       the most that a device held in any step; red where it is above the limit
+  peak       the most that a device held in any step; ! where it is above the limit
   PP, CP, DP imbalance, 1 is perfect: the slowest micro-batch of a pipeline, the slowest attention
              of the ranks that share a sequence, the slowest replica, each over the mean
   experts    share of the ranks' time that they wait for a replica with more work, with which they
@@ -248,7 +250,7 @@ def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> 
          *(["experts"] if with_experts else []), "delay"),
         words,
         f"simulated: {original.num_steps} steps of each, {args.num_seeds} seeds; memory limit "
-        f"{base.limit_gib:.1f} GiB",
+        f"{base.limit_gib:.1f} GiB; {OVER}",
     )  # fmt: skip
     for number, outcome in enumerate(outcomes):
         if number and outcome.setting != outcomes[number - 1].setting and with_sharding:
@@ -264,7 +266,7 @@ def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> 
             f"{outcome.tokens_per_s:,.0f}",
             f"{outcome.mfu:.1%}",
             f"{outcome.bubble_share:.1%}",
-            f"[red]{peak}[/red]" if outcome.out_of_memory else peak,
+            marked(peak, over=bool(outcome.out_of_memory)),
             f"{outcome.pp_imbalance:.3f}",
             f"{outcome.cp_imbalance:.3f}",
             f"{outcome.dp_imbalance:.3f}",

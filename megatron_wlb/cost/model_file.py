@@ -1,13 +1,16 @@
 """Model shapes by name or file: ``configs/model`` has those of WLB-LLM's Table 1.
 
 A file gives :class:`~megatron_wlb.cost.shape.ModelShape` by field, and may say what it is under
-``description``. What it says of experts has Megatron's names.
+``description``. What it says of experts has Megatron's names, and what it leaves out of attention
+has Megatron's defaults.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_wlb.cost.layers import MOST, MOST_LAYERS
 from megatron_wlb.cost.parts import Experts, Latent
@@ -28,7 +31,9 @@ _LAYERS = (
     "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
     "moe_layer_freq", "mtp_num_layers",
 )  # fmt: skip
-_SIZES = _DENSE | dict.fromkeys(_LAYERS, False)
+_HEADS = "num_query_groups", "kv_channels"
+"""What Megatron takes from the number of attention heads where it is not given."""
+_SIZES = _DENSE | dict.fromkeys((*_HEADS, *_LAYERS), False)
 """What a file may give, and whether it must."""
 
 VOCAB_MULTIPLE = 128
@@ -57,6 +62,9 @@ def load_model(name_or_path: str) -> ModelShape:
             needed = [name for name, must in sizes.items() if must]
             check_names("latent: ", "size", content["latent"], sizes, needed)
             content["latent"] = Latent(**content["latent"])
+        elif content.get("latent") is not None:
+            raise ConfigError(f"latent is {shown(content['latent'])}; give its sizes by name")
+        content = _heads(content) | content
         layers = {name: content.pop(name) for name in _LAYERS if name in content}
         ahead = layers.pop("mtp_num_layers", 0)
         shape = ModelShape(**content)
@@ -64,6 +72,23 @@ def load_model(name_or_path: str) -> ModelShape:
         return shape.with_predictors(whole_number("mtp_num_layers", ahead, 0, MOST_LAYERS))
     except ConfigError as error:
         raise ConfigError(f"model {path}: {error}") from None
+
+
+def _heads(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """What ``num_query_groups`` and ``kv_channels`` are where a file does not give them."""
+    heads = whole_number("num_attention_heads", sizes["num_attention_heads"], 1, MOST)
+    hidden_size = whole_number("hidden_size", sizes["hidden_size"], 1, MOST)
+    latent = sizes.get("latent")
+    if isinstance(latent, Latent):
+        channels = latent.key_dim
+    elif hidden_size % heads and "kv_channels" not in sizes:
+        raise ConfigError(
+            f"hidden_size {hidden_size} does not divide into {heads} attention heads; give "
+            "kv_channels, or another size"
+        )
+    else:
+        channels = hidden_size // heads
+    return {"num_query_groups": heads, "kv_channels": channels}
 
 
 def _with_experts(

@@ -51,7 +51,7 @@ class Option(Generic[T]):
 def check_max_delay(max_delay_steps: float) -> None:
     """Raises :class:`ConfigError` for a limit that is none."""
     if not max_delay_steps >= 0:
-        raise ConfigError(f"max_delay is {max_delay_steps}; give at least 0 steps")
+        raise ConfigError(f"--max-delay is {max_delay_steps:g}; give at least 0 steps")
 
 
 def recommended(

@@ -206,16 +206,19 @@ def _documents(config: Config) -> tuple[str, Documents, int]:
         split = planning.Split(corpora, "train", config.wlb.wlb_epochs)
         return f"of {corpora.corpora[0].prefix}", split, corpora.vocab_size
     blend = Blend.parse(data.data_path)
-    files = [Path(prefix + suffix) for prefix in blend.prefixes for suffix in (".bin", ".idx")]
-    if files and all(path.is_file() for path in files):
+    absent = [
+        prefix
+        for prefix in blend.prefixes
+        if not all(Path(prefix + suffix).is_file() for suffix in (".bin", ".idx"))
+    ]
+    if blend.prefixes and not absent:
         noted = [info.vocab_size for p in blend.prefixes if (info := CorpusInfo.load(p))]
         known = data.vocab_size or max(noted, default=DEFAULT_VOCAB_SIZE)
         corpora = Corpora.of_blend(blend, data.split, known)
         split = planning.Split(corpora, "train", config.wlb.wlb_epochs)
         return f"of {', '.join(blend.prefixes)}", split, corpora.vocab_size
-    absent = "; --data-path has no corpus here" if files else ""
     return (
-        f"drawn from {DISTRIBUTION!r}{absent}",
+        f"drawn from {DISTRIBUTION!r}" + (f"; no corpus is at {absent[0]}" if absent else ""),
         LengthSource.of_distribution(DISTRIBUTION),
         data.vocab_size or DEFAULT_VOCAB_SIZE,
     )

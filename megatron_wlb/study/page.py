@@ -102,13 +102,16 @@ class Page:
             "texts": self._texts(),
         }
 
-    def _cards(self, best: Outcome) -> list[list[str]]:
-        original = self.outcomes[0]
+    def _cards(self, best: Outcome | None) -> list[list[str]]:
+        original, limit = self.outcomes[0], f"{self.scenario.limit_gib:.1f} allowed"
+        if best is None:
+            least = min(self.outcomes, key=lambda outcome: outcome.peak_bytes)
+            return [[f"{least.peak_bytes / GIB:.1f} GiB", f"the least peak, of {limit}: none fits"]]
         return [
             [f"{best.speedup(original):.2f}×", f"the work a second of original: {name(best)}"],
             [f"{best.mfu:.1%}", f"MFU, from {original.mfu:.1%}"],
             [f"{best.bubble_share:.1%}", f"bubble share, from {original.bubble_share:.1%}"],
-            [f"{best.peak_bytes / GIB:.1f} GiB", f"peak, of {self.scenario.limit_gib:.1f} allowed"],
+            [f"{best.peak_bytes / GIB:.1f} GiB", f"peak, of {limit}"],
         ]
 
     def _row(self, outcome: Outcome, is_best: bool) -> dict[str, Any]:
@@ -136,6 +139,9 @@ class Page:
         steps, seeds = self.outcomes[0].num_steps, len(self.outcomes[0].mfu_by_seed)
         over = [name(outcome) for outcome in self.outcomes if outcome.out_of_memory]
         fits = f"Too much for the limit: {'; '.join(over)}. " if over else ""
+        stands_out = "The fastest that fits memory stands out."
+        if fastest(self.outcomes) is None:
+            stands_out = "None fits memory: no speed-up here is to be had."
         times = (
             "a cost that was measured and put in"
             if self.scenario.measured is not None
@@ -144,8 +150,7 @@ class Page:
         return {
             "compared": (
                 f"{steps:,} steps of each over the same documents"
-                f"{f' of {seeds} seeds' if seeds > 1 else ''}. The fastest that fits memory stands "
-                "out."
+                f"{f' of {seeds} seeds' if seeds > 1 else ''}. {stands_out}"
             ),
             "memory-text": (
                 f"The first replica's ranks in the step drawn above; the dashed line is the limit "
@@ -165,14 +170,18 @@ def name(outcome: Outcome) -> str:
     return f"{outcome.title}, {outcome.sharding}"
 
 
-def fastest(outcomes: Sequence[Outcome]) -> Outcome:
-    """The one with the most work a second of those that fit memory, or of all if none does."""
-    return max(outcomes, key=lambda outcome: (not outcome.out_of_memory, outcome.mfu))
+def fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The one with the most work a second of those that fit memory."""
+    fit = (outcome for outcome in outcomes if not outcome.out_of_memory)
+    return max(fit, key=lambda outcome: outcome.mfu, default=None)
 
 
 def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes to draw: the first, and each other packing's with the fastest's sharding."""
-    first, best = outcomes[0], fastest(outcomes)
+    """Outcomes to draw: the first, and each other packing's with the fastest's sharding; if none
+    fits memory, of all.
+    """
+    first = outcomes[0]
+    best = fastest(outcomes) or max(outcomes, key=lambda outcome: outcome.mfu)
     return [
         outcome
         for outcome in outcomes
@@ -186,7 +195,7 @@ def examples(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def _histogram(lengths: Lengths, window: int) -> dict[str, Any]:
     """Makes bins of the documents that have tokens: others are not packed."""
-    statistics = LengthStatistics.of(lengths)
+    statistics = LengthStatistics.of(lengths, window)  # as `wlb corpus stats`
     low = int(np.log2(statistics.lengths[0]))
     high = max(low + 1, int(np.ceil(np.log2(max(statistics.longest, window)))))
     edges = 2.0 ** np.arange(max(low, high - NUM_BINS), high + 1)
@@ -208,7 +217,8 @@ def _histogram(lengths: Lengths, window: int) -> dict[str, Any]:
             f"{statistics.documents:,} documents with {statistics.tokens:,} tokens, a sample of "
             "what was packed. Those of half a window and more are "
             f"{long.documents_share:.2%} of the documents, {long.tokens_share:.0%} of the tokens "
-            f"and {long.attention_share:.0%} of the attention work."
+            f"and {long.attention_share:.0%} of the attention work, counted in pieces of at most "
+            f"{window:,} tokens."
         ),
     }
 

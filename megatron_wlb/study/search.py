@@ -24,6 +24,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from megatron_wlb.cost import Hardware, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
+from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
@@ -162,6 +163,11 @@ class Search:
         return self.ranked[0]
 
     @cached_property
+    def num_simulated(self) -> int:
+        """Layouts with their N and recomputation that were simulated with documents."""
+        return len({choice.candidate.scenario for choice in self.ranked})
+
+    @cached_property
     def original(self) -> Choice | None:
         """The fastest with `original` packing that fits."""
         return _original(self.ranked)
@@ -212,7 +218,8 @@ def search(
         progress: called with the pass's name, and how much of how much is done.
 
     Raises:
-        ConfigError: nothing can run; the message says why, and what comes nearest.
+        ConfigError: nothing can run, or nothing that was simulated fits memory; the message says
+            why, and what comes nearest.
     """
     check_max_delay(max_delay)
 
@@ -268,6 +275,8 @@ def search(
         ]  # fmt: skip
         refined += simulate(choice.candidate, new)
     ranked = _ranked(refined, max_delay)
+    if not ranked[0].fits:
+        raise ConfigError(_none_fits(space, ranked))
     return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
 
 
@@ -460,6 +469,18 @@ def _nothing(space: Space, rejected: Sequence[Rejected]) -> str:
     return (
         f"no layout of {space.num_devices} devices can run ({said}); such as "
         f"{title(last.parallelism)}: {last.reason}"
+    )
+
+
+def _none_fits(space: Space, choices: Sequence[Choice]) -> str:
+    """Says in one line how much memory the least of all needs, the limit, and what to do."""
+    least = min(choices, key=lambda choice: choice.outcome.peak_bytes)
+    run, outcome = least.candidate.scenario, least.outcome
+    return (
+        f"no layout of {space.num_devices} devices that was simulated fits memory: the least is "
+        f"{outcome.peak_bytes / GIB:.2f} GiB ({title(run.parallelism)}, {outcome.title}), above "
+        f"the limit of {run.limit_gib:.2f} GiB; raise --refine to simulate more layouts, or give "
+        "more devices, packings or memory"
     )
 
 

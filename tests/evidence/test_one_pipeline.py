@@ -76,11 +76,14 @@ def test_backward_units_of_their_own_gain_less_than_a_hundredth() -> None:
         assert found.num_units >= 8 * 4
 
 
-def test_slices_beat_interleaved_hold_and_hold_less() -> None:
-    original, hold, slim = (
-        pipeline(name, 4, vpp_size, QUICK)
-        for name, vpp_size in (("original", 1), ("hold", 4), ("slim", 1))
+def test_slices_beat_interleaved_hold_with_the_same_sharding_and_need_less_memory() -> None:
+    (stock, original), (hold,), (slim,) = (
+        pipeline("original", 4, 1, QUICK, ["per-sequence", "adaptive"]),
+        pipeline("hold", 4, 4, QUICK),
+        pipeline("slim", 4, 1, QUICK),
     )
-    assert original.peak_windows == 4 and slim.peak_windows < 2 < hold.peak_windows
-    assert slim.efficiency[0] > 1.05 * hold.efficiency[0]
-    assert 0.9 < slim.efficiency[0] < 1
+    assert original.speedup(stock) > 1.05  # of the sharding alone
+    assert {one.sharding for one in (original, hold, slim)} == {"adaptive"}
+    assert slim.speedup(original) > 1.05 * hold.speedup(original)
+    assert slim.peak_bytes < original.peak_bytes < hold.peak_bytes
+    assert slim.speedup(original) < 1 / (1 - original.bubble_share)

@@ -289,7 +289,9 @@ def test_dry_run_is_of_the_corpora_that_are_there(
     Path(f"{long}.bin").unlink()
     status, said = dry_run(capsys, path, "--data-path", short, long)
     assert status == 0
-    assert json.loads(said)["documents"] == "drawn from 'reference'; --data-path has no corpus here"
+    assert json.loads(said)["documents"] == f"drawn from 'reference'; no corpus is at {long}"
+    status, said = dry_run(capsys, path)  # a variable that is not set
+    assert json.loads(said)["documents"] == "drawn from 'reference'; no corpus is at ${DATA_PATH}"
     Path(f"{short}.bin").write_bytes(b"")
     status, said = dry_run(capsys, path, "--data-path", short)
     assert status != 0 and "short.idx" in said

@@ -98,9 +98,24 @@ def test_simulated_step_is_of_the_planned_documents() -> None:
         ([3], {"seed": -1}, "seed is -1"),
         ([3], {"max_tokens": 63}, "63"),
         ([3], {"num_micro_batches": 0}, "0"),
+        ([3], {"num_micro_batches": "a"}, "num_micro_batches is 'a'; give a whole number"),
+        ([3], {"packing": 3}, "packing is 3; give a name"),
     ],
 )
 def test_api_refuses_at_the_call(lengths: list[int], settings: dict, complaint: str) -> None:
     for function in (wlb.plan_steps, wlb.evaluate_packing):
         with pytest.raises(wlb.WLBError, match=complaint):
             function(lengths, **{**BATCH, **settings})
+
+
+def test_api_says_what_an_argument_has_to_be() -> None:
+    plan = next(wlb.plan_steps([3, 4], **BATCH))
+    for call, complaint in (
+        (lambda: wlb.plan_steps([3], **BATCH, layout=3), "layout is 3; give a Parallelism"),
+        (lambda: wlb.simulate_step(plan, 3), "layout is 3; give a Parallelism"),
+        (lambda: wlb.simulate_step(3), "plan is 3; give a StepPlan"),
+        (lambda: wlb.simulate_step(plan, model=3), "model is 3; give a name, such as 7b"),
+        (lambda: wlb.model_cost("7b", hardware=None), "hardware is None; give a name"),
+    ):
+        with pytest.raises(wlb.WLBError, match=complaint):
+            call()

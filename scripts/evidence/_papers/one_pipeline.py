@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from _papers.paper import MAX_WINDOWS, Effort
+from _papers.paper import TABLE_1, Effort, max_tokens, scenario
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
@@ -24,7 +25,9 @@ from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.schedule.graph import Graph
 from megatron_wlb.schedule.order import run_ahead
+from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
+from megatron_wlb.study.compare import Outcome, compare
 
 UNLIKE_COST = DocumentCost(
     REFERENCE_COST.forward_linear_us,
@@ -39,49 +42,35 @@ LEAST_CUT = 256
 """Documents of fewer tokens are left whole."""
 
 
-def reference(num_micro_batches: int, seed: int, vpp_size: int = 1) -> Workload:
+def reference(num_micro_batches: int, seed: int) -> Workload:
     """Reference lengths on one pipeline."""
-    layout = Parallelism(pp_size=PP_SIZE, vpp_size=vpp_size)
+    layout = Parallelism(pp_size=PP_SIZE)
     source = LengthSource.of_distribution("reference")
     return Workload(
         source, REFERENCE_WINDOW, num_micro_batches, UNLIKE_COST, seed, layout=layout
     )  # fmt: skip
 
 
-class Pipeline(NamedTuple):
-    """A packing on one pipeline, by seed."""
-
-    efficiency: tuple[float, ...]
-    """Work ÷ (time × ranks)."""
-    peak_windows: float
-    """The most tokens whose activations the first rank holds, in windows; mean over steps. What
-    remains of keys and values with a sliced document is not counted."""
-
-
-def pipeline(packing: str, num_micro_batches: int, vpp_size: int, effort: Effort) -> Pipeline:
-    """Simulates forwards and backwards, with sends that take no time."""
-    efficiency, peaks = [], []
-    for seed in effort.seeds:
-        work_us = time_us = 0.0
-        workload = reference(num_micro_batches, seed, vpp_size)
-        assert workload.layout is not None
-        costs = StepCosts(StageCosts.even(UNLIKE_COST, workload.layout.num_stages))
-        simulator = Simulator(costs, workload.layout)
-        limit = int(MAX_WINDOWS * REFERENCE_WINDOW) if packing == "hold" else REFERENCE_WINDOW
-        setting = PackingSettings.parse(packing, REFERENCE_WINDOW, limit)
-        num = effort.warm_up + effort.steps
-        for plan in workload.planner(setting, num).plans(num):
-            if plan.step < effort.warm_up:
-                continue
-            line = simulator.step(plan)
-            work_us += float(line.times_us[0].sum())
-            time_us += PP_SIZE * line.step_us
-            tokens = [m.length for m in plan]
-            sign = {"F": 1, "B": -1}
-            held = accumulate(sign[a.kind] * tokens[a.micro_batch] for a in line.graphs[0].order[0])
-            peaks.append(max(held) / vpp_size / REFERENCE_WINDOW)
-        efficiency.append(work_us / time_us)
-    return Pipeline(tuple(efficiency), float(np.mean(peaks)))
+def pipeline(
+    packing: str,
+    num_micro_batches: int,
+    vpp_size: int,
+    effort: Effort,
+    shardings: Sequence[Mode] = ("adaptive",),
+) -> list[Outcome]:
+    """Simulates steps of 7B in its layout of Table 1, once with each sharding."""
+    base = scenario("7b", REFERENCE_WINDOW, TABLE_1["7b", REFERENCE_WINDOW], vpp_size)
+    run = replace(base, num_micro_batches=num_micro_batches)
+    limit = max_tokens(run) if packing == "hold" else REFERENCE_WINDOW
+    return compare(
+        run,
+        LengthSource.of_distribution("reference"),
+        [PackingSettings.parse(packing, REFERENCE_WINDOW, limit)],
+        shardings,
+        steps=effort.steps,
+        seeds=effort.seeds,
+        warm_up=effort.warm_up,
+    )
 
 
 class Piece(NamedTuple):

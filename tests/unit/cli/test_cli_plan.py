@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -17,6 +18,7 @@ SIZES = {
 QUICK = ["--steps", "2", "--refine", "2"]
 BASE = ["plan", "--distribution", "reference", "--window", "4096", "--num-micro-batches", "4"]
 SMALL = [*BASE, "--model", "small.yaml", "--num-devices", "4", "--memory-gib", "1.2", *QUICK]
+N_32 = ["--num-micro-batches", "32"]
 KEYS = {
     "tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "num_micro_batches", "recompute",
     "coarse_mfu", "mfu", "fits", "packing", "max_tokens", "peak_gib", "step_ms", "tokens_per_s",
@@ -99,6 +101,35 @@ def test_table_has_a_row_for_each_layout_and_for_each_packing_of_the_best(capsys
     )
 
 
+def test_what_is_above_a_limit_is_seen_without_colour(capsys) -> None:
+    assert main([*SMALL, "--rows", "99", "--max-delay", "0"]) == 0
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "│" in line]
+    delays = [row[-2] for row in rows if len(row) == 16]
+    marked = [one for one in delays if one.startswith("! ")]
+    assert marked and marked == [one for one in delays if float(one.strip("! ")) > 0]
+    assert "! is above the limit" in " ".join(out.split())
+
+
+def test_table_counts_the_layouts_that_were_simulated(capsys) -> None:
+    assert main(SMALL) == 0
+    out = capsys.readouterr().out
+    simulated, possible = map(int, re.findall(r"(\d+) simulated of (\d+) that can run", out)[0])
+    slower = int(re.findall(r"slower by the coarse pass │ +(\d+)", out)[0])
+    assert simulated >= 2 and simulated + slower == possible
+
+
+def test_slices_are_tried_where_they_can_run(capsys) -> None:
+    assert "slim" in {row["packing"] for row in plan(capsys, "--pp-size", "4")["ranked"]}
+    virtual = plan(capsys, "--pp-size", "2", "--vpp-size", "3")
+    assert "slim" not in {row["packing"] for row in virtual["ranked"]}
+    Path("small.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4}))
+    experts = plan(capsys, "--pp-size", "4", "--memory-gib", "20")
+    assert "slim" not in {row["packing"] for row in experts["ranked"]}
+    assert main([*SMALL, "--packing", "slim"]) == 2
+    assert "--packing slim cannot train" in capsys.readouterr().err
+
+
 def test_limit_of_delay_bounds_what_is_ranked_first(capsys) -> None:
     for limit in ("0", "0.1", "3"):
         ranked = plan(capsys, "--max-delay", limit)["ranked"]
@@ -130,6 +161,10 @@ def test_n_without_a_number_is_what_has_four_million_tokens(capsys) -> None:
     ("arguments", "says"),
     [
         (["--memory-gib", "0.05"], "no layout of 4 devices can run"),
+        (
+            ["--memory-gib", "0.68", "--packing", "slim:1", *N_32, "--pp-size", "4"],
+            "that was simulated fits memory: the least is 0.66 GiB (PP 4",
+        ),
         (["--memory-gib", "-1"], "memory limit in GiB is -1.0"),
         (["--num-devices", "0"], "--num-devices is 0; give at least 1"),
         (["--num-devices", "63"], "63 are no whole nodes of 8"),
@@ -141,7 +176,7 @@ def test_n_without_a_number_is_what_has_four_million_tokens(capsys) -> None:
         (["--packing", "fixed-solver:2+shape", "--pp-size", "1"], "cannot be shaped"),
         (["--hardware", "h1000"], "unknown hardware h1000"),
         (["--refine", "0"], "--refine is 0"),
-        (["--max-delay", "-1"], "max_delay is -1.0; give at least 0"),
+        (["--max-delay", "-1"], "--max-delay is -1; give at least 0"),
         (["--headroom", "1"], "--headroom is 1; give a share"),
         (["--cost", "cost.json"], "holds for the layout it was measured with"),
         (["--window", "0"], "--window is 0"),

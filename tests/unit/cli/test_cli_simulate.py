@@ -234,7 +234,7 @@ def test_memory_that_is_too_small_is_said_not_refused(capsys) -> None:
         (["--num-micro-batches", "-1"], 2, "num_micro_batches is -1"),
         (["--memory-gib", "-3"], 2, "memory limit in GiB is -3.0"),
         (["--hardware", "h1000"], 2, "unknown hardware h1000"),
-        (["--hardware", "slow.yaml"], 2, "peak_tflops is missing; add it"),
+        (["--hardware", "slow.yaml"], 2, "tp_overlap, cp_overlap are missing; add them"),
         (["--hardware", "negative.yaml"], 2, "latency_us is -5"),
         (["--cost", "cost.yaml"], 2, "forward_linear_us is -1"),
         (["--model", "9b"], 2, "unknown model 9b; use"),

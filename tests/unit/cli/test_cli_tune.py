@@ -93,7 +93,7 @@ def test_plot_is_written_whole_and_alone(quick: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--max-delay", "-1"], 2, "max_delay is -1.0; give at least 0"),
+        (["--max-delay", "-1"], 2, "--max-delay is -1; give at least 0"),
         (["--packing", "original"], 2, "original has nothing to tune; use wlb or hold"),
         (["--packing", "wlb", "--max-delay", "0"], 4, "no setting of wlb keeps the mean delay"),
         (["--steps", "0"], 2, "--steps is 0"),

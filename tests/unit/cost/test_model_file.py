@@ -68,6 +68,16 @@ def test_file_gives_the_shape_it_says(tmp_path: Path) -> None:
     assert load_model(path) == ModelShape(**SIZES, rotary_percent=0.5)  # type: ignore[arg-type]
 
 
+def test_heads_that_a_file_leaves_out_are_megatrons(tmp_path: Path) -> None:
+    given = {"num_query_groups": None, "kv_channels": None}
+    shape = load_model(write(tmp_path, **given, num_attention_heads=4))
+    heads = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels
+    assert heads == (4, 4, SIZES["hidden_size"] // 4)
+    latent = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    shape = load_model(write(tmp_path, **given, latent=latent))
+    assert (shape.num_query_groups, shape.kv_channels) == (SIZES["num_attention_heads"], 24)
+
+
 def test_file_gives_experts_by_megatrons_names(tmp_path: Path) -> None:
     path = write(
         tmp_path, num_experts=8, moe_router_topk=3, moe_ffn_hidden_size=32, moe_layer_freq=2,
@@ -90,6 +100,10 @@ def test_vocabulary_is_padded_as_megatron_does(tmp_path: Path) -> None:
     [
         ({"num_layers": None}, "num_layers is missing"),
         ({"hiden_size": 3}, "unknown size hiden_size; use hidden_size"),
+        ({"num_layers": None, "gated": None}, "num_layers, gated are missing; add them"),
+        ({"kv_channels": None, "num_attention_heads": 7}, "does not divide into 7 attention heads"),
+        ({"kv_channels": None, "num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"latent": 3}, "latent is 3; give its sizes by name"),
         ({"num_layers": 2.5}, "num_layers is 2.5; give a whole number"),
         ({"num_layers": True}, "num_layers is True; give a whole number"),
         ({"gated": 1}, "gated is 1; give true or false"),

@@ -111,7 +111,7 @@ def test_parts_of_the_steps_hold_each_step_once() -> None:
 
 @pytest.mark.parametrize("limit", [-0.1, float("nan")])
 def test_limit_that_is_none_is_refused(limit: float) -> None:
-    with pytest.raises(ConfigError, match=r"max_delay is .*; give at least 0 steps"):
+    with pytest.raises(ConfigError, match=r"--max-delay is .*; give at least 0 steps"):
         check_max_delay(limit)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_wlb.cost import ModelShape, Parallelism, load_hardware
 from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.study.compare import Outcome, compare
@@ -89,6 +90,27 @@ def test_table_has_every_outcome_and_marks_the_fastest_that_fits(page: Page) -> 
     assert fastest(others) is not big
     marked = [row for row in replace(page, outcomes=others).data()["table"] if row["over"]]
     assert len(marked) == 1 and not marked[0]["best"]
+
+
+def test_page_recommends_nothing_where_nothing_fits_memory(page: Page) -> None:
+    none = [replace(one, out_of_memory="out of memory: rank 0") for one in page.outcomes]
+    assert fastest(none) is None and len(examples(none)) == 3
+    found = replace(page, outcomes=none).data()
+    assert not any(row["best"] for row in found["table"])
+    assert "None fits memory" in found["texts"]["compared"]
+    assert "stands out" not in found["texts"]["compared"]
+    assert [said for _, said in found["cards"]] == [
+        f"the least peak, of {page.scenario.limit_gib:.1f} allowed: none fits"
+    ]
+
+
+def test_histogram_counts_the_pieces_of_long_documents_as_corpus_stats_does(page: Page) -> None:
+    lengths = np.array([WINDOW] * 20 + [64 * WINDOW])
+    found = replace(page, lengths=lengths).data()["lengths"]
+    part = LengthStatistics.of(lengths, WINDOW).part(WINDOW + 1)
+    assert found["series"][2]["shares"][-1] == pytest.approx(part.attention_share, abs=1e-4)
+    assert part.attention_share < 0.8
+    assert f"in pieces of at most {WINDOW:,} tokens" in found["text"]
 
 
 def test_examples_are_the_base_and_each_packing_once(page: Page) -> None:

@@ -198,8 +198,8 @@ def test_frontier_has_what_nothing_beats(usual: Tuning) -> None:
     [
         ({"packings": ["original"]}, "original has nothing to tune; use wlb or hold"),
         ({"packings": []}, "no packing to tune"),
-        ({"max_delay": -0.1}, "max_delay is -0.1"),
-        ({"max_delay": float("nan")}, "max_delay is nan"),
+        ({"max_delay": -0.1}, "--max-delay is -0.1"),
+        ({"max_delay": float("nan")}, "--max-delay is nan"),
         ({"look_ahead": -1}, "look_ahead is -1"),
         ({"max_tokens": WINDOW - 1}, "is below the window of 2048"),
     ],
