@@ -272,14 +272,7 @@ def known_run(args: argparse.Namespace, number: int) -> Run | None:
     if layout is None or args.model is None or (model := read_model(args.model)).sizes is not None:
         return None
     config = from_flat(_with_machine(args, model).flat() | {"bf16": True})
-    own = parallelism(config, layout.dp_size)
-    own = replace(
-        own,
-        pp_size=layout.pp_size,
-        vpp_size=layout.vpp_size,
-        stage_layers=layout.stage_layers,
-        ep_size=args.ep_size or own.ep_size,
-    )
+    own = _own(args, config, layout)
     return Run(
         model_shape(config, padded_vocab_size(config, _vocab_size(args, config))),
         load_hardware(config.wlb.wlb_hardware),
@@ -292,6 +285,18 @@ def known_run(args: argparse.Namespace, number: int) -> Run | None:
         extrapolate=args.cost_extrapolate,
         micro_batch_size=args.micro_batch_size,
         expert_imbalance=config.wlb.wlb_expert_imbalance,
+    )
+
+
+def _own(args: argparse.Namespace, config: Config, layout: Parallelism) -> Parallelism:
+    """``layout`` with what ``--model`` says besides."""
+    own = parallelism(config, layout.dp_size)
+    return replace(
+        own,
+        pp_size=layout.pp_size,
+        vpp_size=layout.vpp_size,
+        stage_layers=layout.stage_layers,
+        ep_size=args.ep_size or own.ep_size,
     )
 
 
@@ -337,14 +342,7 @@ def _experts(args: argparse.Namespace, layout: Parallelism) -> ExpertGroups | No
             raise ConfigError("--ep-size divides the experts of --model; give that as well")
         return None
     model = read_model(args.model)
-    own = parallelism(model.config, layout.dp_size)
-    own = replace(
-        own,
-        pp_size=layout.pp_size,
-        vpp_size=layout.vpp_size,
-        stage_layers=layout.stage_layers,
-        ep_size=args.ep_size or own.ep_size,
-    )
+    own = _own(args, model.config, layout)
     if args.ep_size is not None and not model.shape.experts:
         own.check_experts(model.shape)
     if own.expert_replicas == 1 or not model.shape.experts:
