@@ -152,6 +152,7 @@ def _set_up_logs(rank: int) -> None:
         format="%(asctime)s %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stdout,
+        force=True,  # whatever was imported before may have set up others
     )
     # Megatron tells of its buckets and indices at length; its warnings stay.
     logging.getLogger("megatron").setLevel(logging.WARNING)

@@ -6,7 +6,6 @@ Whatever starts threads must stay out of it: a forked process has none of them.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
@@ -34,4 +33,3 @@ if _checkout := os.environ.get("MEGATRON_LM_PATH"):
     import megatron.training.training  # noqa: F401
 
     sys.path.remove(_checkout)
-    logging.getLogger().handlers.clear()  # Megatron's import set logs up; that is a rank's to do.
