@@ -89,7 +89,7 @@ def launch(
 
     ``script`` takes the place of the checkout's own.
     """
-    program = functools.partial(_launch, script)
+    program = functools.partial(_launch, script=script)
     return start(folder, num_processes, MEGATRON_LM | flags, fault=fault, program=program)
 
 
@@ -175,7 +175,7 @@ def install_and_uninstall(_argv: list[str]) -> int:
     return 0
 
 
-def _launch(script: Path | None, argv: list[str]) -> int:
+def _launch(argv: list[str], script: Path | None = None) -> int:
     from megatron_wlb.launch import main
 
     if script is not None:  # a copy somewhere else, which PYTHONPATH tells of the checkout
