@@ -44,6 +44,7 @@ def test_fault_ends_a_run_that_then_goes_on_alike(
     assert any(re.search(said, line) for line in done.said), done.said
 
 
+@pytest.mark.long
 @needs_megatron_lm
 def test_full_disk_is_one_line_under_the_launcher(bench: Bench) -> None:
     done = attempt(bench, "full-write", "launcher", "dp2", seed=1)

@@ -88,6 +88,7 @@ def test_page_of_a_tiny_report_never_looks_like_a_gpu_s(out: Path) -> None:
         assert (out / path).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_report_goes_on_where_it_stopped_and_kills_what_overruns(out: Path, tmp_path: Path) -> None:
     kept = (out / "environment.json").read_bytes()
     parts = ["--tiny", "--parts", "environment", "host"]

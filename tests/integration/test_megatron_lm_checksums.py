@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layouts import further
 from megatron_lm_runs import BOTH, DP2, PP2, finish, launch, needs_megatron_lm
 from trainer_runs import Flags, assert_refused, losses
 
@@ -141,7 +142,7 @@ def die_before_the_checksums() -> None:
     checksums._write = dying
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("async_save", [False, further(True)], ids=["sync", "async"])
 def test_kill_before_the_checksums_are_written_leaves_the_checkpoint_before(
     async_save: bool, corpus: Path, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_experts_resume_to_the_bit_and_over_other_ranks(tmp_path: Path, corpus: 
     assert found_4 == pytest.approx(expected[4], rel=1e-4)
 
 
+@pytest.mark.long
 def test_small_deepseek_resumes_to_the_bit(tmp_path: Path, corpus: Path) -> None:
     """Latents, prediction and experts, over EP 2 × PP 2, in bf16."""
     flags: Flags = {"wlb_config": SMALL_DEEPSEEK, "data_path": corpus, "train_iters": 4}

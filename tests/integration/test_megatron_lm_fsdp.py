@@ -49,6 +49,7 @@ def test_checkpoints_of_sharded_weights_are_those_of_one_process(tmp_path: Path)
     assert_equal_steps(tmp_path / "back", tmp_path / "one", first=3)
 
 
+@pytest.mark.long
 def test_sharded_weights_resume_bitwise_with_dropout(tmp_path: Path) -> None:
     flags = UNTIED | FSDP2 | TP2_SP | {"bf16": True, "hidden_dropout": 0.1}
     finish(launch(tmp_path, 4, flags | {"wlb_metrics": "plain"}))

@@ -39,6 +39,7 @@ SIZES = [2, 2, 4, 6, 8, 8, 8]
 """By hand: a third of 9 samples is 3; the batch is 2 up to 3 samples, then 4, 6 and 8."""
 
 
+@pytest.mark.long
 def test_a_growing_batch_has_megatrons_sizes_and_resumes_in_its_midst(
     corpus: Path, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_mock_data_are_the_embedded_trainers_in_another_layout(tmp_path: Path) -
     assert [float(x) for x in validations(launched)][:2] == pytest.approx(evaluated, rel=ROUNDING)
 
 
+@pytest.mark.long
 @needs_megatron_lm
 def test_mock_data_of_other_lengths_train_otherwise(tmp_path: Path) -> None:
     """Negative control of the equalities above, and a resumed run of the launcher."""

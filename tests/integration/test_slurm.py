@@ -109,6 +109,7 @@ def losses(metrics: Path) -> dict[int, float]:
     return {step["iteration"]: step["loss"] for step in steps}
 
 
+@pytest.mark.long
 def test_job_trains_on_two_nodes_is_requeued_and_resumes(
     tmp_path: Path, cluster: dict[str, str], corpus: Path
 ) -> None:
