@@ -43,6 +43,12 @@ MAX_COUNT = 2**53
 """The largest that a run has counted or numbered: a float holds it."""
 MOST_DEVICES = 2**20
 """A number of devices above it is a mistake."""
+MOST_LAYERS = 10_000
+"""Planning would not come to an end with more."""
+MOST_TOKENS = 1 << 28
+"""Longest micro-batch: costs are kept by length, 8 bytes each."""
+MOST_MICRO_BATCHES = 1 << 17
+"""The most micro-batches of a step: planning so many takes seconds."""
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """The longest name and path of a file on Linux."""
 MAX_SHOWN = 60

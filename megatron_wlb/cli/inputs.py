@@ -25,7 +25,6 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.data.mock import LENGTHS
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.from_config import (
     known_cost,
@@ -35,7 +34,13 @@ from megatron_wlb.planning.from_config import (
     recompute,
 )
 from megatron_wlb.planning.run import Run, Workload, read_cost
-from megatron_wlb.reading import real_number, text_of_flag, whole_number
+from megatron_wlb.reading import (
+    MOST_MICRO_BATCHES,
+    MOST_TOKENS,
+    real_number,
+    text_of_flag,
+    whole_number,
+)
 from megatron_wlb.settings.config import Config, from_flat
 from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE
 

@@ -21,7 +21,8 @@ from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.planning.from_config import recompute
 from megatron_wlb.planning.run import MEMORY_SHARE, Run
 from megatron_wlb.reading import MOST_DEVICES, whole_number
-from megatron_wlb.settings.config import ParallelConfig, flag_of
+from megatron_wlb.settings.config import flag_of
+from megatron_wlb.settings.megatron import ParallelConfig
 from megatron_wlb.settings.split import PipelineSplit
 
 RECOMPUTE = {

@@ -12,15 +12,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import real_number, truth, whole_number
+from megatron_wlb.reading import MAX_SIZE, MOST_LAYERS, real_number, truth, whole_number
 
 if TYPE_CHECKING:
     from megatron_wlb.cost.blocks import Blocks, Kernels
     from megatron_wlb.cost.shape import ModelShape, Parallelism
     from megatron_wlb.cost.tape import Operation
-
-MOST, MOST_LAYERS = 2**31 - 1, 10_000
-"""Sizes above them are mistakes, and planning would not come to an end with them."""
 
 
 def check_sizes(sizes: Any) -> None:
@@ -32,10 +29,10 @@ def check_sizes(sizes: Any) -> None:
         elif f.type == "float":
             real_number(name, value, 0, 1)
         elif name == "reach_tokens":
-            whole_number(name, 1 if value is None else value, 1, MOST)
+            whole_number(name, 1 if value is None else value, 1, MAX_SIZE)
         elif f.type == "int":
             least = 0 if name in ("learned_positions", "shared_hidden_size") else 1
-            whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MOST)
+            whole_number(name, value, least, MOST_LAYERS if name == "num_layers" else MAX_SIZE)
 
 
 @dataclass(frozen=True, slots=True)

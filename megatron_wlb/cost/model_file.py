@@ -12,11 +12,11 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_wlb.cost.layers import MOST, MOST_LAYERS
 from megatron_wlb.cost.parts import Experts, Latent
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import (
+    MOST_LAYERS,
     check_names,
     named_file,
     read_mapping,
@@ -76,8 +76,8 @@ def load_model(name_or_path: str) -> ModelShape:
 
 def _heads(sizes: Mapping[str, Any]) -> dict[str, int]:
     """What ``num_query_groups`` and ``kv_channels`` are where a file does not give them."""
-    heads = whole_number("num_attention_heads", sizes["num_attention_heads"], 1, MOST)
-    hidden_size = whole_number("hidden_size", sizes["hidden_size"], 1, MOST)
+    heads = whole_number("num_attention_heads", sizes["num_attention_heads"], 1)
+    hidden_size = whole_number("hidden_size", sizes["hidden_size"], 1)
     latent = sizes.get("latent")
     if isinstance(latent, Latent):
         channels = latent.key_dim
@@ -101,7 +101,7 @@ def _with_experts(
 ) -> ModelShape:
     """``shape`` with the experts of a file, by Megatron's names and defaults."""
     experts = Experts(
-        whole_number("num_experts", num_experts, 1, MOST),
+        whole_number("num_experts", num_experts, 1),
         moe_router_topk,
         shape.ffn_hidden_size if moe_ffn_hidden_size is None else moe_ffn_hidden_size,
         shape.gated,

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from megatron_wlb.cost.document import unseen
-from megatron_wlb.cost.layers import MOST_LAYERS, Layer, Part, Runs, check_sizes, slices
+from megatron_wlb.cost.layers import Layer, Part, Runs, check_sizes, slices
 from megatron_wlb.cost.parts import Attention, Experts, FeedForward, Latent, LatentAttention
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import MOST_DEVICES, whole_number
+from megatron_wlb.reading import MOST_DEVICES, MOST_LAYERS, whole_number
 
 
 @dataclass(frozen=True, slots=True)

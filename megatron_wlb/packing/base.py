@@ -10,12 +10,15 @@ from typing import Any, ClassVar, Protocol
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
 from megatron_wlb.plan import Document
-from megatron_wlb.reading import reading_state, shown, typed, whole_number
+from megatron_wlb.reading import (
+    MOST_MICRO_BATCHES,
+    MOST_TOKENS,
+    reading_state,
+    shown,
+    typed,
+    whole_number,
+)
 
-MOST_TOKENS = 1 << 28
-"""Longest micro-batch: costs are kept by length, 8 bytes each."""
-MOST_MICRO_BATCHES = 1 << 17
-"""The most micro-batches of a step: planning so many takes seconds."""
 MOST_STEPS_AHEAD = 1000
 """Steps that may be read ahead, batches repacked together, or queues: all wait in memory."""
 MOST_STEP_TOKENS = 1 << 48

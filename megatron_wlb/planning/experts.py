@@ -8,7 +8,8 @@ from megatron_wlb.cost.model_file import layers_with_experts
 from megatron_wlb.cost.parts import Experts
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.settings.config import Config, ModelConfig, flag_of
+from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.settings.megatron import ModelConfig
 
 
 def expert_layers(model: ModelConfig) -> list[bool]:

@@ -8,78 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Iterator, Mapping
 
 from megatron_wlb.cost import load_hardware
-from megatron_wlb.cost.layers import MOST_LAYERS
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
 from megatron_wlb.packing import check_numbers, check_shaping, unread
-from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planning import experts
 from megatron_wlb.planning.from_config import batch, without_growth
 from megatron_wlb.planning.slicing import check_units, slice_multiple
 from megatron_wlb.planning.sliding import windowed_layers
-from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES
-from megatron_wlb.settings.config import Config, ModelConfig, WlbConfig, flag_of
+from megatron_wlb.settings.config import Config, WlbConfig, flag_of, table
+from megatron_wlb.settings.megatron import ModelConfig
 
 logger = logging.getLogger(__name__)
-
-_PARALLEL_SIZES = "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"
-_LATENT_SIZES = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
-_MODEL_SIZES = "hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels"
-_EXPERT_SIZES = (
-    "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
-    "moe_router_num_groups moe_router_group_topk expert_model_parallel_size "
-    "expert_tensor_parallel_size"
-)
-_AT_LEAST = (
-    (
-        1,
-        f"{_PARALLEL_SIZES} distributed_timeout_minutes num_layers {_MODEL_SIZES} rotary_base "
-        "make_vocab_size_divisible_by vocab_size micro_batch_size global_batch_size train_iters "
-        "exit_interval lr_decay_iters recompute_num_layers eval_iters save_interval log_interval "
-        "wlb_epochs wlb_cp_overlap_groups wlb_units wlb_slice_multiple "
-        "rotary_seq_len_interpolation_factor wlb_yarn_original_max_position_embeddings "
-        f"mtp_num_layers {_LATENT_SIZES} {_EXPERT_SIZES}",
-    ),
-    (
-        0,
-        "lr_warmup_iters eval_interval wlb_max_age wlb_verify_plan_interval "
-        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
-    ),
-)
-_AT_MOST = (
-    (MOST_LAYERS, "num_layers mtp_num_layers"),
-    (MOST_MICRO_BATCHES, "micro_batch_size global_batch_size wlb_units"),
-    (MOST_TOKENS, "seq_length wlb_max_tokens wlb_slice_multiple"),
-    (MOST_DEVICES, f"{_PARALLEL_SIZES} num_virtual_stages_per_pipeline_rank"),
-    (
-        MAX_SIZE,
-        f"{_MODEL_SIZES} {_LATENT_SIZES} {_EXPERT_SIZES} vocab_size make_vocab_size_divisible_by "
-        "max_position_embeddings",
-    ),
-)
-"""Above these nothing comes to an end, or fits a number of the kernels."""
-_WITHIN = (
-    # Half-open.
-    ((0, 2**32), "seed"),
-    ((0, 1), "adam_beta1 adam_beta2 sgd_momentum hidden_dropout attention_dropout"),
-    (
-        (0, math.inf),
-        "lr weight_decay adam_eps clip_grad norm_epsilon init_method_std "
-        "wlb_yarn_beta_fast wlb_yarn_beta_slow wlb_yarn_mscale wlb_yarn_mscale_all_dim "
-        "mtp_loss_scaling_factor mscale mscale_all_dim",
-    ),
-    (
-        (1, math.inf),
-        "rope_scaling_factor wlb_yarn_rotary_scaling_factor rotary_scaling_factor "
-        "wlb_expert_imbalance",
-    ),
-)
-"""Settings by their bounds."""
-
 
 NCCL_ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
 """What NCCL_ALGO may be in Megatron's deterministic mode."""
@@ -170,15 +112,18 @@ def check_ranges(config: Config) -> None:
 
 def _check_ranges(config: Config) -> Iterator[str]:
     values = config.flat()
-    for limits, sign, word in ((_AT_MOST, -1, "most"), (_AT_LEAST, 1, "least")):
-        for limit, names in limits:
-            for name in names.split():
-                if values[name] is not None and sign * values[name] < sign * limit:
-                    yield f"{flag_of(name)} is {values[name]}; it must be at {word} {limit}"
-    for (least, below), names in _WITHIN:
-        for name in names.split():
-            if not least <= values[name] < below:  # NaN is not.
-                yield f"{flag_of(name)} is {values[name]}; it must be in [{least}, {below})"
+    for name, limits in table().items():
+        if (value := values[name]) is None:
+            continue
+        said = f"{flag_of(name)} is {value}; it must be"
+        if limits.most is not None and value > limits.most:
+            yield f"{said} at most {limits.most}"
+        if limits.least is not None and value < limits.least:
+            yield f"{said} at least {limits.least}"
+        if limits.within is not None:
+            least, below = limits.within
+            if not least <= value < below:  # NaN is not.
+                yield f"{said} in [{least}, {below})"
     if not 0 < values["rotary_percent"] <= 1:
         yield f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]"
 

@@ -46,12 +46,11 @@ from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import CUTS_AT_WINDOWS, Packer, PackingSettings
-from megatron_wlb.packing.base import MOST_MICRO_BATCHES, MOST_TOKENS
 from megatron_wlb.planner import Planner, Shaping, Stream, each_rank
 from megatron_wlb.planning.numbers import NumberChooser, max_tokens_by_number
 from megatron_wlb.planning.shaping import Shaper
 from megatron_wlb.planning.slicing import MemoryLimit, Slicer, check_units, slice_multiple
-from megatron_wlb.reading import real_number, whole_number
+from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, real_number, whole_number
 from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.schedule.order import schedule
 from megatron_wlb.settings import split

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from megatron_wlb.cost.layers import Layer
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import MOST_TOKENS
-from megatron_wlb.reading import read_pattern, shown
-from megatron_wlb.settings.config import ModelConfig
+from megatron_wlb.reading import MOST_TOKENS, read_pattern, shown
+from megatron_wlb.settings.megatron import ModelConfig
 
 
 def reach_tokens(model: ModelConfig) -> int | None:

@@ -29,7 +29,7 @@ from megatron_wlb.planning.from_config import (
     run_of,
 )
 from megatron_wlb.planning.propose import StrategySpace, propose
-from megatron_wlb.settings.config import Config, flag_of
+from megatron_wlb.settings.config import Config, flag_of, table
 from megatron_wlb.sharding import Selector
 from megatron_wlb.strategy.layout import Scheme, Strategy, read_strategies
 
@@ -37,19 +37,19 @@ AUTO = "auto"
 SAMPLE_STEPS = 16
 """Steps from which ``auto`` proposes strategies."""
 
-_OF_SCHEMES = (
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-    "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage "
-    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-    "pipeline_model_parallel_layout sequence_parallel"
-)
 _OF_PACKINGS = (
     "micro_batch_size wlb_packing wlb_max_tokens wlb_max_step_tokens wlb_shape wlb_look_ahead "
     "wlb_micro_batches"
 )
 _REASONS = {
-    **dict.fromkeys(_OF_SCHEMES.split(), "each replica's layout is in the strategy"),
+    **dict.fromkeys(
+        (
+            *(name for name, known in table().items() if known.layout),
+            "microbatch_group_size_per_virtual_pipeline_stage",
+            "sequence_parallel",
+        ),
+        "each replica's layout is in the strategy",
+    ),
     **dict.fromkeys(
         _OF_PACKINGS.split(), "each replica packs its documents by its own memory and time"
     ),

@@ -34,20 +34,21 @@ import megatron_wlb
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import LostRankError, PlanError
 from megatron_wlb.runtime import watchdog
-from megatron_wlb.settings.config import flag_of
+from megatron_wlb.settings.config import flag_of, table
 
 _OF_A_RANK = {
+    *(name for name, known in table().items() if not known.alike),
     # Who a rank is, what is watched of it, and where it writes for people.
-    "rank", "local_rank", "wlb_metrics", "wlb_config", "tensorboard_dir", "structured_logs_dir",
+    "rank", "local_rank", "structured_logs_dir",
     "wandb_project", "wandb_exp_name", "wandb_entity", "wandb_save_dir", "config_logger_dir",
     "result_rejected_tracker_filename", "memory_snapshot_path", "profile_ranks",
     "profile", "profile_step_start", "profile_step_end", "use_pytorch_profiler",
     "record_memory_history",
     # Where its machine has copies and drafts. The corpora themselves are compared.
-    "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
+    "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
     "per_split_data_args_path", "data_cache_path", "non_persistent_local_ckpt_dir",
 }  # fmt: skip
-"""Settings that may differ over ranks."""
+"""Settings, and arguments of Megatron-LM's script, that may differ over ranks."""
 _PACKAGES = ("transformer-engine", "flash-attn", "flash-attn-3", "triton", "ortools")
 _ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_PROTO",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +54,7 @@ from megatron_wlb.runtime.norm import TorchNorm
 from megatron_wlb.runtime.prediction import complete_layers, layers_of
 from megatron_wlb.runtime.transfer import of_all_ranks
 from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.megatron import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -95,29 +96,6 @@ protect against race condition when using batch_isend_irecv()", and says that a 
 modern enough PyTorch" need not. So are all that this package takes: there a request that was
 waited for has its tensor in the order of the stream."""
 
-_ALIKE = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization "
-    "qk_layernorm add_qkv_bias rotary_interleaved hidden_dropout attention_dropout init_method_std "
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-    "sequence_parallel bf16 recompute_granularity recompute_method recompute_num_layers "
-    "deterministic_mode account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-    "pipeline_model_parallel_layout mtp_num_layers mtp_loss_scaling_factor"
-)
-"""Settings that Megatron's configuration calls as we do."""
-_ALIKE_LATENT = (
-    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim "
-    "rotary_base rotary_percent rotary_scaling_factor mscale mscale_all_dim"
-)
-"""The same of multi-latent attention."""
-_ALIKE_OF_EXPERTS = (
-    "expert_model_parallel_size expert_tensor_parallel_size moe_ffn_hidden_size "
-    "moe_shared_expert_intermediate_size moe_router_topk moe_z_loss_coeff "
-    "moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
-    "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_router_bias_update_rate "
-    "moe_router_dtype moe_grouped_gemm"
-)
-"""And those of experts, where there are any."""
-
 
 def transformer_config(config: Config) -> TransformerConfig:
     """Megatron's configuration of the model, with what ragged micro-batches need."""
@@ -125,20 +103,9 @@ def transformer_config(config: Config) -> TransformerConfig:
     vpp = parallel.vpp_size if parallel.vpp_size > 1 else None
     overlap = vpp is not None and not parallel.no_overlap_p2p_communication
     dtype = torch.bfloat16 if training.bf16 else torch.float32
-    settings = config.flat()
     on_gpu = not cpu.installed()
-    make: Callable[..., TransformerConfig] = TransformerConfig
-    if model.multi_latent_attention:
-        make = partial(
-            MLATransformerConfig,
-            rope_type=model.rope_type or "yarn",
-            original_max_position_embeddings=model.wlb_yarn_original_max_position_embeddings,
-            beta_fast=model.wlb_yarn_beta_fast,
-            beta_slow=model.wlb_yarn_beta_slow,
-            **{name: settings[name] for name in _ALIKE_LATENT.split()},
-        )
-    core = make(
-        **{name: settings[name] for name in _ALIKE.split()},
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    ours = dict(
         num_query_groups=model.num_query_groups if model.group_query_attention else None,
         num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
@@ -182,10 +149,12 @@ def transformer_config(config: Config) -> TransformerConfig:
         window_attn_skip_freq=(
             list(map(int, windowed_layers(model))) if model.window_attn_skip_freq else None
         ),
-        **(_of_experts(config) if model.num_experts else {}),
+        **(_of_experts(model) if model.num_experts else {}),
+        **(_of_latents(model) if model.multi_latent_attention else {}),
     )
+    core = kind(**_called_alike(config, kind) | ours)
     if model.position_embedding_type == "yarn":
-        for name, value in settings.items():
+        for name, value in config.flat().items():
             if name.startswith("wlb_yarn_"):
                 # Where Megatron's GPT and its attention look for them, though they are no fields.
                 setattr(core, name.removeprefix("wlb_"), value)
@@ -193,12 +162,31 @@ def transformer_config(config: Config) -> TransformerConfig:
     return core
 
 
-def _of_experts(config: Config) -> dict[str, Any]:
+def _called_alike(config: Config, kind: type[TransformerConfig]) -> dict[str, Any]:
+    """The settings that Megatron's configuration calls as we do; of experts where there are any."""
+    settings = config.flat()
+    return {
+        f.name: settings[f.name]
+        for f in fields(kind)
+        if f.name in settings
+        and f.name != "transformer_impl"  # which is what its layers are made of
+        and (config.model.num_experts or not f.name.startswith(("moe_", "expert_")))
+    }
+
+
+def _of_latents(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "rope_type": model.rope_type or "yarn",
+        "original_max_position_embeddings": model.wlb_yarn_original_max_position_embeddings,
+        "beta_fast": model.wlb_yarn_beta_fast,
+        "beta_slow": model.wlb_yarn_beta_slow,
+    }
+
+
+def _of_experts(model: ModelConfig) -> dict[str, Any]:
     """What :func:`transformer_config` says of experts."""
-    model, settings = config.model, config.flat()
     kinds, coeffs = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     return {
-        **{name: settings[name] for name in _ALIKE_OF_EXPERTS.split()},
         "num_moe_experts": model.num_experts,
         "moe_layer_freq": list(map(int, expert_layers(model))),
         "moe_router_load_balancing_type": list(kinds) if len(kinds) > 1 else kinds[0],

@@ -18,7 +18,8 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.sliding import pattern_of
 from megatron_wlb.settings import allocator
-from megatron_wlb.settings.config import TrainingConfig, flag_of
+from megatron_wlb.settings.config import flag_of
+from megatron_wlb.settings.megatron import TrainingConfig
 from megatron_wlb.settings.recipe import quoted
 from megatron_wlb.settings.split import LAYOUT, flags_of
 

@@ -8,7 +8,7 @@ from helpers.layouts import WORKLOAD, Layout, Oracle
 from helpers.oracle import OracleRun, run_oracle
 from helpers.ranks import scatter_for
 
-from megatron_wlb.settings.config import ModelConfig
+from megatron_wlb.settings.megatron import ModelConfig
 
 
 @pytest.fixture(scope="session")

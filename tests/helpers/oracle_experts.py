@@ -10,7 +10,8 @@ from typing import Any
 
 from helpers.workload import Workload
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.settings.config import Config, ModelConfig
+from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.megatron import ModelConfig
 
 _SAME = (
     "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "

@@ -27,7 +27,7 @@ from helpers.layouts import (
     WORKLOAD,
     Layout,
 )
-from megatron_wlb.settings.config import ModelConfig
+from megatron_wlb.settings.megatron import ModelConfig
 
 SLICES = Layout("gpt2", 1, pp=2, dp=2, extra=OVERLAP)
 """It runs documents in slices, the others whole ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_wlb.cost.layers import MOST, check_sizes
+from megatron_wlb.cost.layers import check_sizes
 from megatron_wlb.cost.parts.attention import Attention
 from megatron_wlb.cost.tape import Operation, with_more
 from megatron_wlb.cost.workspace import FP32
@@ -33,7 +33,7 @@ class Latent:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        whole_number("q_lora_rank", self.q_lora_rank or 1, 1, MOST)
+        whole_number("q_lora_rank", self.q_lora_rank or 1, 1)
         if self.v_head_dim > self.key_dim:
             raise ConfigError(
                 f"model shape: v_head_dim {self.v_head_dim} is above a key's "

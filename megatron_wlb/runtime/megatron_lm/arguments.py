@@ -5,70 +5,69 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_wlb.data.ramp import StepRamp
 from megatron_wlb.runtime.megatron_lm import guards
 from megatron_wlb.settings.command_line import add_flags
-from megatron_wlb.settings.config import Config, WlbConfig, from_flat
+from megatron_wlb.settings.config import Config, WlbConfig, from_flat, table
+from megatron_wlb.settings.setting import SAME
 
 logger = logging.getLogger(__name__)
 
 ALONE = ("--wlb-device",)
 """Flags of ours that do not ask for plans."""
 
-_OURS = {
-    # Ours: Megatron's, where the name is another.
-    "norm_epsilon": "layernorm_epsilon",
-    "fp8_format": "fp8",
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+_AS_THEY_ARE = {
+    name: name if known.script == SAME else known.script
+    for name, known in table().items()
+    if known.script and not name.startswith("wlb_")
 }
+"""Settings whose values are the script's, by the argument that has each."""
 
-_SAME = (
-    # The model.
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
-    "group_query_attention", "num_query_groups", "kv_channels", "position_embedding_type",
-    "max_position_embeddings", "rotary_base", "rotary_percent", "rotary_interleaved",
-    "normalization", "qk_layernorm", "swiglu", "add_qkv_bias",
-    "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "hidden_dropout",
-    "attention_dropout", "transformer_impl", "mtp_num_layers", "mtp_loss_scaling_factor",
-    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-    "v_head_dim", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim",
-    # Its experts.
-    "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
-    "moe_z_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax",
-    "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_dtype",
-    "moe_grouped_gemm", "moe_token_dispatcher_type", "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    # The layout.
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce",
-    "distributed_backend", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-    # The batch, and what its memory depends on.
-    "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed", "seed",
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "deterministic_mode",
-    "fp8_param_gather", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
-    # The data.
-    "mock_data", "split", "seq_length",
-)  # fmt: skip
 
-_ONE_OR_MORE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
-"""Lists that Megatron makes a single value of where they have one."""
+def _several(name: str) -> Callable[[argparse.Namespace], tuple[Any, ...]]:
+    """A list that Megatron makes a single value of where it has one."""
 
-READ = frozenset(
-    {
-        *_SAME, *_OURS, "bf16", "optimizer", "disable_bias_linear", "no_overlap_p2p_communication",
-        "data_path", "rampup_batch_size", "step_batch_size_schedule", "window_size",
-        "window_attn_skip_freq", "fp8_recipe", "moe_layer_freq", *_ONE_OR_MORE,
-    }
-)  # fmt: skip
+    def read(args: argparse.Namespace) -> tuple[Any, ...]:
+        given = getattr(args, name)
+        return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+    return read
+
+
+def _skipped_windows(args: argparse.Namespace) -> str | None:
+    skipped = getattr(args, "window_attn_skip_freq", None)  # parsed: a number or a list
+    return None if skipped is None else str(skipped)
+
+
+def _ramp(args: argparse.Namespace) -> tuple[int, ...]:
+    ignored = not args.rampup_batch_size or guards.ignores_ramps(args)
+    return () if ignored else tuple(map(int, args.rampup_batch_size))
+
+
+_CONVERTED: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "bf16": lambda args: args.bf16 or args.fp16,  # which has the same sizes and rates
+    "optimizer": lambda args: "sgd" if args.optimizer == "sgd" else "adam",  # for its memory
+    "disable_bias_linear": lambda args: not args.add_bias_linear,
+    "no_overlap_p2p_communication": lambda args: (
+        args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm
+    ),
+    "window_size": lambda args: tuple(getattr(args, "window_size", None) or ()),
+    "window_attn_skip_freq": _skipped_windows,
+    "moe_layer_freq": lambda args: str(args.moe_layer_freq),  # parsed likewise
+    "moe_router_load_balancing_type": _several("moe_router_load_balancing_type"),
+    "moe_aux_loss_coeff": _several("moe_aux_loss_coeff"),
+    "fp8_recipe": lambda args: str(getattr(args.fp8_recipe, "value", args.fp8_recipe)),
+    "data_path": lambda args: tuple(args.data_path or ()),
+    "step_batch_size_schedule": lambda args: getattr(args, "step_batch_size_schedule", None),
+    "rampup_batch_size": _ramp,
+}
+"""Settings that have another form there."""
+
+READ = frozenset({*_AS_THEY_ARE, *_CONVERTED})
 """Settings, besides those that begin with ``wlb_``, that :func:`config_of` takes of Megatron's."""
 
 
@@ -132,34 +131,16 @@ def config_of(args: argparse.Namespace) -> Config:
     Schedule, logs and checkpoints stay Megatron's: their settings keep their defaults here, and
     nothing reads them.
     """
-    values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
-    values |= {ours: getattr(args, theirs) for ours, theirs in _OURS.items()}
+    values = {ours: getattr(args, theirs) for ours, theirs in _AS_THEY_ARE.items()}
     values |= {name: value for name, value in vars(args).items() if name.startswith("wlb_")}
-    values["bf16"] = args.bf16 or args.fp16  # which has the same sizes and rates
-    values["optimizer"] = "sgd" if args.optimizer == "sgd" else "adam"  # for its memory
-    values["disable_bias_linear"] = not args.add_bias_linear
-    values["no_overlap_p2p_communication"] = (
-        args.virtual_pipeline_model_parallel_size is not None and not args.overlap_p2p_comm
-    )
-    values["window_size"] = tuple(getattr(args, "window_size", None) or ())
-    skipped = getattr(args, "window_attn_skip_freq", None)  # parsed: a number or a list
-    values["window_attn_skip_freq"] = None if skipped is None else str(skipped)
+    values |= {name: convert(args) for name, convert in _CONVERTED.items()}
     modules = getattr(args, "recompute_modules", None)  # core_attn if not given
     if values["recompute_granularity"] == "selective" and "core_attn" not in (
         modules or ["core_attn"]
     ):
         values["recompute_granularity"] = None  # what other modules save is not counted
-    values["moe_layer_freq"] = str(args.moe_layer_freq)  # parsed likewise
-    for name in _ONE_OR_MORE:
-        given = getattr(args, name)
-        values[name] = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if values["recompute_granularity"] is None:  # Megatron then reads neither
         values["recompute_method"] = values["recompute_num_layers"] = None
-    values["fp8_recipe"] = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
-    values["data_path"] = tuple(args.data_path or ())
-    values["step_batch_size_schedule"] = getattr(args, "step_batch_size_schedule", None)
-    if args.rampup_batch_size and not guards.ignores_ramps(args):
-        values["rampup_batch_size"] = tuple(map(int, args.rampup_batch_size))
     if values["split"] is None:  # each split has its own corpora
         del values["split"]
     return from_flat(values)

@@ -46,13 +46,12 @@ from megatron_wlb.runtime.saving.resume import (
 )
 from megatron_wlb.runtime.step import StepRunner
 from megatron_wlb.settings import allocator
-from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.config import Config, table
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
 
-_OF_COSTS = ("window_size", "window_attn_skip_freq", "fp8_format", "fp8_recipe")
-"""Megatron's settings that no weight tells of, and that costs or padding depend on."""
+_OF_COSTS = tuple(name for name, known in table().items() if known.planned)
 _OF_STAGES = tuple(f.name for f in fields(PipelineSplit))
 """Settings by which steps are simulated; see :attr:`Session.compared`."""
 

@@ -36,32 +36,14 @@ from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
 from megatron_wlb.runtime.saving.saved_state import REMEDY, newest_step, tracked
 from megatron_wlb.runtime.transfer import from_first_rank
 from megatron_wlb.runtime.watchdog import lost_peer
-from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.config import Config, table
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
-REQUIRED = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
-    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-    "use_distributed_optimizer",
-    "micro_batch_size", "global_batch_size", "bf16", "optimizer", "lr", "min_lr",
-    "lr_decay_style", "lr_warmup_iters", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
-    "sgd_momentum",
-)  # fmt: skip
-"""Settings that must be equal when a run resumes, with those of the model and the number of
-processes. Megatron would take some from the checkpoint, whatever the command line says."""
-
-LAYOUT = {*REQUIRED[:9], "processes"}
-"""What need not be equal where one run has strategies: any layout loads such a checkpoint."""
-
-TOLD = ("clip_grad", "hidden_dropout", "attention_dropout")
-"""Settings that may differ, but not unnoticed, with those by which plans are made."""
-
-FREE = {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
-"""Settings of the model that may differ: its weights mean the same."""
+_LAYOUT = tuple(name for name, known in table().items() if known.layout)
+_SAME = tuple(name for name, known in table().items() if known.resume == "same")
+"""What must be equal when a run resumes, with the number of processes. Megatron would take some
+from the checkpoint, whatever the command line says."""
 
 FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
 """What a save may raise."""
@@ -149,9 +131,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def _settings(config: Config, padded_vocab_size: int) -> dict[str, Any]:
     """What must be equal when a run resumes, JSON-able, with defaults filled in."""
     flat = config.flat()
-    settings: dict[str, Any] = {name: flat[name] for name in REQUIRED}
+    settings: dict[str, Any] = {name: flat[name] for name in (*_LAYOUT, *_SAME)}
     settings["processes"] = torch.distributed.get_world_size()
-    settings |= {k: v for k, v in dataclasses.asdict(config.model).items() if k not in FREE}
     shape = model_shape(config, padded_vocab_size)
     for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
         settings[name] = getattr(shape, name)
@@ -400,7 +381,7 @@ def find(config: Config, padded_vocab_size: int, *, any_layout: bool = False) ->
     found = Found(folder, iteration, common, planner_state, settings)
     now = _settings(config, padded_vocab_size)
     if any_layout or found.num_updates is not None:
-        now = {name: v for name, v in now.items() if name not in LAYOUT}
+        now = {name: v for name, v in now.items() if name not in (*_LAYOUT, "processes")}
     _require_same_settings(folder, required, now, settings, config)
     return found
 

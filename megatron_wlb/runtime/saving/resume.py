@@ -6,7 +6,6 @@ rest may change, but not unnoticed.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -17,38 +16,14 @@ from typing import Any
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.settings.config import Config, WlbConfig, flag_of
+from megatron_wlb.settings.config import Config, flag_of, table
 
 logger = logging.getLogger(__name__)
 
-_NOT_OF_PLANS = {
-    "wlb_device",
-    "wlb_metrics",
-    "wlb_config",
-    "wlb_verify_shapes",
-    "wlb_verify_plan_interval",
-    "wlb_hang_seconds",
-    "wlb_no_checksums",
-    "wlb_no_ledger",
-    "wlb_allow_untested_megatron",
-    "wlb_attention_kernel",
-    "wlb_cp_overlap_groups",
-    "wlb_cp_keep_gathered",
-    "wlb_cost",  # restored, whatever is said now
-    "wlb_hardware",  # its figures are compared
-    "wlb_mock_lengths",  # the lengths are compared
-}
-_OF_PLANS = tuple(f.name for f in dataclasses.fields(WlbConfig) if f.name not in _NOT_OF_PLANS)
-
-_FOLLOWS = {
-    "max_position_embeddings": ("seq_length",),
-    "lr_decay_iters": ("train_iters",),
-    "ffn_hidden_size": ("hidden_size", "swiglu"),
-    "kv_channels": ("hidden_size", "num_attention_heads"),
-    "num_query_groups": ("num_attention_heads", "group_query_attention"),
-}
-"""Settings that need not be given, and those that decide about them then."""
-
+_TOLD = tuple(name for name, known in table().items() if known.resume == "told")
+_OF_PLANS = tuple(name for name in _TOLD if name.startswith("wlb_"))
+TOLD = tuple(name for name in _TOLD if name not in _OF_PLANS)
+"""What no plan depends on and may differ, but not unnoticed."""
 _NO_FLAGS = {"processes": "processes", "padded_vocab_size": "padded vocabulary"}
 
 
@@ -146,15 +121,18 @@ def changed_settings(
         sources = []
         if given_then.get(name) == given_now.get(name):
             sources = [
-                source
-                for source in _FOLLOWS.get(name, ())
-                if given_then.get(source) != given_now[source]
+                source for source in _follows(name) if given_then.get(source) != given_now[source]
             ]
         for source in sources:
             then[source], here[source] = given_then.get(source), given_now[source]
         if not sources:
             then[name], here[name] = saved.get(name), value
     return differences(then, here)
+
+
+def _follows(name: str) -> tuple[str, ...]:
+    known = table().get(name)  # a checkpoint has figures besides settings
+    return () if known is None else known.follows
 
 
 def machine_digest(config: Config) -> str | None:

@@ -19,7 +19,7 @@ from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica
 from megatron_wlb.runtime.strategy.routes import Pull, Push, Routes
 from megatron_wlb.runtime.strategy.store import Store
 from megatron_wlb.runtime.transfer import HostCopy, of_all_ranks
-from megatron_wlb.settings.config import TrainingConfig
+from megatron_wlb.settings.megatron import TrainingConfig
 from megatron_wlb.strategy.layout import Replica, Strategy
 
 Layout = tuple[object, tuple[int, ...]]

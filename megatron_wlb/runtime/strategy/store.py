@@ -10,7 +10,7 @@ from megatron.core import optimizer as megatron_optimizer
 
 from megatron_wlb.runtime.strategy.buckets import Buckets
 from megatron_wlb.runtime.transfer import HostCopy
-from megatron_wlb.settings.config import TrainingConfig
+from megatron_wlb.settings.megatron import TrainingConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -41,6 +41,7 @@ from megatron_wlb.runtime.saving import checkpoint
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
 from megatron_wlb.runtime.saving.ledger import open_ledger
 from megatron_wlb.runtime.saving.resume import (
+    TOLD,
     machine_digest,
     require_same_tokens,
     tell_changes,
@@ -88,7 +89,7 @@ class Trainer:
             self.iteration, _, settings = restored
             self.planner.load_state_dict(state["planner"])
             require_same_tokens(self.corpora, state.get("samples"))
-            tell_changes(config, settings, state.get("machine"), *checkpoint.TOLD)
+            tell_changes(config, settings, state.get("machine"), *TOLD)
             logger.info(
                 "resumed after iteration %d from %s", self.iteration, config.checkpoint.load
             )

@@ -36,7 +36,7 @@ from megatron_wlb.runtime.model import (
 )
 from megatron_wlb.runtime.optimizer import build_scheduler
 from megatron_wlb.runtime.saving import checkpoint as saving
-from megatron_wlb.runtime.saving.resume import require_same_tokens, tell_changes
+from megatron_wlb.runtime.saving.resume import TOLD, require_same_tokens, tell_changes
 from megatron_wlb.runtime.step import StepLoss, StepRunner
 from megatron_wlb.runtime.strategy import checkpoint
 from megatron_wlb.runtime.strategy.groups import GroupOpener, ReplicaGroups
@@ -155,7 +155,7 @@ class StrategyTrainer(Trainer):
             self.iteration = found.iteration
             self.planner.load_state_dict(found.planner["planner"])
             require_same_tokens(self.corpora, found.planner.get("samples"))
-            tell_changes(config, found.settings, found.planner.get("machine"), *saving.TOLD)
+            tell_changes(config, found.settings, found.planner.get("machine"), *TOLD)
             logger.info("resumed after iteration %d from %s", found.iteration, found.folder)
         self._compare_state({})
         self.plans = self.planner

@@ -8,7 +8,8 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards
 from megatron_wlb.planning.experts import expert_layers
 from megatron_wlb.settings.command_line import parse, parse_known
-from megatron_wlb.settings.config import Config, ModelConfig
+from megatron_wlb.settings.config import Config
+from megatron_wlb.settings.megatron import ModelConfig
 
 EXPERTS = "--num-experts 8 --disable-bias-linear"
 

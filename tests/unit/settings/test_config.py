@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from megatron_wlb.settings.config import Config, DataConfig, ModelConfig, WlbConfig, from_flat
+from megatron_wlb.settings.config import Config, DataConfig, WlbConfig, from_flat
+from megatron_wlb.settings.megatron import ModelConfig
 
 CONFIG = Config(
     model=ModelConfig(num_layers=6),

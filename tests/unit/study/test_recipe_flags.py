@@ -18,7 +18,7 @@ from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.settings.config import ModelConfig
+from megatron_wlb.settings.megatron import ModelConfig
 from megatron_wlb.settings.recipe import read_recipe
 from megatron_wlb.study import write_recipe as recipe
 

@@ -1,0 +1,49 @@
+"""What a setting is besides its value: its help, its limits, and who asks for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from megatron_wlb.reading import MAX_SIZE
+
+SAME = "same"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """All that the package needs to know of a setting besides its name, type and default."""
+
+    help: str
+    least: int | None = None
+    most: int | None = None
+    within: tuple[float, float] | None = None
+    """Half-open."""
+    script: str = ""
+    """The argument of Megatron-LM's script that means this and has its form: another name, or
+    ``same``; empty where there is none."""
+    resume: Literal["same", "told", "free"] = "free"
+    """What a run that resumes may do: ``same`` is nothing, ``told`` is another value with a
+    warning."""
+    layout: bool = False
+    """Whether a run that resumes must have the same, unless replicas have strategies."""
+    planned: bool = False
+    """Whether it is Megatron's, no weight tells of it, and plans depend on it."""
+    alike: bool = True
+    """Whether all ranks have the same."""
+    follows: tuple[str, ...] = ()
+    """The settings that decide about it where it is not given."""
+
+
+def setting(default: Any, help: str, **traits: Any) -> Any:
+    """A dataclass field with the text that ``--help`` shows, and what :class:`Setting` has."""
+    return field(default=default, metadata={"help": help, **traits})
+
+
+count = partial(setting, least=1)
+size = partial(setting, least=1, most=MAX_SIZE)
+real = partial(setting, within=(0, math.inf))
+factor = partial(setting, within=(1, math.inf))
+share = partial(setting, within=(0, 1))
