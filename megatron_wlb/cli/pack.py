@@ -14,16 +14,12 @@ from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say
 from megatron_wlb.cost.step_costs import StepCosts
-from megatron_wlb.packing import CUTS_AT_WINDOWS, PACKINGS, PackingSettings, reads
-from megatron_wlb.packing.settings import run_with
+from megatron_wlb.packing import PACKINGS, PackingSettings, kind_of, reads
+from megatron_wlb.packing.settings import run_with, slices
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, gain, recommended
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
 
-ALL = (
-    "original", "fixed-greedy:1", "fixed-greedy:2", "fixed-greedy:4", "fixed-greedy:8", "wlb",
-    "hold", "slim",
-)  # fmt: skip
 STEPS, SOLVER_STEPS = 400, 20
 EXTRA_COLUMNS = ("p95", "worst", "tokens/s", "p99", "CV", "documents")
 MIN_WIDTH = 130
@@ -134,7 +130,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings]:
-    every = [name for name in ALL if name != "slim" or inputs.can_slice(args)]
+    can_slice = inputs.can_slice(args)
+    every = [name + form for name in PACKINGS for form in kind_of(name).tried]
+    every = [name for name in every if can_slice or not slices(name)]
     named = args.packing or run_with(args.pp_size, args.vpp_size, every)
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
@@ -243,9 +241,9 @@ def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
     gained = "" if original is None else f"; it does {gain(best, original)}"
     was = "" if original is None else f" instead of {original.imbalance:.3f}"
     memory = ""
-    if chosen.setting.name == "slim":
+    if chosen.setting.kind.slices:
         memory = "; long documents run in slices, which need less memory ('wlb simulate' tells)"
-    elif chosen.setting.name not in CUTS_AT_WINDOWS:
+    elif not chosen.setting.kind.windows:
         memory = f"; it needs memory for micro-batches of {chosen.setting.max_tokens:,} tokens"
     return (
         f"At N={number} and within {limit} train with {' '.join(chosen.flags)}: imbalance "

@@ -29,6 +29,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing.base import MOST_STEPS
+from megatron_wlb.packing.settings import slices
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.planning.strategies import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
@@ -132,12 +133,12 @@ def _run(args: argparse.Namespace) -> int:
         )
     can_slice = inputs.can_slice(args)
     if args.packing is None:
-        args.packing = [name for name in Space.packings if can_slice or name != "slim"]
-    sliced = [name for name in args.packing if name.partition(":")[0] == "slim"]
+        args.packing = [name for name in Space.packings if can_slice or not slices(name)]
+    sliced = [name for name in args.packing if slices(name)]
     if sliced and not can_slice:
         raise ConfigError(
             f"--packing {sliced[0]} cannot train --model {args.model}, which has experts or FP8's "
-            "delayed scaling; leave slim out, or with FP8 give another --fp8-recipe, such as "
+            "delayed scaling; leave that out, or with FP8 give another --fp8-recipe, such as "
             "tensorwise"
         )
     inputs.fill_window(args)

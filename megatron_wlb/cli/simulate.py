@@ -39,7 +39,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing import PackingSettings
-from megatron_wlb.packing.settings import run_with
+from megatron_wlb.packing.settings import run_with, sliced
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import unknown, whole_number
 from megatron_wlb.sharding.select import MODES, Mode
@@ -160,7 +160,7 @@ def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings
     named = args.packing
     if named is None:
         named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
-        named += run_with(args.pp_size, args.vpp_size, ["slim"] if can_slice(args) else [])
+        named += run_with(args.pp_size, args.vpp_size, sliced() if can_slice(args) else [])
     names = ["original", *named]
     return [
         PackingSettings.parse(name, args.window, max_tokens, max_age=args.max_age)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from megatron_wlb.packing.base import Packer
 from megatron_wlb.packing.metrics import Meter, PackingMetrics
 from megatron_wlb.packing.settings import (
-    CUTS_AT_WINDOWS,
-    PACKINGS,
     PackingSettings,
     check_numbers,
     check_shaping,
+    kind_of,
+    numbers_by_step,
     packer,
     reads,
+    simulates,
     unread,
 )
+from megatron_wlb.settings.packings import PACKINGS
 
 __all__ = [
-    "CUTS_AT_WINDOWS",
     "PACKINGS",
     "Meter",
     "Packer",
@@ -24,7 +25,10 @@ __all__ = [
     "PackingSettings",
     "check_numbers",
     "check_shaping",
+    "kind_of",
+    "numbers_by_step",
     "packer",
     "reads",
+    "simulates",
     "unread",
 ]

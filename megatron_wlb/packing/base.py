@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
@@ -18,6 +19,10 @@ from megatron_wlb.reading import (
     typed,
     whole_number,
 )
+
+if TYPE_CHECKING:
+    from megatron_wlb.cost import CostModel
+    from megatron_wlb.packing.settings import PackingSettings
 
 MOST_STEPS_AHEAD = 1000
 """Steps that may be read ahead, batches repacked together, or queues: all wait in memory."""
@@ -126,7 +131,11 @@ class Limits:
                 )
 
 
-class Packer(Protocol):
+BALANCED = frozenset({"max_tokens", "shaped", "max_age", "max_step_tokens", "micro_batches"})
+"""Settings of packings whose micro-batches have any length."""
+
+
+class Packer(ABC):
     """Decides, step after step, which documents run now and with which others.
 
     The same documents in the same order give the same micro-batches, on every rank and after
@@ -135,23 +144,60 @@ class Packer(Protocol):
     """
 
     name: ClassVar[str]
-    in_stream_order: ClassVar[bool]
+    in_stream_order: ClassVar[bool] = False
     """Whether the order of the micro-batches, and of the documents in them, is the stream's and
     must be kept; otherwise it means nothing."""
-    look_ahead: int
+    reads: ClassVar[frozenset[str]] = BALANCED
+    """The fields of :class:`~megatron_wlb.packing.settings.PackingSettings` that it reads."""
+    reads_if_numbered: ClassVar[frozenset[str]] = frozenset()
+    """The fields that it reads besides where the number of micro-batches is chosen."""
+    number: ClassVar[str] = ""
+    """The field that ``NAME:K`` sets, if any."""
+    least: ClassVar[int] = 1
+    """The least K."""
+    tried: ClassVar[tuple[str, ...]] = ("",)
+    """What ``wlb pack`` tries behind its name where no packing is named."""
+    windows: ClassVar[bool] = False
+    """Whether it takes documents of any length and cuts them at the windows of the stream, as
+    Megatron does. Cut before, at windows of their own, long documents would be cut twice, and their
+    work understated."""
+    slices: ClassVar[bool] = False
+    """Whether documents of any length run whole, in slices that
+    :class:`~megatron_wlb.planning.slicing.Slicer` cuts: replicas then run unlike numbers of
+    micro-batches in one chunk a rank."""
+    unshaped: ClassVar[str] = ""
+    unnumbered: ClassVar[str] = ""
+    """Why, and what instead, where it does not read ``shaped`` or ``micro_batches``."""
+
+    look_ahead: int = 0
     """How many steps after the present one have their documents given already. They may run
     before they arrive; what could not be given by then, at the end of the data, is no loss."""
 
-    @property
-    def limits(self) -> Limits: ...
+    limits: Limits
+
+    @classmethod
+    @abstractmethod
+    def make(cls, settings: PackingSettings, limits: Limits, cost: CostModel) -> Packer:
+        """Makes one that holds no document."""
+
+    @classmethod
+    def read(cls, number: int, window: int) -> dict[str, Any]:
+        """The settings that ``NAME:K`` gives. Raises :class:`ConfigError` for too large a K."""
+        return {cls.number: number}
+
+    @classmethod
+    def said(cls, settings: PackingSettings) -> Iterable[str]:
+        """What of its settings is not the default, in a few words each."""
+        return ()
 
     @property
+    @abstractmethod
     def waiting(self) -> Sequence[Document]:
         """Documents that were given to :meth:`pack` and have not run yet; with ``look_ahead``, some
         of them arrive in later steps.
         """
-        ...
 
+    @abstractmethod
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
         """The N micro-batches of ``step``; some may be empty.
 
@@ -160,26 +206,25 @@ class Packer(Protocol):
 
         Raises, and changes nothing, :class:`PackingError` for a document longer than S_max.
         """
-        ...
 
+    @abstractmethod
     def flush(self, step: int) -> list[list[Document]]:
         """The N micro-batches of a step after the stream's end: nothing is held back for balance.
 
         To be called, with rising steps, until nothing waits.
         """
-        ...
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything that later steps depend on, JSON-able."""
-        ...
 
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state`` was taken.
 
         Raises, and changes nothing, :class:`CheckpointError` for a state of another packing or of
         another N, and :class:`PackingError` if a waiting document is above a lowered S_max.
         """
-        ...
 
 
 def save_state(packer: Packer, **waiting: Iterable[Document]) -> dict[str, Any]:

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, load_state, save_state
-from megatron_wlb.packing.original import check_windows, cut_windows
+from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, Packer, load_state, save_state
+from megatron_wlb.packing.original import UNSHAPED_WINDOWS, check_windows, cut_windows
 from megatron_wlb.packing.placement import CostTable, rank
 from megatron_wlb.plan import Document
 from megatron_wlb.reading import reading_state, shown, typed, unknown, whole_number
+
+if TYPE_CHECKING:
+    from megatron_wlb.packing.settings import PackingSettings
+
 
 Grouping: TypeAlias = Literal["sorted", "arrival"]
 """Which windows of several global batches run in one step: those of like work, or those whose
 tokens arrived together."""
 
 
-class FixedPacker(ABC):
+class FixedPacker(Packer):
     """What both fixed packings share: k global batches at a time become k · N new windows.
 
     As Megatron does, the stream is cut every ``window`` tokens; the pieces of k steps are then
@@ -34,8 +38,13 @@ class FixedPacker(ABC):
     the same N are repacked together.
     """
 
-    name: ClassVar[str]
-    in_stream_order: ClassVar[bool] = False
+    number = "fixed_batches"
+    windows = True
+    unshaped = UNSHAPED_WINDOWS
+    unnumbered = (
+        "{} packing balances windows, which other numbers of micro-batches (auto) would divide "
+        "anew; use original, hold or wlb, or leave their number fixed"
+    )
 
     def __init__(self, limits: Limits, cost: CostModel, num_batches: int = 1) -> None:
         check_windows(self.name, limits)
@@ -45,6 +54,11 @@ class FixedPacker(ABC):
         self._costs_us = CostTable(cost, limits)
         self._waiting: list[Document] = []  # in stream order
         self._planned: deque[list[list[Document]]] = deque()  # micro-batches of the next steps
+
+    @classmethod
+    def said(cls, settings: PackingSettings) -> Iterable[str]:
+        number = settings.fixed_batches
+        return (f"{number} batch" + "es" * (number > 1),)
 
     @abstractmethod
     def _repack(self, windows: list[list[Document]], step: int) -> list[list[list[Document]]]:
@@ -131,6 +145,8 @@ class FixedGreedyPacker(FixedPacker):
     """
 
     name: ClassVar[str] = "fixed-greedy"
+    reads = frozenset({"fixed_batches", "fixed_grouping"})
+    tried = (":1", ":2", ":4", ":8")
 
     def __init__(
         self,
@@ -143,6 +159,10 @@ class FixedGreedyPacker(FixedPacker):
         if grouping not in get_args(Grouping):
             raise unknown("grouping", grouping, get_args(Grouping))
         self.grouping = grouping
+
+    @classmethod
+    def make(cls, settings: PackingSettings, limits: Limits, cost: CostModel) -> FixedGreedyPacker:
+        return cls(limits, cost, settings.fixed_batches, settings.fixed_grouping)
 
     def _repack(self, windows: list[list[Document]], step: int) -> list[list[list[Document]]]:
         windows = self._balance(windows)

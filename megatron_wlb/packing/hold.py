@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, load_state, save_state
+from megatron_wlb.packing.base import (
+    BALANCED,
+    MOST_STEPS_AHEAD,
+    Limits,
+    Packer,
+    load_state,
+    save_state,
+)
 from megatron_wlb.packing.placement import CostTable, Placement, Ranking, rank
 from megatron_wlb.plan import Document
 from megatron_wlb.reading import real_number, whole_number
+
+if TYPE_CHECKING:
+    from megatron_wlb.packing.settings import PackingSettings
+
 
 DELAY_PRICE, LOOK_AHEAD_DELAY_PRICE = 0.15, 0.45
 """Imbalance that a whole step's tokens are worth for one step of delay. Both are where the mean
@@ -62,7 +73,7 @@ class _Outcome:
     """Where ``running`` is placed; what is left of it had no room."""
 
 
-class HoldPacker:
+class HoldPacker(Packer):
     """Runs every document at once but the few that are too heavy for the others to balance.
 
     Held back are the ``k`` heaviest documents at hand, ``W_1 ≥ W_2 ≥ …``: the others, placed on the
@@ -90,7 +101,9 @@ class HoldPacker:
     """
 
     name: ClassVar[str] = "hold"
-    in_stream_order: ClassVar[bool] = False
+    reads = BALANCED | {"tau", "delay_price", "look_ahead"}
+    number = "look_ahead"
+    least = 0
 
     def __init__(
         self,
@@ -116,6 +129,20 @@ class HoldPacker:
         # Yet to arrive, in stream order: those that may run early, and those too short for it.
         self._heavy_ahead: list[Document] = []
         self._light_ahead: list[Document] = []
+
+    @classmethod
+    def make(cls, settings: PackingSettings, limits: Limits, cost: CostModel) -> HoldPacker:
+        s = settings
+        return cls(limits, cost, s.tau, delay_price=s.delay_price, look_ahead=s.look_ahead)
+
+    @classmethod
+    def said(cls, settings: PackingSettings) -> Iterable[str]:
+        if settings.tau != 1:
+            yield f"tau {settings.tau:g}"
+        if settings.delay_price is not None:
+            yield f"price {settings.delay_price:g}"
+        if settings.look_ahead:
+            yield f"look-ahead {settings.look_ahead}"
 
     @property
     def waiting(self) -> Sequence[Document]:

@@ -5,14 +5,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import Limits, load_state, save_state
+from megatron_wlb.packing.base import Limits, Packer, load_state, save_state
 from megatron_wlb.plan import Document
 
+if TYPE_CHECKING:
+    from megatron_wlb.cost import CostModel
+    from megatron_wlb.packing.settings import PackingSettings
 
-class OriginalPacker:
+
+UNSHAPED_WINDOWS = (
+    "micro-batches of {} packing are windows, so they cannot be shaped; use hold or wlb, or leave "
+    "--wlb-shape (+shape) out"
+)
+
+
+class OriginalPacker(Packer):
     """Cuts the stream of documents every ``window`` tokens; N micro-batches a step, in its order.
 
     A micro-batch is the next ``micro_batch_size`` windows, one after another in one row.
@@ -24,12 +34,19 @@ class OriginalPacker:
 
     name: ClassVar[str] = "original"
     in_stream_order: ClassVar[bool] = True
-    look_ahead = 0
+    reads = frozenset({"micro_batches"})
+    reads_if_numbered = frozenset({"max_tokens"})
+    windows = True
+    unshaped = UNSHAPED_WINDOWS
 
     def __init__(self, limits: Limits) -> None:
         check_windows(self.name, limits)
         self.limits = limits
         self._waiting: list[Document] = []  # in stream order
+
+    @classmethod
+    def make(cls, settings: PackingSettings, limits: Limits, cost: CostModel) -> OriginalPacker:
+        return cls(limits)
 
     @property
     def waiting(self) -> Sequence[Document]:

@@ -2,72 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import Any, Literal
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.base import MOST_STEPS_AHEAD, Limits, Packer
-from megatron_wlb.packing.fixed import FixedGreedyPacker, Grouping
-from megatron_wlb.packing.hold import HoldPacker
-from megatron_wlb.packing.original import OriginalPacker
-from megatron_wlb.packing.slim import SlimPacker
-from megatron_wlb.packing.solver import SOLVER_LIMIT, FixedSolverPacker
-from megatron_wlb.packing.wlb import WLBPacker
+from megatron_wlb.packing.fixed import Grouping
+from megatron_wlb.packing.solver import SOLVER_LIMIT
 from megatron_wlb.reading import shown, unknown
 from megatron_wlb.settings.config import WlbConfig, flag_of
-
-PACKINGS = ("original", "fixed-greedy", "fixed-solver", "wlb", "hold", "slim")
-
-CUTS_AT_WINDOWS = frozenset({"original", "fixed-greedy", "fixed-solver"})
-"""Packings that take documents of any length and cut them at the windows of the stream, as Megatron
-does. Cut before, at windows of their own, long documents would be cut twice and their work
-understated. Their micro-batches stay windows: :func:`check_shaping`; but for a number that is
-chosen by step, :func:`check_numbers`."""
+from megatron_wlb.settings.packings import PACKINGS
 
 SHAPED, AUTO = "+shape", "+auto"
 _SUFFIXES: dict[str, tuple[str, Any]] = {SHAPED: ("shaped", True), AUTO: ("micro_batches", "auto")}
 
 _CONFIGURED = {"name": "wlb_packing", "tau": "wlb_hold_tau", "shaped": "wlb_shape"}
 """What a field is called in :class:`WlbConfig`, where that is not ``wlb_`` and its name."""
-_BALANCED = ("wlb", "hold")
-_COUNTS_FOR = {
-    "max_tokens": (*_BALANCED, "slim"),
-    "fixed_batches": ("fixed-greedy", "fixed-solver"),
-    "fixed_grouping": ("fixed-greedy",),
-    "solver_limit": ("fixed-solver",),
-    "queue_thresholds": ("wlb",),
-    "tau": ("hold",),
-    "delay_price": ("hold",),
-    "look_ahead": ("hold",),
-    "shaped": _BALANCED,
-    "max_age": _BALANCED,
-    "max_step_tokens": _BALANCED,
-    "units": ("slim",),
-    "slice_multiple": ("slim",),
-    "dp_merge": ("slim",),
-    "micro_batches": ("original", *_BALANCED),
-}
-"""The packings that read a field; the others' flags leave it out, and warn where it is given."""
+
+
+def kind_of(name: str) -> type[Packer]:
+    """The packing called ``name``. Raises :class:`ConfigError` for an unknown one."""
+    if name not in PACKINGS:
+        raise unknown("packing", name, PACKINGS)
+    module, _, kind = PACKINGS[name].kind.partition(":")
+    found: type[Packer] = getattr(import_module(module), kind)
+    return found
 
 
 def reads(packing: str, name: str, micro_batches: str = "fixed") -> bool:
     """Whether a packing reads a field of :class:`PackingSettings`."""
-    # Micro-batches of `original` are windows unless their number is chosen.
-    longest = name == "max_tokens" and packing == "original" and micro_batches == "auto"
-    return longest or packing in _COUNTS_FOR[name]
+    kind = kind_of(packing)
+    return name in kind.reads or (micro_batches == "auto" and name in kind.reads_if_numbered)
 
 
 def unread(config: WlbConfig) -> dict[str, str]:
     """Settings that are not the default's, and that the packing does not read: which one does."""
     default = WlbConfig()
     return {
-        configured: f"--wlb-packing {' or '.join(packings)}"
-        for name, packings in _COUNTS_FOR.items()
-        if getattr(config, configured := _configured(name)) != getattr(default, configured)
-        and not reads(config.wlb_packing, name, config.wlb_micro_batches)
+        configured: "--wlb-packing " + " or ".join(p for p in PACKINGS if reads(p, f.name))
+        for f in fields(PackingSettings)[1:]
+        if getattr(config, configured := _configured(f.name)) != getattr(default, configured)
+        and not reads(config.wlb_packing, f.name, config.wlb_micro_batches)
     }
 
 
@@ -77,31 +56,36 @@ def check_shaping(name: str) -> None:
     Shaping makes micro-batches of any size up to S_max, so it would end fixed windows; slices have
     sizes of their own.
     """
-    if name == "slim":
-        raise ConfigError(
-            "slim packing chooses sizes and order itself; leave --wlb-shape (+shape) out"
-        )
-    if name in CUTS_AT_WINDOWS:
-        raise ConfigError(
-            f"micro-batches of {name} packing are windows, so they cannot be shaped; use hold or "
-            "wlb, or leave --wlb-shape (+shape) out"
-        )
+    if not reads(name, "shaped"):
+        raise ConfigError(kind_of(name).unshaped.format(name))
 
 
 def check_numbers(name: str) -> None:
     """Raises :class:`ConfigError` for a packing whose numbers of micro-batches may not be chosen
     step by step.
     """
-    if name == "slim":
-        raise ConfigError(
-            "slim packing chooses the number of micro-batches itself (--wlb-units); leave "
-            "--wlb-micro-batches out"
-        )
-    if name.startswith("fixed-"):
-        raise ConfigError(
-            f"{name} packing balances windows, which other numbers of micro-batches (auto) would "
-            "divide anew; use original, hold or wlb, or leave their number fixed"
-        )
+    if not reads(name, "micro_batches"):
+        raise ConfigError(kind_of(name).unnumbered.format(name))
+
+
+def numbers_by_step(config: WlbConfig) -> bool:
+    """Whether a plan, and not the batch size, says how many micro-batches its step has."""
+    return kind_of(config.wlb_packing).slices or config.wlb_micro_batches == "auto"
+
+
+def simulates(config: WlbConfig) -> bool:
+    """Whether steps are simulated to plan them."""
+    return config.wlb_shape == "on" or numbers_by_step(config)
+
+
+def slices(text: str) -> bool:
+    """Whether the packing in ``NAME:K+shape`` cuts documents in slices."""
+    return kind_of(text.partition("+")[0].partition(":")[0]).slices
+
+
+def sliced() -> list[str]:
+    """The packings that cut documents in slices."""
+    return [name for name in PACKINGS if slices(name)]
 
 
 def run_with(
@@ -111,8 +95,8 @@ def run_with(
 
     Slices are for pipelines, and cannot run with virtual stages, nor with experts.
     """
-    slices = (pp_size or 1) > 1 and (vpp_size or 1) == 1 and not experts
-    return [name for name in names if slices or name.partition(":")[0] != "slim"]
+    can_slice = (pp_size or 1) > 1 and (vpp_size or 1) == 1 and not experts
+    return [name for name in names if can_slice or not slices(name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +107,7 @@ class PackingSettings:
     """
 
     name: str
-    """One of :data:`PACKINGS`; :meth:`packer` finds an unknown one."""
+    """One of :data:`PACKINGS`; :attr:`kind` finds an unknown one."""
     max_tokens: int
     """S_max."""
     fixed_batches: int = 1
@@ -150,6 +134,10 @@ class PackingSettings:
             check_numbers(self.name)
 
     @property
+    def kind(self) -> type[Packer]:
+        return kind_of(self.name)
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is Megatron's own packing, with which others are compared."""
         return self.name == "original" and self.micro_batches == "fixed"
@@ -157,15 +145,15 @@ class PackingSettings:
     @property
     def simulated(self) -> bool:
         """Whether steps are simulated to plan them."""
-        return self.shaped or self.micro_batches == "auto" or self.name == "slim"
+        return self.shaped or self.micro_batches == "auto" or self.kind.slices
 
     @classmethod
     def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> PackingSettings:
         """Reads ``NAME`` or ``NAME:K``, with ``+shape`` behind it for shaped steps, and ``+auto``
         for numbers of micro-batches that are chosen step by step.
 
-        K is a number of global batches, queues, steps of look-ahead, or units. K queues part the
-        window evenly: at ``i · window ÷ (K + 1)``. ``settings`` are for all.
+        K is what :meth:`Packer.read` reads: global batches, queues, steps of look-ahead, units.
+        ``settings`` are for all.
 
         Raises :class:`ConfigError` for a K that is none, and for shaped windows.
         """
@@ -178,28 +166,20 @@ class PackingSettings:
         said = shown(text)[1:-1]
         if not colon:
             return cls(name, max_tokens, **settings)
-        least = 0 if name == "hold" else 1
+        kind = kind_of(name)
         short = number.isdecimal() and len(number) <= len(str(MOST_STEPS_AHEAD))
-        if not (short and least <= int(number) <= MOST_STEPS_AHEAD):
+        if not (short and kind.least <= int(number) <= MOST_STEPS_AHEAD):
             raise ConfigError(
                 f"packing {said}: {shown(number)} is no number of batches, queues, steps or units, "
                 f"at most {MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or "
                 "slim:32"
             )
-        count = int(number)
-        if name.startswith("fixed-"):
-            settings["fixed_batches"] = count
-        elif name == "wlb":
-            if count >= window:
-                raise ConfigError(f"packing {said}: more queues than a window of {window} parts in")
-            thresholds = tuple(window * i // (count + 1) for i in range(1, count + 1))
-            settings["queue_thresholds"] = thresholds
-        elif name == "hold":
-            settings["look_ahead"] = count
-        elif name == "slim":
-            settings["units"] = count
-        else:
+        if not kind.number:
             raise ConfigError(f"packing {said}: it takes no number; leave it out")
+        try:
+            settings |= kind.read(int(number), window)
+        except ConfigError as error:
+            raise ConfigError(f"packing {said}: {error}") from None
         return cls(name, max_tokens, **settings)
 
     @classmethod
@@ -213,7 +193,7 @@ class PackingSettings:
         """Lists what the training command needs to pack so: :meth:`of_config` reads it again."""
         words = [flag_of(_configured("name")), self.name]
         defaults = {f.name: f.default for f in fields(self)}
-        for name in _COUNTS_FOR:
+        for name in [*defaults][1:]:
             value = getattr(self, name)
             if reads(self.name, name, self.micro_batches) and value != defaults[name]:
                 values = value if isinstance(value, tuple) else (value,)
@@ -223,20 +203,7 @@ class PackingSettings:
     @property
     def title(self) -> str:
         """The packing and what of it is not the default, in a few words."""
-        parts = [self.name]
-        if self.name.startswith("fixed-"):
-            parts.append(f"{self.fixed_batches} batch" + "es" * (self.fixed_batches > 1))
-        elif self.name == "wlb" and self.queue_thresholds:
-            parts.append("L " + " ".join(map(str, self.queue_thresholds)))
-        elif self.name == "hold":
-            if self.tau != 1:
-                parts.append(f"tau {self.tau:g}")
-            if self.delay_price is not None:
-                parts.append(f"price {self.delay_price:g}")
-            if self.look_ahead:
-                parts.append(f"look-ahead {self.look_ahead}")
-        elif self.name == "slim" and self.units is not None:
-            parts.append(f"{self.units} units")
+        parts = [self.name, *self.kind.said(self)]
         if self.shaped:
             parts.append("shaped")
         if self.micro_batches == "auto":
@@ -282,20 +249,7 @@ class PackingSettings:
             micro_batch_size,
             ramp,
         )
-        batches = self.fixed_batches
-        packers: dict[str, Callable[[], Packer]] = {
-            "original": lambda: OriginalPacker(limits),
-            "fixed-greedy": lambda: FixedGreedyPacker(limits, cost, batches, self.fixed_grouping),
-            "fixed-solver": lambda: FixedSolverPacker(limits, cost, batches, self.solver_limit),
-            "wlb": lambda: WLBPacker(limits, cost, self.queue_thresholds),
-            "hold": lambda: HoldPacker(
-                limits, cost, self.tau, delay_price=self.delay_price, look_ahead=self.look_ahead
-            ),
-            "slim": lambda: SlimPacker(limits),
-        }
-        if self.name not in packers:
-            raise unknown("packing", self.name, packers)
-        return packers[self.name]()
+        return self.kind.make(self, limits, cost)
 
 
 def packer(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_wlb.packing.base import Limits, load_state, save_state
+from megatron_wlb.packing.base import Limits, Packer, load_state, save_state
 from megatron_wlb.plan import Document
 
+if TYPE_CHECKING:
+    from megatron_wlb.cost import CostModel
+    from megatron_wlb.packing.settings import PackingSettings
 
-class SlimPacker:
+
+class SlimPacker(Packer):
     """Gives back the documents of each step as they came, in one list.
 
     :class:`~megatron_wlb.planning.slicing.Slicer` deals them out to replicas and cuts the long
@@ -17,12 +21,26 @@ class SlimPacker:
     """
 
     name: ClassVar[str] = "slim"
-    in_stream_order: ClassVar[bool] = False
-    look_ahead = 0
+    reads = frozenset({"max_tokens", "units", "slice_multiple", "dp_merge"})
+    number = "units"
+    slices = True
+    unshaped = "{} packing chooses sizes and order itself; leave --wlb-shape (+shape) out"
+    unnumbered = (
+        "{} packing chooses the number of micro-batches itself (--wlb-units); leave "
+        "--wlb-micro-batches out"
+    )
     waiting: Sequence[Document] = ()
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+
+    @classmethod
+    def make(cls, settings: PackingSettings, limits: Limits, cost: CostModel) -> SlimPacker:
+        return cls(limits)
+
+    @classmethod
+    def said(cls, settings: PackingSettings) -> Iterable[str]:
+        return () if settings.units is None else (f"{settings.units} units",)
 
     def pack(self, documents: Sequence[Document], step: int) -> list[list[Document]]:
         self.limits = self.limits.at(step)

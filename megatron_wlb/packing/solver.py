@@ -19,6 +19,8 @@ from megatron_wlb.plan import Document
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver
 
+    from megatron_wlb.packing.settings import PackingSettings
+
 logger = logging.getLogger(__name__)
 
 SOLVER_LIMIT = 10.0
@@ -48,6 +50,8 @@ class FixedSolverPacker(FixedPacker):
     """
 
     name: ClassVar[str] = "fixed-solver"
+    reads = frozenset({"fixed_batches", "solver_limit"})
+    tried = ()  # it takes seconds a step
 
     def __init__(
         self,
@@ -61,6 +65,10 @@ class FixedSolverPacker(FixedPacker):
             raise ConfigError(f"solver_limit is {limit}; give a positive number of seconds")
         self.limit = limit
         _cp_model()  # Missing OR-tools is an error now, not at the first step.
+
+    @classmethod
+    def make(cls, settings: PackingSettings, limits: Limits, cost: CostModel) -> FixedSolverPacker:
+        return cls(limits, cost, settings.fixed_batches, settings.solver_limit)
 
     def _repack(self, windows: list[list[Document]], step: int) -> list[list[list[Document]]]:
         size = self.limits.num_micro_batches

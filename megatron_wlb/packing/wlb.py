@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_wlb.cost import CostModel
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.base import Limits, load_state, save_state
+from megatron_wlb.packing.base import BALANCED, Limits, Packer, load_state, save_state
 from megatron_wlb.packing.placement import CostTable, rank
 from megatron_wlb.plan import Document
 
+if TYPE_CHECKING:
+    from megatron_wlb.packing.settings import PackingSettings
 
-class WLBPacker:
+
+class WLBPacker(Packer):
     """Algorithm 1 of WLB-LLM (§4.3), with its gaps closed.
 
     A document of at least ``L_1`` tokens waits, first in first out, in the queue ``i`` with
@@ -52,8 +55,8 @@ class WLBPacker:
     """
 
     name: ClassVar[str] = "wlb"
-    in_stream_order: ClassVar[bool] = False
-    look_ahead = 0
+    reads = BALANCED | {"queue_thresholds"}
+    number = "queue_thresholds"
 
     def __init__(
         self, limits: Limits, cost: CostModel, queue_thresholds: Sequence[int] = ()
@@ -70,6 +73,22 @@ class WLBPacker:
         self._costs_us = CostTable(cost, limits)
         self._remained: list[Document] = []  # to run, but did not fit
         self._queues: list[deque[Document]] = [deque() for _ in thresholds]
+
+    @classmethod
+    def make(cls, settings: PackingSettings, limits: Limits, cost: CostModel) -> WLBPacker:
+        return cls(limits, cost, settings.queue_thresholds)
+
+    @classmethod
+    def read(cls, number: int, window: int) -> dict[str, Any]:
+        """K queues part the window evenly: at ``i · window ÷ (K + 1)``."""
+        if number >= window:
+            raise ConfigError(f"more queues than a window of {window} parts in")
+        return {cls.number: tuple(window * i // (number + 1) for i in range(1, number + 1))}
+
+    @classmethod
+    def said(cls, settings: PackingSettings) -> Iterable[str]:
+        if settings.queue_thresholds:
+            yield "L " + " ".join(map(str, settings.queue_thresholds))
 
     @property
     def waiting(self) -> Sequence[Document]:

@@ -32,7 +32,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.ramp import LinearRamp, Ramp, StepRamp
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.packing import PackingSettings, kind_of
 from megatron_wlb.planner import Planner, Stream
 from megatron_wlb.planning.experts import with_experts
 from megatron_wlb.planning.run import Run, read_cost
@@ -223,7 +223,7 @@ def max_tokens(config: Config, padded_vocab_size: int, dp_size: int) -> int:
     given, memory_gib = config.wlb.wlb_max_tokens, config.wlb.wlb_memory_gib
     window, micro_batch_size = config.data.seq_length, config.training.micro_batch_size
     row = micro_batch_size * window
-    if memory_gib is None or config.wlb.wlb_packing == "slim":
+    if memory_gib is None or kind_of(config.wlb.wlb_packing).slices:
         return 2 * row if given is None else given
     run = run_of(config, padded_vocab_size, dp_size)
     fitting = run.max_tokens()
@@ -318,7 +318,7 @@ def make_evaluation_planner(
     documents that arrive in its steps. Their batches are the global one from the start.
     """
     config = without_growth(config)
-    if config.wlb.wlb_packing != "slim":  # which holds back nothing as it is
+    if not kind_of(config.wlb.wlb_packing).slices:  # which holds back nothing as it is
         wlb = dataclasses.replace(
             config.wlb,
             wlb_packing="hold",
@@ -338,7 +338,7 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     documents = run.workload(
         split, seed=config.training.seed, long_documents=config.wlb.wlb_long_documents
     )
-    if packing.name == "slim":
+    if packing.kind.slices:
         _check_positions(config, documents.longest(packing))
     costs = shaping_costs(config, run) if packing.simulated else None
     selector = cp_selector(config, run, documents.longest_segment(packing))
@@ -348,10 +348,10 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
         needed_gib = planner.slicing.peak_bytes / GIB
         if needed_gib > limit_gib:
             raise ConfigError(
-                f"--wlb-packing slim: a step of documents of {documents.longest(packing)} tokens "
-                f"needs {needed_gib:.2f} GiB, above --wlb-memory-gib {limit_gib:g}; recompute "
-                "activations, use more TP or PP, or let shorter documents reach it "
-                "(--wlb-long-documents split, --seq-length)"
+                f"--wlb-packing {packing.name}: a step of documents of "
+                f"{documents.longest(packing)} tokens needs {needed_gib:.2f} GiB, above "
+                f"--wlb-memory-gib {limit_gib:g}; recompute activations, use more TP or PP, or "
+                "let shorter documents reach it (--wlb-long-documents split, --seq-length)"
             )
     return planner
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
-from megatron_wlb.packing import check_numbers, check_shaping, unread
+from megatron_wlb.packing import check_numbers, check_shaping, kind_of, unread
 from megatron_wlb.planning import experts
 from megatron_wlb.planning.from_config import batch, without_growth
 from megatron_wlb.planning.slicing import check_units, slice_multiple
@@ -138,7 +138,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"{tp * cp * pp} does not divide that; start a multiple of {tp * cp * pp} "
             "(torchrun --nproc-per-node)"
         )
-    merges = config.wlb.wlb_packing == "slim" and config.wlb.wlb_dp_merge == "auto"
+    merges = kind_of(config.wlb.wlb_packing).slices and config.wlb.wlb_dp_merge == "auto"
     if cp == 1 and not (merges and world_size > tp * pp):
         for name, value in (
             ("overlap-groups", config.wlb.wlb_cp_overlap_groups),
@@ -276,7 +276,7 @@ def _check_latent(config: Config) -> Iterator[str]:
             f"--wlb-cp-overlap-groups is {config.wlb.wlb_cp_overlap_groups}, but with {flag} ranks "
             "exchange one latent for all heads; leave it out"
         )
-    merges = config.wlb.wlb_packing == "slim" and config.wlb.wlb_dp_merge != "off"
+    merges = kind_of(config.wlb.wlb_packing).slices and config.wlb.wlb_dp_merge != "off"
     if p.context_parallel_size > 1 or merges:
         other = "--wlb-dp-merge" if merges else "--context-parallel-size"
         why = f"does not work with {flag} and {other} {config.flat()[other[2:].replace('-', '_')]}"
@@ -389,7 +389,7 @@ def _check_batch(config: Config) -> Iterator[str]:
             f"{t.micro_batch_size} × --seq-length {d.seq_length} = {row}, the tokens of a mean "
             "micro-batch; use at least that, better twice"
         )
-    if w.wlb_long_documents == "slice" and w.wlb_packing != "slim":
+    if w.wlb_long_documents == "slice" and not kind_of(w.wlb_packing).slices:
         yield (
             f"--wlb-long-documents is slice, but {w.wlb_packing} packing cuts no slices; use "
             "--wlb-packing slim, or split"
@@ -464,7 +464,7 @@ def check_micro_batches(config: Config, world_size: int) -> int:
     refuse_all(_check_micro_batches(config, world_size))
     dp, w, window = data_parallel_size(config, world_size), config.wlb, config.data.seq_length
     num_windows = batch(config, dp)[0]
-    if w.wlb_packing == "slim":
+    if kind_of(w.wlb_packing).slices:
         multiple = slice_multiple(window, w.wlb_slice_multiple)
         check_units(w.wlb_units, num_windows // dp * window, multiple)
     return num_windows // (config.training.micro_batch_size * dp)

@@ -45,7 +45,7 @@ from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import CUTS_AT_WINDOWS, Packer, PackingSettings
+from megatron_wlb.packing import Packer, PackingSettings
 from megatron_wlb.planner import Planner, Shaping, Stream, each_rank
 from megatron_wlb.planning.numbers import NumberChooser, max_tokens_by_number
 from megatron_wlb.planning.shaping import Shaper
@@ -164,22 +164,23 @@ class Workload:
             ramp=self.ramp,
         )
         if isinstance(self.cost, ProfiledCost):  # now, not in the step that reaches so far
-            longest = self.longest(packing) if packing.name == "slim" else 0
+            longest = self.longest(packing) if packing.kind.slices else 0
             self.cost.check_reach(max(longest, packing.max_tokens))
         return made
 
     def longest(self, packing: PackingSettings) -> int:
         """Tells how long documents may be that reach the packing: longer ones are split before."""
-        if packing.name in CUTS_AT_WINDOWS:
+        if packing.kind.windows:
             whole = self.long_documents in ("split", "slice")
         else:
-            whole = packing.name == "slim" and self.long_documents == "slice"
+            whole = packing.kind.slices and self.long_documents == "slice"
         return max(self.window, self.source.longest(self.window)) if whole else self.window
 
     def longest_segment(self, packing: PackingSettings) -> int:
         """Tells of how many tokens of a document a micro-batch has keys of its own."""
-        slices = packing.name == "slim"
-        return min(self.longest(packing), packing.max_tokens) if slices else self.window
+        return (
+            min(self.longest(packing), packing.max_tokens) if packing.kind.slices else self.window
+        )
 
     def stream(self, packing: PackingSettings, num_steps: int) -> Stream:
         """Gives the documents of at least so many steps, new from the start."""
@@ -208,7 +209,7 @@ class Workload:
         are not given.
         """
         made = self.packer(packing)
-        slicer = self._slicer(packing, costs, made) if packing.name == "slim" else None
+        slicer = self._slicer(packing, costs, made) if packing.kind.slices else None
         return Planner(
             self.stream(packing, num_steps + made.look_ahead + 1),
             made,

@@ -167,7 +167,7 @@ class Slicer:
     ) -> None:
         if layout.vpp_size > 1:
             raise ConfigError(
-                f"slim packing with {layout.vpp_size} virtual stages a rank: slices run in one "
+                f"{layout.vpp_size} virtual stages a rank: slices run in one "
                 "chunk only, and leave few bubbles without; leave the virtual pipeline out"
             )
         self._cost, self._costs, self._layout = cost, costs, layout

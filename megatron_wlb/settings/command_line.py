@@ -130,13 +130,21 @@ def add_flags(
         hidden = f.default is None or f.default is False or f.default == ()
         default = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
         shown = "" if hidden else f" (default: {default})"
+        options = _type_options(hints[f.name], auto=f.name.startswith("wlb_"))
+        if f.metadata.get("choices"):
+            options = {"choices": tuple(f.metadata["choices"])}
         group.add_argument(
             flag_of(f.name),
             dest=f.name,
             default=f.default if defaults else argparse.SUPPRESS,
-            help=f.metadata["help"].replace("%", "%%") + shown,
-            **_type_options(hints[f.name], auto=f.name.startswith("wlb_")),
+            help=_help(f.metadata).replace("%", "%%") + shown,
+            **options,
         )
+
+
+def _help(traits: Mapping[str, Any]) -> str:
+    said = (f"{name}: {choice.about}" for name, choice in traits.get("choices", {}).items())
+    return ". ".join((traits["help"], *said))
 
 
 def _reject_unknown(flags: Sequence[str]) -> None:

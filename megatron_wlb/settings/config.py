@@ -22,6 +22,7 @@ from megatron_wlb.settings.megatron import (
     ParallelConfig,
     TrainingConfig,
 )
+from megatron_wlb.settings.packings import PACKINGS
 from megatron_wlb.settings.setting import SAME, Setting, count, factor, setting
 
 
@@ -29,15 +30,7 @@ from megatron_wlb.settings.setting import SAME, Setting, count, factor, setting
 class WlbConfig:
     """Workload balance: everything that stock Megatron does not have."""
 
-    wlb_packing: Literal["original", "fixed-greedy", "fixed-solver", "wlb", "hold", "slim"] = (
-        setting(
-            "hold",
-            "original: Megatron's fixed windows. fixed-greedy, fixed-solver: fixed windows, "
-            "repacked over --wlb-fixed-batches. wlb: Algorithm 1 of WLB-LLM, with delay queues. "
-            "hold: holds back the fewest heaviest documents. slim: cuts long documents into slices "
-            "(SlimPack), and holds none back",
-        )
-    )
+    wlb_packing: str = setting("hold", "which documents run together", choices=PACKINGS)
     wlb_max_tokens: int | None = setting(
         None,
         "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given",
@@ -229,16 +222,6 @@ class WlbConfig:
     wlb_config: str | None = setting(
         None, "YAML file of settings, under the command line", resume="free", alike=False
     )
-
-    @property
-    def numbers_by_step(self) -> bool:
-        """Whether a plan, and not the batch size, says how many micro-batches its step has."""
-        return self.wlb_packing == "slim" or self.wlb_micro_batches == "auto"
-
-    @property
-    def simulates(self) -> bool:
-        """Whether steps are simulated to plan them."""
-        return self.wlb_shape == "on" or self.numbers_by_step
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +22,8 @@ class Setting:
     most: int | None = None
     within: tuple[float, float] | None = None
     """Half-open."""
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    """What it may be, where that is one of a table, with an ``about`` of each."""
     script: str = ""
     """The argument of Megatron-LM's script that means this and has its form: another name, or
     ``same``; empty where there is none."""

@@ -111,7 +111,7 @@ class Outcome:
             self.delay_steps,
             self.packing_imbalance,
             self.longest_tokens,
-            self.setting.name == "slim",
+            self.setting.kind.slices,
         )
 
     def speedup(self, original: Outcome) -> float:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from megatron_wlb.cost import CostModel
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import CUTS_AT_WINDOWS, Meter, Packer, PackingMetrics, PackingSettings
+from megatron_wlb.packing import Meter, Packer, PackingMetrics, PackingSettings
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Slicing
 from megatron_wlb.planning.run import Workload
@@ -47,10 +47,10 @@ class Evaluation:
 
     @property
     def option(self) -> Option[Evaluation]:
-        cuts = self.setting.name in CUTS_AT_WINDOWS and self.setting.micro_batches == "fixed"
+        cuts = self.setting.kind.windows and self.setting.micro_batches == "fixed"
         longest = self.micro_batch_size * self.window if cuts else self.setting.max_tokens
         rates = self.efficiency, self.efficiency_by_part
-        sliced = self.setting.name == "slim"
+        sliced = self.setting.kind.slices
         return Option(self, *rates, self.delay, self.imbalance, longest, sliced)
 
     @property

@@ -18,7 +18,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import CorpusInfo
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.packing import PackingSettings, kind_of
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
@@ -95,7 +95,7 @@ def forecast(config: Config, num_devices: int) -> Forecast:
     stages = range(layout.pp_size)
     max_tokens = config.wlb.wlb_max_tokens
     units = None
-    if config.wlb.wlb_packing == "slim":
+    if kind_of(config.wlb.wlb_packing).slices:
         fitting = max_tokens = max_tokens or 2 * row
         units, peak_gib = _units(config, run, source, max_tokens)
     else:

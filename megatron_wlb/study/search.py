@@ -29,7 +29,7 @@ from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import CUTS_AT_WINDOWS, PackingSettings
+from megatron_wlb.packing import PackingSettings, kind_of
 from megatron_wlb.packing.settings import AUTO, SHAPED, run_with
 from megatron_wlb.planning.run import Run, tensors_gib, title
 from megatron_wlb.reading import real_number
@@ -334,8 +334,8 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
     variants = []
     p = candidate.scenario.parallelism
     for packing in _of_layout(space, p, space.packings):
-        name = packing.partition(":")[0]
-        for number in [candidate.windows] if name in (*CUTS_AT_WINDOWS, "slim") else windows:
+        kind = kind_of(packing.partition("+")[0].partition(":")[0])
+        for number in [candidate.windows] if kind.windows or kind.slices else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
 

@@ -19,7 +19,7 @@ from megatron_wlb.cost import Parallelism
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.packing import PackingSettings
-from megatron_wlb.packing.settings import run_with
+from megatron_wlb.packing.settings import run_with, sliced
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, recommended
 from megatron_wlb.study.evaluate import Evaluation, evaluate
@@ -134,7 +134,7 @@ def tune(
     baselines = [
         replace(hold, name="original"),
         *(replace(hold, name="fixed-greedy", fixed_batches=batches) for batches in (1, 4)),
-        *(replace(hold, name=name) for name in run_with(p.pp_size, p.vpp_size, ["slim"] * slices)),
+        *(replace(hold, name=name) for name in run_with(p.pp_size, p.vpp_size, sliced() * slices)),
     ]
     workload.check([*defaults, *baselines, hold])
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
+from megatron_wlb.packing.settings import slices
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
 _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
 _OTHER_ORDER = "its schedule receives in another order"
-_ONE_CHUNK = "slim packing runs slices of documents in one chunk a rank, and has few bubbles so"
+_ONE_CHUNK = "slices of documents run in one chunk a rank, and leave few bubbles so"
 _OWN_DATA_PARALLEL = (
     "ranks that share weights so train other micro-batches, which plans do not know"
 )
@@ -448,7 +449,8 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
-    refusals = REFUSALS + (WITH_SLICES if getattr(args, "wlb_packing", None) == "slim" else ())
+    packing = getattr(args, "wlb_packing", None)
+    refusals = REFUSALS + (WITH_SLICES if packing and slices(packing) else ())
     yield from (refusal.message(args) for refusal in refusals if refusal.applies(args))
     if not vars(args).get("eval_interval", True) and not getattr(args, "skip_train", False):
         yield (  # Words have those that were given

@@ -16,6 +16,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector
 
 from megatron_wlb.errors import CompatibilityError, PlanError
+from megatron_wlb.packing import numbers_by_step
 from megatron_wlb.runtime import step
 from megatron_wlb.runtime.batch import Batch
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session, data_iterator_of
@@ -61,7 +62,7 @@ def forward_backward(session: Session) -> Callable[..., list[Any]]:
             now_s = time.monotonic()
             session.step = RunningStep(plan, now_s, now_s)
         own = len(plan.micro_batches[0])
-        if own != num_microbatches and not session.config.wlb.numbers_by_step:
+        if own != num_microbatches and not numbers_by_step(session.config.wlb):
             raise PlanError(
                 f"step {plan.step}: the plan has {own} micro-batches a rank, Megatron runs "
                 f"{num_microbatches}; resume with the batch flags of the checkpoint"

@@ -24,6 +24,7 @@ from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import SPLITS, Corpora
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.ledger.writer import StepLedger
+from megatron_wlb.packing import simulates
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
 from megatron_wlb.planning.plan_ahead import PlanAhead
@@ -124,7 +125,7 @@ class Session:
     @property
     def compared(self) -> tuple[str, ...]:
         """Megatron's settings that plans depend on: of stages only where steps are simulated."""
-        return (*_OF_COSTS, *_OF_STAGES) if self.config.wlb.simulates else _OF_COSTS
+        return (*_OF_COSTS, *_OF_STAGES) if simulates(self.config.wlb) else _OF_COSTS
 
     def take_model(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Takes what Megatron has built; a second call with the same does nothing."""

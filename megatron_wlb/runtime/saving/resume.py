@@ -16,6 +16,7 @@ from typing import Any
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError
+from megatron_wlb.packing import simulates
 from megatron_wlb.settings.config import Config, flag_of, table
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def machine_digest(config: Config) -> str | None:
     wlb = config.wlb
     if (
         config.parallel.context_parallel_size == 1
-        and not wlb.simulates
+        and not simulates(wlb)
         and wlb.wlb_strategies is None
     ):
         return None

@@ -56,17 +56,11 @@ def initialize(config: Config, device: str) -> int:
                 f"{flag_of(name)} is for the launcher (docs/megatron-lm.md), this trainer {has}; "
                 "leave it out"
             )
-    if config.model.num_experts:
-        for flag, value, refused, remedy in (
-            ("--wlb-packing", config.wlb.wlb_packing, "slim", "use another"),
-            ("--moe-token-dispatcher-type", config.model.moe_token_dispatcher_type, "flex",
-             "use alltoall"),
-        ):  # fmt: skip
-            if value == refused:
-                raise ConfigError(
-                    f"{flag} is {value}, but with --num-experts ranks exchange tokens in as many "
-                    f"micro-batches each, of unequal lengths; {remedy}"
-                )
+    if config.model.num_experts and config.model.moe_token_dispatcher_type == "flex":
+        raise ConfigError(
+            "--moe-token-dispatcher-type is flex, but micro-batches have unequal lengths; use "
+            "alltoall"
+        )
     world_size = int(os.environ["WORLD_SIZE"])
     if config.wlb.wlb_strategies is not None:
         strategies.check(config)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megatron_wlb.packing import PACKINGS, reads
-from megatron_wlb.packing.settings import _COUNTS_FOR, _configured
+from megatron_wlb.packing.settings import PackingSettings, _configured
 from megatron_wlb.planning import guards
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import WlbConfig, flag_of
@@ -70,11 +70,12 @@ def test_help_says_which_packings_read_a_setting() -> None:
         )
         if packings:
             said[field.name] = set(re.findall(r"`([a-z-]+)`", packings[1]))
+    fields = [field.name for field in dataclasses.fields(PackingSettings)][1:]
     # S_max and ages are of all that balance; their help says what they are.
-    assert set(said) >= {_configured(n) for n in _COUNTS_FOR} - {
+    assert set(said) >= {_configured(n) for n in fields} - {
         "wlb_max_tokens", "wlb_max_age", "wlb_max_step_tokens", "wlb_queue_thresholds",
     }  # fmt: skip
-    names = {_configured(name): name for name in _COUNTS_FOR}
+    names = {_configured(name): name for name in fields}
     for setting, packings in said.items():
         read = {packing for packing in PACKINGS if reads(packing, names[setting])}
         assert read == packings, flag_of(setting)

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from megatron_wlb.settings.config import Config, WlbConfig
+
 
 def test_skipped_step_takes_its_plan_and_tells_of_the_step_before() -> None:
     from megatron_wlb.runtime.megatron_lm import schedule
@@ -33,7 +35,7 @@ def test_plan_that_the_rerun_machinery_gives_back_is_the_step_that_ran() -> None
         step=None,
         catch_up=lambda: None,
         runner=SimpleNamespace(run_schedule=lambda *_, **__: []),
-        config=SimpleNamespace(wlb=SimpleNamespace(numbers_by_step=True)),
+        config=Config(wlb=WlbConfig(wlb_packing="slim")),
     )
     first, second = (StepPlan(number, "hold", ((),), 0, 0) for number in range(2))
     run = schedule.forward_backward(session)

@@ -1,0 +1,32 @@
+"""The packings by name: what each does, and the class that does it, in a file of its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a packing is."""
+
+    about: str
+    """What ``--help`` says of it."""
+    kind: str
+    """``MODULE:CLASS``, a :class:`~megatron_wlb.packing.base.Packer`."""
+
+
+PACKINGS = {
+    "original": Place("Megatron's fixed windows", "megatron_wlb.packing.original:OriginalPacker"),
+    "fixed-greedy": Place(
+        "fixed windows, repacked over --wlb-fixed-batches",
+        "megatron_wlb.packing.fixed:FixedGreedyPacker",
+    ),
+    "fixed-solver": Place("the same by a solver", "megatron_wlb.packing.solver:FixedSolverPacker"),
+    "wlb": Place("Algorithm 1 of WLB-LLM, with delay queues", "megatron_wlb.packing.wlb:WLBPacker"),
+    "hold": Place(
+        "holds back the fewest heaviest documents", "megatron_wlb.packing.hold:HoldPacker"
+    ),
+    "slim": Place(
+        "cuts long documents into slices (SlimPack), and holds none back",
+        "megatron_wlb.packing.slim:SlimPacker",
+    ),
+}
