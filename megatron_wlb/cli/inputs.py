@@ -158,16 +158,15 @@ def source(args: argparse.Namespace) -> LengthSource:
     return LengthSource.of_corpora(args.prefixes)
 
 
-def can_slice(args: argparse.Namespace) -> bool:
-    """Whether the launcher cuts documents of ``--model`` in slices: with experts or FP8's delayed
-    scaling ranks would wait for each other forever.
-    """
+def obstacles(args: argparse.Namespace) -> set[str]:
+    """What ``--model`` has that some packings cannot run with."""
     if args.model is None:
-        return True
+        return set()
     model = read_model(args.model)
     training = model.config.training
     delayed = training.fp8_format is not None and training.fp8_recipe == "delayed"
-    return not (delayed or model.shape.experts)
+    found = {"experts": bool(model.shape.experts), "delayed scaling": delayed}
+    return {name for name, has in found.items() if has}
 
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:

@@ -15,7 +15,7 @@ from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.packing import PACKINGS, PackingSettings, kind_of, reads
-from megatron_wlb.packing.settings import run_with, slices
+from megatron_wlb.packing.settings import run_with
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, gain, recommended
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
@@ -130,10 +130,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings]:
-    can_slice = inputs.can_slice(args)
     every = [name + form for name in PACKINGS for form in kind_of(name).tried]
-    every = [name for name in every if can_slice or not slices(name)]
-    named = args.packing or run_with(args.pp_size, args.vpp_size, every)
+    named = args.packing or run_with(args.pp_size, args.vpp_size, every, inputs.obstacles(args))
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
         "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},

@@ -29,7 +29,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing.base import MOST_STEPS
-from megatron_wlb.packing.settings import slices
+from megatron_wlb.packing.settings import runs_with
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.planning.strategies import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
@@ -131,13 +131,13 @@ def _run(args: argparse.Namespace) -> int:
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
         )
-    can_slice = inputs.can_slice(args)
+    has = inputs.obstacles(args)
     if args.packing is None:
-        args.packing = [name for name in Space.packings if can_slice or not slices(name)]
-    sliced = [name for name in args.packing if slices(name)]
-    if sliced and not can_slice:
+        args.packing = [name for name in Space.packings if runs_with(name, has)]
+    refused = [name for name in args.packing if not runs_with(name, has)]
+    if refused:
         raise ConfigError(
-            f"--packing {sliced[0]} cannot train --model {args.model}, which has experts or FP8's "
+            f"--packing {refused[0]} cannot train --model {args.model}, which has experts or FP8's "
             "delayed scaling; leave that out, or with FP8 give another --fp8-recipe, such as "
             "tensorwise"
         )

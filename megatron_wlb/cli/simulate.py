@@ -18,8 +18,8 @@ from megatron_wlb.cli.inputs import (
     SOURCES,
     add_packing_rules,
     add_source,
-    can_slice,
     most_tokens,
+    obstacles,
     source,
 )
 from megatron_wlb.cli.model import MODELS
@@ -160,7 +160,7 @@ def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings
     named = args.packing
     if named is None:
         named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
-        named += run_with(args.pp_size, args.vpp_size, sliced() if can_slice(args) else [])
+        named += run_with(args.pp_size, args.vpp_size, sliced(), obstacles(args))
     names = ["original", *named]
     return [
         PackingSettings.parse(name, args.window, max_tokens, max_age=args.max_age)

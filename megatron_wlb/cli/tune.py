@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
             warm_up=warm_up,
             look_ahead=args.look_ahead,
             limits=inputs.limits(args),
-            slices=inputs.can_slice(args),
+            has=inputs.obstacles(args),
             costs=None if run is None else run.costs,
             progress=progress,
         )

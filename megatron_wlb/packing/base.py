@@ -163,8 +163,10 @@ class Packer(ABC):
     work understated."""
     slices: ClassVar[bool] = False
     """Whether documents of any length run whole, in slices that
-    :class:`~megatron_wlb.planning.slicing.Slicer` cuts: replicas then run unlike numbers of
-    micro-batches in one chunk a rank."""
+    :class:`~megatron_wlb.planning.slicing.Slicer` cuts. Replicas then run unlike numbers of
+    micro-batches."""
+    cannot: ClassVar[frozenset[str]] = frozenset()
+    """What it cannot run with: names of :data:`~megatron_wlb.packing.needs.OBSTACLES`."""
     unshaped: ClassVar[str] = ""
     unnumbered: ClassVar[str] = ""
     """Why, and what instead, where it does not read ``shaped`` or ``micro_batches``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal
@@ -78,25 +78,30 @@ def simulates(config: WlbConfig) -> bool:
     return config.wlb_shape == "on" or numbers_by_step(config)
 
 
-def slices(text: str) -> bool:
-    """Whether the packing in ``NAME:K+shape`` cuts documents in slices."""
-    return kind_of(text.partition("+")[0].partition(":")[0]).slices
+def kind_in(text: str) -> type[Packer]:
+    """The packing in ``NAME:K+shape``."""
+    return kind_of(text.partition("+")[0].partition(":")[0])
 
 
 def sliced() -> list[str]:
     """The packings that cut documents in slices."""
-    return [name for name in PACKINGS if slices(name)]
+    return [name for name in PACKINGS if kind_of(name).slices]
 
 
 def run_with(
-    pp_size: int | None, vpp_size: int | None, names: Iterable[str], *, experts: bool = False
+    pp_size: int | None, vpp_size: int | None, names: Iterable[str], has: Collection[str] = ()
 ) -> list[str]:
-    """Lists the packings that are worth a trial in such a pipeline; None is 1.
-
-    Slices are for pipelines, and cannot run with virtual stages, nor with experts.
+    """Lists the packings that are worth a trial in such a pipeline of a model that ``has`` some of
+    :data:`OBSTACLES`; None is 1. Slices are for pipelines.
     """
-    can_slice = (pp_size or 1) > 1 and (vpp_size or 1) == 1 and not experts
-    return [name for name in names if can_slice or not slices(name)]
+    has = {*has, *(["virtual stages"] if (vpp_size or 1) > 1 else [])}
+    not_worth = sliced() if (pp_size or 1) == 1 else ()
+    return [name for name in names if kind_in(name).name not in not_worth and runs_with(name, has)]
+
+
+def runs_with(text: str, has: Collection[str]) -> bool:
+    """Whether the packing in ``NAME:K+shape`` can run with all that a run ``has``."""
+    return kind_in(text).cannot.isdisjoint(has)
 
 
 @dataclass(frozen=True, slots=True)

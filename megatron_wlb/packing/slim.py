@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_wlb.packing.base import Limits, Packer, load_state, save_state
+from megatron_wlb.packing.needs import OBSTACLES
 from megatron_wlb.plan import Document
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class SlimPacker(Packer):
     reads = frozenset({"max_tokens", "units", "slice_multiple", "dp_merge"})
     number = "units"
     slices = True
+    cannot = frozenset(OBSTACLES)
     unshaped = "{} packing chooses sizes and order itself; leave --wlb-shape (+shape) out"
     unnumbered = (
         "{} packing chooses the number of micro-batches itself (--wlb-units); leave "

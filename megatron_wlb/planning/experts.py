@@ -9,6 +9,7 @@ from megatron_wlb.cost.parts import Experts
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import kind_of
+from megatron_wlb.packing.needs import OBSTACLES
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.megatron import ModelConfig
 
@@ -54,11 +55,10 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
             f"--num-experts is {num}, which --expert-model-parallel-size {ep} does not divide; use "
             f"a multiple of {ep}"
         )
-    if kind_of(config.wlb.wlb_packing).slices:
+    if "experts" in kind_of(config.wlb.wlb_packing).cannot:
         yield (
             f"--wlb-packing {config.wlb.wlb_packing} does not work with --num-experts: "
-            "ranks have other numbers of slices, and experts exchange tokens of all ranks in each; "
-            "use another --wlb-packing"
+            f"{OBSTACLES['experts']}; use another --wlb-packing"
         )
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     etp = p.expert_tensor_parallel_size or tp

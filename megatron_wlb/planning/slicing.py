@@ -32,6 +32,7 @@ from megatron_wlb.cost import CostModel, MemoryModel, Parallelism
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.packing.needs import OBSTACLES
 from megatron_wlb.plan import Document, Span
 from megatron_wlb.planner import Units, merged_multiple
 from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
@@ -167,8 +168,8 @@ class Slicer:
     ) -> None:
         if layout.vpp_size > 1:
             raise ConfigError(
-                f"{layout.vpp_size} virtual stages a rank: slices run in one "
-                "chunk only, and leave few bubbles without; leave the virtual pipeline out"
+                f"{layout.vpp_size} virtual stages a rank: {OBSTACLES['virtual stages']}; leave "
+                "the virtual pipeline out"
             )
         self._cost, self._costs, self._layout = cost, costs, layout
         self._max_tokens, self._length_multiple = max_tokens, length_multiple

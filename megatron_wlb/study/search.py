@@ -29,8 +29,8 @@ from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings, kind_of
-from megatron_wlb.packing.settings import AUTO, SHAPED, run_with
+from megatron_wlb.packing import PackingSettings
+from megatron_wlb.packing.settings import AUTO, SHAPED, kind_in, run_with
 from megatron_wlb.planning.run import Run, tensors_gib, title
 from megatron_wlb.reading import real_number
 from megatron_wlb.sharding.select import Mode
@@ -334,14 +334,14 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
     variants = []
     p = candidate.scenario.parallelism
     for packing in _of_layout(space, p, space.packings):
-        kind = kind_of(packing.partition("+")[0].partition(":")[0])
+        kind = kind_in(packing)
         for number in [candidate.windows] if kind.windows or kind.slices else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
 
 
 def _of_layout(space: Space, p: Parallelism, packings: Sequence[str]) -> list[str]:
-    return run_with(p.pp_size, p.vpp_size, packings, experts=bool(space.shape.experts))
+    return run_with(p.pp_size, p.vpp_size, packings, ["experts"] if space.shape.experts else [])
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:

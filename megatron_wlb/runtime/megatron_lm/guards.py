@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
-from megatron_wlb.packing.settings import slices
+from megatron_wlb.packing.needs import OBSTACLES
+from megatron_wlb.packing.settings import kind_in
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,6 @@ _OTHER_DATA = "plans are made of the documents of .bin/.idx corpora"
 _ONE_GRAPH = "a graph has one length, lengths of micro-batches vary"
 _ONE_BUFFER = "its buffers have one length, lengths of micro-batches vary"
 _OTHER_ORDER = "its schedule receives in another order"
-_ONE_CHUNK = "slices of documents run in one chunk a rank, and leave few bubbles so"
 _OWN_DATA_PARALLEL = (
     "ranks that share weights so train other micro-batches, which plans do not know"
 )
@@ -320,31 +320,31 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )  # fmt: skip
 
-WITH_SLICES: tuple[Refusal, ...] = (
-    Refusal("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK),
-    Refusal("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK),
-    Refusal(
-        "--pipeline-model-parallel-layout",
-        _ONE_CHUNK,
-        "give as many stages as PP",
-        refused=_has_chunks,
+OF_PACKINGS: dict[str, tuple[Refusal, ...]] = {
+    "virtual stages": (
+        Refusal("--num-virtual-stages-per-pipeline-rank", OBSTACLES["virtual stages"]),
+        Refusal("--num-layers-per-virtual-pipeline-stage", OBSTACLES["virtual stages"]),
+        Refusal(
+            "--pipeline-model-parallel-layout",
+            OBSTACLES["virtual stages"],
+            "give as many stages as PP",
+            refused=_has_chunks,
+        ),
     ),
-    Refusal(
-        "--defer-embedding-wgrad-compute",
-        "it pairs forward and backward passes in one order, slices run backward last to first",
+    "deferred gradients": (
+        Refusal("--defer-embedding-wgrad-compute", OBSTACLES["deferred gradients"]),
     ),
-    Refusal(
-        "--fp8-format",
-        "delayed scaling is agreed on by data-parallel ranks after each pass, and ranks that run "
-        "other numbers of slices would wait for each other forever",
-        "use --fp8-recipe tensorwise or blockwise", refused=_scales_late,
+    "delayed scaling": (
+        Refusal(
+            "--fp8-format",
+            OBSTACLES["delayed scaling"],
+            "use --fp8-recipe tensorwise or blockwise",
+            refused=_scales_late,
+        ),
     ),
-    Refusal(
-        "--use-torch-fsdp2",
-        "each pass gathers weights over data-parallel ranks, which have other numbers of slices",
-    ),
-)  # fmt: skip
-"""Flags that cannot run where the packing cuts documents in slices."""
+    "sharded weights": (Refusal("--use-torch-fsdp2", OBSTACLES["sharded weights"]),),
+}
+"""Flags that cannot run with some packings, by what these cannot run with."""
 
 NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--reset-position-ids", "positions start anew in each document already"),
@@ -450,7 +450,9 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
     packing = getattr(args, "wlb_packing", None)
-    refusals = REFUSALS + (WITH_SLICES if packing and slices(packing) else ())
+    cannot = kind_in(packing).cannot if packing else ()
+    of_packing = (row for name, rows in OF_PACKINGS.items() if name in cannot for row in rows)
+    refusals = [*REFUSALS, *of_packing]
     yield from (refusal.message(args) for refusal in refusals if refusal.applies(args))
     if not vars(args).get("eval_interval", True) and not getattr(args, "skip_train", False):
         yield (  # Words have those that were given

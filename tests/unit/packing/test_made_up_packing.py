@@ -120,6 +120,6 @@ def test_the_launcher_refuses_slices_by_what_a_packing_is(monkeypatch: pytest.Mo
     args = Words([*layout.split(), "--wlb-packing", "round-robin"], world_size=2)
     args.eval_interval = 1
     guards.check(args)
-    monkeypatch.setattr(RoundRobin, "slices", True)
+    monkeypatch.setattr(RoundRobin, "cannot", frozenset({"virtual stages"}))
     with pytest.raises(ConfigError, match="slices of documents run in one chunk a rank"):
         guards.check(args)

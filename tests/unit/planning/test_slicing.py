@@ -348,7 +348,7 @@ def test_a_number_of_units_that_is_none_is_no_state(number):
 
 def test_virtual_stages_are_refused():
     layout = Parallelism(pp_size=2, vpp_size=2)
-    with pytest.raises(ConfigError, match="slices run in one chunk only"):
+    with pytest.raises(ConfigError, match="slices of documents run in one chunk a rank"):
         Slicer(
             COST, StepCosts(StageCosts.even(COST, 4)), layout, num_micro_batches=4, max_tokens=100
         )

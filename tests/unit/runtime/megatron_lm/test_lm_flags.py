@@ -6,6 +6,7 @@ A new version brings new ones, and one that nobody read would be left out withou
 from __future__ import annotations
 
 import re
+from itertools import chain
 
 from megatron_wlb.runtime.megatron_lm import arguments, guards
 from megatron_wlb.settings.command_line import megatron_flags
@@ -68,7 +69,8 @@ OF_OTHER_SCRIPTS = """
 
 
 def test_flags_about_data_batches_and_groups_were_reviewed() -> None:
-    refused = {r.flag for r in (*guards.REFUSALS, *guards.WITH_SLICES, *guards.NO_EFFECT)}
+    rows = [*guards.REFUSALS, *chain(*guards.OF_PACKINGS.values()), *guards.NO_EFFECT]
+    refused = {row.flag for row in rows}
     read = {flag_of(name) for name in arguments.READ}
     words = (SERVED, MEGATRONS_OWN, NEEDLESS, WITH_OTHERS, OF_OTHER_SCRIPTS)
     reviewed = [flag for text in words for flag in text.split()]
