@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from _quickstart.recording import RecordedStep, Recording, core_of
 from _validation import judge as validation
 from _validation.judge import (
     FEWEST_ROUNDS,
@@ -19,7 +20,6 @@ from _validation.judge import (
 )
 from _validation.sharing import replay_shared
 
-from megatron_wlb.bench.recording import RecordedStep, Recording, core_of
 from megatron_wlb.cost.profile import fit_stage
 from megatron_wlb.cost.slices import chained
 from megatron_wlb.errors import ConfigError

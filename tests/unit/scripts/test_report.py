@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _quickstart.recording import RecordedStep, Recording
+from _quickstart.report import draw, headline, summarize, table
 from rich.console import Console
 
-from megatron_wlb.bench.recording import RecordedStep, Recording
-from megatron_wlb.bench.report import draw, headline, summarize, table
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.graph import slice_graph
 from megatron_wlb.simulator.engine import Timeline, timeline

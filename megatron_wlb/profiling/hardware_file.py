@@ -10,7 +10,7 @@ from megatron_wlb.cost.hardware import FIGURES, Hardware, hardware_names
 from megatron_wlb.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_wlb.bench.rates import Rates
+    from megatron_wlb.profiling.rates import Rates
 
 
 def base_of(device: str, gpu: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from megatron_wlb.bench.recording import RecordedStep, Recording
+from _quickstart.recording import RecordedStep, Recording
 from megatron_wlb.cost.slices import Unit
 from megatron_wlb.errors import ConfigError
 
