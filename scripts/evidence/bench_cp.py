@@ -32,6 +32,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from _common import parser_of
+from _shardings import plot_shardings
 from rich.table import Table
 
 from megatron_wlb.cli import output
@@ -49,7 +50,6 @@ from megatron_wlb.profiling.attention_rates import AttentionTimer, measure_atten
 from megatron_wlb.profiling.rates import machine_name
 from megatron_wlb.runtime.attention.kernels import Demand, choose_kernel
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
-from megatron_wlb.study.plot_attention import plot_shardings
 
 FIXED = ("per-sequence", "per-document", "per-document-remainder")
 SHARDINGS = (*FIXED, "adaptive", "hybrid", "best-of")
