@@ -13,13 +13,13 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from rich.table import Table
 
-from megatron_wlb.bench.hardware_file import base_of, hardware_content
 from megatron_wlb.cli import output
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost.attention import MAX_LENGTH, AttentionProfile
 from megatron_wlb.cost.hardware import FIGURES, hardware_names, load_hardware, read_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
+from megatron_wlb.profiling.hardware_file import base_of, hardware_content
 from megatron_wlb.reading import whole_number
 from megatron_wlb.settings.config import WlbConfig
 
@@ -99,8 +99,8 @@ def _profile(args: argparse.Namespace) -> int:
     output.check_file("--out", out)
     import torch
 
-    from megatron_wlb.bench.attention_rates import measure_attention
-    from megatron_wlb.bench.rates import machine_name, measure_rates
+    from megatron_wlb.profiling.attention_rates import measure_attention
+    from megatron_wlb.profiling.rates import machine_name, measure_rates
     from megatron_wlb.runtime.attention.kernels import Demand
 
     device = args.device

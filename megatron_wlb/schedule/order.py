@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 from megatron_wlb.errors import ConfigError, PlanError
@@ -227,46 +226,6 @@ def dataflow(order: Sequence[Sequence[Action]]) -> list[Task]:
                 "run each input's producer earlier"
             )
     return tasks
-
-
-def validate(order: Sequence[Sequence[Action]], chains: Sequence[int] = ()) -> None:
-    """Return if every rank can run to its end, and raise :class:`PlanError` otherwise.
-
-    Every rank must run each chunk's forward and backward of each micro-batch once, a backward
-    after its forward, and no rank may wait for ever (:func:`dataflow`). Of the micro-batches of a
-    chain (as :func:`sliced` has them) each forward must find the keys of those before it, and each
-    backward the gradients of those behind it.
-    """
-    vpp_size, num_micro_batches = sizes(order)
-    if not num_micro_batches:
-        raise PlanError("the order is empty; give each pipeline rank its actions")
-    for rank, actions in enumerate(order):
-        position = {action: at for at, action in enumerate(actions)}
-        for at, action in enumerate(actions):
-            if position[action] != at:
-                raise PlanError(f"rank {rank} runs {action} twice; run each action once")
-        for chunk in range(vpp_size):
-            for micro_batch in range(num_micro_batches):
-                forward = Action("F", chunk, micro_batch)
-                backward = Action("B", chunk, micro_batch)
-                for action in (forward, backward):
-                    if action not in position:
-                        raise PlanError(f"rank {rank} never runs {action}; run each action once")
-                if position[backward] < position[forward]:
-                    raise PlanError(
-                        f"rank {rank} runs {backward} before {forward}; run the forward first"
-                    )
-        stop = 0
-        for length in chains:
-            members, stop = range(stop, stop + length), stop + length
-            due = [Action("F", 0, m) for m in members] + [Action("B", 0, m) for m in members][::-1]
-            for before, after in pairwise(due):
-                if position[after] < position[before]:
-                    raise PlanError(
-                        f"rank {rank} runs {after} before {before}, but both run slices of one "
-                        "document: forwards go first to last, then backwards last to first"
-                    )
-    dataflow(order)
 
 
 def _forward_passes(vpp_size: int, num_micro_batches: int, group_size: int) -> list[Pass]:

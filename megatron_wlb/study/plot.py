@@ -7,7 +7,7 @@ display is needed. Colours are Okabe and Ito's, which colour-blind readers can t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,9 +35,6 @@ BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
 SLICES = ("#009E73", "#CC79A7", "#56B4E9", "#B8A800")
 """Colours of documents that run in slices, in turn."""
 GREY, INK, PALE_INK = "#E4E4E4", "#222222", "#666666"
-
-MAX_BARS = 128
-"""The most micro-batches of a packing to draw, in whole steps; more could not be told apart."""
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -90,68 +87,6 @@ def plot_lengths(statistics: LengthStatistics, window: int, path: Path) -> None:
         *below.get_lines()[:3],
         Patch(color=GREY, label="half a window and longer"),
         Line2D([], [], color=INK, lw=1.2, ls="--", label=f"window, {shown_tokens(window)} tokens"),
-    )
-    save(figure, path)
-
-
-def plot_micro_batches(
-    work: Mapping[str, Sequence[Sequence[float]]],
-    path: Path,
-    slices: Mapping[str, Sequence[Sequence[int | None]]] | None = None,
-) -> None:
-    """The predicted work of each micro-batch, per packing (key), step and micro-batch.
-
-    Any unit: a packing is shown relative to its mean micro-batch. The heaviest micro-batch of a
-    step, which the others wait for, stands out. The imbalance degree ``max · N / Σ`` is the mean
-    over all steps given, also over those that are not drawn, as a packing would have more than
-    ``MAX_BARS``. ``slices`` has for packings the document that each micro-batch runs a slice of:
-    those of one have one colour, the heaviest too. Raises :class:`ConfigError` if a packing has no
-    work.
-    """
-    if not work:
-        raise ConfigError("there are no packings to plot; give the work of at least one")
-    figure = new_figure("Work of each micro-batch (predicted)", height=1.4 + 1.75 * len(work))
-    panels = figure.subplots(len(work), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-    highest = 0.0
-    bars = [np.cumsum(list(map(len, steps))) for steps in work.values()]
-    num_fitting = max(1, min(int(np.sum(upto <= MAX_BARS)) for upto in bars))
-    documents = slices or {}
-    for axes, (packing, steps) in zip(panels, work.items(), strict=True):
-        values = [np.asarray(step, dtype=np.float64) for step in steps]
-        if not values or not all(value.size and value.sum() for value in values):
-            raise ConfigError(
-                f"packing {packing!r} has a step without work; give each step its micro-batches"
-            )
-        mean = float(np.mean(np.concatenate(values)))
-        imbalance = float(np.mean([value.max() / value.mean() for value in values]))
-        num_drawn, own = min(num_fitting, len(values)), documents.get(packing)
-        for number, value in enumerate(values[:num_drawn]):
-            width = 1 / (value.size + 1.5)  # The gap between two steps is 1.5 bars.
-            left, right = number - width * value.size / 2, number + width * value.size / 2
-            centres = left + width * (np.arange(value.size) + 0.5)
-            colours = [BLUE] * value.size
-            colours[int(value.argmax())] = VERMILION
-            for bar, document in enumerate(own[number] if own else ()):
-                if document is not None:
-                    colours[bar] = SLICES[document % len(SLICES)]
-            axes.bar(centres, value / mean, width * 0.86, color=colours, zorder=2)
-            axes.hlines(value.mean() / mean, left, right, color=INK, lw=1.6, zorder=3)
-            highest = max(highest, float(value.max()) / mean)
-        drawn = f"; the first {num_drawn} are drawn" if num_drawn < len(values) else ""
-        over = f"mean of {len(values)} steps{drawn}" if len(values) > 1 else "one step"
-        set_title(axes, f"{packing}: imbalance degree {imbalance:.3f} ({over})")
-        axes.set_ylabel("predicted work\n(overall mean = 1)")
-        axes.grid(axis="y", color=GREY, lw=0.8, zorder=0)
-        axes.margins(x=0.01)
-    panels[0].set_ylim(0, highest * 1.08)
-    panels[-1].set_xlabel("step, counted from the first one drawn")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
-    add_legend(
-        figure,
-        Patch(color=BLUE, label="micro-batch"),
-        Patch(color=VERMILION, label="heaviest of its step"),
-        *([Patch(color=SLICES[0], label="slices of one document")] if documents else []),
-        Line2D([], [], color=INK, lw=1.6, label="mean of the step"),
     )
     save(figure, path)
 

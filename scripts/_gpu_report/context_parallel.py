@@ -7,15 +7,15 @@ from typing import Any
 
 import bench_cp
 import numpy as np
+from _shardings import plot_shardings
 
 from _gpu_report.drawing import Pictures, table
 from _gpu_report.machine import TINY, demand, heads, measured_attention
 from _gpu_report.results import Results
-from megatron_wlb.bench.attention_rates import AttentionTimer
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.profiling.attention_rates import AttentionTimer
 from megatron_wlb.runtime.attention.kernels import CANDIDATES
-from megatron_wlb.study.plot_attention import plot_shardings
 
 WINDOWS = (64 * 1024, 128 * 1024)
 CP_SIZES = (2, 4, 8)

@@ -13,8 +13,8 @@ from helpers.attention import errors_over_bf16
 from _gpu_report.drawing import Pictures, curves, table
 from _gpu_report.machine import TINY, demand, heads, in_turns
 from _gpu_report.results import Results
-from megatron_wlb.bench.attention_rates import AttentionTimer
 from megatron_wlb.cost.attention import BACKWARD_FLOPS, forward_flops, pairs
+from megatron_wlb.profiling.attention_rates import AttentionTimer
 from megatron_wlb.runtime.attention.kernels import CANDIDATES, Demand, Segments, VarlenKernel
 
 WINDOWS = tuple(8192 * 2**n for n in range(5))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.settings.command_line import Parser
+
+sys.path.append(str(Path(__file__).parents[1]))  # what scripts/quickstart is made of
 
 
 def parser_of(description: str | None) -> Parser:

@@ -6,9 +6,9 @@ So the collectives of TP, CP, PP and DP are left out with their buffers, and seq
 too: norms and residual additions work on all tokens.
 
 Times are those of both passes of a micro-batch: on a GPU by events, medians of the repeats; on a
-CPU by the clock that :class:`~megatron_wlb.bench.attention_rates.Clock` takes, the least of them.
-Groups of operations are timed where they run. Of
-TransformerEngine's layers the norm before a product is part of the product's module.
+CPU by the clock of :class:`~megatron_wlb.profiling.attention_rates.Clock`, the least of them.
+Groups of operations are timed where they run. In TransformerEngine's layers the norm before a
+product is part of the product's module.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from _quickstart.live_bytes import LiveBytes
 
-from megatron_wlb.bench.attention_rates import Clock, measure_attention
-from megatron_wlb.bench.hardware_file import base_of, hardware_content, measured_hardware
-from megatron_wlb.bench.live_bytes import LiveBytes
-from megatron_wlb.bench.rates import machine_name, measure_rates
 from megatron_wlb.cost import ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
-from megatron_wlb.cost.hardware import Hardware, read_hardware
+from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.hardware import FIGURES, Hardware, read_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
+from megatron_wlb.profiling.attention_rates import Clock, measure_attention
+from megatron_wlb.profiling.hardware_file import base_of, hardware_content
+from megatron_wlb.profiling.rates import machine_name, measure_rates
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 from megatron_wlb.study.write_recipe import model_flags
@@ -232,7 +233,9 @@ def _machines(
     path, base = read_hardware(name)
     base = {key: value for key, value in base.items() if key != "attention"}
     content = hardware_content(base, path.name, measure_rates(device), [profile], machine, device)
-    return load_hardware(name), measured_hardware(content), kernel
+    tables = tuple(map(AttentionProfile.from_dict, content["attention"]))
+    figures = {figure: content[figure]["value"] for figure in FIGURES if figure in content}
+    return load_hardware(name), Hardware(**figures, attention=tables), kernel
 
 
 def _config(shape: ModelShape, window: int, device: str, kernel: str) -> Config:

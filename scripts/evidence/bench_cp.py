@@ -32,10 +32,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from _common import parser_of
+from _shardings import plot_shardings
 from rich.table import Table
 
-from megatron_wlb.bench.attention_rates import AttentionTimer, measure_attention
-from megatron_wlb.bench.rates import machine_name
 from megatron_wlb.cli import output
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.attention import (
@@ -47,9 +46,10 @@ from megatron_wlb.cost.attention import (
 )
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
+from megatron_wlb.profiling.attention_rates import AttentionTimer, measure_attention
+from megatron_wlb.profiling.rates import machine_name
 from megatron_wlb.runtime.attention.kernels import Demand, choose_kernel
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
-from megatron_wlb.study.plot_attention import plot_shardings
 
 FIXED = ("per-sequence", "per-document", "per-document-remainder")
 SHARDINGS = (*FIXED, "adaptive", "hybrid", "best-of")

@@ -28,10 +28,10 @@ from pathlib import Path
 
 from _common import add_seeds, parser_of
 from _convergence import study
+from _quickstart.corpus import EXCLUDED
+from _quickstart.recording import SMALL_MODEL
 from rich.console import Console
 
-from megatron_wlb.bench.quickstart import EXCLUDED
-from megatron_wlb.bench.recording import SMALL_MODEL
 from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text

@@ -40,7 +40,7 @@ PREFIX = "target: "
 """What stands before the names that a process without work prints."""
 
 
-READERS = ["megatron_wlb", "_gpu_report", "_run_recipes"]
+READERS = ["megatron_wlb", "_gpu_report", "_quickstart", "_run_recipes"]
 """The packages whose branches guide the fuzzer."""
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import yaml
 from _common import parser_of
 
-from megatron_wlb.bench.rates import measure_rates
+from megatron_wlb.profiling.rates import measure_rates
 from megatron_wlb.runtime.emulation.heap import keep_freed_memory
 
 NUM_REPEATS = 5

@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from _common import parser_of
+from _quickstart.corpus import corpus
+from _quickstart.recording import SMALL_MODEL, Recording, make
 from _validation.judge import FEWEST_ROUNDS, summarize
 from rich.table import Table
 
-from megatron_wlb.bench import quickstart
-from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
 from megatron_wlb.cli import output
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.packing.settings import SHAPED
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if not wanted:
                 raise ConfigError(f"--keep {folder} has no recording; leave --reuse out")
         else:
-            prefix = options.corpus or str(quickstart.corpus(folder / "corpus", console))
+            prefix = options.corpus or str(corpus(folder / "corpus", console))
             wanted = check(options.layouts, prefix, options)
             for name in wanted:
                 layout = LAYOUTS[name]

@@ -237,8 +237,8 @@ def layer_bytes(
 ) -> tuple[list[int], list[int]]:
     """Kept, most in forward and most in backward: measured and by the formula."""
     import torch
+    from _quickstart.live_bytes import LiveBytes
 
-    from megatron_wlb.bench.live_bytes import LiveBytes
     from megatron_wlb.runtime.attention import context_parallel as context
     from megatron_wlb.runtime.attention.context_parallel import (
         ContextParallel,

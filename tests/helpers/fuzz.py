@@ -15,7 +15,6 @@ import json
 import lzma
 import pickle
 import random
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,11 +25,11 @@ from typing import Any
 
 import numpy as np
 import yaml
+from _quickstart.recording import Recording
 
 from helpers.index import write_index
 from helpers.long_soak import COST, RUNS, WEIGHTS
 from helpers.soak import Soak
-from megatron_wlb.bench.recording import Recording
 from megatron_wlb.cost import DocumentCost, cost_from_dict, load_hardware, read_cost_file
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.cost.model_file import is_shape, load_model
@@ -317,7 +316,6 @@ def targets() -> dict[str, Target]:
 
     The readers look there, so that the process may not go elsewhere.
     """
-    sys.path.append(str(Path(__file__).parents[2] / "scripts"))
     lock.PATIENCE_S = lock._SETTLE_S = 0.0
     write_index("corpus", LENGTHS)
     write_index("indexed", [3, 1, 40])

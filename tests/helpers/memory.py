@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from _quickstart.live_bytes import LiveBytes, step_bytes
+
 from helpers.ranks import build_runner
 from helpers.workload import make_workload
-from megatron_wlb.bench.live_bytes import LiveBytes, step_bytes
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
 from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import Sharding

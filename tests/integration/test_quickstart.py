@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _quickstart.recording import Recording
+from _quickstart.report import WORK
 from trainer_runs import Finished, assert_refused, spawn, torchrun
 
-from megatron_wlb.bench.recording import Recording
-from megatron_wlb.bench.report import WORK
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import ConfigError
 
@@ -21,7 +21,7 @@ ROUNDS, SKIPPED = 8, 2
 
 
 def quickstart(folder: Path, *arguments: str, timeout_s: float = 180.0) -> Finished:
-    command = [sys.executable, "-m", "megatron_wlb.bench.quickstart", *arguments]
+    command = [sys.executable, "-m", "_quickstart", *arguments]
     run = spawn(folder, command)
     run.deadline += timeout_s
     return run.wait()
@@ -192,7 +192,7 @@ def test_recording_that_cannot_be_written_is_refused_before_training(
     tmp_path: Path, corpus: Path
 ) -> None:
     flags = {"data_path": corpus, "recording": "/proc/none/r.json", "rounds": 1}
-    finished = torchrun(tmp_path, 2, flags, module="megatron_wlb.bench.record").wait()
+    finished = torchrun(tmp_path, 2, flags, module="_quickstart.record").wait()
     ours = finished.output.split("torch/distributed/elastic")[0]
     assert_refused(Finished(finished.code, ours), None, "--recording /proc/none/r.json", "choose")
     assert "round 1" not in finished.output

@@ -155,7 +155,7 @@ def spawn(folder: Path, command: Sequence[str]) -> Run:
             stderr=subprocess.STDOUT,
             cwd=folder,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/scripts"},
         )
     return Run(log, [process.pid], process.poll)
 

@@ -17,12 +17,12 @@ PACKAGE = Path(megatron_wlb.__file__).parent
 PROJECT = PACKAGE.parent
 MAX_LINES = 600
 
-MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch", "bench")
+MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
 LAYERS = (
     "errors", "interrupts", "files", "reading", "settings", "schedule", "cost", "sharding",
     "strategy", "plan", "data", "packing", "planner", "planning", "ledger", "simulator", "study",
-    "api", "runtime", "bench", "cli",
+    "api", "runtime", "profiling", "cli",
 )  # fmt: skip
 """Each imports from those before it alone. In the root there are these and programs."""
 RUNTIME_LAYERS = (
@@ -127,7 +127,7 @@ def test_runs_import_nothing_that_only_advises() -> None:
 
 
 def test_package_imports_no_script() -> None:
-    assert {"evidence", "_papers", "reproduce_paper", "quickstart"} <= SCRIPTS
+    assert {"evidence", "_papers", "reproduce_paper", "_quickstart"} <= SCRIPTS
     wrong = {module: imported(path) & {*SCRIPTS, "helpers"} for module, path in MODULES.items()}
     assert {module: names for module, names in wrong.items() if names} == {}
 

@@ -90,9 +90,6 @@ def test_what_is_no_file_is_refused_at_once(name: str, kind: str, known: Targets
 
 
 BOMB = base64.b64encode(zlib.compress(bytes(1 << 27))).decode()
-MERGES = "a0: &a0 {x: 1, y: 2}\n" + "".join(
-    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 99)}], z{n}: 1}}\n" for n in range(1, 9)
-)
 HUGE = (1 << 53) - 1
 DUMB = json.dumps(
     {"model": {"vocab": {"<|endoftext|>": 0}, "type": "WordLevel", "unk_token": "[UNK]"}}
@@ -172,7 +169,6 @@ HOSTILE: dict[str, tuple[str, Callable[[Targets], bytes]]] = {
     "lengths below nothing": ("lengths", lambda _: b"-3\n"),
     "no lengths": ("lengths", lambda _: b""),
     "lengths without an end of line": ("lengths", lambda _: b"1" * (1 << 22)),
-    "settings that merge each other": ("settings", lambda _: MERGES.encode()),
     "checksums of a device": ("checksums", lambda _: b"00000000 0 /dev/zero"),
     "checksums of a file outside": ("checksums", lambda _: b"00000000 0 ../../etc/passwd"),
     "checksums of a name with a NUL": ("checksums", lambda _: b"00000000 0 a\0b"),

@@ -18,11 +18,11 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
+from _quickstart.recording import RecordedStep, Recording
 
+from _validation.fit import StageSample, fit_stage
 from _validation.sharing import replay_shared
-from megatron_wlb.bench.recording import RecordedStep, Recording
 from megatron_wlb.cost import MemoryModel
-from megatron_wlb.cost.profile import StageSample, fit_stage
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.planning.from_config import padded_vocab_size, parallelism, run_of
 from megatron_wlb.schedule.graph import Floats

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise, product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +17,6 @@ from megatron_wlb.schedule.order import (
     run_ahead,
     schedule,
     sliced,
-    validate,
 )
 
 
@@ -46,6 +48,25 @@ def order_from(text):
         return Action(word[0], int(chunk), int(micro_batch))
 
     return [[action(word) for word in line.split()] for line in text.strip().splitlines()]
+
+
+def validate(order, chains=()):
+    """Asserts that each rank runs each chunk's forward and backward of each micro-batch once, a
+    backward after its forward, and waits for nobody for ever. In a chain, as :func:`sliced` has
+    them, forwards run first to last, and backwards last to first.
+    """
+    num_chunks, num = (1 + max(getattr(a, of) for a in order[0]) for of in ("chunk", "micro_batch"))
+    every = {Action(*of) for of in product("FB", range(num_chunks), range(num))}
+    for actions in order:
+        assert len(actions) == len(every) and set(actions) == every
+        at = {action: place for place, action in enumerate(actions)}
+        assert all(at[action] <= at[replace(action, kind="B")] for action in every)
+        stop = 0
+        for length in chains:
+            members, stop = range(stop, stop + length), stop + length
+            due = [Action("F", 0, m) for m in members] + [Action("B", 0, m) for m in members][::-1]
+            assert all(at[before] < at[after] for before, after in pairwise(due))
+    dataflow(order)
 
 
 # ---- orders
@@ -123,26 +144,32 @@ def test_dataflow_puts_each_task_after_its_input():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("F0.0 B0.0 F0.1 \n F0.0 B0.0 F0.1 B0.1", "rank 0 never runs B0.1"),
-        ("F0.0 B0.0 \n F0.0 B0.0 F0.0", "rank 1 runs F0.0 twice"),
-        ("F0.0 F1.0 B1.0 B0.0 \n F0.0 B0.0", "rank 1 never runs F1.0"),
-        ("F0.0 B0.0 \n B0.0 F0.0", "rank 1 runs B0.0 before F0.0"),
-        ("", "the order is empty"),
-        # Each rank alone is in order, but rank 0 waits for a backward that rank 1 runs only after
-        # a forward that rank 0 has not sent.
-        (
-            "F0.0 B0.0 F0.1 B0.1 \n F0.0 F0.1 B0.0 B0.1",
-            "deadlocks: rank 0 at B0.0, rank 1 at F0.1",
-        ),
-        # Chunk 1 starts on rank 0 with what chunk 0 of rank 1 gives.
-        ("F1.0 F0.0 B1.0 B0.0 \n F0.0 F1.0 B1.0 B0.0", "deadlocks: rank 0 at F1.0, rank 1 at F0.0"),
+        "F0.0 B0.0 F0.1 \n F0.0 B0.0 F0.1 B0.1",
+        "F0.0 B0.0 \n F0.0 B0.0 F0.0",
+        "F0.0 F1.0 B1.0 B0.0 \n F0.0 B0.0",
+        "F0.0 B0.0 \n B0.0 F0.0",
     ],
 )
-def test_validate_names_what_is_wrong(text, message):
-    with pytest.raises(PlanError, match=message):
+def test_validate_sees_what_is_wrong(text):
+    with pytest.raises(AssertionError):
         validate(order_from(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # Each rank alone is in order, but rank 0 waits for a backward that rank 1 runs only after
+        # a forward that rank 0 has not sent.
+        ("F0.0 B0.0 F0.1 B0.1 \n F0.0 F0.1 B0.0 B0.1", "rank 0 at B0.0, rank 1 at F0.1"),
+        # Chunk 1 starts on rank 0 with what chunk 0 of rank 1 gives.
+        ("F1.0 F0.0 B1.0 B0.0 \n F0.0 F1.0 B1.0 B0.0", "rank 0 at F1.0, rank 1 at F0.0"),
+    ],
+)
+def test_dataflow_names_who_waits_for_ever(text, message):
+    with pytest.raises(PlanError, match=f"deadlocks: {message}"):
+        dataflow(order_from(text))
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -153,11 +180,11 @@ def test_validate_notices_a_lost_or_doubled_action(sizes, data):
     at = data.draw(st.integers(0, len(order[rank]) - 1))
     lost = [list(actions) for actions in order]
     del lost[rank][at]
-    with pytest.raises(PlanError):
+    with pytest.raises(AssertionError):
         validate(lost)
     doubled = [list(actions) for actions in order]
     doubled[rank].insert(at, doubled[rank][at])
-    with pytest.raises(PlanError, match="twice"):
+    with pytest.raises(AssertionError):
         validate(doubled)
 
 
@@ -254,7 +281,7 @@ def test_run_ahead_order_has_the_forwards_that_each_backward_needs(rank_lead):
 
 def test_validate_refuses_a_chain_whose_backwards_run_first_to_last():
     validate(one_f_one_b(2, 4))
-    with pytest.raises(PlanError, match=r"rank 0 runs B0\.0 before B0\.1, but both run slices"):
+    with pytest.raises(AssertionError):
         validate(one_f_one_b(2, 4), [2, 1, 1])
 
 

@@ -15,13 +15,9 @@ from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.schedule.order import Action
 from megatron_wlb.simulator.engine import Interval, Timeline, timeline
 from megatron_wlb.study import plot
-from megatron_wlb.study.plot import plot_lengths, plot_micro_batches, plot_timelines
+from megatron_wlb.study.plot import plot_lengths, plot_timelines
 
 LENGTHS = [3, 40, 40, 500, 900, 1000, 2000, 4096, 6000, 8192]
-WORK = {
-    "original": [[1.0, 4.0, 1.0], [2.0, 1.0, 1.0]],
-    "hold": [[2.0, 2.0, 2.1], [1.4, 1.3, 1.2]],
-}
 FLAT, UNEVEN = [4.0, 4.0, 4.0, 4.0], [1.0, 9.0, 2.0, 4.0]
 
 
@@ -59,13 +55,11 @@ def titles(figure):
 def draw(name, path):
     if name == "lengths":
         plot_lengths(of(LENGTHS, 8192), 8192, path)
-    elif name == "micro_batches":
-        plot_micro_batches(WORK, path)
     else:
         plot_timelines(timelines(vpp_size=2), path, "A step", measured=False)
 
 
-@pytest.mark.parametrize("name", ["lengths", "micro_batches", "timelines"])
+@pytest.mark.parametrize("name", ["lengths", "timelines"])
 def test_plot_is_a_png_with_named_axes_and_its_legend_beside_the_data(name, drawn, tmp_path):
     before = dict(matplotlib.rcParams)
     draw(name, tmp_path / "plot.png")
@@ -112,54 +106,6 @@ def test_plot_lengths_shows_documents_longer_than_the_window(drawn, tmp_path):
     assert drawn[0].axes[0].get_xlim()[1] > 5000
 
 
-def test_plot_micro_batches_shows_each_one_and_marks_the_heaviest(drawn, tmp_path):
-    plot_micro_batches(WORK, tmp_path / "plot.png")
-    assert titles(drawn[0]) == [
-        "original: imbalance degree 1.750 (mean of 2 steps)",  # (4·3/6 + 2·3/4) / 2
-        f"hold: imbalance degree {(2.1 * 3 / 6.1 + 1.4 / 1.3) / 2:.3f} (mean of 2 steps)",
-    ]
-    for axes, steps in zip(drawn[0].axes, WORK.values(), strict=True):
-        flat = np.concatenate(steps)
-        heights = [patch.get_height() for patch in axes.patches]
-        assert heights == pytest.approx(flat / flat.mean())
-        marked = [to_hex(patch.get_facecolor()) == plot.VERMILION.lower() for patch in axes.patches]
-        assert marked == [work == max(step) for step in steps for work in step]
-        assert [patch.get_x() for patch in axes.patches] == sorted(p.get_x() for p in axes.patches)
-    original, hold = drawn[0].axes
-    assert original.get_ylim() == hold.get_ylim()
-
-
-def test_plot_micro_batches_shows_slices_of_one_document_in_one_colour(drawn, tmp_path):
-    slices = {"hold": [[0, 0, None], [None, 1, 0]]}
-    plot_micro_batches(WORK, tmp_path / "plot.png", slices)
-    original, hold = (
-        [to_hex(patch.get_facecolor()) for patch in axes.patches] for axes in drawn[0].axes
-    )
-    first, second = (colour.lower() for colour in plot.SLICES[:2])
-    blue, heaviest = plot.BLUE.lower(), plot.VERMILION.lower()
-    assert hold == [first, first, heaviest, heaviest, second, first]
-    assert original == [blue, heaviest, blue, heaviest, blue, blue]
-    assert len(set(plot.SLICES) & {plot.BLUE, plot.ORANGE, plot.VERMILION}) == 0
-    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert "slices of one document" in labels
-
-
-def test_plot_micro_batches_draws_as_many_steps_of_each_packing(drawn, tmp_path):
-    work = {"original": [[1.0, 2.0]] * 9, "slim": [[1.0, 2.0] * 20] * 9}
-    plot_micro_batches(work, tmp_path / "plot.png")
-    assert [len(axes.patches) for axes in drawn[0].axes] == [3 * 2, 3 * 40]
-    assert all("the first 3 are drawn" in title for title in titles(drawn[0]))
-
-
-def test_plot_micro_batches_draws_what_can_be_told_apart_and_says_so(drawn, tmp_path):
-    steps = [[1.0, 2.0] * 16] * 9 + [[1.0, 1.0] * 16]
-    plot_micro_batches({"original": steps}, tmp_path / "plot.png")
-    assert len(drawn[0].axes[0].patches) == 4 * 32
-    degree = (9 * 2 / 1.5 + 1) / 10
-    title = f"original: imbalance degree {degree:.3f} (mean of 10 steps; the first 4 are drawn)"
-    assert titles(drawn[0]) == [title]
-
-
 @pytest.mark.parametrize(("measured", "said"), [(True, "measured"), (False, "simulated")])
 def test_plot_timelines_says_measured_or_simulated(measured, said, drawn, tmp_path):
     plot_timelines(timelines(), tmp_path / "plot.png", "One step", measured)
@@ -198,23 +144,18 @@ def test_plot_timelines_draws_each_action_where_it_ran(drawn, tmp_path):
 
 def test_plot_is_svg_where_it_is_called_so_and_the_same_file_each_time(tmp_path):
     for name in ("one.svg", "other.svg"):
-        plot_micro_batches(WORK, tmp_path / name)
+        draw("lengths", tmp_path / name)
     one, other = ((tmp_path / name).read_text() for name in ("one.svg", "other.svg"))
     assert "<svg" in one and one == other
     with pytest.raises(ConfigError, match=r"cannot draw .*plot\.gif; call it \.png or \.svg"):
-        plot_micro_batches(WORK, tmp_path / "plot.gif")
+        draw("lengths", tmp_path / "plot.gif")
     with pytest.raises(ConfigError, match="cannot write"):
-        plot_micro_batches(WORK, tmp_path / "no" / "plot.png")
+        draw("lengths", tmp_path / "no" / "plot.png")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.svg", "other.svg"]
 
 
 def test_plots_of_nothing_are_errors(tmp_path):
     path = tmp_path / "plot.png"
-    with pytest.raises(ConfigError, match="no packings"):
-        plot_micro_batches({}, path)
-    for steps in ([], [[]], [[1.0], [0.0]]):
-        with pytest.raises(ConfigError, match="'wlb' has"):
-            plot_micro_batches({"original": [[1.0]], "wlb": steps}, path)
     for empty in ({}, {"original": Timeline(((), ()))}):
         with pytest.raises(ConfigError, match="no timelines"):
             plot_timelines(empty, path, "One step", measured=False)

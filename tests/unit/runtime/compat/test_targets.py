@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,7 +90,6 @@ def test_patched_tree_fits(tree: Path) -> None:
 
 
 def test_all_that_the_package_takes_from_megatron_is_checked() -> None:
-    sys.path.append(str(Path(__file__).parents[4] / "scripts"))
     imported = importlib.import_module("megatron_signatures").imported
     source = MegatronSource.installed()
     known = {name for version in targets.VERSIONS for name in targets.expected_of(version)}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from megatron_wlb.bench.recording import RecordedStep, Recording
+from _quickstart.recording import RecordedStep, Recording
 from megatron_wlb.cost.slices import Unit
 from megatron_wlb.errors import ConfigError
 
@@ -224,7 +224,8 @@ def _sliced(step: RecordedStep) -> list[int | None]:
 
 def draw(recording: Recording, skip_rounds: int, folder: Path, layout: str) -> list[Path]:
     """Pictures of one layout: work of the micro-batches, and one step of each as it ran."""
-    from megatron_wlb.study.plot import plot_micro_batches, plot_timelines
+    from _quickstart.work import plot_micro_batches
+    from megatron_wlb.study.plot import plot_timelines
 
     folder.mkdir(parents=True, exist_ok=True)
     work_path, timeline_path = (folder / f"{layout}-{n}.png" for n in ("work", "timeline"))

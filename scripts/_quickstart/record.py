@@ -1,6 +1,6 @@
 """Trains one small GPT per packing, step by step in turns, and records what each step took.
 
-:func:`megatron_wlb.bench.recording.make` runs it under torchrun, with the embedded trainer's flags.
+:func:`_quickstart.recording.make` runs it under torchrun, with the embedded trainer's flags.
 Every packing has a model of its own from the same weights; in each round every packing runs one
 step, so that a noisy machine slows all of them alike. Rank 0 writes the recording as JSON.
 
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_wlb.bench.recording import PROGRESS, RecordedStep, core_of
+from _quickstart.recording import PROGRESS, RecordedStep, core_of
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.packing.settings import SHAPED
@@ -66,8 +66,8 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
     distributed.initialize(first, device)
     import torch
 
-    from megatron_wlb.bench.live_bytes import LiveBytes, step_bytes
-    from megatron_wlb.bench.timeline import StepTimers
+    from _quickstart.live_bytes import LiveBytes, step_bytes
+    from _quickstart.timeline import StepTimers
     from megatron_wlb.runtime.trainer.loop import Trainer
     from megatron_wlb.runtime.transfer import of_all_ranks
 
@@ -179,9 +179,7 @@ def check_recordable(plan: StepPlan) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m megatron_wlb.bench.record", description=__doc__, allow_abbrev=False
-    )
+    parser = Parser(prog="python -m _quickstart.record", description=__doc__, allow_abbrev=False)
     parser.add_argument("--packings", default="original,hold,slim", help="comma-separated")
     parser.add_argument("--rounds", type=int, default=24, help="steps of each packing")
     parser.add_argument("--repeats", type=int, default=1, help="times that these are run")

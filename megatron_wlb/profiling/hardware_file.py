@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_wlb.cost.attention import BACKWARD_FLOPS, AttentionProfile, forward_flops
-from megatron_wlb.cost.hardware import FIGURES, Hardware, hardware_names
+from megatron_wlb.cost.hardware import FIGURES, hardware_names
 from megatron_wlb.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_wlb.bench.rates import Rates
+    from megatron_wlb.profiling.rates import Rates
 
 
 def base_of(device: str, gpu: str) -> str:
@@ -85,10 +85,3 @@ def long_document_tflops(profile: AttentionProfile) -> float:
     pairs = length * (length + 1) / 2
     flops = (1 + BACKWARD_FLOPS) * forward_flops(profile.num_heads, profile.head_dim, pairs)
     return flops / (profile.whole_forward_us[-1] + profile.whole_backward_us[-1]) / 1e6
-
-
-def measured_hardware(content: Mapping[str, Any]) -> Hardware:
-    """The machine of such a content."""
-    tables = tuple(map(AttentionProfile.from_dict, content["attention"]))
-    figures = {name: content[name]["value"] for name in FIGURES if name in content}
-    return Hardware(**figures, attention=tables)

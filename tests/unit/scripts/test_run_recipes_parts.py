@@ -18,12 +18,9 @@ import pytest
 
 from megatron_wlb.errors import ConfigError
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+def module() -> Any:
     return lambda name: importlib.import_module(f"_run_recipes.{name}")
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _quickstart import work
+from _quickstart.recording import RecordedStep, Recording
+from _quickstart.report import draw, headline, summarize, table
 from rich.console import Console
 
-from megatron_wlb.bench.recording import RecordedStep, Recording
-from megatron_wlb.bench.report import draw, headline, summarize, table
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.schedule.graph import slice_graph
 from megatron_wlb.simulator.engine import Timeline, timeline
@@ -277,7 +278,7 @@ def test_picture_is_of_steps_of_like_work_and_names_its_rows(
         drawn.update(options, timelines=timelines, title=title)
 
     monkeypatch.setattr(plot, "plot_timelines", keep)
-    monkeypatch.setattr(plot, "plot_micro_batches", lambda *_: None)
+    monkeypatch.setattr(work, "plot_micro_batches", lambda *_: None)
     intervals: Intervals = [[("F", 0.0, 2.0), ("B", 9.0, 12.0)], [("F", 2.0, 5.0), ("B", 5.0, 9.0)]]
     steps = [
         RecordedStep(
@@ -345,7 +346,7 @@ def test_pictures_know_which_slices_are_of_one_document(
     with_slices: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, Any] = {}
-    monkeypatch.setattr(plot, "plot_micro_batches", lambda *given: drawn.update(bars=given[2]))
+    monkeypatch.setattr(work, "plot_micro_batches", lambda *given: drawn.update(bars=given[2]))
     monkeypatch.setattr(plot, "plot_timelines", lambda lines, *_, **__: drawn.update(lines=lines))
     draw(with_slices, 0, tmp_path, "pp2")
     assert drawn["bars"] == {"slim": [[0, 0, None]] * 4}

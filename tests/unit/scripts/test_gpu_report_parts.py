@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[2]
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports a module of the report, as ``scripts/gpu_report`` sets up the path."""
-    for folder in (TESTS / "gpu", TESTS, SCRIPTS, SCRIPTS / "evidence"):
+    for folder in (TESTS / "gpu", TESTS):
         monkeypatch.syspath_prepend(str(folder))
     return lambda name: importlib.import_module(f"_gpu_report.{name}")
 
@@ -123,7 +123,7 @@ def test_waits_of_the_host_are_counted_by_place(
 
 def re_place(place: str) -> bool:
     name, _, line = place.partition(":")
-    return name == "tests/unit/bench/test_gpu_report_parts.py" and line.isdigit()
+    return name == "tests/unit/scripts/test_gpu_report_parts.py" and line.isdigit()
 
 
 def test_unknown_parts_are_refused_by_name(module: Any) -> None:

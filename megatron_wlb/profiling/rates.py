@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from megatron_wlb.bench.attention_rates import Clock
+from megatron_wlb.profiling.attention_rates import Clock
 
 NUM_REPEATS = 8
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from megatron_wlb.bench import report
-from megatron_wlb.bench.recording import SMALL_MODEL, Recording, make
-from megatron_wlb.data.corpus import Corpus, build_corpus
+from _quickstart import report
+from _quickstart.corpus import corpus
+from _quickstart.recording import SMALL_MODEL, Recording, make
+from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
@@ -53,26 +53,6 @@ LAYOUTS = {
 }
 SKIP_SHARE = 4
 """One in so many rounds is run first and not counted: pools and caches fill."""
-EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
-
-
-def corpus(folder: Path, console: Console) -> Path:
-    """Builds the corpus, or keeps the one of an earlier start; returns its prefix."""
-    console.print("corpus: reading the interpreter's standard library")
-    info = build_corpus(
-        [sysconfig.get_path("stdlib")],
-        folder / f"stdlib-{sysconfig.get_python_version()}",
-        python_definitions=True,
-        exclude=EXCLUDED,
-        force=True,
-        reuse=True,
-    )
-    console.print(
-        f"corpus: {info.num_documents:,} documents (functions and classes), "
-        f"{info.num_tokens:,} tokens (bytes), in {info.prefix}.bin",
-        soft_wrap=True,
-    )
-    return Path(info.prefix)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _quickstart.record import check_recordable
+from _quickstart.recording import RecordedStep, Recording, make, progress_of
 from helpers.fuzz import RECORDING
 from rich.console import Console
 
-from megatron_wlb.bench.record import check_recordable
-from megatron_wlb.bench.recording import RecordedStep, Recording, make, progress_of
 from megatron_wlb.cost.slices import Slice
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan

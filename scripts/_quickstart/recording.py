@@ -1,4 +1,4 @@
-"""Training steps of several packings in turns, as :mod:`megatron_wlb.bench.record` measures them.
+"""Training steps of several packings in turns, as :mod:`_quickstart.record` measures them.
 
 :func:`make` runs it under torchrun, :meth:`Recording.read` reads what it wrote. Of a step's repeats
 the one that took the middle time counts.
@@ -58,7 +58,7 @@ class RecordedStep:
     lengths: list[list[list[int]]]
     """``[dp_size][num_micro_batches][segments]``"""
     intervals: list[list[tuple[str, float, float, float]]]
-    """Per process, as :data:`megatron_wlb.bench.timeline.Interval`, in the order they ran."""
+    """Per process, as :data:`_quickstart.timeline.Interval`, in the order they ran."""
     predicted_us: list[list[float]]
     """``[dp_size][num_micro_batches]``, forward plus backward of the whole model."""
     plan_us: float = 0.0
@@ -137,7 +137,7 @@ def core_of(rank: int, world_size: int, pp_size: int, num_cores: int) -> int:
 
 @dataclass(frozen=True)
 class Recording:
-    """What :mod:`megatron_wlb.bench.record` wrote of one layout."""
+    """What :mod:`_quickstart.record` wrote of one layout."""
 
     config: Config
     vocab_size: int
@@ -315,9 +315,10 @@ def make(
 
     Raises :class:`ConfigError` if it fails: names the cause and the log.
     """
+    folders = filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
     command = [
         *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
-        *("--nproc-per-node", str(num_processes), "-m", "megatron_wlb.bench.record"),
+        *("--nproc-per-node", str(num_processes), "-m", "_quickstart.record"),
         *("--recording", str(path), *arguments),
     ]
     log, lines = path.with_suffix(".log"), []
@@ -329,7 +330,7 @@ def make(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)},
         ) as process,
     ):
         assert process.stdout is not None

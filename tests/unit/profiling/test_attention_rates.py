@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_wlb.bench import attention_rates
-from megatron_wlb.bench.attention_rates import (
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.profiling import attention_rates
+from megatron_wlb.profiling.attention_rates import (
     AttentionTimer,
     grid,
     measure_attention,
 )
-from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.attention.kernels import Demand
 
 DEMAND = Demand(torch.device("cpu"), torch.float32, 4, 2, 16)

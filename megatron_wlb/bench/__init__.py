@@ -1,1 +1,0 @@
-"""Measurements: the quickstart, recorded runs, rates of a machine."""

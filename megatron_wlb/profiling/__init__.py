@@ -1,0 +1,1 @@
+"""What a machine reaches, measured: rates of operations and of attention."""

@@ -1,8 +1,0 @@
-"""Finds the studies as their scripts do: beside them."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "evidence"))
