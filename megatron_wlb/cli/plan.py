@@ -113,7 +113,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_max_delay(group)
     flag(group, "--headroom SHARE", "of the memory limit that is left free", HEADROOM)
     output = parser.add_argument_group("output")
-    flag(output, "--out FILE.yaml", "recipe of the best")
+    flag(output, "--out FILE.yaml", "recipe of the best, for wlb recipe run")
     flag(output, "--rows N", "of the table", 12)
     output.add_argument("--json", action="store_true", help="print everything, also the rejected")
     parser.set_defaults(run=_run)
@@ -197,7 +197,7 @@ def _run(args: argparse.Namespace) -> int:
     out.print(_table(args, space, found))
     out.print(_rejected(found))
     say(out, _verdict(found))
-    out.print("\ntrain it with your data, duration and optimizer added:")
+    out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.TO_ADD}")
     out.print(command, soft_wrap=True)
     if args.out:
         out.print(f"recipe: {args.out}")
@@ -250,7 +250,8 @@ def _remarks(args: argparse.Namespace, found: Search) -> str:
         f"Simulated, not measured: MFU {outcome.mfu:.1%}, {outcome.tokens_per_s:,.0f} tokens/s, "
         f"{outcome.step_us / 1e3:,.0f} ms a step, peak {outcome.peak_bytes / GIB:.1f} GiB.\n"
         f"Made by: {shlex.join(['wlb', *sys.argv[1:]])}\n"
-        "To be added: data, tokenizer, duration, optimizer, checkpoints."
+        f"Left to add: {recipe.TO_ADD};\n"
+        "and as you like --split, --save, --load, --save-interval and the optimizer."
     )
 
 

@@ -85,7 +85,8 @@ def _command(args: argparse.Namespace, searched: Space, space: StrategySpace) ->
         "--wlb-hardware": args.hardware,
         **({} if args.memory_gib is None else {"--wlb-memory-gib": args.memory_gib}),
     }
-    return recipe.command(flags, searched.num_devices, space.cluster.devices_per_node)
+    machine = searched.num_devices, space.cluster.devices_per_node
+    return recipe.command(flags, *machine, recipe.TRAINER)
 
 
 def _space(searched: Space, *, bf16: bool) -> StrategySpace:

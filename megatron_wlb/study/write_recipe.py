@@ -27,6 +27,13 @@ Value: TypeAlias = bool | int | float | str | list[str | int]
 Flags: TypeAlias = Mapping[str, Value]
 """A flag and its value; True for a bare one, a list where it takes several."""
 VPP = "--num-virtual-stages-per-pipeline-rank"
+LAUNCHER = ("megatron_wlb.launch", "$MEGATRON_LM_PATH/pretrain_gpt.py")
+TRAINER = ("megatron_wlb.pretrain_gpt",)
+"""The embedded trainer, which alone runs strategies."""
+TO_ADD = "--data-path, --tokenizer-type, --train-iters, --lr, --eval-interval"
+"""What a run by :data:`LAUNCHER` needs, and no layout says."""
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Megatron asks for 1 of it with TP or CP, on GPUs before Blackwell."""
 
 
 def model_flags(shape: ModelShape) -> Flags:
@@ -178,18 +185,21 @@ def balance_flags(scenario: Run, packing: Sequence[str], sharding: str, hardware
     return flags
 
 
-def command(flags: Flags, num_devices: int, devices_per_node: int) -> str:
-    """The command line that trains so, once data and duration are added."""
+def command(
+    flags: Flags, num_devices: int, devices_per_node: int, program: Sequence[str] = LAUNCHER
+) -> str:
+    """The command line that trains so, once :data:`TO_ADD` is added."""
     nodes = -(-num_devices // devices_per_node)
     words = ["torchrun", "--nproc-per-node", str(min(num_devices, devices_per_node))]
     if nodes > 1:
         words += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500".split()
-    launcher = ["megatron_wlb.launch", "pretrain_gpt.py"]
-    words += ["-m", *(launcher if "--fp8-format" in flags else ["megatron_wlb.pretrain_gpt"])]
+    if program == LAUNCHER:
+        words.insert(0, f"{CONNECTIONS}=1")
+    words += ["-m", *program]
     for flag, value in flags.items():
         values = value if isinstance(value, list) else [value]
         words += [flag] if value is True else [flag, *map(str, values)]
-    return " ".join(quoted(word, {"HOST"}) for word in words)
+    return " ".join(quoted(word, {"HOST", "MEGATRON_LM_PATH"}) for word in words)
 
 
 def recipe(
@@ -199,7 +209,7 @@ def recipe(
     head = {
         "NUM_NODES": -(-num_devices // devices_per_node),
         "GPUS_PER_NODE": min(num_devices, devices_per_node),
-        "CUDA_DEVICE_MAX_CONNECTIONS": 1,
+        CONNECTIONS: 1,
         allocator.VARIABLE: allocator.VALUE,
     }
     lines = [f"# {line}".rstrip() for line in remarks.splitlines()]

@@ -130,6 +130,13 @@ REFUSED = {
 }
 
 
+ADDED = {
+    "--data-path": "corpus", "--tokenizer-type": "NullTokenizer", "--train-iters": "10",
+    "--lr": "1e-4", "--eval-interval": "1000",
+}  # fmt: skip
+"""Values of what a recipe of ``wlb plan`` says is left to add."""
+
+
 def searched(folder: Path) -> tuple[int, list[str]]:
     """World size and flags of what ``wlb plan`` writes, with the run added."""
     path = folder / "best.yaml"
@@ -137,8 +144,8 @@ def searched(folder: Path) -> tuple[int, list[str]]:
     command += ["--window", "8192", "--num-micro-batches", "16", "--steps", "2", "--refine", "1"]
     assert main([*command, "--packing", "hold", "--out", str(path)]) == 0
     recipe = read_recipe(path, {})
-    added = ["--data-path", "corpus", "--train-iters", "10", "--lr", "1e-4"]
-    added += ["--eval-interval", "1000"]
+    left = re.findall(r"--[a-z-]+", path.read_text().partition("# Left to add: ")[2].split(";")[0])
+    added = [word for pair in zip(left, map(ADDED.get, left), strict=True) for word in pair if word]
     return recipe.num_nodes * recipe.devices_per_node, [*recipe.arguments, *added]
 
 
@@ -171,8 +178,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     lines |= {" ".join(extra): with_flags("550m-64k", *extra) for extra in REFUSED}
     lines |= in_fp8()
     world_size, flags = lines["searched"] = searched(tmp_path_factory.mktemp("searched"))
-    at = flags.index("--max-position-embeddings")
-    lines["searched, without positions"] = (world_size, [*flags[:at], *flags[at + 2 :]])
+    for flag in ("--data-path", "--eval-interval", "--max-position-embeddings"):
+        at = flags.index(flag)
+        lines[f"searched, without {flag}"] = (world_size, [*flags[:at], *flags[at + 2 :]])
     code = (
         "import contextlib, io, json, sys\n"
         "from megatron_wlb.runtime.megatron_lm.check_arguments import main\n"
@@ -219,7 +227,10 @@ def test_what_megatron_or_we_refuse_is_said(said: dict[str, str], extra: tuple[s
 
 def test_what_a_search_writes_is_taken_once_the_run_is_added(said: dict[str, str]) -> None:
     assert said["searched"] == ""
-    assert "max_position_embeddings argument is None" in said["searched, without positions"]
+    assert "give --data-path" in said["searched, without --data-path"]
+    assert "give it, as in --eval-interval" in said["searched, without --eval-interval"]
+    refusal = said["searched, without --max-position-embeddings"]
+    assert "max_position_embeddings argument is None" in refusal
 
 
 def test_dry_run_sets_the_environment_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

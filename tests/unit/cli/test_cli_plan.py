@@ -61,7 +61,7 @@ def test_command_and_recipe_are_those_of_the_best(capsys) -> None:
     found = plan(capsys, "--out", "best.yaml", "--num-micro-batches", "4", "8")
     best = found["ranked"][0]
     words = shlex.split(found["command"])
-    config = parse(words[words.index("megatron_wlb.pretrain_gpt") + 1 :])
+    config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
     p = config.parallel
     assert (
         p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size,
@@ -72,7 +72,11 @@ def test_command_and_recipe_are_those_of_the_best(capsys) -> None:
     assert config.model.num_layers == 6
     recipe = yaml.safe_load(Path("best.yaml").read_text())
     assert recipe["MODEL_ARGS"] == found["flags"]
-    assert "Simulated, not measured" in Path("best.yaml").read_text()
+    text = Path("best.yaml").read_text()
+    assert "Simulated, not measured" in text
+    assert (
+        "Left to add: --data-path, --tokenizer-type, --train-iters, --lr, --eval-interval" in text
+    )
 
 
 def test_table_ranks_and_says_what_cannot_run(capsys) -> None:
@@ -81,7 +85,9 @@ def test_table_ranks_and_says_what_cannot_run(capsys) -> None:
     assert "What cannot run" in out and "do not divide" in out and "Fastest within " in out
     assert "simulated: 2 steps of each, seed 1; mean delay up to 0.5 steps (--max-delay)" in out
     assert "memory up to 1.1 GiB (5% left free)" in out
-    assert "torchrun --nproc-per-node 4 -m megatron_wlb.pretrain_gpt" in out
+    assert "left to add: --data-path, --tokenizer-type, --train-iters, --lr, --eval-inter" in out
+    launcher = '-m megatron_wlb.launch "$MEGATRON_LM_PATH"/pretrain_gpt.py --num-layers'
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 {launcher}" in out
 
 
 def test_table_has_a_row_for_each_layout_and_for_each_packing_of_the_best(capsys) -> None:
