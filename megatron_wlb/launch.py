@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_wlb import interrupts
 from megatron_wlb.errors import CompatibilityError, ConfigError, refuse_all
-from megatron_wlb.runtime.megatron_lm import arguments, guards
+from megatron_wlb.runtime.megatron_lm import arguments, refusals
 from megatron_wlb.runtime.rank_main import rank_main
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.command_line import (
@@ -68,7 +68,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
     refuse_all(unknown_flags((word for word in others if word.startswith("--wlb-")), known))
     plans = arguments.asks_for_plans(flags)
     if plans:
-        guards.check_words(flags)
+        refusals.check_words(flags)
         allocator.choose(flags)
         if os.environ.get("RANK", "0") != "0":  # what planning says, all ranks would say
             logging.getLogger("megatron_wlb").setLevel(logging.ERROR)

@@ -34,8 +34,8 @@ def run(config: Config, path: Path) -> None:
 
     from megatron_wlb.data.corpora import Corpora
     from megatron_wlb.planning.from_config import max_tokens, model_shape, padded_vocab_size
-    from megatron_wlb.runtime.measure import measure_tables
-    from megatron_wlb.runtime.model import build_model
+    from megatron_wlb.runtime.gpt.build import build_model
+    from megatron_wlb.runtime.measuring.measure import measure_tables
 
     vocab_size = config.data.vocab_size or Corpora.open(config).vocab_size
     padded = padded_vocab_size(config, vocab_size)

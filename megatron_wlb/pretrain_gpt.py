@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_wlb import interrupts  # noqa: F401 - before all that takes time
-from megatron_wlb.runtime import watchdog
 from megatron_wlb.runtime.rank_main import end, rank_main
+from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.command_line import parse
 
@@ -22,7 +22,7 @@ def train(argv: Sequence[str]) -> None:
     config = parse(argv)
     allocator.choose()
     # Imports torch, and then Megatron under the device's conditions.
-    from megatron_wlb.runtime import agreement
+    from megatron_wlb.runtime.ranks import agreement
     from megatron_wlb.runtime.trainer import distributed
 
     device = distributed.choose_device(config.wlb.wlb_device)
@@ -34,7 +34,7 @@ def train(argv: Sequence[str]) -> None:
     if config.wlb.wlb_strategies is None:
         from megatron_wlb.runtime.trainer.loop import Trainer as trainer
     else:
-        from megatron_wlb.runtime.trainer.strategies import StrategyTrainer as trainer
+        from megatron_wlb.runtime.trainer.strategy_trainer import StrategyTrainer as trainer
     trainer(config, device).train()
     distributed.shutdown()
 

@@ -31,7 +31,7 @@ from megatron_wlb.files import write_text
 from megatron_wlb.packing.base import MOST_STEPS
 from megatron_wlb.packing.settings import runs_with
 from megatron_wlb.planning.run import Run, title
-from megatron_wlb.planning.strategies import check_shape
+from megatron_wlb.planning.strategy_run import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import flag_of
 from megatron_wlb.sharding.select import MODES, Mode

@@ -20,7 +20,7 @@ from megatron_wlb.settings.config import flag_of
 from megatron_wlb.strategy.layout import write_strategies
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.search import Space
-from megatron_wlb.study.strategies import SAMPLE_STEPS, StrategyOutcome, StrategyStudy, study
+from megatron_wlb.study.strategy_search import SAMPLE_STEPS, StrategyOutcome, StrategyStudy, study
 
 STEPS = 40
 WORTH_SAYING = 1.005

@@ -101,7 +101,7 @@ def _profile(args: argparse.Namespace) -> int:
 
     from megatron_wlb.profiling.attention_rates import measure_attention
     from megatron_wlb.profiling.rates import machine_name, measure_rates
-    from megatron_wlb.runtime.attention.kernels import Demand
+    from megatron_wlb.runtime.gpt.attention.kernels import Demand
 
     device = args.device
     if device == "auto":

@@ -34,7 +34,7 @@ from megatron_wlb.data.ramp import LinearRamp, Ramp, StepRamp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings, kind_of
 from megatron_wlb.planner import Planner, Stream
-from megatron_wlb.planning.experts import with_experts
+from megatron_wlb.planning.expert_rules import with_experts
 from megatron_wlb.planning.run import Run, read_cost
 from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.planning.sliding import with_windows

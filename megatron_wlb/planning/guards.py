@@ -14,7 +14,7 @@ from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
 from megatron_wlb.packing import check_numbers, check_shaping, kind_of, unread
-from megatron_wlb.planning import experts
+from megatron_wlb.planning import expert_rules
 from megatron_wlb.planning.from_config import batch, without_growth
 from megatron_wlb.planning.slicing import check_units, slice_multiple
 from megatron_wlb.planning.sliding import windowed_layers
@@ -72,7 +72,7 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
         return
     yield from _check_layout(config, world_size)
     yield from _check_model(config)
-    yield from experts.refusals(config, world_size)
+    yield from expert_rules.refusals(config, world_size)
     yield from _check_recompute(config)
     yield from _check_prediction(config)
     yield from _check_optimizer(config)

@@ -22,14 +22,14 @@ import torch
 from megatron_wlb.cost.attention import AttentionProfile, Floats, Ints
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.runtime.attention.kernels import (
+from megatron_wlb.runtime.emulation.heap import keep_freed_memory
+from megatron_wlb.runtime.gpt.attention.kernels import (
     CANDIDATES,
     Demand,
     Segments,
     VarlenKernel,
     choose_kernel,
 )
-from megatron_wlb.runtime.emulation.heap import keep_freed_memory
 from megatron_wlb.sharding import shard_arrays
 from megatron_wlb.sharding.select import PER_DOCUMENT, PER_SEQUENCE
 

@@ -23,8 +23,8 @@ from megatron_wlb.errors import (
     WLBError,
     interrupted,
 )
-from megatron_wlb.runtime import watchdog
-from megatron_wlb.runtime.children import ending_with_us
+from megatron_wlb.runtime.ranks import watchdog
+from megatron_wlb.runtime.ranks.children import ending_with_us
 from megatron_wlb.runtime.saving import lock as save_lock
 
 OTHER_RANK_S = 5.0

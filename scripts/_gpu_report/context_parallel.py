@@ -15,7 +15,7 @@ from _gpu_report.results import Results
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.errors import CompatibilityError
 from megatron_wlb.profiling.attention_rates import AttentionTimer
-from megatron_wlb.runtime.attention.kernels import CANDIDATES
+from megatron_wlb.runtime.gpt.attention.kernels import CANDIDATES
 
 WINDOWS = (64 * 1024, 128 * 1024)
 CP_SIZES = (2, 4, 8)

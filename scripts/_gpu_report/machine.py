@@ -12,7 +12,7 @@ from _gpu_report.results import CPU, Results
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.runtime.attention.kernels import Demand
+from megatron_wlb.runtime.gpt.attention.kernels import Demand
 
 Heads: TypeAlias = tuple[int, int, int]
 """Query heads, key/value heads, head dimension, of one device."""

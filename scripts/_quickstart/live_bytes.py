@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from megatron_wlb.plan import StepPlan
-    from megatron_wlb.runtime.step import StepRunner
+    from megatron_wlb.runtime.stepping.step import StepRunner
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

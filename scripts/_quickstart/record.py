@@ -68,8 +68,8 @@ def record(own: argparse.Namespace, flags: Sequence[str]) -> None:
 
     from _quickstart.live_bytes import LiveBytes, step_bytes
     from _quickstart.timeline import StepTimers
+    from megatron_wlb.runtime.ranks.transfer import of_all_ranks
     from megatron_wlb.runtime.trainer.loop import Trainer
-    from megatron_wlb.runtime.transfer import of_all_ranks
 
     timers = StepTimers(torch.cuda.synchronize if device == "cuda" else None)
     trainers: dict[str, Trainer] = {}

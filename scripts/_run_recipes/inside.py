@@ -43,14 +43,14 @@ def check_arguments(words: Sequence[str], num_devices: int, found: Path) -> int:
 
     from megatron_wlb.errors import WLBError
     from megatron_wlb.runtime.compat import targets
-    from megatron_wlb.runtime.megatron_lm import cpu, guards, install
+    from megatron_wlb.runtime.megatron_lm import cpu, install, refusals
 
     cpu.refusals = lambda args: iter(())  # type: ignore[assignment]
     os.environ["WORLD_SIZE"] = str(num_devices)
     del os.environ["RANK"]
     said: list[str] = []
     try:
-        guards.check_words(words)
+        refusals.check_words(words)
         install.install()
         sys.argv = ["pretrain_gpt.py", *words]
         args = parse_args()

@@ -39,7 +39,7 @@ from megatron_wlb.settings.config import Config
 from megatron_wlb.study.write_recipe import model_flags
 
 if TYPE_CHECKING:
-    from megatron_wlb.runtime.model import Model
+    from megatron_wlb.runtime.gpt.build import Model
 
 MODULES = {
     "linear_qkv": "linear",
@@ -204,7 +204,7 @@ def _world(device: str) -> Iterator[None]:
 
 @contextmanager
 def _built(config: Config, vocab_size: int) -> Iterator[Model]:
-    from megatron_wlb.runtime.model import build_model
+    from megatron_wlb.runtime.gpt.build import build_model
     from megatron_wlb.runtime.trainer import distributed
 
     distributed.initialize_groups(config)
@@ -220,7 +220,7 @@ def _machines(
     shape: ModelShape, device: str, name: str | None, longest: int, repeats: int, seed: int
 ) -> tuple[Hardware, Hardware, str]:
     """The machine as its file says and as it is measured now, and the name of its kernel."""
-    from megatron_wlb.runtime.attention.kernels import Demand, choose_kernel
+    from megatron_wlb.runtime.gpt.attention.kernels import Demand, choose_kernel
 
     name = name or base_of(device, torch.cuda.get_device_name() if device == "cuda" else "")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -327,7 +327,7 @@ def _watching(model: Model, watch: _Watch) -> Iterator[None]:
 def _measured_us(
     model: Model, lengths: Sequence[int], vocab_size: int, repeats: int, device: str
 ) -> dict[str, float]:
-    from megatron_wlb.runtime.measure import run_passes
+    from megatron_wlb.runtime.measuring.measure import run_passes
 
     watch, began, found = _Watch(device), list[Any](), []
     pre_hook = model.chunks[0].register_forward_pre_hook(lambda *_: began.append(watch.now()))
@@ -346,7 +346,7 @@ def _measured_us(
 
 def _measured_bytes(model: Model, lengths: Sequence[int], vocab_size: int, device: str) -> int:
     """The most that forward and backward add to what is held before."""
-    from megatron_wlb.runtime.measure import run_passes
+    from megatron_wlb.runtime.measuring.measure import run_passes
 
     def run() -> None:
         run_passes(model, lengths, vocab_size)

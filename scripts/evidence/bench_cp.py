@@ -48,7 +48,7 @@ from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.profiling.attention_rates import AttentionTimer, measure_attention
 from megatron_wlb.profiling.rates import machine_name
-from megatron_wlb.runtime.attention.kernels import Demand, choose_kernel
+from megatron_wlb.runtime.gpt.attention.kernels import Demand, choose_kernel
 from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
 
 FIXED = ("per-sequence", "per-document", "per-document-remainder")

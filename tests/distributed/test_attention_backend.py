@@ -22,7 +22,7 @@ def seen(backend: str) -> tuple[str, str]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_wlb.runtime.compat.patching import PatchSet
-    from megatron_wlb.runtime.megatron_lm import model as lm_model
+    from megatron_wlb.runtime.megatron_lm import chunks as lm_model
     from megatron_wlb.settings.command_line import parse
 
     found = []

@@ -78,9 +78,9 @@ def drawn_in_attention(shared: bool) -> list[float]:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_wlb.runtime.attention import core
-    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-    from megatron_wlb.runtime.batch import local_params
+    from megatron_wlb.runtime.gpt.attention import core
+    from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.stepping.batch import local_params
     from megatron_wlb.sharding import Sharding
 
     set_up(parse(["--context-parallel-size", "2", "--tensor-model-parallel-size", "2"]))
@@ -133,7 +133,7 @@ def lost_and_found() -> tuple[list[float], ...]:
     import torch
     from megatron.core import tensor_parallel
 
-    from megatron_wlb.runtime.attention.dropout import own_numbers
+    from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
     from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
 
     set_up(parse([]))

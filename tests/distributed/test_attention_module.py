@@ -24,8 +24,8 @@ def config(**settings: Any) -> Any:
 
 
 def options() -> Any:
-    from megatron_wlb.runtime.attention.core import AttentionOptions
-    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.gpt.attention.core import AttentionOptions
+    from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
     return AttentionOptions(sdpa_varlen)
 
@@ -43,7 +43,7 @@ def refused(function: Callable[[], object], *words: str) -> None:
 def check_settings() -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_wlb.runtime.attention.core import DocumentAttention, check_config
+    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention, check_config
 
     check_config(config())
     check_config(config(attention_dropout=0.1))
@@ -86,9 +86,9 @@ def check_micro_batches() -> None:
     import torch
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_wlb.runtime.attention.core import DocumentAttention, PlanSeqParams
-    from megatron_wlb.runtime.attention.kernels import Segments
-    from megatron_wlb.runtime.batch import local_params
+    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention, PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.kernels import Segments
+    from megatron_wlb.runtime.stepping.batch import local_params
     from megatron_wlb.sharding import Sharding
 
     attention = DocumentAttention(config(), 1, AttnMaskType.causal, "self", options=options())
@@ -120,8 +120,8 @@ def check_scale() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_wlb.runtime.attention.core import DocumentAttention, PlanSeqParams
-    from megatron_wlb.runtime.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention, PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.kernels import Segments
     from megatron_wlb.runtime.trainer import distributed
 
     distributed.initialize_groups(parse([]))
@@ -142,28 +142,28 @@ def check_scale() -> None:
 def check_specs() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_wlb.runtime import model
-    from megatron_wlb.runtime.attention.core import DocumentAttention
-    from megatron_wlb.runtime.attention.latent import DocumentLatentAttention
-    from megatron_wlb.runtime.norm import TorchNorm
+    from megatron_wlb.runtime.gpt import build
+    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention
+    from megatron_wlb.runtime.gpt.attention.latent import DocumentLatentAttention
+    from megatron_wlb.runtime.gpt.norm import TorchNorm
 
     chosen = options()
     spec = gpt_layer_specs.get_gpt_layer_local_spec()
-    found = model.with_document_attention(spec, chosen).submodules.self_attention
+    found = build.with_document_attention(spec, chosen).submodules.self_attention
     core = found.submodules.core_attention
     assert core.func is DocumentAttention and core.keywords == {"options": chosen}
     mla = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True)
-    found = model.with_document_attention(mla, chosen).submodules.self_attention
+    found = build.with_document_attention(mla, chosen).submodules.self_attention
     core = found.submodules.core_attention
     assert found.module is DocumentLatentAttention
     assert core.module is DocumentAttention and core.params == {"options": chosen}
     fused = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True)
     fused.submodules.self_attention.module = type("FusedMLASelfAttention", (), {})
-    refused(lambda: model.with_document_attention(fused, chosen), "FusedMLASelfAttention")
-    refused(lambda: model.with_document_attention(SimpleNamespace(), chosen), "attention is None")
+    refused(lambda: build.with_document_attention(fused, chosen), "FusedMLASelfAttention")
+    refused(lambda: build.with_document_attention(SimpleNamespace(), chosen), "attention is None")
 
     assert not gpt_layer_specs.HAVE_TE
-    refused(lambda: model.layer_submodules(config(), "transformer_engine", chosen), "install")
+    refused(lambda: build.layer_submodules(config(), "transformer_engine", chosen), "install")
     spec = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=True)
     stand_in = mock.Mock(return_value=spec)
     with mock.patch.multiple(
@@ -173,7 +173,7 @@ def check_specs() -> None:
         TENorm="its norm",
         get_gpt_layer_with_transformer_engine_spec=stand_in,
     ):
-        layer, norm = model.layer_submodules(
+        layer, norm = build.layer_submodules(
             config(qk_layernorm=True), "transformer_engine", chosen
         )
     assert norm == "its norm"

@@ -31,7 +31,7 @@ def kept_after_steps() -> list[int]:
     from helpers.ranks import build_runner, scatter_for
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime.attention.core import PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.core import PlanSeqParams
 
     config = parse(FLAGS.split())
     workload = make_workload([[8, 30, 5, 9]] * 3, vocab_size=59)
@@ -57,8 +57,8 @@ def sliced_rows(cp_size: int, cp_rank: int) -> dict[str, Any]:
     """
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime.attention.rope import DocumentRotaryEmbedding
-    from megatron_wlb.runtime.batch import BatchBuilder
+    from megatron_wlb.runtime.gpt.attention.rope import DocumentRotaryEmbedding
+    from megatron_wlb.runtime.stepping.batch import BatchBuilder
 
     workload = make_workload([[(20, 10), 25, 7]], vocab_size=59)
     first, second, other, short = workload.steps[0]
@@ -158,7 +158,7 @@ def read_ahead(cp_size: int, cp_rank: int, first: bool, last: bool) -> dict[str,
     import torch
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime.batch import BatchBuilder, Stage
+    from megatron_wlb.runtime.stepping.batch import BatchBuilder, Stage
 
     workload = make_workload([LENGTHS] * 3, vocab_size=59)
     plans = [
@@ -207,7 +207,7 @@ def fail_ahead(at: int) -> dict[str, Any]:
     from helpers.workload import make_workload
 
     from megatron_wlb.errors import CorpusError
-    from megatron_wlb.runtime.batch import LOOK_AHEAD, BatchBuilder, Stage
+    from megatron_wlb.runtime.stepping.batch import LOOK_AHEAD, BatchBuilder, Stage
 
     workload = make_workload([(8,)] * 6, vocab_size=59)
     workload.corpus.stored[at][3] = 59
@@ -242,7 +242,7 @@ def leave_early() -> list[str]:
     """Threads that are left when the one who takes batches fails."""
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime.batch import BatchBuilder, Stage
+    from megatron_wlb.runtime.stepping.batch import BatchBuilder, Stage
 
     workload = make_workload([(8,)] * 6, vocab_size=59)
     plans = [

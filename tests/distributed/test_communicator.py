@@ -147,7 +147,7 @@ def actions_of_step(layout: Layout, forward_only: bool):
     A micro-batch is known by the batch that the chunk was given, a backward by the gradient that
     reaches the chunk's output.
     """
-    from megatron_wlb.runtime import step
+    from megatron_wlb.runtime.stepping import step
 
     runner = build_runner(layout.config, layout.workload)
     model, communicator = runner.model, runner.communicator

@@ -67,14 +67,14 @@ def ours(
     """Output, dQ, dK and dV of the local tokens."""
     import torch
 
-    from megatron_wlb.runtime.attention.context_parallel import (
+    from megatron_wlb.runtime.gpt.attention.context_parallel import (
         ContextParallel,
         KeyGather,
         context_attention,
     )
-    from megatron_wlb.runtime.attention.kernels import Segments
-    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-    from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+    from megatron_wlb.runtime.gpt.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
     local = torch.from_numpy(layout.tokens)
     query, key, value, grad = (t[local] for t in inputs)
@@ -95,7 +95,7 @@ def ours(
 
 def head_starts(layout: RankLayout, inputs: Sequence[Any], num_groups: int) -> list[list[Any]]:
     """Runs that begin with near keys: in one head group, in several, and with far keys kept."""
-    from megatron_wlb.runtime.attention import head_start
+    from megatron_wlb.runtime.gpt.attention import head_start
 
     joined = mock.Mock(wraps=head_start.join)
     runs = []
@@ -239,13 +239,13 @@ def layer_bytes(
     import torch
     from _quickstart.live_bytes import LiveBytes
 
-    from megatron_wlb.runtime.attention import context_parallel as context
-    from megatron_wlb.runtime.attention.context_parallel import (
+    from megatron_wlb.runtime.gpt.attention import context_parallel as context
+    from megatron_wlb.runtime.gpt.attention.context_parallel import (
         ContextParallel,
         KeyGather,
         context_attention,
     )
-    from megatron_wlb.runtime.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.kernels import Segments
 
     layout = layout_of(lengths, sharding)
     local = torch.from_numpy(layout.tokens)
@@ -298,13 +298,13 @@ def layer_bytes(
 def misuse(what: str) -> None:
     import torch
 
-    from megatron_wlb.runtime.attention.context_parallel import (
+    from megatron_wlb.runtime.gpt.attention.context_parallel import (
         ContextParallel,
         KeyGather,
         context_attention,
     )
-    from megatron_wlb.runtime.attention.kernels import Segments
-    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.gpt.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
     layout = layout_of([8, 4], SHARDINGS[0])
     query, key, value, grad = tensors(len(layout.tokens) - (what == "tokens"), 2, torch.float32)
@@ -373,14 +373,14 @@ def ordered(events: list[str], kernel: Any, **options: Any) -> None:
     """Notes the order in which a GPU's streams are given work, forward and then backward."""
     import torch
 
-    from megatron_wlb.runtime.attention import context_parallel as context
-    from megatron_wlb.runtime.attention import head_start
-    from megatron_wlb.runtime.attention.context_parallel import (
+    from megatron_wlb.runtime.gpt.attention import context_parallel as context
+    from megatron_wlb.runtime.gpt.attention import head_start
+    from megatron_wlb.runtime.gpt.attention.context_parallel import (
         ContextParallel,
         KeyGather,
         context_attention,
     )
-    from megatron_wlb.runtime.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.kernels import Segments
 
     def collective(name: str) -> Any:
         def start(out: Any, _: Any, *, group: Any, async_op: bool) -> Any:
@@ -436,8 +436,8 @@ def test_next_head_group_is_exchanged_while_one_is_computed() -> None:
 
 
 def test_near_keys_are_attended_to_while_the_first_head_group_is_exchanged() -> None:
-    from megatron_wlb.runtime.attention.kernels.base import LseKernel
-    from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+    from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+    from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
     assert isinstance(torch_cpu_varlen, LseKernel)
     events: list[str] = []
@@ -494,7 +494,7 @@ def test_ranks_in_turn_are_attention_by_definition(sharding: Sharding) -> None:
     import torch
     from helpers.attention import ranks_in_turn
 
-    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
     lengths = padded(LENGTHS, 4)
     inputs = tensors(sum(lengths), 2, torch.float32)

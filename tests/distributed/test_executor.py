@@ -73,7 +73,7 @@ def test_slices_compute_what_one_process_does(gloo: GlooPool, oracle: Oracle, ca
 @contextlib.contextmanager
 def with_head_start(runner) -> Iterator[None]:
     """Attention begins with near keys in each micro-batch, as on GPUs where that pays."""
-    from megatron_wlb.runtime.attention import head_start
+    from megatron_wlb.runtime.gpt.attention import head_start
 
     for gpt in runner.model.gpts:
         for layer in gpt.decoder.layers:
@@ -149,7 +149,7 @@ def test_slices_in_bf16_are_as_good_as_whole_documents(gloo: GlooPool, oracle: O
 
 @contextlib.contextmanager
 def with_order(order) -> Iterator[None]:
-    from megatron_wlb.runtime import step
+    from megatron_wlb.runtime.stepping import step
 
     with mock.patch.object(step, "sliced", order):
         yield
@@ -167,7 +167,7 @@ def forwards_then_backwards_in_order(pp_size: int, chains) -> list[list[Action]]
 @contextlib.contextmanager
 def first_to_last_unguarded(runner) -> Iterator[None]:
     """Backward passes in the order of the forward ones, and nobody minds."""
-    from megatron_wlb.runtime.attention.slices import LayerSlice, SliceStore
+    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore
 
     with (
         with_order(forwards_then_backwards_in_order),
@@ -185,7 +185,7 @@ def reduce_one_backward_early(runner) -> Iterator[None]:
     In the first step Megatron counts a parameter's gradients from there on, and so would wait for
     the last one in each later step.
     """
-    from megatron_wlb.runtime import executor
+    from megatron_wlb.runtime.stepping import executor
 
     config, backward = runner.model.config, executor.schedules.backward_step
     no_sync, left, num_steps = config.no_sync_func, 0, 0
@@ -272,7 +272,7 @@ def error_of_unlike_lengths(case: Layout) -> str | None:
     import torch
     from torch import distributed as dist
 
-    from megatron_wlb.runtime.executor import Transfers
+    from megatron_wlb.runtime.stepping.executor import Transfers
 
     runner = build_runner(case.config, WORKLOAD)
     config, links = runner.model.config, runner._links

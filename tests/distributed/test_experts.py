@@ -195,7 +195,7 @@ def test_slices_are_refused_with_experts(gloo: GlooPool) -> None:
 def build_with_another_router(config: Any) -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_wlb.runtime.moe import DocumentMoELayer, route_by_document
+    from megatron_wlb.runtime.gpt.moe import DocumentMoELayer, route_by_document
 
     runner = build_runner(config, WORKLOAD)
     (gpt,) = runner.model.gpts
@@ -213,7 +213,7 @@ def test_a_router_of_another_kind_is_refused(gloo: GlooPool) -> None:
 
 def norms(config: Any) -> tuple[float, float]:
     """The norm of all gradients by our update, and by Megatron."""
-    from megatron_wlb.runtime.optimizer import build_optimizer, update
+    from megatron_wlb.runtime.stepping.optimizer import build_optimizer, update
 
     runner = build_runner(config, WORKLOAD)
     optimizer, _ = build_optimizer(config, runner.model)
@@ -237,7 +237,7 @@ def counted_while_measuring(config: Any) -> float:
     """What routers count while passes are timed: in biases, losses and their log."""
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_wlb.runtime.measure import run_passes
+    from megatron_wlb.runtime.measuring.measure import run_passes
 
     runner = build_runner(config, WORKLOAD)
     tracker = moe_utils.get_moe_layer_wise_logging_tracker()

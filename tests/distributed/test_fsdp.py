@@ -57,11 +57,11 @@ def train(config: Config, workload: Workload, initial: State, fault: str = "") -
         finalize_model_grads,
     )
 
-    from megatron_wlb.runtime import model as model_module
+    from megatron_wlb.runtime.gpt import build as model_module
     from megatron_wlb.runtime.megatron_lm import fsdp
-    from megatron_wlb.runtime.megatron_lm.model import of_chunks
-    from megatron_wlb.runtime.optimizer import build_optimizer
-    from megatron_wlb.runtime.step import StepRunner
+    from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
+    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
+    from megatron_wlb.runtime.stepping.step import StepRunner
 
     with mock.patch.object(model_module, "_wrap", lambda config, core, chunks: chunks):
         plain = build_runner(config, workload)

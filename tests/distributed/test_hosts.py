@@ -18,7 +18,7 @@ def largest(own_groups: bool, holder: int) -> tuple[list[int], list[str], int]:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_wlb.runtime.hosts import Hosts
+    from megatron_wlb.runtime.ranks.hosts import Hosts
     from megatron_wlb.runtime.trainer import distributed
 
     distributed.initialize_groups(LAYOUT.config)

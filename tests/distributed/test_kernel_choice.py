@@ -28,8 +28,8 @@ def chosen(
     """
     import torch
 
-    from megatron_wlb.runtime.attention.kernels import Demand, choose, choose_kernel
-    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.gpt.attention.kernels import Demand, choose, choose_kernel
+    from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
     def kernel(called: str) -> choose.Candidate:
         def run(*inputs: object) -> torch.Tensor:
@@ -151,9 +151,9 @@ def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_wlb.runtime import model
-    from megatron_wlb.runtime.attention.core import DocumentAttention
-    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.gpt import build
+    from megatron_wlb.runtime.gpt.attention.core import DocumentAttention
+    from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
     config = parse(flags.split())
     core = TransformerConfig(
@@ -165,17 +165,17 @@ def settled(saved: str | None, flags: str) -> tuple[str, bool, list[str]]:
         return 7 if kernel is sdpa_varlen else None
 
     lines: list[str] = []
-    with mock.patch.object(model, "least_bytes", least_bytes):
-        options = model.attention_options(config, core)
+    with mock.patch.object(build, "least_bytes", least_bytes):
+        options = build.attention_options(config, core)
     chunk = torch.nn.Module()
     if torch.distributed.get_rank() == 0:
         chunk.layer = DocumentAttention(core, 1, AttnMaskType.causal, "self", options=options)
     with (
-        mock.patch.object(model, "least_bytes", least_bytes),
-        mock.patch.object(model.logger, "info", lambda line, *a: lines.append(line % a)),
-        mock.patch.object(model.logger, "warning", lambda line, *a: lines.append(line % a)),
+        mock.patch.object(build, "least_bytes", least_bytes),
+        mock.patch.object(build.logger, "info", lambda line, *a: lines.append(line % a)),
+        mock.patch.object(build.logger, "warning", lambda line, *a: lines.append(line % a)),
     ):
-        name = model.settle_kernel(config, model.Model(core, None, [chunk], []), saved)
+        name = build.settle_kernel(config, build.Model(core, None, [chunk], []), saved)
     for layer in chunk.children():
         options = layer.options
         assert options.kernel_name == name

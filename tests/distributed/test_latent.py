@@ -93,7 +93,7 @@ def test_latents_compute_what_one_process_does(
 
 def take_ranks_in_another_order(runner: Any) -> Any:
     """Each rank has the other's latents for its own."""
-    from megatron_wlb.runtime.attention.latent import DocumentLatentAttention
+    from megatron_wlb.runtime.gpt.attention.latent import DocumentLatentAttention
 
     right = DocumentLatentAttention.expand
 
@@ -108,7 +108,7 @@ def take_ranks_in_another_order(runner: Any) -> Any:
 
 
 def count_positions_over_documents(runner: Any) -> Any:
-    from megatron_wlb.runtime.attention.rope import DocumentRotaryEmbedding
+    from megatron_wlb.runtime.gpt.attention.rope import DocumentRotaryEmbedding
 
     def rows(self: Any, *given: Any, **_: Any) -> int:
         self._positions = given[4].positions * 0
@@ -120,7 +120,7 @@ def count_positions_over_documents(runner: Any) -> Any:
 
 def add_up_own_heads_alone(runner: Any) -> Any:
     """The shared key's gradient is of a tensor-parallel rank's own heads, as in Megatron."""
-    from megatron_wlb.runtime.attention import latent
+    from megatron_wlb.runtime.gpt.attention import latent
 
     return mock.patch.object(
         latent, "copy_to_tensor_model_parallel_region", lambda rows, group: rows
@@ -165,7 +165,7 @@ def sent_numbers(case: Layout) -> tuple[list[int], list[int], int]:
     """
     from helpers.ranks import build_runner
 
-    from megatron_wlb.runtime.attention import context_parallel
+    from megatron_wlb.runtime.gpt.attention import context_parallel
 
     gathered, reduced = [], []
     gather, reduce = context_parallel._all_gather, context_parallel._reduce_scatter
@@ -207,7 +207,7 @@ def measured_tables(case: Layout) -> Any:
     from helpers.ranks import build_runner
 
     from megatron_wlb.planning.from_config import model_shape
-    from megatron_wlb.runtime.measure import measure_tables
+    from megatron_wlb.runtime.measuring.measure import measure_tables
 
     model = build_runner(case.config, WORKLOAD).model
     return measure_tables(model, model_shape(case.config, 64), 60, 59, "here")

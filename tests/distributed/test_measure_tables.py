@@ -29,7 +29,7 @@ def measure(flags: str) -> tuple[ProfiledCost, list[Any]]:
     from helpers.ranks import build_runner
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime.measure import measure_tables
+    from megatron_wlb.runtime.measuring.measure import measure_tables
     from megatron_wlb.runtime.saving.checkpoint import rng_state
 
     config = parse(flags.split())
@@ -90,7 +90,7 @@ def fit_as_each_processor_does(flags: str, fails: bool) -> Any:
     from helpers.ranks import build_runner
     from helpers.workload import make_workload
 
-    from megatron_wlb.runtime import measure as measuring
+    from megatron_wlb.runtime.measuring import measure as measuring
 
     rank = torch.distributed.get_rank()
 

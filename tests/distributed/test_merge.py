@@ -33,7 +33,7 @@ from helpers.workload import Workload, slice_up
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.runtime.step import check_chains
+from megatron_wlb.runtime.stepping.step import check_chains
 from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import length_multiple
 
@@ -131,7 +131,7 @@ def test_ranks_together_compute_what_one_process_does(
 
 @contextlib.contextmanager
 def take_the_shard_of_another_rank(runner) -> Iterator[None]:
-    from megatron_wlb.runtime import batch
+    from megatron_wlb.runtime.stepping import batch
 
     right = batch.local_params
 
@@ -153,7 +153,7 @@ class Done:
 @contextlib.contextmanager
 def gather_nothing(runner) -> Iterator[None]:
     """Each rank takes its own keys for those of all others."""
-    from megatron_wlb.runtime.attention import context_parallel
+    from megatron_wlb.runtime.gpt.attention import context_parallel
 
     def own_only(out, given, group, async_op):
         out.copy_(given.repeat(group.size(), *[1] * (given.dim() - 1)))
@@ -166,7 +166,7 @@ def gather_nothing(runner) -> Iterator[None]:
 @contextlib.contextmanager
 def reduce_nothing(runner) -> Iterator[None]:
     """Each rank's keys get the gradients of its own queries only."""
-    from megatron_wlb.runtime.attention import context_parallel
+    from megatron_wlb.runtime.gpt.attention import context_parallel
 
     def own_only(out, given, group, async_op):
         out.copy_(given.chunk(group.size())[group.rank()])
@@ -179,7 +179,7 @@ def reduce_nothing(runner) -> Iterator[None]:
 @contextlib.contextmanager
 def count_targets_on_each_rank(runner) -> Iterator[None]:
     """Targets count on both ranks that run them together."""
-    from megatron_wlb.runtime import step
+    from megatron_wlb.runtime.stepping import step
 
     right = step._divided_by
     with mock.patch.object(step, "_divided_by", lambda n, config: right(2 * n, config)):

@@ -21,8 +21,8 @@ def chosen(flags: str, on_gpu: bool) -> dict[str, Any]:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_wlb.runtime import model
     from megatron_wlb.runtime.emulation import cpu
+    from megatron_wlb.runtime.gpt import build
     from megatron_wlb.runtime.trainer import distributed
 
     config = parse(f"{SIZES} {flags}".split())
@@ -32,8 +32,8 @@ def chosen(flags: str, on_gpu: bool) -> dict[str, Any]:
         mock.patch.object(gpt_layer_specs, "HAVE_TE", on_gpu),
         mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb", print if on_gpu else None),
     ):
-        core = model.transformer_config(config)
-        found = {"transformer_impl": model.transformer_impl(config)}
+        core = build.transformer_config(config)
+        found = {"transformer_impl": build.transformer_impl(config)}
     names = ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
     return found | {name: getattr(core, name) for name in names}
 

@@ -22,7 +22,7 @@ def build(flags: str) -> None:
     from helpers.ranks import build_runner
     from megatron.core.optimizer import distrib_optimizer
 
-    from megatron_wlb.runtime.optimizer import build_optimizer
+    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
 
     config = parse((FLAGS + flags).split())
     model = build_runner(config, make_workload([[8]], vocab_size=59)).model

@@ -168,8 +168,8 @@ def broken_batches(runner, change) -> Iterator[None]:
 
 def leak_one_boundary(runner):
     """The first two documents of one micro-batch see each other; positions stay right."""
-    from megatron_wlb.runtime.attention.core import PlanSeqParams
-    from megatron_wlb.runtime.attention.kernels import Segments
+    from megatron_wlb.runtime.gpt.attention.core import PlanSeqParams
+    from megatron_wlb.runtime.gpt.attention.kernels import Segments
 
     def leak(batch):
         if batch.plan.index != 0:
@@ -218,7 +218,7 @@ def count_targets_on_each_rank(runner):
 
 def dividing_by(divisor):
     """Gradients are divided by what ``divisor`` makes of the step's number of targets."""
-    from megatron_wlb.runtime import step
+    from megatron_wlb.runtime.stepping import step
 
     right = step._divided_by
     return mock.patch.object(step, "_divided_by", lambda n, config: right(divisor(n), config))
@@ -276,7 +276,7 @@ def mean_of_means(runner) -> Iterator[None]:
     """Each micro-batch is divided by its own tokens, and not all by those of the step."""
     import torch
 
-    from megatron_wlb.runtime import step
+    from megatron_wlb.runtime.stepping import step
 
     right = step.loss_function
 

@@ -142,7 +142,7 @@ def train_plain(config: Config, initial: State, reset: bool) -> list[float]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_wlb.runtime.model import Model
+    from megatron_wlb.runtime.gpt.build import Model
     from megatron_wlb.runtime.trainer import distributed
 
     distributed.initialize_groups(config)

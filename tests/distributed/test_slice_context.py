@@ -83,7 +83,7 @@ class Tokens:
 def params_of(unit: Unit, num_tokens: int, sharding: Sharding, store: Any) -> tuple[Any, Any]:
     import torch
 
-    from megatron_wlb.runtime.batch import local_params
+    from megatron_wlb.runtime.stepping.batch import local_params
 
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     lengths = [stop - start for _, start, stop in unit]
@@ -105,10 +105,13 @@ def run(tokens: Tokens, sharding: Sharding, fault: bool = False, **options: Any)
     """Output, dQ, dK and dV of the local tokens, and their numbers; leaves nothing in the store."""
     import torch
 
-    from megatron_wlb.runtime.attention.context_parallel import ContextParallel, context_attention
-    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-    from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
-    from megatron_wlb.runtime.attention.slices import LayerSlice, SliceStore
+    from megatron_wlb.runtime.gpt.attention.context_parallel import (
+        ContextParallel,
+        context_attention,
+    )
+    from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
+    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore
 
     parallel = ContextParallel(torch.distributed.group.WORLD, **options)
     kernel = sdpa_varlen if parallel.head_start_bytes is None else torch_cpu_varlen
@@ -156,7 +159,7 @@ def worst_errors(cp_size: int) -> dict[str, float]:
                 (num_groups, False, None),
                 (num_groups, False, 0),
             ):
-                with mock.patch("megatron_wlb.runtime.attention.head_start.LINK_SHARE", 0):
+                with mock.patch("megatron_wlb.runtime.gpt.attention.head_start.LINK_SHARE", 0):
                     *mine, local = run(
                         tokens,
                         sharding,
@@ -195,7 +198,7 @@ def faulty_errors(cp_size: int) -> list[float]:
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Counts the numbers that collectives give."""
-    from megatron_wlb.runtime.attention import context_parallel as context
+    from megatron_wlb.runtime.gpt.attention import context_parallel as context
 
     numbers: Counter[str] = Counter()
 
@@ -218,9 +221,12 @@ def exchanged(cp_size: int, sharding: Sharding, in_slices: bool) -> list[dict[st
     """Numbers that each unit gets from other ranks, forward and backward."""
     import torch
 
-    from megatron_wlb.runtime.attention.context_parallel import ContextParallel, context_attention
-    from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-    from megatron_wlb.runtime.attention.slices import LayerSlice, SliceStore
+    from megatron_wlb.runtime.gpt.attention.context_parallel import (
+        ContextParallel,
+        context_attention,
+    )
+    from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore
 
     tokens = Tokens.of(cp_size, 2, torch.float32)
     store = SliceStore()

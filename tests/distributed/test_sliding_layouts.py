@@ -112,7 +112,7 @@ def slide_in_another_layer(runner) -> Iterator[None]:
 
 @contextlib.contextmanager
 def send_the_tokens_beside(runner) -> Iterator[None]:
-    from megatron_wlb.runtime.attention import context_parallel
+    from megatron_wlb.runtime.gpt.attention import context_parallel
 
     right = context_parallel.KeyGather.of
 

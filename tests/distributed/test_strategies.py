@@ -31,7 +31,7 @@ from helpers.strategy_ranks import (
 )
 from helpers.workload import Workload, make_workload
 
-from megatron_wlb.planning.strategies import StrategyRun
+from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 

@@ -66,10 +66,10 @@ def there_and_back(strategies: Config, plain: Config, others: Config, folder: st
     from helpers.ranks import load as held_of
     from megatron.core import parallel_state
 
-    from megatron_wlb.runtime.model import build_model
-    from megatron_wlb.runtime.optimizer import build_optimizer, build_scheduler
+    from megatron_wlb.runtime.gpt.build import build_model
     from megatron_wlb.runtime.saving import checkpoint
-    from megatron_wlb.runtime.strategy import checkpoint as of_strategies
+    from megatron_wlb.runtime.stepping.optimizer import build_optimizer, build_scheduler
+    from megatron_wlb.runtime.strategy import shard_files as of_strategies
     from megatron_wlb.runtime.trainer import distributed
 
     found = []

@@ -13,7 +13,7 @@ def places_of_step(layout: Layout, sliced: bool) -> list[list[str]]:
     """Where a rank would wait in its second step, and while its figures are read."""
     from helpers.ranks import build_runner, scatter_for, sliced_for
 
-    from megatron_wlb.runtime.optimizer import build_optimizer, update
+    from megatron_wlb.runtime.stepping.optimizer import build_optimizer, update
 
     config = layout.config
     runner = build_runner(config, WORKLOAD)
@@ -37,7 +37,7 @@ ALLOWED = {
     # Compares states of the host's generator: whether device code has drawn from it.
     "megatron/core/tensor_parallel/random.py:fork",
 }
-READ = ["megatron_wlb/runtime/transfer.py:item"]
+READ = ["megatron_wlb/runtime/ranks/transfer.py:item"]
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def plan() -> MicroBatchPlan:
 
 def make(device: str, cp_size: int) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """A rank's batch, and what the loss function says of losses that are all 1."""
-    from megatron_wlb.runtime.batch import BatchBuilder
-    from megatron_wlb.runtime.step import loss_function
+    from megatron_wlb.runtime.stepping.batch import BatchBuilder
+    from megatron_wlb.runtime.stepping.step import loss_function
 
     random = np.random.RandomState(0)
     corpus: Any = MemoryCorpus(tuple(random.randint(0, VOCAB_SIZE, n) for n in LENGTHS))

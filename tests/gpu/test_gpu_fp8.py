@@ -100,10 +100,10 @@ def run(result: Path, recipe: str, rows: str, argv: Sequence[str]) -> None:
     config = parse(argv)
     device = distributed.choose_device(config.wlb.wlb_device)
     distributed.initialize(config, device)
-    from megatron_wlb.runtime import model
+    from megatron_wlb.runtime.gpt import build
     from megatron_wlb.runtime.trainer.loop import Trainer
 
-    make = model.transformer_config
+    make = build.transformer_config
 
     def in_fp8(settings: Any) -> Any:
         core = make(settings)
@@ -111,7 +111,7 @@ def run(result: Path, recipe: str, rows: str, argv: Sequence[str]) -> None:
         return core
 
     if recipe != "bf16":
-        model.transformer_config = in_fp8
+        build.transformer_config = in_fp8
     training = replace(config.training, fp8_format="hybrid", fp8_recipe=rows)
     trainer = Trainer(replace(config, training=training), device)
     losses, lengths, padding = [], [], 0

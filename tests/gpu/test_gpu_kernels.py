@@ -13,7 +13,7 @@ import torch
 from helpers.attention import errors_over_bf16, in_slices, ranks_in_turn
 from test_gpu_smoke import train
 
-from megatron_wlb.runtime.attention.kernels import (
+from megatron_wlb.runtime.gpt.attention.kernels import (
     CANDIDATES,
     Demand,
     Segments,
@@ -166,7 +166,7 @@ def nccl() -> Iterator[None]:
 @pytest.mark.parametrize("keep", [False, True])
 def test_freed_and_gathered_again_over_nccl(nccl: None, num_head_groups: int, keep: bool) -> None:
     """NCCL's stream, the memory that is given back and taken again: many layers in a row."""
-    from megatron_wlb.runtime.attention.context_parallel import (
+    from megatron_wlb.runtime.gpt.attention.context_parallel import (
         ContextParallel,
         KeyGather,
         context_attention,

@@ -10,14 +10,14 @@ from unittest import mock
 
 import torch
 
-from megatron_wlb.runtime.attention import context_parallel as context
-from megatron_wlb.runtime.attention.context_parallel import (
+from megatron_wlb.runtime.gpt.attention import context_parallel as context
+from megatron_wlb.runtime.gpt.attention.context_parallel import (
     ContextParallel,
     KeyGather,
     context_attention,
 )
-from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.attention.slices import LayerSlice, Slice, SliceStore, slice_attention
+from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, Slice, SliceStore, slice_attention
 from megatron_wlb.sharding import Sharding, rank_layout
 
 

@@ -49,7 +49,7 @@ from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner
 from megatron_wlb.planning import guards
 from megatron_wlb.reading import read_pattern
-from megatron_wlb.runtime.metrics import MetricsFile
+from megatron_wlb.runtime.measuring.metrics import MetricsFile
 from megatron_wlb.runtime.saving import checksums, lock, saved_state
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.recipe import launch_command, quoted, read_recipe

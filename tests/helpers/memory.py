@@ -36,7 +36,7 @@ def measure_step(config: Config, lengths: Sequence[Sequence[int]], pad: int) -> 
 
     ``lengths`` are those of each micro-batch's documents; ``pad`` tokens of padding follow them.
     """
-    from megatron_wlb.runtime.optimizer import build_optimizer
+    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
 
     workload = make_workload(
         [[n for documents in lengths for n in documents]], vocab_size=VOCAB_SIZE

@@ -14,7 +14,7 @@ from megatron_wlb.settings.config import Config
 from megatron_wlb.sharding import Sharding, length_multiple
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
-"""Breaks a :class:`megatron_wlb.runtime.step.StepRunner` for the length of a ``with`` block."""
+"""Breaks a ``StepRunner`` for the length of a ``with`` block."""
 
 SHARDINGS = {
     "per-sequence": Sharding("per-sequence"),
@@ -30,10 +30,10 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
     import torch
 
     from megatron_wlb.planning import guards
-    from megatron_wlb.runtime.attention.core import model_reach
-    from megatron_wlb.runtime.batch import BatchBuilder
-    from megatron_wlb.runtime.model import build_model
-    from megatron_wlb.runtime.step import StepRunner
+    from megatron_wlb.runtime.gpt.attention.core import model_reach
+    from megatron_wlb.runtime.gpt.build import build_model
+    from megatron_wlb.runtime.stepping.batch import BatchBuilder
+    from megatron_wlb.runtime.stepping.step import StepRunner
     from megatron_wlb.runtime.trainer import distributed
 
     world_size = torch.distributed.get_world_size()
@@ -116,7 +116,7 @@ def train(
     """
     import torch
 
-    from megatron_wlb.runtime.optimizer import build_optimizer
+    from megatron_wlb.runtime.stepping.optimizer import build_optimizer
 
     runner = build_runner(config, workload)
     model = runner.model

@@ -70,7 +70,7 @@ def with_strategies(config: Config, path: str) -> Config:
 
 def padded(config: Config, workload: Workload, num_ranks: int = 4) -> Config:
     """The settings of the oracle's run: with the vocabulary padded for all strategies."""
-    from megatron_wlb.planning.strategies import StrategyRun
+    from megatron_wlb.planning.strategy_run import StrategyRun
 
     return StrategyRun.of(config, corpora_of(workload), num_ranks).config
 
@@ -98,10 +98,10 @@ def open_runner(config: Config, workload: Workload) -> tuple[Any, Any]:
     """The run of these settings and its runner."""
     import torch.distributed as dist
 
-    from megatron_wlb.planning.strategies import StrategyRun
-    from megatron_wlb.runtime.model import attention_options, transformer_config
+    from megatron_wlb.planning.strategy_run import StrategyRun
+    from megatron_wlb.runtime.gpt.build import attention_options, transformer_config
     from megatron_wlb.runtime.trainer import distributed
-    from megatron_wlb.runtime.trainer.strategies import build_runner
+    from megatron_wlb.runtime.trainer.strategy_trainer import build_runner
 
     distributed.initialize_groups(config)
     corpora = corpora_of(workload)
@@ -121,8 +121,8 @@ def name_of(whole: Any) -> str:
 
 def gather(runner: Any, shards: Sequence[Any]) -> State:
     """The tensors that this rank saves, by their names in the whole model."""
-    from megatron_wlb.runtime.strategy.checkpoint import dealt, empty
     from megatron_wlb.runtime.strategy.routes import Pull
+    from megatron_wlb.runtime.strategy.shard_files import dealt, empty
 
     pieces, routes = dealt(runner)
     tensors = empty(pieces, runner)
@@ -133,7 +133,7 @@ def gather(runner: Any, shards: Sequence[Any]) -> State:
 def set_weights(runner: Any, state: State) -> None:
     import torch
 
-    from megatron_wlb.runtime.strategy.checkpoint import dealt
+    from megatron_wlb.runtime.strategy.shard_files import dealt
 
     pieces, routes = dealt(runner)
     tensors = [torch.from_numpy(state[name_of(piece.whole)]) for piece in pieces]
@@ -149,7 +149,7 @@ def train(
     """Runs the workload's steps as the trainer does, with another strategy in each."""
     import torch
 
-    from megatron_wlb.runtime.optimizer import build_scheduler
+    from megatron_wlb.runtime.stepping.optimizer import build_scheduler
 
     run, runner = open_runner(config, workload)
     scheduler = build_scheduler(run.config, runner.store.optimizer)

@@ -104,7 +104,7 @@ def main() -> None:
 def describe_core() -> dict[str, Any]:
     """What a rank has imported."""
     core = importlib.import_module("megatron.core")
-    communicator = importlib.import_module("megatron_wlb.runtime.communicator")
+    communicator = importlib.import_module("megatron_wlb.runtime.stepping.communicator")
     return {
         "version": str(core.__version__),
         "folder": str(Path(core.__path__[0])),
@@ -115,7 +115,7 @@ def describe_core() -> dict[str, Any]:
 @contextlib.contextmanager
 def _public_shapes(runner: Any) -> Iterator[None]:
     """Refuses private requests for shapes where the core takes a shape provider."""
-    from megatron_wlb.runtime.communicator import TAKES_SHAPE_PROVIDER
+    from megatron_wlb.runtime.stepping.communicator import TAKES_SHAPE_PROVIDER
 
     if not TAKES_SHAPE_PROVIDER:
         yield

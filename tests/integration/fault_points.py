@@ -27,7 +27,7 @@ POINTS = {
         "megatron_wlb.planning.assign:StrategyPlanner.next_plan",
     ),
     "forward": (
-        "megatron_wlb.runtime.step:forward_step",
+        "megatron_wlb.runtime.stepping.step:forward_step",
         "megatron_wlb.runtime.strategy.replica:forward_step",
     ),
     "backward": ("megatron.core.pipeline_parallel.schedules:backward_step",),
@@ -75,7 +75,7 @@ _step = [-1]
 def prepare(ledger: str, fault: Fault | None) -> None:
     """Runs first in each rank: notes what it trains in ``ledger``, and lays the fault."""
     from megatron_wlb.runtime import rank_main
-    from megatron_wlb.runtime.step import StepRunner
+    from megatron_wlb.runtime.stepping.step import StepRunner
     from megatron_wlb.runtime.strategy.runner import StrategyRunner
 
     rank_main.LOST_PEER_S = 5.0  # nothing here has to wait for other machines

@@ -15,9 +15,9 @@ pytestmark = needs_megatron_lm
 
 READS = {
     # The loss, for --wlb-metrics, when the next step is under way.
-    "megatron_wlb/runtime/transfer.py:item",
+    "megatron_wlb/runtime/ranks/transfer.py:item",
 }
-OPENING = "megatron_wlb/runtime/transfer.py:of_all_ranks"
+OPENING = "megatron_wlb/runtime/ranks/transfer.py:of_all_ranks"
 """Once, where the first slice of a document needs another communicator."""
 SEEN = "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32"
 """Megatron's clipping reads the norm: so steps were looked at."""

@@ -57,7 +57,7 @@ def on(corpus: Path) -> Flags:
 
 def tell_groups() -> None:
     """Makes a rank print how many replicas run documents together."""
-    from megatron_wlb.runtime import step
+    from megatron_wlb.runtime.stepping import step
 
     right = step.open_groups
 

@@ -26,10 +26,8 @@ LAYERS = (
 )  # fmt: skip
 """Each imports from those before it alone. In the root there are these and programs."""
 RUNTIME_LAYERS = (
-    "compat", "emulation", "children", "watchdog", "transfer", "agreement", "reads", "hosts", "moe",
-    "attention", "norm", "prediction", "model", "batch", "communicator", "executor", "merge",
-    "step", "saving", "rank_main", "metrics", "optimizer", "strategy", "measure", "doctor",
-    "trainer", "megatron_lm",
+    "compat", "emulation", "ranks", "gpt", "stepping", "saving", "rank_main", "measuring",
+    "strategy", "trainer", "megatron_lm",
 )  # fmt: skip
 PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")
 PLANNING = LAYERS[: LAYERS.index("runtime")]

@@ -245,7 +245,7 @@ def install() -> None:
     )
     install_adam(_patches)
     # Imports megatron.core.
-    from megatron_wlb.runtime.emulation.experts import install_experts
+    from megatron_wlb.runtime.emulation.expert_layers import install_experts
 
     install_experts(_patches)
     module = "megatron.core.distributed.torch_fully_sharded_data_parallel"

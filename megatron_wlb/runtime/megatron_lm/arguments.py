@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_wlb.data.ramp import StepRamp
-from megatron_wlb.runtime.megatron_lm import guards
+from megatron_wlb.runtime.megatron_lm import refusals
 from megatron_wlb.settings.command_line import add_flags
 from megatron_wlb.settings.config import Config, WlbConfig, from_flat, table
 from megatron_wlb.settings.setting import SAME
@@ -44,7 +44,7 @@ def _skipped_windows(args: argparse.Namespace) -> str | None:
 
 
 def _ramp(args: argparse.Namespace) -> tuple[int, ...]:
-    ignored = not args.rampup_batch_size or guards.ignores_ramps(args)
+    ignored = not args.rampup_batch_size or refusals.ignores_ramps(args)
     return () if ignored else tuple(map(int, args.rampup_batch_size))
 
 
@@ -97,7 +97,7 @@ def prepare(args: argparse.Namespace) -> None:
     that gradients are added up in fp32, as dividing them by the tokens would bring fp16 ones below
     its smallest number; the other is :func:`scale_losses`.
     """
-    guards.turn_off(args)
+    refusals.turn_off(args)
     args.calculate_per_token_loss = True
     args.dataloader_type = "external"
     if args.fp16:

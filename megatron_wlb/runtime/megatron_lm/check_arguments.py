@@ -69,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(flags: list[str]) -> None:
     import torch
 
-    from megatron_wlb.runtime.megatron_lm import arguments, cpu, guards
+    from megatron_wlb.runtime.megatron_lm import arguments, cpu, refusals
 
     planned = arguments.asks_for_plans(flags)
     if planned:
-        guards.check_words(flags)
+        refusals.check_words(flags)
     if not torch.cuda.is_available():
         cpu.install()
     from megatron.training.arguments import parse_args, validate_args
@@ -86,7 +86,7 @@ def _check(flags: list[str]) -> None:
     # What runs on GPUs is asked for, so the emulation's refusals around it do not count.
     inspect.unwrap(validate_args)(args, {"tokenizer_type": "GPT2BPETokenizer"})
     if planned:
-        guards.check(given)
+        refusals.check(given)
 
 
 if __name__ == "__main__":

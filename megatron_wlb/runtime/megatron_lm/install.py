@@ -16,26 +16,26 @@ from typing import Any
 
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.planning import guards as layout_guards
-from megatron_wlb.runtime import agreement, watchdog
 from megatron_wlb.runtime.compat import script, targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.compat.source import MegatronSource
 from megatron_wlb.runtime.emulation import cpu as emulation
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
-    checkpoint,
+    chunks,
     cpu,
     fsdp,
-    guards,
     log,
-    model,
+    refusals,
+    saved_plans,
     schedule,
 )
 from megatron_wlb.runtime.megatron_lm.session import Session
-from megatron_wlb.runtime.optimizer import check_checkpoints
 from megatron_wlb.runtime.rank_main import check_writable, end
+from megatron_wlb.runtime.ranks import agreement, watchdog
 from megatron_wlb.runtime.saving.checkpoint import lock_folder
 from megatron_wlb.runtime.saving.resume import missing_load
+from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
 from megatron_wlb.settings.command_line import refuse_arguments
 
 _patches = PatchSet()
@@ -100,7 +100,7 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     """
     if not getattr(args, "fake_process_group", False):
         agreement.compare_at_start(vars(args), args.distributed_timeout_minutes)
-    guards.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
+    refusals.check(args, list(cpu.refusals(args)) if emulation.installed() else ())
     elsewhere = args.pretrained_checkpoint or args.non_persistent_global_ckpt_dir
     if not elsewhere and (error := missing_load(args.load, args.save)):
         raise CheckpointError(error)
@@ -150,11 +150,11 @@ def _begin(args: argparse.Namespace, config: Any) -> None:
     _session = Session(config, args, training.num_floating_point_operations)
     run = schedule.forward_backward(_session)
     _patches.replace(training, "get_forward_backward_func", lambda *_, **__: run)
-    model.install(_patches, config)
+    chunks.install(_patches, config)
     fsdp.install(_patches, args)
     skip = functools.partial(schedule.skip_step, _session)
     _patches.replace(training, "dummy_train_step", skip)
-    checkpoint.Hooks(_session).install(_patches)
+    saved_plans.Hooks(_session).install(_patches)
     log.Log(_session).install(_patches)
 
 

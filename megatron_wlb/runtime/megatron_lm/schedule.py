@@ -17,9 +17,9 @@ from megatron.core.utils import StragglerDetector
 
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.packing import numbers_by_step
-from megatron_wlb.runtime import step
-from megatron_wlb.runtime.batch import Batch
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session, data_iterator_of
+from megatron_wlb.runtime.stepping import step
+from megatron_wlb.runtime.stepping.batch import Batch
 
 SPIKY_LOSS_FACTOR = 10
 """A loss so many times the largest seen is reported, as in Megatron's pretrain_gpt.py."""

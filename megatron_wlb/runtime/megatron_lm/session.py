@@ -28,16 +28,16 @@ from megatron_wlb.packing import simulates
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
 from megatron_wlb.planning.plan_ahead import PlanAhead
-from megatron_wlb.runtime import watchdog
-from megatron_wlb.runtime.agreement import of_corpora, of_state
 from megatron_wlb.runtime.emulation import cpu
-from megatron_wlb.runtime.measure import measured_cost
+from megatron_wlb.runtime.gpt.build import Model, require_layers, settle_kernel
+from megatron_wlb.runtime.measuring.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.arguments import of_evaluation
+from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.middles import with_middles
-from megatron_wlb.runtime.megatron_lm.model import of_chunks
-from megatron_wlb.runtime.model import Model, require_layers, settle_kernel
+from megatron_wlb.runtime.ranks import watchdog
+from megatron_wlb.runtime.ranks.agreement import of_corpora, of_state
 from megatron_wlb.runtime.saving.ledger import open_ledger
 from megatron_wlb.runtime.saving.resume import (
     machine_digest,
@@ -45,7 +45,7 @@ from megatron_wlb.runtime.saving.resume import (
     require_same_tokens,
     tell_changes,
 )
-from megatron_wlb.runtime.step import StepRunner
+from megatron_wlb.runtime.stepping.step import StepRunner
 from megatron_wlb.settings import allocator
 from megatron_wlb.settings.config import Config, table
 from megatron_wlb.settings.split import PipelineSplit

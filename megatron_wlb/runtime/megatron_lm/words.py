@@ -1,7 +1,7 @@
 """What a command line of ``pretrain_gpt.py`` asks for, without a checkout that could parse it.
 
 Megatron's own defaults and demands, as of core_v0.16.1, where they differ from this project's, and
-the refusals of :mod:`~megatron_wlb.runtime.megatron_lm.guards` on what was typed.
+the refusals of :mod:`~megatron_wlb.runtime.megatron_lm.refusals` on what was typed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards as common_guards
 from megatron_wlb.planning.from_words import settings_of
-from megatron_wlb.runtime.megatron_lm import arguments, guards
+from megatron_wlb.runtime.megatron_lm import arguments, refusals
 from megatron_wlb.settings.config import Config, flag_of
 
 DEFAULTS = {
@@ -42,7 +42,7 @@ class Words(argparse.Namespace):
     """Flags of a command line as Megatron's parser would name them; what is not given is None."""
 
     def __init__(self, words: Sequence[str], **others: Any) -> None:
-        names = {refusal.flag: refusal.name for refusal in guards.REFUSALS}
+        names = {refusal.flag: refusal.name for refusal in refusals.REFUSALS}
         values: dict[str, Any] = DEFAULTS | _OF_GUARDS | others
         name = ""
         for word in words:
@@ -66,9 +66,9 @@ def check(words: Sequence[str], num_devices: int, environment: Mapping[str, str]
 
     Raises :class:`ConfigError` for the first flag that cannot run or is missing.
     """
-    guards.check_words(words)
+    refusals.check_words(words)
     given = Words(words, world_size=num_devices)
-    guards.check(given)
+    refusals.check(given)
     for name in _REQUIRED:
         if getattr(given, name) is None:
             raise ConfigError(

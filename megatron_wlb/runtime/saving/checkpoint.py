@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_leaves
 from megatron_wlb.errors import CheckpointError, WLBError
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.reading import parse_mapping, shown
-from megatron_wlb.runtime.model import Model, transformer_impl
+from megatron_wlb.runtime.gpt.build import Model, transformer_impl
+from megatron_wlb.runtime.ranks.transfer import from_first_rank
+from megatron_wlb.runtime.ranks.watchdog import lost_peer
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
 from megatron_wlb.runtime.saving.saved_state import REMEDY, newest_step, tracked
-from megatron_wlb.runtime.transfer import from_first_rank
-from megatron_wlb.runtime.watchdog import lost_peer
 from megatron_wlb.settings.config import Config, table
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -29,7 +29,7 @@ import torch
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.files import open_file
 from megatron_wlb.reading import MAX_RECORD_BYTES, one_line, parse_mapping, read_text, shown
-from megatron_wlb.runtime.transfer import from_first_rank, of_all_ranks
+from megatron_wlb.runtime.ranks.transfer import from_first_rank, of_all_ranks
 
 NAME = "wlb_checksums.txt"
 _PIECE_BYTES = 1 << 20

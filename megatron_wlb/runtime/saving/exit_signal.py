@@ -6,7 +6,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-from megatron_wlb.runtime.hosts import Hosts
+from megatron_wlb.runtime.ranks.hosts import Hosts
 
 
 class ExitSignal:

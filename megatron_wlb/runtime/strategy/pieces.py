@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.model import Model
+from megatron_wlb.runtime.gpt.build import Model
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?")
 

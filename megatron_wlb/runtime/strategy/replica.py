@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_wlb.plan import ReplicaPlan, StepPlan
-from megatron_wlb.runtime.model import Model
-from megatron_wlb.runtime.step import StepRunner, forward_step
+from megatron_wlb.runtime.gpt.build import Model
+from megatron_wlb.runtime.stepping.step import StepRunner, forward_step
 from megatron_wlb.runtime.strategy.groups import ReplicaGroups
 from megatron_wlb.runtime.strategy.pieces import (
     EmptyObject,

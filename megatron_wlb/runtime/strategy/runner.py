@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.runtime.hosts import Hosts
-from megatron_wlb.runtime.reads import Reads
-from megatron_wlb.runtime.step import StepLoss
+from megatron_wlb.runtime.ranks.hosts import Hosts
+from megatron_wlb.runtime.ranks.reads import Reads
+from megatron_wlb.runtime.ranks.transfer import HostCopy, of_all_ranks
+from megatron_wlb.runtime.stepping.step import StepLoss
 from megatron_wlb.runtime.strategy.buckets import Buckets
 from megatron_wlb.runtime.strategy.pieces import Piece, whole_pieces
 from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica
 from megatron_wlb.runtime.strategy.routes import Pull, Push, Routes
 from megatron_wlb.runtime.strategy.store import Store
-from megatron_wlb.runtime.transfer import HostCopy, of_all_ranks
 from megatron_wlb.settings.megatron import TrainingConfig
 from megatron_wlb.strategy.layout import Replica, Strategy
 
@@ -108,7 +108,7 @@ class StrategyRunner:
         Push(routes, tensors).finish(shards)
 
     def compare_reads(self) -> None:
-        """As :meth:`~megatron_wlb.runtime.step.StepRunner.compare_reads`, over all replicas."""
+        """As :meth:`StepRunner.compare_reads`, over all replicas."""
         if self.verify_plan_interval:
             self.hosts.compare_reads(self._take_reads())
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 
+from megatron_wlb.runtime.ranks.transfer import HostCopy
 from megatron_wlb.runtime.strategy.buckets import Buckets
-from megatron_wlb.runtime.transfer import HostCopy
 from megatron_wlb.settings.megatron import TrainingConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -8,7 +8,7 @@ import os
 import torch
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning import guards, strategies
+from megatron_wlb.planning import guards, strategy_run
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.settings.config import Config, flag_of
 
@@ -63,7 +63,7 @@ def initialize(config: Config, device: str) -> int:
         )
     world_size = int(os.environ["WORLD_SIZE"])
     if config.wlb.wlb_strategies is not None:
-        strategies.check(config)
+        strategy_run.check(config)
     # Replicas of strategies run as many micro-batches as they like.
     dp_ranks = world_size if config.wlb.wlb_strategies is None else 1
     guards.check(config, dp_ranks)

@@ -28,15 +28,15 @@ from megatron_wlb.planning.from_config import (
     padded_vocab_size,
 )
 from megatron_wlb.planning.plan_ahead import PlanAhead, Plans
-from megatron_wlb.runtime import watchdog
-from megatron_wlb.runtime.agreement import of_corpora, of_state
 from megatron_wlb.runtime.compat import targets
-from megatron_wlb.runtime.hosts import Hosts
-from megatron_wlb.runtime.measure import measured_cost
-from megatron_wlb.runtime.metrics import MetricsFile, step_values
-from megatron_wlb.runtime.model import Model, build_model, settle_kernel
-from megatron_wlb.runtime.optimizer import build_optimizer, update
+from megatron_wlb.runtime.gpt.build import Model, build_model, settle_kernel
+from megatron_wlb.runtime.measuring.measure import measured_cost
+from megatron_wlb.runtime.measuring.metrics import MetricsFile, step_values
 from megatron_wlb.runtime.rank_main import writing
+from megatron_wlb.runtime.ranks import watchdog
+from megatron_wlb.runtime.ranks.agreement import of_corpora, of_state
+from megatron_wlb.runtime.ranks.hosts import Hosts
+from megatron_wlb.runtime.ranks.transfer import HostCopy
 from megatron_wlb.runtime.saving import checkpoint
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
 from megatron_wlb.runtime.saving.ledger import open_ledger
@@ -46,8 +46,8 @@ from megatron_wlb.runtime.saving.resume import (
     require_same_tokens,
     tell_changes,
 )
-from megatron_wlb.runtime.step import StepLoss, StepRunner
-from megatron_wlb.runtime.transfer import HostCopy
+from megatron_wlb.runtime.stepping.optimizer import build_optimizer, update
+from megatron_wlb.runtime.stepping.step import StepLoss, StepRunner
 from megatron_wlb.settings.config import Config
 from megatron_wlb.strategy.layout import Strategy
 

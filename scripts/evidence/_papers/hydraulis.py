@@ -26,12 +26,12 @@ from megatron_wlb.planning.assign import Assignment, assign, step_plan
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments
 from megatron_wlb.planning.propose import Proposal, StrategySpace, propose
 from megatron_wlb.schedule.graph import Floats
+from megatron_wlb.simulator.replica_steps import StrategySimulator, StrategyTimeline
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.simulator.strategies import StrategySimulator, StrategyTimeline
 from megatron_wlb.strategy.costs import ReplicaCosts
 from megatron_wlb.strategy.layout import Cluster, Scheme
 from megatron_wlb.strategy.store import ParameterStore
-from megatron_wlb.study.strategies import SAMPLE_STEPS, StrategyStudy, judge
+from megatron_wlb.study.strategy_search import SAMPLE_STEPS, StrategyStudy, judge
 
 HARDWARE = "a800"
 MODELS: dict[str, ModelShape] = {

@@ -19,7 +19,7 @@ from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.propose import StrategySpace
 from megatron_wlb.strategy.layout import Scheme
-from megatron_wlb.study.strategies import study
+from megatron_wlb.study.strategy_search import study
 
 WINDOW = 128 * K
 DEVICES = 64

@@ -13,7 +13,7 @@ import yaml
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.strategies import StrategyRun
+from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.strategy.layout import read_strategies
 

@@ -15,7 +15,7 @@ from megatron_wlb.packing import PackingSettings, packer, unread
 from megatron_wlb.packing.base import Limits, Packer, load_state, save_state
 from megatron_wlb.plan import Document
 from megatron_wlb.planning.guards import check
-from megatron_wlb.runtime.megatron_lm import guards
+from megatron_wlb.runtime.megatron_lm import refusals
 from megatron_wlb.runtime.megatron_lm.words import Words
 from megatron_wlb.settings.command_line import build_parser, parse
 from megatron_wlb.settings.packings import PACKINGS, Place
@@ -119,7 +119,7 @@ def test_the_launcher_refuses_slices_by_what_a_packing_is(monkeypatch: pytest.Mo
     layout = "--mock-data --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     args = Words([*layout.split(), "--wlb-packing", "round-robin"], world_size=2)
     args.eval_interval = 1
-    guards.check(args)
+    refusals.check(args)
     monkeypatch.setattr(RoundRobin, "cannot", frozenset({"virtual stages"}))
     with pytest.raises(ConfigError, match="slices of documents run in one chunk a rank"):
-        guards.check(args)
+        refusals.check(args)

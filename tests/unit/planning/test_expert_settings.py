@@ -6,7 +6,7 @@ import pytest
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import guards
-from megatron_wlb.planning.experts import expert_layers
+from megatron_wlb.planning.expert_rules import expert_layers
 from megatron_wlb.settings.command_line import parse, parse_known
 from megatron_wlb.settings.config import Config
 from megatron_wlb.settings.megatron import ModelConfig

@@ -16,9 +16,9 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planner import Planner
-from megatron_wlb.planning import strategies as planned
+from megatron_wlb.planning import strategy_run as planned
 from megatron_wlb.planning.assign import Assigner, StrategyPlanner
-from megatron_wlb.planning.strategies import StrategyRun
+from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 from megatron_wlb.strategy.layout import Scheme

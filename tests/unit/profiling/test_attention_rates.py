@@ -11,7 +11,7 @@ from megatron_wlb.profiling.attention_rates import (
     grid,
     measure_attention,
 )
-from megatron_wlb.runtime.attention.kernels import Demand
+from megatron_wlb.runtime.gpt.attention.kernels import Demand
 
 DEMAND = Demand(torch.device("cpu"), torch.float32, 4, 2, 16)
 

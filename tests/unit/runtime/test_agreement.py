@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from megatron_wlb.errors import LostRankError, PlanError, WLBError
-from megatron_wlb.runtime import agreement
-from megatron_wlb.runtime.agreement import Held, differences, of_settings
+from megatron_wlb.runtime.ranks import agreement
+from megatron_wlb.runtime.ranks.agreement import Held, differences, of_settings
 from megatron_wlb.settings.config import Config, WlbConfig
 
 SAME = {"numpy": "2.3.5", "--seed": "7"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.model import require_layers
+from megatron_wlb.runtime.gpt.build import require_layers
 from megatron_wlb.settings.command_line import parse
 
 FLAGS = "--num-layers 6 --pipeline-model-parallel-size 2"

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_wlb.runtime.children import ending_with_us
+from megatron_wlb.runtime.ranks.children import ending_with_us
 
 PROGRAM = """
 import multiprocessing, sys, time
-from megatron_wlb.runtime.children import ending_with_us
+from megatron_wlb.runtime.ranks.children import ending_with_us
 
 if __name__ == "__main__":
     with ending_with_us():

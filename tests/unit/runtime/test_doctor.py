@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.runtime import doctor
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.source import MegatronSource
-from megatron_wlb.runtime.doctor import Finding, examine
+from megatron_wlb.runtime.measuring import doctor
+from megatron_wlb.runtime.measuring.doctor import Finding, examine
 
 P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
 

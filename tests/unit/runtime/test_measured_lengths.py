@@ -9,7 +9,7 @@ import pytest
 from megatron.core.enums import Fp8Recipe
 
 from megatron_wlb.cost.fp8 import row_multiple
-from megatron_wlb.runtime.measure import _multiple
+from megatron_wlb.runtime.measuring.measure import _multiple
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])

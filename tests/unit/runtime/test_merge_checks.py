@@ -7,7 +7,7 @@ from helpers.workload import make_workload
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
-from megatron_wlb.runtime.step import check_chains
+from megatron_wlb.runtime.stepping.step import check_chains
 
 A, B, C, D = make_workload([[10, 40, 9, 7]], 50).steps[0]
 ALL, LOW, HIGH = (0, 1, 2, 3), (0, 1), (2, 3)

@@ -10,8 +10,8 @@ from helpers.workload import make_workload
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
-from megatron_wlb.runtime import watchdog
-from megatron_wlb.runtime.step import _noted, check_chains
+from megatron_wlb.runtime.ranks import watchdog
+from megatron_wlb.runtime.stepping.step import _noted, check_chains
 
 LONG, SHORT, OTHER = make_workload([[10, 4, 9]], 50).steps[0]
 HEAD, MIDDLE, TAIL = Span(LONG, 0, 1), Span(LONG, 1, 7), Span(LONG, 7, 10)

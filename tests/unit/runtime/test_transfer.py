@@ -12,7 +12,7 @@ import torch
 from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime.transfer import (
+from megatron_wlb.runtime.ranks.transfer import (
     HostCopy,
     from_first_rank,
     mapped,

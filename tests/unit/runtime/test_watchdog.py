@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatron_wlb.errors import LostRankError, WLBError
-from megatron_wlb.runtime import watchdog
+from megatron_wlb.runtime.ranks import watchdog
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ def test_kernels_off_by_more_than_bf16_allows_are_wrong(module: Any) -> None:
 def test_one_by_one_computes_what_packed_documents_do(module: Any) -> None:
     import torch
 
-    from megatron_wlb.runtime.attention.kernels import CANDIDATES, Demand, Segments
+    from megatron_wlb.runtime.gpt.attention.kernels import CANDIDATES, Demand, Segments
 
     wanted = Demand(torch.device("cpu"), torch.float32, 2, 1, 16)
     kernel = CANDIDATES["sdpa"].build(wanted)

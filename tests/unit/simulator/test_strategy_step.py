@@ -12,8 +12,8 @@ from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, StepPlan
 from megatron_wlb.planning.assign import Assigner, step_plan
 from megatron_wlb.planning.dispatch import Candidate
+from megatron_wlb.simulator.replica_steps import StrategySimulator, StrategyTimeline
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.simulator.strategies import StrategySimulator, StrategyTimeline
 from megatron_wlb.strategy.costs import ReplicaCosts, replica_costs
 from megatron_wlb.strategy.layout import Cluster, Scheme, Strategy
 from megatron_wlb.strategy.store import ExchangeTimes, ParameterStore

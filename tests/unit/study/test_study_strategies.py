@@ -7,7 +7,7 @@ from megatron_wlb.cost import ModelShape, load_hardware
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.propose import StrategySpace
 from megatron_wlb.strategy.layout import Scheme
-from megatron_wlb.study.strategies import SAMPLE_STEPS, StrategyStudy, sample_steps, study
+from megatron_wlb.study.strategy_search import SAMPLE_STEPS, StrategyStudy, sample_steps, study
 
 SHAPE = ModelShape(
     1024, 2816, 4, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False

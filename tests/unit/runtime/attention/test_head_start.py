@@ -9,16 +9,16 @@ import pytest
 import torch
 from helpers.attention import flash_backward, flash_forward
 
-from megatron_wlb.runtime.attention.head_start import (
+from megatron_wlb.runtime.gpt.attention.head_start import (
     LEAST_BYTES,
     check_parts,
     least_bytes,
     pays,
 )
-from megatron_wlb.runtime.attention.kernels import Demand
-from megatron_wlb.runtime.attention.kernels.base import LseKernel
-from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+from megatron_wlb.runtime.gpt.attention.kernels import Demand
+from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 CPU = Demand(torch.device("cpu"), torch.float32, 4, 2, 16)
 

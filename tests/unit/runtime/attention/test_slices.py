@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, Span
-from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel
-from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
-from megatron_wlb.runtime.attention.slices import LayerSlice, SliceStore, slice_attention
+from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
+from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore, slice_attention
 
 HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
 CUTS = [(0, 1, 64, 65, 90), (0, 89, 90), (0, 30, 45, 90)]

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime import watchdog
+from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.saving.resume import plan_settings, tell_changes
 from megatron_wlb.settings.command_line import parse
 
 
 def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     """A run that goes on from it would never write them."""
-    from megatron_wlb.runtime.megatron_lm import checkpoint
+    from megatron_wlb.runtime.megatron_lm import saved_plans
 
     done: list[str] = []
     session: Any = SimpleNamespace(
@@ -42,21 +42,21 @@ def test_checkpoint_comes_behind_the_figures_of_its_steps() -> None:
     }
 
     with (
-        mock.patch.object(checkpoint, "rng_state", dict),
-        mock.patch.object(checkpoint, "of_all_ranks", lambda rng, _: [rng]),
+        mock.patch.object(saved_plans, "rng_state", dict),
+        mock.patch.object(saved_plans, "of_all_ranks", lambda rng, _: [rng]),
     ):
-        checkpoint.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
+        saved_plans.Hooks(session).save_checkpoint(lambda _: done.append("checkpoint"), 2)
         assert done == ["figures", "reads", "ledger", "checkpoint"]
         for said, failure in failures.items():
             with pytest.raises(CheckpointError, match=said):
-                checkpoint.Hooks(session).save_checkpoint(mock.Mock(side_effect=failure), 2)
+                saved_plans.Hooks(session).save_checkpoint(mock.Mock(side_effect=failure), 2)
 
 
 @pytest.mark.parametrize(("blocking", "waits"), [(True, True), (False, False)])
 def test_watchdog_gives_a_checkpoint_time_that_a_run_waits_for_at_its_end(
     blocking: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_wlb.runtime.megatron_lm import checkpoint
+    from megatron_wlb.runtime.megatron_lm import saved_plans
 
     monkeypatch.setattr(watchdog, "_place", watchdog._Place(0.0, "step 3: its end"))
     given: list[tuple[Any, ...]] = []
@@ -64,7 +64,7 @@ def test_watchdog_gives_a_checkpoint_time_that_a_run_waits_for_at_its_end(
     def finalize(*args: Any, **kwargs: Any) -> None:
         given.append((args, kwargs, watchdog._place.is_slow))
 
-    checkpoint.Hooks(mock.Mock()).maybe_finalize_async_save(
+    saved_plans.Hooks(mock.Mock()).maybe_finalize_async_save(
         finalize, blocking=blocking, terminate=True
     )
     assert given == [((blocking,), {"terminate": True}, waits)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from itertools import chain
 
-from megatron_wlb.runtime.megatron_lm import arguments, guards
+from megatron_wlb.runtime.megatron_lm import arguments, refusals
 from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.config import flag_of
 
@@ -69,7 +69,7 @@ OF_OTHER_SCRIPTS = """
 
 
 def test_flags_about_data_batches_and_groups_were_reviewed() -> None:
-    rows = [*guards.REFUSALS, *chain(*guards.OF_PACKINGS.values()), *guards.NO_EFFECT]
+    rows = [*refusals.REFUSALS, *chain(*refusals.OF_PACKINGS.values()), *refusals.NO_EFFECT]
     refused = {row.flag for row in rows}
     read = {flag_of(name) for name in arguments.READ}
     words = (SERVED, MEGATRONS_OWN, NEEDLESS, WITH_OTHERS, OF_OTHER_SCRIPTS)

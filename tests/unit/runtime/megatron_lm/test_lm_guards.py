@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.runtime.megatron_lm import guards
+from megatron_wlb.runtime.megatron_lm import refusals
 from megatron_wlb.runtime.megatron_lm.words import Words
 
 FINE: dict[str, Any] = {
@@ -104,18 +104,18 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def test_every_refusal_has_a_case() -> None:
-    assert [refusal.flag for refusal in guards.REFUSALS] == list(REFUSED)
+    assert [refusal.flag for refusal in refusals.REFUSALS] == list(REFUSED)
 
 
 def test_a_command_line_that_runs_passes() -> None:
-    guards.check(argparse.Namespace(**FINE))
+    refusals.check(argparse.Namespace(**FINE))
 
 
 @pytest.mark.parametrize("flag", REFUSED)
 def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
-    refusal = next(r for r in guards.REFUSALS if r.flag == flag)
+    refusal = next(r for r in refusals.REFUSALS if r.flag == flag)
     with pytest.raises(ConfigError) as raised:
-        guards.check(argparse.Namespace(**FINE | REFUSED[flag]))
+        refusals.check(argparse.Namespace(**FINE | REFUSED[flag]))
     message = str(raised.value)
     assert message.startswith(flag)
     assert message.endswith(f"{refusal.reason}; {refusal.remedy}")
@@ -164,7 +164,7 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
     ],
 )
 def test_what_only_looks_alike_passes(fine: dict[str, Any]) -> None:
-    guards.check(argparse.Namespace(**FINE | fine))
+    refusals.check(argparse.Namespace(**FINE | fine))
 
 
 WITH_SLICES: dict[str, dict[str, Any]] = {
@@ -190,13 +190,13 @@ WITH_SLICES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("flag", WITH_SLICES)
 def test_flag_is_refused_where_documents_run_in_slices(flag: str) -> None:
-    rows = [row for some in guards.OF_PACKINGS.values() for row in some]
+    rows = [row for some in refusals.OF_PACKINGS.values() for row in some]
     assert {word.split()[0] for word in WITH_SLICES} == {row.flag for row in rows}
-    guards.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "hold"}))
+    refusals.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "hold"}))
     (remedy,) = (r.remedy for r in rows if r.flag == flag.split()[0])
     says = rf"^{re.escape(flag)} does not .*slices.*; {re.escape(remedy)}$"
     with pytest.raises(ConfigError, match=says):
-        guards.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "slim"}))
+        refusals.check(argparse.Namespace(**FINE | WITH_SLICES[flag] | {"wlb_packing": "slim"}))
 
 
 @pytest.mark.parametrize(
@@ -208,20 +208,20 @@ def test_flag_is_refused_where_documents_run_in_slices(flag: str) -> None:
 )
 def test_fp8_runs_in_slices_where_scales_depend_on_no_other_replica(given: dict[str, Any]) -> None:
     base = {"fp8": "hybrid", "num_virtual_stages_per_pipeline_rank": None, "wlb_packing": "slim"}
-    guards.check(argparse.Namespace(**FINE | base | given))
+    refusals.check(argparse.Namespace(**FINE | base | given))
 
 
 def test_no_option_makes_the_torch_format_load_sharded_optimizers_in_fp32() -> None:
     given = {"ckpt_format": "torch", "bf16": False, "dist_ckpt_optim_fully_reshardable": True}
     with pytest.raises(ConfigError, match=r"^--use-distributed-optimizer .* cannot load; add"):
-        guards.check(argparse.Namespace(**FINE | given))
+        refusals.check(argparse.Namespace(**FINE | given))
 
 
 @pytest.mark.parametrize("words", [["--yaml-cfg", "x.yaml"], ["--yaml-cfg=x.yaml"]])
 def test_yaml_settings_are_refused_before_parsing(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--yaml-cfg .* use flags"):
-        guards.check_words(["--num-layers", "4", *words])
-    guards.check_words(["--num-layers", "4"])
+        refusals.check_words(["--num-layers", "4", *words])
+    refusals.check_words(["--num-layers", "4"])
 
 
 @pytest.mark.parametrize("interval", [None, 0])
@@ -229,15 +229,15 @@ def test_a_missing_interval_of_evaluations_is_refused(interval: int | None) -> N
     """Megatron divides by it, whether it evaluates or not."""
     given = FINE | {"eval_interval": interval, "eval_iters": 0}
     with pytest.raises(ConfigError, match=r"^--eval-interval is missing, .*; give it, as in"):
-        guards.check(argparse.Namespace(**given))
-    guards.check(argparse.Namespace(**given | {"skip_train": True}))
-    guards.check(argparse.Namespace(**given | {"eval_interval": 1000}))
-    guards.check(Words(["--data-path", "a"], world_size=1))  # the parser may have a default
+        refusals.check(argparse.Namespace(**given))
+    refusals.check(argparse.Namespace(**given | {"skip_train": True}))
+    refusals.check(argparse.Namespace(**given | {"eval_interval": 1000}))
+    refusals.check(Words(["--data-path", "a"], world_size=1))  # the parser may have a default
 
 
 def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^20 processes do not divide by TP × PP × CP = 12;"):
-        guards.check(argparse.Namespace(**FINE | {"world_size": 20}))
+        refusals.check(argparse.Namespace(**FINE | {"world_size": 20}))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_world_that_the_layout_does_not_divide_is_refused() -> None:
 def test_flag_without_effect_is_one_warning(
     given: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guards.check(argparse.Namespace(**FINE | given))
+    refusals.check(argparse.Namespace(**FINE | given))
     assert len(caplog.messages) == bool(warning)
     assert all(message.startswith(warning) for message in caplog.messages)
 
@@ -301,7 +301,7 @@ def test_flag_without_effect_is_one_warning(
 )
 def test_the_dispatcher_of_deepep_stays(given: str, experts: int, runs: str) -> None:
     args = argparse.Namespace(moe_token_dispatcher_type=given, num_experts=experts)
-    guards.turn_off(args)
+    refusals.turn_off(args)
     assert args.moe_token_dispatcher_type == runs
 
 
@@ -317,13 +317,13 @@ def test_the_dispatcher_of_deepep_stays(given: str, experts: int, runs: str) -> 
 def test_delayed_scaling_over_replicas_is_a_warning(
     given: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guards.check(argparse.Namespace(**FINE | {"fp8": "hybrid", "fp8_recipe": "delayed"} | given))
+    refusals.check(argparse.Namespace(**FINE | {"fp8": "hybrid", "fp8_recipe": "delayed"} | given))
     assert ["wait for each other" in message for message in caplog.messages] == [True] * warned
 
 
 def test_flags_that_cannot_run_are_told_at_once() -> None:
     given = FINE | {"sft": True, "fp4": "e2m1", "world_size": 20, "qk_clip": True}
     with pytest.raises(ConfigError) as raised:
-        guards.check(argparse.Namespace(**given), ["--this is another"])
+        refusals.check(argparse.Namespace(**given), ["--this is another"])
     told = [line.split()[0] for line in str(raised.value).splitlines()]
     assert told == ["--qk-clip", "--fp4-format", "--sft", "20", "--this"]

@@ -29,7 +29,7 @@ class Number:
 
 
 def step(loss: float, *, asked_s: float = 1.0, is_done: bool = False) -> Any:
-    from megatron_wlb.runtime.step import StepLoss
+    from megatron_wlb.runtime.stepping.step import StepLoss
     from megatron_wlb.runtime.trainer.loop import Noted
 
     number: Any = Number(loss, is_done)

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.runtime.trainer import loop, strategies
+from megatron_wlb.runtime.trainer import loop, strategy_trainer
 from megatron_wlb.runtime.trainer.loop import Trainer
-from megatron_wlb.runtime.trainer.strategies import StrategyTrainer
+from megatron_wlb.runtime.trainer.strategy_trainer import StrategyTrainer
 from megatron_wlb.settings.config import Config
 
 
 @pytest.mark.parametrize(
-    ("kind", "module"), [(Trainer, loop), (StrategyTrainer, strategies)], ids=["one", "strategies"]
+    ("kind", "module"),
+    [(Trainer, loop), (StrategyTrainer, strategy_trainer)],
+    ids=["one", "strategies"],
 )
 def test_ledger_is_on_disk_before_a_checkpoint(
     kind: type[Trainer], module: Any, monkeypatch: pytest.MonkeyPatch

@@ -15,8 +15,8 @@ import torch
 from helpers.attention import flash_backward, flash_forward, packed_on_cpu
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.attention.head_start import check_parts
-from megatron_wlb.runtime.attention.kernels import (
+from megatron_wlb.runtime.gpt.attention.head_start import check_parts
+from megatron_wlb.runtime.gpt.attention.kernels import (
     CANDIDATES,
     Demand,
     Segments,
@@ -25,11 +25,11 @@ from megatron_wlb.runtime.attention.kernels import (
     torch_cpu,
     torch_varlen,
 )
-from megatron_wlb.runtime.attention.kernels import choose as choose_module
-from megatron_wlb.runtime.attention.kernels.base import LseKernel
-from megatron_wlb.runtime.attention.kernels.choose import Candidate
-from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+from megatron_wlb.runtime.gpt.attention.kernels import choose as choose_module
+from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+from megatron_wlb.runtime.gpt.attention.kernels.choose import Candidate
+from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 CPU = Demand(torch.device("cpu"), torch.float32, 4, 2, 16)
 GPU_KERNELS = [name for name in CANDIDATES if name not in ("torch-cpu", "sdpa")]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_wlb.errors import PlanError
-from megatron_wlb.runtime.attention.kernels import Segments, VarlenKernel, sdpa
-from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel, sdpa
+from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 HEAD_DIM = 4
 KERNELS = [sdpa_varlen, torch_cpu_varlen]

@@ -17,11 +17,11 @@ from helpers.attention import flash_backward, flash_forward, packed_on_cpu
 from test_choose import CPU, HOPPER, install, longest, segments_of
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.attention.kernels import CANDIDATES, Demand, Segments, choose_kernel
-from megatron_wlb.runtime.attention.kernels import choose as choose_module
-from megatron_wlb.runtime.attention.kernels.choose import check_dropout
-from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
-from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+from megatron_wlb.runtime.gpt.attention.kernels import CANDIDATES, Demand, Segments, choose_kernel
+from megatron_wlb.runtime.gpt.attention.kernels import choose as choose_module
+from megatron_wlb.runtime.gpt.attention.kernels.choose import check_dropout
+from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 DROPPING = replace(CPU, dropout=0.1)
 

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from test_choose import install, longest, segments_of
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.runtime.attention.kernels import (
+from megatron_wlb.runtime.gpt.attention.kernels import (
     CANDIDATES,
     Demand,
     Segments,
     check_kernel,
     choose_kernel,
 )
-from megatron_wlb.runtime.attention.kernels.base import LseKernel
-from megatron_wlb.runtime.attention.kernels.choose import check_dropout
-from megatron_wlb.runtime.attention.kernels.sdpa import BLOCK_TOKENS, build, sdpa_varlen
-from megatron_wlb.runtime.attention.kernels.torch_cpu import torch_cpu_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+from megatron_wlb.runtime.gpt.attention.kernels.choose import check_dropout
+from megatron_wlb.runtime.gpt.attention.kernels.sdpa import BLOCK_TOKENS, build, sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
 
 WINDOW = Demand(torch.device("cpu"), torch.float32, 4, 2, 16, reach_tokens=3)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.attention import document_attention, flash_backward, flash_forward
 
-from megatron_wlb.runtime.attention.kernels import (
+from megatron_wlb.runtime.gpt.attention.kernels import (
     CANDIDATES,
     Demand,
     Segments,
@@ -19,9 +19,9 @@ from megatron_wlb.runtime.attention.kernels import (
     choose_kernel,
     transformer_engine,
 )
-from megatron_wlb.runtime.attention.kernels.base import LseKernel, VarlenKernel
-from megatron_wlb.runtime.attention.kernels.choose import Candidate
-from megatron_wlb.runtime.attention.kernels.sdpa import sdpa_varlen
+from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.kernels.choose import Candidate
+from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
 
 NARROW = Demand(torch.device("cpu"), torch.float32, 4, 4, 12, value_head_dim=7)
 LENGTHS = (5, 30, 1), (9, 30, 4)

@@ -1,0 +1,1 @@
+"""Megatron's GPT, changed for documents."""

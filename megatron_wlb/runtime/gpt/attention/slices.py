@@ -1,0 +1,311 @@
+"""Attention of documents that run in slices: their keys and values wait in buffers.
+
+A document's slices run forward first to last, and backward last to first (SlimPack §4). In each
+layer a buffer has room for the keys and values of the whole document. A slice's forward pass
+writes its rows, and its queries attend to a view of all rows up to its last, or with a sliding
+window of those in reach. Its backward pass adds the gradients of all these rows to a running sum,
+and hands out those of its own, which are then complete: every slice behind it has added its part.
+Nothing is concatenated, and autograd holds no key or value but views of the buffer.
+
+A layer of a document of ``L`` tokens holds ``2·L·G·D`` numbers in the activations' dtype from its
+first forward to its last backward, and as many of at least fp32 from its first backward on.
+
+Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G`` key/value heads,
+``D`` head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import Span
+from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
+
+Key: TypeAlias = tuple[int, int]
+"""A document's arrival and offset: ``Document.key``."""
+
+
+def halves(pair: torch.Tensor, value_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[…, G, D]`` and values of a pair ``[…, 2, G, D]``, of which narrower values fill the
+    first ``value_dim`` numbers; None: all.
+    """
+    key, value = pair.unbind(1)
+    return key, value[..., :value_dim]
+
+
+class Buffer:
+    """The keys and values of one document in one layer, and their gradients."""
+
+    def __init__(self, length: int, like: torch.Tensor) -> None:
+        self.pair = like.new_empty(length, 2, *like.shape[1:])
+        """``[L, 2, G, D]``: see :func:`halves`."""
+        self.grad: torch.Tensor | None = None
+        """Gradients summed so far, of at least fp32; None before the first backward pass."""
+        self.cuts = [0]
+        """Where the slices end that ran forward and not yet backward."""
+
+
+class SliceStore:
+    """The buffers of all documents on this rank that are open: begun, and not yet finished."""
+
+    def __init__(self) -> None:
+        self.forward_only = False
+        self.buffers: dict[tuple[Key, int], Buffer] = {}
+        """By document and layer number."""
+
+    def begin(self, forward_only: bool) -> None:
+        """Starts a step; what a failed one has left is dropped.
+
+        With ``forward_only`` a document is finished once its last slice has run forward.
+        """
+        self.buffers.clear()
+        self.forward_only = forward_only
+
+    def end(self) -> None:
+        """Ends a step.
+
+        Raises :class:`PlanError` where a document was not finished.
+        """
+        for (document, layer), buffer in self.buffers.items():
+            self.buffers.clear()
+            raise PlanError(
+                f"the step ends with document {document} open in layer {layer}, rows 0 to "
+                f"{buffer.cuts[-1]} of {len(buffer.pair)} there; run all its slices forward, and "
+                "then all backward"
+            )
+
+    def slice(self, span: Span) -> Slice:
+        """The handle of a slice whose queries are not laid out yet."""
+        document = span.document
+        return Slice(self, document.key, span.start, span.stop, document.length)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slice:
+    """Tokens ``[start, stop)`` of a document, and where its keys and values are."""
+
+    store: SliceStore
+    document: Key
+    start: int
+    stop: int
+    length: int
+    """Tokens of the whole document."""
+    chunks: tuple[Segments, ...] = ()
+    """The local queries, one kernel call each: ``q`` queries, the last of which sees ``k`` keys of
+    the document up to its own."""
+    first_keys: tuple[int, ...] | None = None
+    """The row of each chunk's first key; 0 if not given."""
+
+    @property
+    def num_queries(self) -> int:
+        return sum(chunk.max_q for chunk in self.chunks)
+
+    @property
+    def key_rows(self) -> list[slice]:
+        """The rows of the document that each chunk sees."""
+        starts = self.first_keys or (0,) * len(self.chunks)
+        return [
+            slice(start, start + chunk.max_k)
+            for start, chunk in zip(starts, self.chunks, strict=True)
+        ]
+
+
+class KernelCall(NamedTuple):
+    """A call of a kernel between forward and backward, with a graph of its own."""
+
+    inputs: tuple[torch.Tensor, ...]
+    out: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        kernel: VarlenKernel,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        keep: bool,
+    ) -> KernelCall:
+        """Runs the kernel; with ``keep``, and gradients enabled, it can be differentiated."""
+        query, key, value = (t.detach().requires_grad_(keep) for t in (query, key, value))
+        return cls((query, key, value), kernel(query, key, value, segments, scale))
+
+    def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of query, key and value."""
+        return torch.autograd.grad(self.out, self.inputs, grad)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSlice:
+    """Attention of a slice in one layer.
+
+    A pass is ``fill``, ``write``, ``attend``, ``filled``, or ``turn``, ``differentiate``,
+    ``turned``. Between the first and the last come groups of heads, one after another, each with
+    its part of the buffer's tensors.
+    """
+
+    slice: Slice
+    layer: int
+    kernel: VarlenKernel
+    scale: float
+    value_dim: int | None = None
+    """Numbers of a value's head; None: as many as a key's."""
+
+    def fill(self, key: torch.Tensor) -> Buffer:
+        """The buffer for the slice's rows; ``key`` is any ``[…, G, D]`` of the right dtype.
+
+        A slice follows the one before it. Or it is computed again for its own backward pass,
+        which must be the next one; then the same rows are written again.
+
+        Raises :class:`PlanError` for any other order.
+        """
+        cut, buffers = self.slice, self.slice.store.buffers
+        buffer = buffers.get(self._name)
+        if buffer is None and cut.start == 0:
+            buffer = buffers[self._name] = Buffer(cut.length, key)
+        if buffer is None or not self._is_next(buffer):
+            if buffer is None or buffer.grad is not None or buffer.cuts[-1] != cut.start:
+                self._refuse("forward", buffer)
+            buffer.cuts.append(cut.stop)
+        return buffer
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The slice's own rows of a buffer's tensor."""
+        return tensor[self.slice.start : self.slice.stop]
+
+    def write(
+        self, tensor: torch.Tensor, values: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
+        """Sets the slice's own rows to ``values``, or to those at ``index``.
+
+        Graphs hold views of the buffer. Autograd need not know: what they see stays the same.
+        """
+        rows = self.rows(tensor)
+        with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+            if index is None:
+                rows.copy_(values)
+            else:
+                torch.index_select(values, 0, index, out=rows)
+
+    def attend(self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool) -> list[KernelCall]:
+        """Each chunk's queries to the buffer's rows that it sees: ``[q, H, D]`` each."""
+        queries = torch.split(query, [chunk.max_q for chunk in self.slice.chunks])
+        return [
+            KernelCall.of(self.kernel, own, *self.halves(pair[rows]), chunk, self.scale, keep)
+            for own, chunk, rows in zip(
+                queries, self.slice.chunks, self.slice.key_rows, strict=True
+            )
+        ]
+
+    def halves(self, pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of rows, or their gradients."""
+        return halves(pair, self.value_dim)
+
+    def filled(self) -> None:
+        """Ends the forward pass: without a backward pass, the last slice's frees the buffer."""
+        if self.slice.store.forward_only and self.slice.stop == self.slice.length:
+            del self.slice.store.buffers[self._name]
+
+    def turn(self) -> tuple[Buffer, torch.Tensor]:
+        """The buffer and its gradients, for the slice's backward pass.
+
+        Raises :class:`PlanError` unless it is the last slice of the document that is still open.
+        """
+        buffer = self.slice.store.buffers.get(self._name)
+        if buffer is None or not self._is_next(buffer):
+            self._refuse("backward", buffer)
+        if buffer.grad is None:
+            exact = torch.promote_types(buffer.pair.dtype, torch.float32)
+            buffer.grad = torch.zeros_like(buffer.pair, dtype=exact)
+        return buffer, buffer.grad
+
+    def differentiate(
+        self, calls: list[KernelCall], grad_out: torch.Tensor, grad: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Gradients of each chunk's queries; those of keys and values are added to ``grad``."""
+        grads_query = []
+        parts = torch.split(grad_out, [len(call.out) for call in calls])
+        for call, part, rows in zip(calls, parts, self.slice.key_rows, strict=True):
+            grad_query, *own = call.backward(part)
+            grads_query.append(grad_query)
+            for half, total in zip(own, self.halves(grad[rows]), strict=True):
+                total += half
+        return grads_query
+
+    def turned(self) -> None:
+        """Ends the backward pass: the document's first slice's frees the buffer."""
+        self.slice.store.buffers[self._name].cuts.pop()
+        if self.slice.start == 0:
+            del self.slice.store.buffers[self._name]
+
+    @property
+    def _name(self) -> tuple[Key, int]:
+        return self.slice.document, self.layer
+
+    def _is_next(self, buffer: Buffer) -> bool:
+        """Whether the slice's backward pass is the next one that may run."""
+        at_end = buffer.grad is not None or self.slice.stop == self.slice.length
+        return at_end and buffer.cuts[-2:] == [self.slice.start, self.slice.stop]
+
+    def _refuse(self, what: str, buffer: Buffer | None) -> NoReturn:
+        cut = self.slice
+        held = f"rows 0 to {buffer.cuts[-1]} are" if buffer else "none is"
+        turned = " and backward has begun" if buffer and buffer.grad is not None else ""
+        raise PlanError(
+            f"rows {cut.start} to {cut.stop} of document {cut.document} run {what} in layer "
+            f"{self.layer}, where of its {cut.length} rows {held} open{turned}; slices run forward "
+            "first to last, and then backward last to first"
+        )
+
+
+def slice_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice
+) -> torch.Tensor:
+    """A slice's queries to all of its document so far: ``[n, H, D], [n, G, D] ×2 -> [n, H, D]``.
+
+    Values, and so the output, may be narrower than ``D``.
+
+    Raises :class:`PlanError` where slices run in another order, backward too.
+    """
+    if torch.is_grad_enabled():
+        apply: Any = _SliceAttention.apply
+        out: torch.Tensor = apply(query, key, value, run)
+        return out
+    return _forward(query, key, value, run, keep=False).out
+
+
+class _SliceAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice
+    ) -> torch.Tensor:
+        ctx.run, ctx.call = run, _forward(query, key, value, run, keep=True)
+        out: torch.Tensor = ctx.call.out.detach()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        run, call, ctx.call = ctx.run, ctx.call, None
+        buffer, grad = run.turn()
+        (grad_query,) = run.differentiate([call], grad_out, grad)
+        pair = run.rows(grad).to(buffer.pair.dtype)
+        run.turned()
+        return grad_query, *run.halves(pair), None
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice, *, keep: bool
+) -> KernelCall:
+    buffer = run.fill(key)
+    for half, rows in zip((key, value), run.halves(buffer.pair), strict=True):
+        run.write(rows, half)
+    with torch.set_grad_enabled(keep):
+        (call,) = run.attend(buffer.pair, query, keep=keep)
+    run.filled()
+    return call

@@ -1,0 +1,1 @@
+"""Figures of a run, and of the machine that it runs on."""

@@ -1,0 +1,117 @@
+"""The user's own GPT, built by their own file, with attention and positions by document.
+
+Every ``GPTModel`` that is built passes through here, whatever made its layer spec: the local one,
+TransformerEngine's, or that of ``--spec``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.compat.patching import PatchSet
+from megatron_wlb.runtime.gpt.attention.core import AttentionOptions
+from megatron_wlb.runtime.gpt.attention.kernels import choose_kernel
+from megatron_wlb.runtime.gpt.attention.rope import use_document_positions
+from megatron_wlb.runtime.gpt.build import (
+    BATCH_P2P_SYNC,
+    Model,
+    attention_options,
+    require_document_attention,
+    with_document_attention,
+)
+from megatron_wlb.runtime.gpt.moe import route_by_document
+from megatron_wlb.runtime.gpt.norm import TorchNorm
+from megatron_wlb.runtime.gpt.prediction import complete_layers, inner_name
+from megatron_wlb.runtime.megatron_lm import fsdp
+from megatron_wlb.settings.config import Config
+
+
+def install(patches: PatchSet, settings: Config) -> None:
+    """Makes models that are built from now on attend inside documents."""
+    build = GPTModel.__init__
+    make_norm = WrappedTorchNorm.__new__
+    # Ranks agree once, before their first chunks: while Megatron builds chunks it exchanges tied
+    # embeddings, and ranks that wait there could not agree with those that build another chunk.
+    choose = functools.cache(choose_kernel)
+
+    @functools.wraps(build)
+    def __init__(
+        self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        # There is no flag: Megatron's arguments say False, and its configuration refuses True with
+        # a dispatcher of experts that a dense model never has.
+        config.variable_seq_lengths = True
+        config.batch_p2p_sync = BATCH_P2P_SYNC  # nor is there one for this
+        options = attention_options(settings, config, choose)
+        if kwargs.get("mtp_block_spec") is not None:
+            kwargs["mtp_block_spec"] = packed_block(kwargs["mtp_block_spec"], options)
+        build(self, config, packed(transformer_layer_spec, options), *args, **kwargs)
+        use_document_positions(self)
+        complete_layers(self)
+        route_by_document(self)
+
+    @functools.wraps(make_norm)
+    def __new__(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+        # torch's norm is that of the local spec where there is neither Apex nor TransformerEngine.
+        if config.sequence_parallel:
+            return TorchNorm(config, hidden_size, eps)
+        return make_norm(cls, config, hidden_size, eps, **kwargs)
+
+    patches.replace(GPTModel, "__init__", __init__)
+    patches.replace(WrappedTorchNorm, "__new__", staticmethod(__new__))
+
+
+def packed(spec: Any, options: AttentionOptions) -> Any:
+    """A copy of a layer's or block's spec with our attention in every layer.
+
+    Raises :class:`CompatibilityError` for a layer whose attention is not plain self-attention.
+    """
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = [packed(layer, options) for layer in spec.layer_specs or []]
+        return dataclasses.replace(spec, layer_specs=layers)
+    return with_document_attention(copy.deepcopy(spec), options)
+
+
+def packed_block(spec: Any, options: AttentionOptions) -> Any:
+    """A copy of the spec of layers that predict further ahead, with our attention in each.
+
+    Raises :class:`CompatibilityError` as :func:`packed`.
+    """
+    made = copy.deepcopy(spec)
+    for layer in made.layer_specs:
+        name = inner_name(layer.submodules)
+        setattr(layer.submodules, name, packed(getattr(layer.submodules, name), options))
+    return made
+
+
+def of_chunks(chunks: Sequence[torch.nn.Module]) -> Model:
+    """Wraps what Megatron's set-up built as the step runner takes it.
+
+    Raises :class:`CompatibilityError` for a chunk that is no GPT, or whose attention is not over
+    documents.
+    """
+    gpts = unwrap_model(list(chunks))
+    for gpt in gpts:
+        if not isinstance(gpt, GPTModel):
+            raise CompatibilityError(
+                f"the model is a {type(gpt).__name__}, but plans run on a GPTModel; run "
+                "pretrain_gpt.py, or leave out the --wlb flags"
+            )
+        require_document_attention(gpt)
+    for chunk in chunks:
+        if fsdp.is_sharded(chunk):
+            fsdp.divide_gradients(chunk)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Model(get_model_config(chunks[0]), groups, list(chunks), gpts)

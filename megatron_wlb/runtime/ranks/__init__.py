@@ -1,0 +1,1 @@
+"""What ranks hold alike, tell each other and wait for."""

@@ -1,0 +1,1 @@
+"""One step of a plan: its batches, its messages, its order."""

@@ -1,0 +1,277 @@
+"""Runs a replica's micro-batches in our own order: that of documents in slices.
+
+Megatron's schedules run backward passes in the order of the forward ones. The slices of a document
+need the reverse (:func:`megatron_wlb.schedule.order.sliced`), or their keys and values miss the
+gradients of the slices behind them. So here is a loop of our own around what is Megatron's: the
+passes, data-parallel reduction, and the end of a step. It mirrors
+``forward_backward_pipelining_without_interleaving``.
+
+No transfer waits for another: sends are not waited for, receives are posted one action ahead, and
+activations and gradients have communicators of their own, as messages of one communicator pass in
+order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.runtime.ranks.transfer import open_group
+from megatron_wlb.runtime.stepping.communicator import Contents, compare_contents
+from megatron_wlb.schedule.order import Action
+
+TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
+"""Whether megatron-core is 0.16, whose backward pass takes a parameter that it does not use."""
+
+
+MOST_SENDS = 4
+"""Messages that a rank holds until they are sent, where it must wait for that."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The communicators between the ranks of a pipeline."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    """Global ranks of the pipeline's stages."""
+    activations: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+
+    @classmethod
+    def open(cls, pp_group: dist.ProcessGroup, timeout: datetime.timedelta | None = None) -> Links:
+        """Makes the communicator of gradients; to be called by all ranks of the world."""
+        rank, ranks = pp_group.rank(), tuple(dist.get_process_group_ranks(pp_group))
+        if len(ranks) == 1:
+            return cls(rank, ranks, pp_group, pp_group)
+        gradients = open_group(ranks, timeout, like=pp_group)
+        # NCCL connects two ranks at their first message, and blocks both hosts until then. A
+        # gradient's receive is posted before the forward that its sender may still wait for.
+        token = torch.zeros(1, device=torch.cuda.current_device())
+        if rank + 1 < len(ranks):
+            dist.recv(token, ranks[rank + 1], group=gradients)
+        if rank > 0:
+            dist.send(token, ranks[rank - 1], group=gradients)
+        return cls(rank, ranks, pp_group, gradients)
+
+
+@dataclass
+class Transfers:
+    """The messages of one run on a rank.
+
+    ``lengths`` are the tokens of each micro-batch's tensor between stages. With ``verify`` each
+    message comes after its length and :class:`Contents`, which are compared, and no receive is
+    posted ahead.
+    """
+
+    links: Links
+    lengths: Sequence[int]
+    config: TransformerConfig
+    verify: bool
+    label: str
+    _sends: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+
+    def post(self, action: Action) -> _Arrival | None:
+        """Starts to receive what an action needs; None where that comes from no other rank."""
+        peer = self._peer(-1 if action.kind == "F" else 1)
+        return None if peer is None else _Arrival(self, action, peer)
+
+    def send(self, action: Action, tensor: torch.Tensor) -> None:
+        """Sends an action's output to where it is needed, if to another rank."""
+        peer = self._peer(1 if action.kind == "F" else -1)
+        if peer is None:
+            return
+        self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
+        if tensor.device.type == "cpu":
+            # Gloo's sends are complete only once they are waited for. The peer comes to the first
+            # of them without any message that is still to be sent.
+            while len(self._sends) > MOST_SENDS:
+                self._sends.pop(0)[0].wait()
+        if self.verify:
+            facts = [tensor.shape[0], *Contents.of(tensor)]
+            self._send(torch.tensor(facts, device=tensor.device), peer, action)
+        # An alias: the tensor itself may be emptied before it is sent.
+        self._send(tensor.detach(), peer, action)
+
+    def end(self) -> None:
+        """Waits until all is sent."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def group_of(self, action: Action) -> dist.ProcessGroup:
+        return self.links.activations if action.kind == "F" else self.links.gradients
+
+    def _send(self, tensor: torch.Tensor, peer: int, action: Action) -> None:
+        work = dist.isend(tensor, peer, group=self.group_of(action))
+        assert work is not None
+        self._sends.append((work, tensor))
+
+    def _peer(self, distance: int) -> int | None:
+        stage = self.links.rank + distance
+        return self.links.ranks[stage] if 0 <= stage < len(self.links.ranks) else None
+
+
+class _Arrival:
+    """A tensor that is received."""
+
+    def __init__(self, transfers: Transfers, action: Action, peer: int) -> None:
+        self._transfers, self._action, self._peer = transfers, action, peer
+        self._work: dist.Work | None = None
+        config = transfers.config
+        self._tensor = torch.empty(
+            (transfers.lengths[action.micro_batch], 1, config.hidden_size),
+            device=torch.cuda.current_device(),
+            dtype=config.pipeline_dtype,
+            requires_grad=True,
+        )
+        if not transfers.verify:
+            self._post()
+
+    def wait(self) -> torch.Tensor:
+        """Returns the tensor once it is there, for the kernels that come next.
+
+        Raises :class:`PlanError` where ``verify`` finds another length than the plan's.
+        """
+        timers = self._transfers.config.timers
+        name = "forward-recv" if self._action.kind == "F" else "backward-recv"
+        if timers is not None:
+            timers(name, log_level=2).start()
+        sent = None
+        if self._work is None:
+            sent = self._announced()
+            self._post()
+        assert self._work is not None
+        self._work.wait()
+        if sent is not None:
+            what = f"{self._transfers.label}: {self._what}"
+            compare_contents(what, self._peer, sent, self._tensor)
+        if timers is not None:
+            timers(name).stop()
+        return self._tensor
+
+    def _post(self) -> None:
+        group = self._transfers.group_of(self._action)
+        self._work = dist.irecv(self._tensor, self._peer, group=group)
+
+    def _announced(self) -> Contents:
+        """Receives the length, which is compared, and what the tensor will hold."""
+        num, device = 1 + len(Contents._fields), self._tensor.device
+        facts = torch.zeros(num, dtype=torch.int64, device=device)
+        dist.recv(facts, self._peer, group=self._transfers.group_of(self._action))
+        num_tokens, *contents = facts.tolist()
+        if num_tokens != len(self._tensor):
+            raise PlanError(
+                f"{self._transfers.label}: stage {self._transfers.links.rank} (rank "
+                f"{dist.get_rank()}) expects {len(self._tensor)} tokens for {self._what} by its "
+                f"plan, but rank {self._peer} sends {num_tokens}; the ranks do not run the same "
+                "plan"
+            )
+        return Contents(*contents)
+
+    @property
+    def _what(self) -> str:
+        kind = "activation" if self._action.kind == "F" else "gradient"
+        return f"the {kind} of micro-batch {self._action.micro_batch}, chunk {self._action.chunk}"
+
+
+def run_actions(
+    actions: Sequence[Action],
+    transfers: Transfers,
+    *,
+    forward_step_func: Any,
+    data_iterator: Sequence[Iterator[Any]],
+    model: Sequence[torch.nn.Module],
+    num_microbatches: int,
+    forward_only: bool,
+    pg_collection: Any,
+    reduce_late: bool = False,
+    first_val_step: bool | None = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    """Runs a rank's actions, as one of Megatron's schedule functions would.
+
+    The parameters by name are theirs, and so is the result: what the losses report, on the last
+    stage. Gradients are left in the model, reduced. ``forward_only`` leaves the backwards out. With
+    ``reduce_late`` reduction begins after the last backward, and not during it: for ranks whose
+    last backward has collectives that others run before theirs.
+    """
+    (chunk,), (batches,) = model, data_iterator
+    config, stage = transfers.config, transfers.links.rank
+    is_first, is_last = stage == 0, stage == len(transfers.links.ranks) - 1
+    if forward_only:
+        actions = [action for action in actions if action.kind == "F"]
+    begins_itself = config.grad_sync_func is None or is_first
+    reports: list[Any] = []
+    num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+    running: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    with contextlib.ExitStack() as no_sync:
+        if config.no_sync_func is not None and not forward_only:
+            no_sync.enter_context(config.no_sync_func())
+        posted = transfers.post(actions[0])
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
+            arrival = posted
+            posted = None if following is None else transfers.post(following)
+            received = None if arrival is None else arrival.wait()
+            number = action.micro_batch
+            if action.kind == "F":
+                check = schedules.check_first_val_step
+                output, tokens = schedules.forward_step(
+                    forward_step_func,
+                    batches,
+                    chunk,
+                    num_microbatches,
+                    received,
+                    reports,
+                    config,
+                    pg_collection.cp.size(),
+                    is_first_microbatch=check(first_val_step, forward_only, number == 0),
+                    current_microbatch=number,
+                    is_last_stage=is_last,
+                )
+                num_tokens += tokens
+                transfers.send(action, output)
+                if not forward_only:
+                    running[number] = received, output
+                    if not is_last:
+                        schedules.deallocate_output_tensor(
+                            output, config.deallocate_pipeline_outputs
+                        )
+                continue
+            if following is None and not reduce_late and begins_itself:
+                # Not before: reduction starts as soon as a parameter has a gradient. With a
+                # grad_sync_func the stages behind the first reduce below, in the pipeline's tail.
+                no_sync.close()
+            entered, output = running.pop(number)
+            unused = (None,) if TAKES_MODEL_TYPE else ()
+            gradient = schedules.backward_step(entered, output, received, *unused, config)
+            if gradient is not None:
+                transfers.send(action, gradient)
+    if not forward_only:
+        if not begins_itself:
+            config.grad_sync_func(chunk.parameters())
+        elif reduce_late and config.no_sync_func is not None:
+            chunk.start_grad_sync()  # type: ignore[operator]
+        if config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func(
+                [chunk],
+                num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce,
+            )
+    transfers.end()
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return reports

@@ -1,0 +1,132 @@
+"""Settings -> Megatron's optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.runtime.gpt.build import Model
+from megatron_wlb.runtime.ranks.transfer import HostCopy
+from megatron_wlb.settings.config import Config
+
+_GRADIENTS_OF_NORM = next(
+    name
+    for name in ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
+    if hasattr(MegatronOptimizer, name)
+)
+"""Megatron's name of what gives an optimizer's share of all gradients; another one from 0.19 on."""
+
+
+def build_optimizer(config: Config, model: Model) -> tuple[Any, OptimizerParamScheduler]:
+    """Megatron's optimizer over the model's chunks, and its schedule counted in samples.
+
+    A sample is a window, of which ``global_batch_size`` arrive a step; so a schedule keeps its
+    meaning whatever the number of tokens that a balanced step runs. Raises
+    :class:`CompatibilityError` where checkpoints of this optimizer could be saved but not loaded.
+    """
+    check_checkpoints(
+        config.parallel.use_distributed_optimizer, config.checkpoint.save, config.checkpoint.load
+    )
+    training = config.training
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=training.optimizer,
+            lr=training.lr,
+            min_lr=training.min_lr,
+            weight_decay=training.weight_decay,
+            bf16=training.bf16,
+            params_dtype=model.config.params_dtype,
+            adam_beta1=training.adam_beta1,
+            adam_beta2=training.adam_beta2,
+            adam_eps=training.adam_eps,
+            sgd_momentum=training.sgd_momentum,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+            clip_grad=training.clip_grad,
+        ),
+        model.chunks,
+        use_gloo_process_groups=False,
+    )
+    make_loadable(optimizer)
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer, build_scheduler(config, optimizer)
+
+
+def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
+    """Megatron's learning-rate schedule, for the groups of an optimizer."""
+    training = config.training
+    batch = training.global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=training.lr,
+        min_lr=training.min_lr,
+        lr_warmup_steps=training.lr_warmup_iters * batch,
+        lr_decay_steps=(training.lr_decay_iters or training.train_iters) * batch,
+        lr_decay_style=training.lr_decay_style,
+        start_wd=training.weight_decay,
+        end_wd=training.weight_decay,
+        wd_incr_steps=training.train_iters * batch,
+        wd_incr_style="constant",
+    )
+
+
+@torch.no_grad()
+def update(optimizer: Any, clip_grad: float) -> HostCopy:
+    """Updates the weights as Megatron's ``optimizer.step()`` does; returns the gradients' norm.
+
+    Megatron's host reads the norm to decide whether it clips, and without Apex or TransformerEngine
+    that of each parameter. Here the device decides: a factor of 1 leaves gradients as they are.
+    There is no loss scale, so nothing looks for infinite gradients.
+    """
+    optimizer.prepare_grads()
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    total = torch.zeros(1, device=torch.cuda.current_device())
+    for one in inner:  # that of experts has other ranks than the rest
+        square = torch.zeros_like(total)
+        if gradients := getattr(one, _GRADIENTS_OF_NORM)():
+            square += torch.stack(torch._foreach_norm(gradients)).norm() ** 2
+        torch.distributed.all_reduce(square, group=one.get_grad_stats_parallel_group())
+        total += square
+    norm = total.double().sqrt()
+    clipped = [p.grad for one in inner for p in one.get_parameters() if p.grad is not None]
+    if clip_grad > 0 and clipped:
+        torch._foreach_mul_(clipped, (clip_grad / (norm + 1e-6)).clamp(max=1.0).float()[0])
+    optimizer.step_with_ready_grads()
+    return HostCopy(norm)
+
+
+def check_checkpoints(use_distributed_optimizer: bool, save: str | None, load: str | None) -> None:
+    """Raises :class:`CompatibilityError` if checkpoints could not be loaded again."""
+    has_fused_adam = distrib_optimizer.HAVE_APEX_OR_TE  # or ours, under the CPU emulation
+    if use_distributed_optimizer and (save or load) and not has_fused_adam:
+        raise CompatibilityError(
+            "--use-distributed-optimizer with --save or --load, but neither TransformerEngine nor "
+            "Apex can be imported: with torch's Adam, Megatron cannot load what it saves; install "
+            "one of them (pip install 'megatron-wlb[gpu]'), or leave --use-distributed-optimizer "
+            "out"
+        )
+
+
+def make_loadable(optimizer: Any) -> None:
+    """Gives SGD what makes its state: Megatron has none for it, and calls it all the same when a
+    checkpoint is loaded.
+    """
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner.init_state_fn = inner.init_state_fn or _init_momentum
+
+
+def _init_momentum(optimizer: torch.optim.Optimizer, _config: Any = None) -> None:
+    """Gives SGD the state that a checkpoint is loaded into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -1,0 +1,427 @@
+"""One step of a plan: losses, gradients, nothing else.
+
+Megatron's own schedules run it, or for documents in slices the executor. Some micro-batches are
+run by several data-parallel ranks together (:mod:`megatron_wlb.runtime.stepping.merge`).
+
+The loss is Σ token losses ÷ Σ labelled tokens over all micro-batches and data-parallel ranks,
+never a mean of means: ``calculate_per_token_loss`` makes Megatron sum gradients and divide once.
+Context-parallel ranks are summed over likewise: each has the losses of its own tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_wlb.data.corpora import Corpora
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
+from megatron_wlb.runtime.gpt.attention.core import model_reach
+from megatron_wlb.runtime.gpt.build import Model, has_head_start
+from megatron_wlb.runtime.gpt.prediction import predicting, take_losses
+from megatron_wlb.runtime.ranks import watchdog
+from megatron_wlb.runtime.ranks.hosts import Hosts
+from megatron_wlb.runtime.ranks.reads import Reads
+from megatron_wlb.runtime.ranks.transfer import HostCopy
+from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Stage
+from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
+from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
+from megatron_wlb.runtime.stepping.merge import check_merged, open_groups
+from megatron_wlb.schedule.order import sliced
+from megatron_wlb.settings.config import Config
+
+ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
+"""Megatron's ``forward_step_func``: the next micro-batch through a chunk, and its loss function."""
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss over all data-parallel ranks; every rank has it.
+
+    It is on its way to the host: the first look waits for the step's last forward pass.
+    """
+
+    total: HostCopy
+    num_targets: int
+    ahead: tuple[HostCopy, ...] = ()
+    """The mean loss of each depth of layers that predict further ahead, in a step that trains."""
+
+    @cached_property
+    def loss_sum(self) -> float:
+        """Σ token losses, in nats."""
+        return self.total.item()
+
+    @property
+    def mean(self) -> float:
+        return self.loss_sum / max(self.num_targets, 1)
+
+
+def loss_function(
+    batch: Batch, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Megatron's loss protocol: (Σ losses, number of tokens, what to report).
+
+    ``losses`` are ``[1, T/CP]`` per token, of a batch of the last stage.
+    """
+    assert batch.loss_mask is not None
+    loss_sum = (losses.float() * batch.loss_mask).sum()
+    # Filled on the device: a copy of one number from the host would wait for all kernels before.
+    num_targets = losses.new_full((), batch.num_targets, dtype=torch.int)
+    return loss_sum, num_targets, loss_sum.detach()
+
+
+def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Megatron's ``forward_step_func``: runs the next micro-batch of this chunk."""
+    batch = next(batches)
+    with predicting(batch.ahead, batch.position_ids):
+        output = model(
+            input_ids=batch.tokens,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            labels=batch.labels,
+            loss_mask=batch.ahead.weights[0] if batch.ahead else None,
+            packed_seq_params=batch.packed_seq_params,
+        )
+    return output, partial(loss_function, batch)
+
+
+def _noted(
+    forward_step: ForwardStep, chunks: Sequence[torch.nn.Module], num: int, label: str
+) -> ForwardStep:
+    """``forward_step`` that says to the watchdog which pass begins, of ``num`` micro-batches."""
+    numbers = [0] * len(chunks)
+
+    def run(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        chunk = next((k for k, known in enumerate(chunks) if known is model), 0)
+        number, numbers[chunk] = numbers[chunk], numbers[chunk] + 1
+        place = f"{label}: %s of micro-batch %%d of %%d, chunk %%d"
+        watchdog.at(place % "forward", number, num, chunk)
+        output, loss = forward_step(batches, model)
+        if output.requires_grad:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: watchdog.at(place % "backward", number, num, chunk)
+            )
+        return output, loss
+
+    return run
+
+
+class StepRunner:
+    """Runs plans on a model: batches, shapes, schedule, loss.
+
+    ``verify_shapes`` also exchanges shapes as stock Megatron does, and compares them;
+    ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps, and what
+    was read in the step before;
+    ``timeout`` is that of the communicators that documents in slices need besides.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        batches: BatchBuilder,
+        *,
+        verify_shapes: bool = False,
+        verify_plan_interval: int = 1,
+        timeout: datetime.timedelta | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self.model = model
+        self.batches = batches
+        self.communicator = PlanCommunicator(model.groups.pp, model.config, verify_shapes)
+        self.hosts = hosts or Hosts(model.groups, timeout)
+        self.verify_plan_interval = verify_plan_interval
+        self.timeout = timeout
+        self._schedule = get_forward_backward_func()
+        self._num_runs = 0
+        self._reads: Reads | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        model: Model,
+        corpora: Corpora,
+        device: str,
+        hosts: Hosts | None = None,
+    ) -> StepRunner:
+        """The runner of a run with these settings."""
+        if any(gpt.pre_process or gpt.post_process for gpt in model.gpts):
+            for corpus in corpora.corpora:
+                corpus.open_tokens()
+        cp = model.groups.cp
+        batches = BatchBuilder(
+            corpora.corpora,
+            corpora.vocab_size,
+            device,
+            cp_rank=cp.rank(),
+            cp_size=cp.size(),
+            reach_tokens=model_reach(model.config),
+            num_ahead=model.config.mtp_num_layers or 0,
+            has_experts=model.config.num_moe_experts is not None,
+        )
+        return cls(
+            model,
+            batches,
+            verify_shapes=config.wlb.wlb_verify_shapes,
+            verify_plan_interval=config.wlb.wlb_verify_plan_interval,
+            timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
+            hosts=hosts,
+        )
+
+    def take_reads(self) -> Reads | None:
+        """What this rank read in the last run, once."""
+        reads, self._reads = self._reads, None
+        return reads
+
+    def compare_reads(self) -> None:
+        """Compares what ranks read in the last run, before it is saved; called by every rank.
+
+        The next run does so otherwise. Raises :class:`PlanError` where any differs.
+        """
+        if self.verify_plan_interval:
+            self.hosts.compare_reads(self.take_reads())
+
+    def run(self, plan: StepPlan, *, forward_only: bool = False) -> StepLoss:
+        """Runs forward (and backward) of one step; gradients are left in the model, reduced.
+
+        Raises :class:`PlanError` where ranks disagree, or the plan does not fit the layout.
+        """
+        model = self.model
+        reports = self.run_schedule(plan, forward_step, forward_only=forward_only)
+        # Last stage: Σ over its micro-batches; then over DP and CP ranks, then to other stages.
+        total = torch.zeros(1, dtype=torch.float64, device=self.batches.device)
+        for report in reports:
+            total += report
+        torch.distributed.all_reduce(total, group=model.groups.dp_cp)
+        num_ahead = 0 if forward_only else self.batches.num_ahead
+        ahead = take_losses() if num_ahead else None
+        total = torch.cat([total, total.new_zeros(num_ahead) if ahead is None else ahead])
+        last = torch.distributed.get_process_group_ranks(model.groups.pp)[-1]
+        torch.distributed.broadcast(total, src=last, group=model.groups.pp)
+        main, *further = map(HostCopy, total)
+        return StepLoss(main, plan.num_targets, tuple(further))
+
+    def run_schedule(
+        self, plan: StepPlan, forward_step: ForwardStep, *, forward_only: bool, **options: Any
+    ) -> list[Any]:
+        """Runs the schedule on this rank's micro-batches; what their losses report, on the last
+        stage. ``options`` go to the schedule.
+
+        Raises :class:`PlanError` as :meth:`run`.
+        """
+        model = self.model
+        what = "evaluation step" if forward_only else "step"
+        watchdog.at(f"{what} %d: its beginning", plan.step)
+        self._check(plan)
+        self._open_groups(plan)
+        dp_rank, label = model.groups.dp.rank(), f"{what} {plan.step}"
+        micro_batches = plan.micro_batches[dp_rank]
+        lengths = [m.padded_length // self._num_shards(m) for m in micro_batches]
+        self.batches.begin(plan)
+        self.batches.has_head_start = has_head_start(self.model)
+        self.batches.slices.begin(forward_only)
+        schedule: Callable[..., list[Any]]
+        if plan.chains:
+            pp = model.groups.pp
+            actions = sliced(pp.size(), plan.chains[dp_rank])[pp.rank()]
+            verify = self.communicator.verify
+            transfers = Transfers(self._links, lengths, model.config, verify, label)
+            late = all(m.replicas for m in micro_batches)
+            schedule = partial(run_actions, actions, transfers, reduce_late=late)
+        else:
+            self.communicator.begin(lengths, forward_only=forward_only, label=label)
+            schedule = partial(
+                self._schedule,
+                seq_length=max(m.padded_length for m in micro_batches),
+                micro_batch_size=1,
+                p2p_communicator=self.communicator,
+            )
+        stages = [Stage(gpt.pre_process, gpt.post_process) for gpt in model.gpts]
+        with (
+            self.batches.ahead(micro_batches, stages) as iterators,
+            _divided_by(plan.num_targets, model.config),
+        ):
+            reports = schedule(
+                forward_step_func=_noted(forward_step, model.chunks, len(micro_batches), label),
+                data_iterator=iterators,
+                model=model.chunks,
+                num_microbatches=len(micro_batches),
+                forward_only=forward_only,
+                pg_collection=model.groups,
+                **options,
+            )
+        self.communicator.end()
+        self.batches.slices.end()
+        runs = [run for own in self.batches.read.values() for run in own]
+        self._reads = Reads.of(label, runs, model) if runs else None
+        watchdog.at(f"{label}: its end, behind all passes")
+        if not forward_only:
+            watchdog.first_step_is_over()
+        return reports
+
+    @cached_property
+    def _links(self) -> Links:
+        """Made when all ranks have come to the first plan with slices."""
+        return Links.open(self.model.groups.pp, self.timeout)
+
+    def _open_groups(self, plan: StepPlan) -> None:
+        """Opens the groups that this plan is the first to need; all ranks have come to it."""
+        known = {len(block) for block in self.batches.groups}
+        sizes = sorted({len(m.replicas) for m in plan if m.replicas} - known)
+        if sizes:
+            device = self.batches.device
+            self.batches.groups |= open_groups(self.model.groups, sizes, device, self.timeout)
+
+    def _num_shards(self, micro_batch: MicroBatchPlan) -> int:
+        """Over how many ranks its tokens are divided, between layers."""
+        config = self.model.config
+        num: int = config.context_parallel_size * (len(micro_batch.replicas) or 1)
+        return num * config.tensor_model_parallel_size if config.sequence_parallel else num
+
+    def _check(self, plan: StepPlan) -> None:
+        # First, so that a plan that is wrong on one rank raises on all, and no rank waits for it.
+        # Counted in runs, not by the plan's step, on which ranks may disagree.
+        is_due = self.verify_plan_interval and self._num_runs % self.verify_plan_interval == 0
+        self._num_runs += 1
+        if is_due:
+            self.hosts.compare_step(plan, self.take_reads())
+        dp_size = self.model.groups.dp.size()
+        if len(plan.micro_batches) != dp_size:
+            raise PlanError(
+                f"step {plan.step}: the plan is for {len(plan.micro_batches)} data-parallel ranks, "
+                f"this run has {dp_size}; plan for {dp_size}"
+            )
+        for m in plan:
+            shards = self._num_shards(m) * (2 if m.replicas else 1)
+            if m.padded_length < 1 or m.padded_length % shards:
+                raise PlanError(
+                    f"step {plan.step}: micro-batch {m.index} is {m.padded_length} tokens long; "
+                    f"pad it to a positive multiple of {shards}, over which sequences are sharded"
+                )
+        check_chains(plan)
+        config = self.model.config
+        if config.num_moe_experts is not None:
+            if plan.chains:
+                raise PlanError(
+                    f"step {plan.step}: the plan has slices of documents, which layers of experts "
+                    "do not run; plan whole documents"
+                )
+            numbers = [len(micro_batches) for micro_batches in plan.micro_batches]
+            if len(set(numbers)) > 1:
+                raise PlanError(
+                    f"step {plan.step}: data-parallel ranks have {numbers} micro-batches, in which "
+                    "they exchange tokens with each other's experts; give all the same number"
+                )
+        vpp = config.virtual_pipeline_model_parallel_size or 1
+        if plan.chains and (vpp > 1 or config.defer_embedding_wgrad_compute):
+            given = f"{vpp} virtual stages" if vpp > 1 else "defer_embedding_wgrad_compute"
+            raise PlanError(
+                f"step {plan.step}: the plan has slices of documents, whose order of passes "
+                f"{given} cannot follow; turn that off, or plan whole documents"
+            )
+
+
+@contextlib.contextmanager
+def _divided_by(num_targets: int, config: TransformerConfig) -> Iterator[None]:
+    """Divides the step's gradients by a number that the plan knows.
+
+    Megatron counts it on the device once more, and reads the sum over all ranks there: its host
+    would wait for the last backward pass before it could queue up the update.
+    """
+    finalize = config.finalize_model_grads_func
+    if finalize is None:
+        yield
+        return
+
+    def finalize_and_divide(chunks: list[Any], num_tokens: Any = None, **options: Any) -> None:
+        finalize(chunks, None, **options)
+        if num_tokens is not None and num_targets:
+            # In fp32, as Megatron divides.
+            scale = float(np.float32(1) / np.float32(num_targets))
+            for chunk in chunks:
+                chunk.scale_gradients(scale)
+
+    config.finalize_model_grads_func = finalize_and_divide
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = finalize
+
+
+def check_chains(plan: StepPlan) -> None:
+    """Holds the slices of documents against ``plan.chains``, which say how they run.
+
+    Raises :class:`PlanError` where a document would not run whole and in order: its slices lie in
+    one replica's consecutive micro-batches, a chain, each first in its own. What several replicas
+    run together is one chain of any number of documents, see :func:`check_merged`.
+    """
+    if plan.chains and len(plan.chains) != len(plan.micro_batches):
+        raise PlanError(
+            f"step {plan.step}: the plan has chains for {len(plan.chains)} data-parallel ranks and "
+            f"micro-batches for {len(plan.micro_batches)}; give both for each rank"
+        )
+    for rank, micro_batches in enumerate(plan.micro_batches):
+        chains = plan.chains[rank] if plan.chains else (1,) * len(micro_batches)
+        where = f"step {plan.step}, data-parallel rank {rank}"
+        if not chains or min(chains) < 1 or sum(chains) != len(micro_batches):
+            raise PlanError(
+                f"{where}: chains of {list(chains)} do not divide its {len(micro_batches)} "
+                "micro-batches; let them add up to that, each at least 1"
+            )
+        stop = 0
+        for length in chains:
+            chain = micro_batches[stop : stop + length]
+            for _, part in groupby(chain, _runs_together):
+                _check_chain(list(part), where)
+            stop += length
+    check_merged(plan)
+
+
+def _runs_together(m: MicroBatchPlan) -> tuple[Any, ...] | None:
+    """What only slices of one document have in common, among those that replicas run together."""
+    return (m.replicas, m.spans[:1] and m.spans[0].document) if m.replicas else None
+
+
+def _check_chain(chain: Sequence[MicroBatchPlan], where: str) -> None:
+    for m in chain:
+        for span in m.spans[1:]:
+            if span.is_slice:
+                raise PlanError(
+                    f"{where}: micro-batch {m.index} runs tokens {span.start} to {span.stop} of "
+                    f"{_name(span.document)} behind other documents; a slice comes first"
+                )
+    slices = [m.slice for m in chain]
+    document = next((s.document for s in slices if s is not None), None)
+    if document is None and len(chain) == 1:
+        return
+    reached = 0
+    for m, part in zip(chain, slices, strict=True):
+        if part is None or part.document != document or part.start != reached:
+            found = "no slice" if part is None else f"tokens from {part.start} of "
+            found += "" if part is None else _name(part.document)
+            wanted = "slices of one document" if document is None else _name(document)
+            raise PlanError(
+                f"{where}: micro-batch {m.index} has {found}, but its chain of {len(chain)} has "
+                f"come to token {reached} of {wanted}; a chain runs all of one document in order"
+            )
+        reached = part.stop
+    assert document is not None
+    if reached != document.length:
+        raise PlanError(
+            f"{where}: the chain of {len(chain)} up to micro-batch {chain[-1].index} ends at token "
+            f"{reached} of {_name(document)}, which has {document.length}; let it run the rest too"
+        )
+
+
+def _name(document: Document) -> str:
+    return f"document {document.index} of corpus {document.corpus}"
