@@ -193,7 +193,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     flag(
         group,
         "--max-windows X",
-        f"{about} (default: 2 × --micro-batch-size, or what fits the memory of --model's layout)",
+        f"{about} (default: --model's, or 2 × --micro-batch-size as far as its memory allows)",
     )
     add_packing_rules(group)
     flag(group, "--max-step-tokens N", "as --wlb-max-step-tokens")
@@ -230,9 +230,14 @@ def add_cost_file(group: argparse._ArgumentGroup, tables: str = "") -> None:
 
 def max_tokens(args: argparse.Namespace) -> int:
     """S_max as asked for, or else two windows for each that a micro-batch stands for."""
-    if args.max_windows is None:
-        return 2 * int(args.micro_batch_size * args.window)
-    return int(real_number("--max-windows", args.max_windows, 1, MOST_TOKENS) * args.window)
+    return _asked_tokens(args) or 2 * int(args.micro_batch_size * args.window)
+
+
+def _asked_tokens(args: argparse.Namespace) -> int | None:
+    """S_max as ``--max-windows`` says, or else ``--model``; None where neither does."""
+    if args.max_windows is not None:
+        return int(real_number("--max-windows", args.max_windows, 1, MOST_TOKENS) * args.window)
+    return None if args.model is None else read_model(args.model).config.wlb.wlb_max_tokens
 
 
 def most_tokens(args: argparse.Namespace, run: Run | None) -> tuple[int, str]:
@@ -241,7 +246,7 @@ def most_tokens(args: argparse.Namespace, run: Run | None) -> tuple[int, str]:
     As asked for; otherwise two windows for each that a micro-batch stands for, or what fits the
     memory of ``run``, where it is known, but at least one.
     """
-    if args.max_windows is not None or run is None:
+    if run is None or _asked_tokens(args) is not None:
         return max_tokens(args), ""
     window, row = run.window, run.micro_batch_tokens
     least = "one window" if row == window else f"{run.micro_batch_size} windows"

@@ -23,7 +23,13 @@ from megatron_wlb.cli.output import (
     say,
     table_of,
 )
-from megatron_wlb.cli.scenario import MACHINES, RECOMPUTE, add_model, machine_title
+from megatron_wlb.cli.scenario import (
+    MACHINES,
+    RECOMPUTE,
+    add_model,
+    fill_machine,
+    machine_title,
+)
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
@@ -141,7 +147,7 @@ def _run(args: argparse.Namespace) -> int:
             "delayed scaling; leave that out, or with FP8 give another --fp8-recipe, such as "
             "tensorwise"
         )
-    inputs.fill_window(args)
+    fill_machine(args)
     documents, space = inputs.source(args), _space(args)
     if args.strategies:
         check_shape(space.shape, f"--model {args.model}")

@@ -51,11 +51,9 @@ machine:
 def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and machine")
     add_model_flag(group, required=True)
-    flag(group, "--hardware NAME|FILE", "the machine", "h100-sxm")
-    share = f"{MEMORY_SHARE:.0%}% of its memory"
-    about = (
-        f"what tensors may take on a device (default: {share} without context and communicators)"
-    )
+    flag(group, "--hardware NAME|FILE", "the machine (default: --model's, or h100-sxm)")
+    share = f"{MEMORY_SHARE:.0%}% of what context and communicators leave"
+    about = f"what tensors may take on a device (default: --model's, or {share})"
     flag(group, "--memory-gib GIB", about)
     add_cost_file(group, ", also of the hardware's attention")
 
@@ -86,9 +84,18 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     flag(group, "--no-overlap-grad-reduce", about)
 
 
+def fill_machine(args: argparse.Namespace) -> Model:
+    """Fills window, machine and memory where they are not given; returns the model."""
+    model = fill_window(args)
+    args.hardware = args.hardware or model.config.wlb.wlb_hardware
+    if args.memory_gib is None:
+        args.memory_gib = model.config.wlb.wlb_memory_gib
+    return model
+
+
 def fill_layout(args: argparse.Namespace) -> None:
     """Fills window, batch and sizes that the command line leaves open, as ``--model`` has them."""
-    model = fill_window(args)
+    model = fill_machine(args)
     p = model.config.parallel
     for name, size in (
         ("tp_size", p.tensor_model_parallel_size),

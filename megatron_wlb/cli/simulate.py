@@ -91,7 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     about = f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)"
     flag(group, "--sharding a,b,…", about)
-    about = "S_max in windows (default: 2 × --micro-batch-size, or what fits memory)"
+    about = "S_max in windows (default: --model's, 2 × --micro-batch-size, or what fits)"
     flag(group, "--max-windows X", about)
     add_packing_rules(group)
     about = f"of each seed, after {WARM_UP_STEPS} that fill queues (default: {STEPS})"

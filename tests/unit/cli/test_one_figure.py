@@ -11,6 +11,7 @@ import pytest
 from helpers.index import write_index
 
 from megatron_wlb.cli.main import main
+from megatron_wlb.cli.plan import HEADROOM
 
 RECIPE = """
 TEST_TYPE: release
@@ -95,3 +96,23 @@ def test_s_max_is_what_fits_wherever_the_layout_is_known(
         rows = said(capsys, *command, *given, *steps)["rows"]
         (found[command[0]],) = (row["max_tokens"] for row in rows if row["packing"] == "hold")
     assert found["pack"] == found["simulate"] and 65536 <= found["pack"] < 2 * 65536
+
+
+def test_flags_of_a_recipe_count_unless_others_are_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours = "--wlb-max-tokens: 12288\n  --wlb-hardware: a100\n  --wlb-memory-gib: 50\n  --seq-length"
+    Path("recipe.yaml").write_text(RECIPE.replace("--seq-length", ours))
+    short = ("corpus", "--model", "recipe.yaml", "--packing", "hold", "--steps", "3")
+    for command in (("pack",), ("simulate", "--num-seeds", "1")):
+        rows = said(capsys, *command, *short)["rows"]
+        assert {row["max_tokens"] for row in rows if row["packing"] == "hold"} == {12288}
+        rows = said(capsys, *command, *short, "--max-windows", "2")["rows"]
+        assert {row["max_tokens"] for row in rows if row["packing"] == "hold"} == {16384}
+    layout = ("--num-devices", "16", "--num-micro-batches", "16", *LAYOUT.split())
+    others = ("--hardware", "h100-sxm", "--memory-gib", "60")
+    for command, share in ((("simulate", *short), 1.0), (("plan", *short, *layout), 1 - HEADROOM)):
+        for more, machine, gib in (((), "16 × a100", 50), (others, "16 × h100-sxm", 60)):
+            assert main([*command, *more]) == 0
+            out = " ".join(capsys.readouterr().out.split())
+            assert machine in out and f"{share * gib:.1f} GiB" in out
