@@ -89,7 +89,7 @@ def test_help_teaches_with_examples(command: str, capsys) -> None:
     out = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0
     assert f"wlb {command} --distribution reference --model" in out
-    assert "90% of its memory" in out and "All of it is simulated" in out
+    assert "90% of what context" in out and "All of it is simulated" in out
 
 
 def test_seed_decides_the_figures(capsys) -> None:

@@ -17,7 +17,7 @@ from megatron_wlb.settings.config import Config
 
 @pytest.mark.parametrize(
     ("kind", "module"),
-    [(Trainer, loop), (StrategyTrainer, strategy_trainer)],
+    [(Trainer, loop.checkpoint), (StrategyTrainer, strategy_trainer.shard_files)],
     ids=["one", "strategies"],
 )
 def test_ledger_is_on_disk_before_a_checkpoint(
@@ -29,7 +29,7 @@ def test_ledger_is_on_disk_before_a_checkpoint(
         done.append("checkpoint")
         return Path("iter_0000003")
 
-    monkeypatch.setattr(module.checkpoint, "save", save)
+    monkeypatch.setattr(module, "save", save)
     trainer: Any = kind.__new__(kind)
     trainer.config, trainer.iteration, trainer.kernel = Config(), 3, "torch"
     trainer.ledger = SimpleNamespace(sync=lambda: done.append("ledger"))
