@@ -267,11 +267,14 @@ def test_wrong_order_or_early_reduction_differs_from_the_oracle(
     assert not any(line.startswith("step 0: loss") for line in found)
 
 
-def error_of_unlike_lengths(case: Layout) -> str | None:
-    """What the second stage says of a tensor of 4 tokens, where its plan has 6."""
+def error_of_unlike_lengths(case: Layout) -> tuple[str, str] | None:
+    """What the second stage says of a tensor of 4 tokens, where its plan has 6, and whom it waits
+    for there.
+    """
     import torch
     from torch import distributed as dist
 
+    from megatron_wlb.runtime.ranks import watchdog
     from megatron_wlb.runtime.stepping.executor import Transfers
 
     runner = build_runner(case.config, WORKLOAD)
@@ -286,16 +289,18 @@ def error_of_unlike_lengths(case: Layout) -> str | None:
     arrival = transfers.post(action)
     with pytest.raises(PlanError) as caught:
         arrival.wait()
+    place = watchdog.whereabouts(caught.value)
     dist.recv(tensor, 0, group=links.activations)  # or the first stage would wait for ever
-    return str(caught.value)
+    return str(caught.value), place
 
 
 def test_lengths_that_differ_from_the_plan_are_found(gloo: GlooPool) -> None:
-    _, error = gloo.run(2, error_of_unlike_lengths, Layout("llama", 1, pp=2))
+    _, (error, place) = gloo.run(2, error_of_unlike_lengths, Layout("llama", 1, pp=2))
     assert error.startswith(
         "step 3: stage 1 (rank 1) expects 6 tokens for the activation of micro-batch 0, chunk 0 by "
         "its plan, but rank 0 sends 4"
     )
+    assert place.endswith("), which waits for rank 0"), place
 
 
 def test_slices_with_virtual_stages_are_refused(gloo: GlooPool, oracle: Oracle) -> None:

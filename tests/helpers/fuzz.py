@@ -50,7 +50,7 @@ from megatron_wlb.planner import Planner
 from megatron_wlb.planning import guards
 from megatron_wlb.reading import read_pattern
 from megatron_wlb.runtime.measuring.metrics import MetricsFile
-from megatron_wlb.runtime.saving import checksums, lock, saved_state
+from megatron_wlb.runtime.saving import checksums, lock, newest, saved_state
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.recipe import launch_command, quoted, read_recipe
 from megatron_wlb.strategy.layout import Cluster, Scheme, Strategy, read_strategies
@@ -333,7 +333,7 @@ def targets() -> dict[str, Target]:
     Path("iter_0000012/a").write_bytes(b"abc")
     npy = io.BytesIO()
     np.save(npy, np.array([3, 40, 7]))
-    tracker = saved_state._TRACKER
+    tracker = newest.TRACKER
     common = {"common": {"planner": sealed}, "args": COST, "t": (1, (2, 3)), "s": {1, 2}}
     pickles = tuple(pickle.dumps({**common, "megatron_wlb": sealed}, n) for n in (0, 2, 4, 5))
     holder = json.dumps(asdict(lock.Holder.this()) | {"pid": 1}).encode()
@@ -380,7 +380,7 @@ def targets() -> dict[str, Target]:
             lambda _: saved_state.newest_state(Path()), (*pickles, _archived(pickles[1])),
             "iter_0000012/common.pt", _archived,
         ),
-        "tracker": Target(lambda _: saved_state.newest_step(Path()), (b"12\n",), tracker),
+        "tracker": Target(lambda _: newest.newest_step(Path()), (b"12\n",), tracker),
         "checksums": Target(
             _checksums, (b"352441c2 3 a\n00000000 0 sub", _crc(b"352441c2 3 a")),
             f"iter_0000012/{checksums.NAME}", _crc,

@@ -3,9 +3,9 @@
 At depth ``k`` of ``D`` the token at position ``p`` of a document takes the token ``p + k`` in, and
 predicts the one after. Megatron makes both by shifting a micro-batch's tensors inside the model,
 where the next row may be another document's, or a context-parallel rank's next piece. Here the host
-reads them from the corpus, as it does the labels of the model itself, and while a micro-batch runs
-forward Megatron's shift looks them up. A document that was cut ends at the cut, with one label
-more.
+reads them from the corpus, as it does the labels of the model itself, and Megatron's shift looks
+them up in what the micro-batch tells attention. A document that was cut ends at the cut, with one
+label more.
 
 The loss of a depth is the mean over all tokens of the step that have a label there, times
 ``--mtp-loss-scaling-factor ÷ D``. Megatron-LM from 0.17 on means this, one micro-batch at a time;
@@ -17,9 +17,7 @@ Legend: ``T/CP`` local tokens of the micro-batch.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -58,7 +56,7 @@ class Ahead:
         """What Megatron is told to be the labels of each depth: then it scales nothing itself."""
         return max(self.num_targets, 1)
 
-    def after(self, tensor: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def after(self, tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The same one depth on. Positions stay: no prediction layer reads them.
 
         Raises :class:`CompatibilityError` for a tensor that is none of these.
@@ -67,7 +65,7 @@ class Ahead:
             for here, there in pairwise(series):
                 if tensor is here:
                     return there
-        if tensor is position_ids:
+        if tensor.data_ptr() == positions.data_ptr():  # a view of them
             return tensor
         if tensor.dtype != self.labels[0].dtype:
             raise CompatibilityError(
@@ -78,36 +76,53 @@ class Ahead:
         return self.labels[1]  # Megatron copies the labels first.
 
 
-@contextlib.contextmanager
-def predicting(ahead: Ahead | None, position_ids: torch.Tensor) -> Iterator[None]:
-    """Lets a forward pass inside the block take ``ahead``; None leaves Megatron as it is."""
-    if ahead is None:
-        yield
-        return
-    patches = PatchSet()
-    num_tokens = ahead.weights[0].new_full((), ahead.divisor)
-    name = next(n for n in ("save_metrics_to_tracker", "save_loss_to_tracker")
-                if hasattr(MTPLossLoggingHelper, n))  # fmt: skip
+_patches = PatchSet()
 
-    def look_up(tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return ahead.after(tensor, position_ids), num_tokens
+
+def install() -> None:
+    """Lets every forward pass look up what its ``packed_seq_params.ahead`` has; without one, or
+    where that is None, Megatron stays as it is. A second call does nothing.
+    """
+    if _patches:
+        return
+    saves = next(n for n in ("save_metrics_to_tracker", "save_loss_to_tracker")
+                 if hasattr(MTPLossLoggingHelper, n))  # fmt: skip
+    present: Ahead | None = None
+
+    def shift(
+        original: Any, tensor: torch.Tensor, *args: Any, packed_seq_params: Any = None, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal present
+        present = getattr(packed_seq_params, "ahead", None)
+        if present is None:
+            found: tuple[torch.Tensor, torch.Tensor] = original(
+                tensor, *args, packed_seq_params=packed_seq_params, **named
+            )
+            return found
+        num_tokens = present.weights[0].new_full((), present.divisor)
+        return present.after(tensor, packed_seq_params.positions), num_tokens
 
     def save(original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Saves this rank's share of the step's mean; Megatron gives one over ``divisor``."""
-        original(loss * (ahead.divisor / max(ahead.step_targets, 1)), *args, **kwargs)
+        """Saves this rank's share of the step's mean; Megatron gives one over ``divisor``, of the
+        labels and weights that it has just shifted.
+        """
+        if present is not None:
+            loss = loss * (present.divisor / max(present.step_targets, 1))
+        original(loss, *args, **kwargs)
 
-    try:
-        for module in (multi_token_prediction, gpt_model):  # which has a name of its own up to 0.16
-            if hasattr(module, "roll_tensor"):
-                patches.replace(module, "roll_tensor", look_up)
-        patches.wrap(MTPLossLoggingHelper, name, save)
-        takes = inspect.signature(_recompute).parameters
-        if "padding_mask" not in takes:
-            mended = _of_tensors if "forward_func" in takes else _without_padding
-            patches.replace(MultiTokenPredictionLayer, "_checkpointed_forward", mended)
-        yield
-    finally:
-        patches.restore()
+    for module in (multi_token_prediction, gpt_model):  # which has a name of its own up to 0.16
+        if hasattr(module, "roll_tensor"):
+            _patches.wrap(module, "roll_tensor", shift)
+    _patches.wrap(MTPLossLoggingHelper, saves, save)
+    takes = inspect.signature(_recompute).parameters
+    if "padding_mask" not in takes:
+        mended = _of_tensors if "forward_func" in takes else _without_padding
+        _patches.replace(MultiTokenPredictionLayer, "_checkpointed_forward", mended)
+
+
+def uninstall() -> None:
+    """Restores Megatron's shift, sums and recomputation; a second call does nothing."""
+    _patches.restore()
 
 
 _recompute = MultiTokenPredictionLayer._checkpointed_forward
@@ -170,7 +185,8 @@ def inner_name(layer: Any) -> str:
 
 
 def complete_layers(gpt: GPTModel) -> None:
-    """Mends what Megatron builds of prediction layers, before weights are wrapped.
+    """Mends what Megatron builds of prediction layers, before weights are wrapped, and lets them
+    look up what they take (:func:`install`).
 
     Attention counts on after the decoder's layers: some versions begin anew, and slices of
     documents keep keys by these numbers. The last of several stages has a copy of tied embeddings,
@@ -180,6 +196,7 @@ def complete_layers(gpt: GPTModel) -> None:
     """
     if not getattr(gpt, "mtp_process", False):
         return
+    install()
     if gpt.share_embeddings_and_output_weights and gpt.post_process and not gpt.pre_process:
         gpt.output_layer.weight = None
         gpt.embedding.word_embeddings.weight.zero_out_wgrad = True

@@ -26,7 +26,7 @@ from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
 from megatron_wlb.runtime.gpt.attention.core import layer_reach, model_reach
 from megatron_wlb.runtime.gpt.build import Model
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
-from megatron_wlb.runtime.gpt.prediction import Ahead, layers_of, predicting, take_losses
+from megatron_wlb.runtime.gpt.prediction import Ahead, layers_of, take_losses
 from megatron_wlb.runtime.ranks.transfer import from_first_rank
 from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.stepping.batch import local_params
@@ -218,15 +218,14 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
         rows = (tokens,) * depths, (tokens,) * depths, (torch.ones_like(tokens).float(),) * depths
         ahead = Ahead(*rows, num_tokens, num_tokens) if depths > 1 else None
         start = _begun(device, len(layers_of(gpt)))
-        with predicting(ahead, position_ids):
-            output = chunk(
-                input_ids=tokens,
-                position_ids=position_ids,
-                attention_mask=None,
-                labels=tokens if gpt.post_process else None,
-                loss_mask=ahead.weights[0] if ahead else None,
-                packed_seq_params=params,
-            )
+        output = chunk(
+            input_ids=tokens,
+            position_ids=position_ids,
+            attention_mask=None,
+            labels=tokens if gpt.post_process else None,
+            loss_mask=ahead.weights[0] if ahead else None,
+            packed_seq_params=replace(params, ahead=ahead),
+        )
         middle = _moment(device)
         output.float().sum().backward()
         end = _moment(device)

@@ -20,6 +20,7 @@ from megatron_wlb.runtime.compat import script, targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.compat.source import MegatronSource
 from megatron_wlb.runtime.emulation import cpu as emulation
+from megatron_wlb.runtime.gpt import prediction
 from megatron_wlb.runtime.megatron_lm import (
     arguments,
     chunks,
@@ -84,6 +85,7 @@ def uninstall() -> None:
     if _session is not None:
         _session.close()
     _patches.restore()
+    prediction.uninstall()
     _session, _installed = None, False
 
 

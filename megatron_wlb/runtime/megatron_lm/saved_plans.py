@@ -34,6 +34,7 @@ from megatron_wlb.runtime.saving.checkpoint import (
     set_rng_state,
     sharded_rng,
 )
+from megatron_wlb.runtime.saving.newest import damaged
 from megatron_wlb.runtime.stepping.optimizer import make_loadable
 
 STATE = "megatron_wlb"
@@ -153,9 +154,7 @@ class Hooks:
                 self._state = checksums.unseal_state(state[STATE])
                 checksums.require(self._state, verified or self._skips)
             except CheckpointError as error:
-                raise CheckpointError(
-                    f"{folder} is damaged: {error}; {checksums.remedy(folder)}"
-                ) from error
+                raise damaged(folder, error) from error
         is_release = found[2]
         if state.get("iteration") and not (is_release or self.session.args.finetune):
             if self._loaded is None:

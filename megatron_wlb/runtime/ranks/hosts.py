@@ -16,7 +16,8 @@ from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
 from megatron_wlb.runtime.ranks.agreement import MOST_NAMED, REMEDY, Held, differences, number_of
 from megatron_wlb.runtime.ranks.reads import Reads
-from megatron_wlb.runtime.ranks.transfer import of_all_ranks, open_group
+from megatron_wlb.runtime.ranks.transfer import of_all_ranks, open_group, others
+from megatron_wlb.runtime.ranks.watchdog import waiting_for
 
 
 class Hosts:
@@ -109,7 +110,8 @@ class Hosts:
     def _reduced(self, values: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
         reduced = np.array(values, dtype=np.int64)
         for group in self._groups:
-            dist.all_reduce(torch.from_numpy(reduced), op=op, group=group)
+            with waiting_for(others(group)):
+                dist.all_reduce(torch.from_numpy(reduced), op=op, group=group)
         found: list[int] = reduced.tolist()
         return found
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_wlb.errors import WLBError
+from megatron_wlb.runtime.ranks.watchdog import waiting_for
 
 T = TypeVar("T")
 
@@ -89,8 +90,15 @@ def of_all_ranks(mine: T, group: torch.distributed.ProcessGroup | None = None) -
     if not torch.distributed.is_initialized():
         return [mine]
     gathered: list[T] = [mine] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, mine, group=group)
+    with waiting_for(others(group)):
+        torch.distributed.all_gather_object(gathered, mine, group=group)
     return gathered
+
+
+def others(group: torch.distributed.ProcessGroup | None = None) -> list[int]:
+    """The other ranks of a group, or of the world."""
+    ranks: list[int] = torch.distributed.get_process_group_ranks(group)
+    return [rank for rank in ranks if rank != torch.distributed.get_rank()]
 
 
 def open_group(

@@ -2,24 +2,23 @@
 for ever.
 
 The run says by :func:`at` what it begins: a plan, a micro-batch's pass, a checkpoint. A thread ends
-the process once nothing new has begun for the time given. Whom the rank waits for is read from its
-stack, so that looking costs nothing until then. The thread needs Python's lock: torch gives it back
-while it waits in a collective.
+the process once nothing new has begun for the time given. Who knows the ranks at the other end of a
+message says them by :func:`waiting_for`. The thread needs Python's lock: torch gives it back while
+it waits in a collective.
 
 On a GPU the host runs ahead of the device. The place named is that of the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from megatron_wlb.errors import LostRankError, WLBError
 
@@ -42,6 +41,8 @@ class _Place:
 
 
 _place = _Place(0.0, "the start", is_slow=True)
+_peers: list[int] = []
+"""Ranks that are waited for."""
 _runs_its_first_step = True
 
 
@@ -51,6 +52,15 @@ def at(text: str, *numbers: int, is_slow: bool = False) -> None:
     _place = _Place(time.monotonic(), text, numbers, is_slow or _runs_its_first_step)
 
 
+@contextlib.contextmanager
+def waiting_for(peers: Iterable[int]) -> Iterator[None]:
+    """Notes these ranks as waited for inside; they stay noted where an error ends the block."""
+    global _peers
+    _peers = list(peers)
+    yield
+    _peers = []
+
+
 def first_step_is_over() -> None:
     """Passes are no longer slow: memory is taken, kernels are chosen and compiled."""
     global _runs_its_first_step
@@ -58,12 +68,17 @@ def first_step_is_over() -> None:
 
 
 def whereabouts(error: BaseException | None = None) -> str:
-    """Where the run is, and what it waits for there, or waited for when the error came."""
+    """Where the run is, what it does there and whom it waits for, or did when the error came."""
     if error is None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
     else:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return f"{_place}, {_wait(frame)}" if frame else str(_place)
+    text = str(_place)
+    if frame is not None:
+        code = frame.f_code
+        text += f", in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+    peers = ", ".join(map(str, _peers))
+    return text + f", which waits for rank{'s' * bool(_peers[1:])} {peers}" * bool(_peers)
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -103,46 +118,3 @@ def _watch(limit_s: float, end: Callable[[WLBError], object]) -> None:
             f"{limit_s:g} is the limit, {SLOW} times that where more than a pass is waited for)"
         )
     )
-
-
-def _wait(frame: FrameType) -> str:
-    """What the innermost frame does, and the ranks at the other end of its communicator."""
-    code = frame.f_code
-    text = f"in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
-    outer: FrameType | None = frame
-    while outer is not None:
-        peers = _peers(outer.f_locals)
-        if peers:
-            return f"{text}, which waits for rank{'s' * bool(peers[1:])} {', '.join(peers)}"
-        outer = outer.f_back
-    return text
-
-
-def _peers(names: Mapping[str, Any]) -> list[str]:
-    """The other ranks that a function's locals speak of: of its message, else of its group."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_initialized():
-        return []
-    own = getattr(names.get("self"), "__dict__", {})
-    if isinstance(peer := own.get("_peer"), int):  # of the executor's messages
-        return [str(peer)]
-    group = next(
-        (
-            value
-            for value in (*names.values(), *own.values())
-            if isinstance(value, dist.ProcessGroup) and value.size() > 1
-        ),
-        None,
-    )
-    if group is None:
-        return []
-    ranks, rank = dist.get_process_group_ranks(group), group.rank()
-    if "recv_prev" in names and "recv_next" in names:  # of Megatron's messages between stages
-        before = names["recv_prev"] or names.get("tensor_send_prev") is not None
-        behind = names["recv_next"] or names.get("tensor_send_next") is not None
-        places = [rank - 1] * bool(before) + [(rank + 1) % len(ranks)] * bool(behind)
-        return [str(ranks[place]) for place in dict.fromkeys(places)]
-    for name in ("src", "dst"):
-        if isinstance(peer := names.get(name), int) and peer != dist.get_rank():
-            return [str(peer)]
-    return [str(other) for other in ranks if other != dist.get_rank()]

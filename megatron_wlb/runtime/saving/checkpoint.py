@@ -28,17 +28,15 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_wlb.errors import CheckpointError, WLBError
 from megatron_wlb.planning.from_config import model_shape
-from megatron_wlb.reading import parse_mapping, shown
+from megatron_wlb.reading import parse_mapping
 from megatron_wlb.runtime.gpt.build import Model, transformer_impl
 from megatron_wlb.runtime.ranks.transfer import from_first_rank
 from megatron_wlb.runtime.ranks.watchdog import lost_peer
 from megatron_wlb.runtime.saving import checksums
 from megatron_wlb.runtime.saving import lock as save_lock
+from megatron_wlb.runtime.saving.newest import TRACKER, folder_of, latest, remedy
 from megatron_wlb.runtime.saving.resume import changed_settings, missing_load
-from megatron_wlb.runtime.saving.saved_state import REMEDY, newest_step, tracked
 from megatron_wlb.settings.config import Config, table
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 _LAYOUT = tuple(name for name, known in table().items() if known.layout)
 _SAME = tuple(name for name, known in table().items() if known.resume == "same")
@@ -47,32 +45,6 @@ from the checkpoint, whatever the command line says."""
 
 FAILURES = (OSError, RuntimeError, CheckpointException, CheckpointingException, CheckpointError)
 """What a save may raise."""
-
-
-def folder_of(root: str, iteration: int) -> Path:
-    return Path(root) / f"iter_{iteration:07d}"
-
-
-def latest(root: str) -> int | None:
-    """The newest whole checkpoint's iteration; None where there is none yet.
-
-    Raises :class:`CheckpointError` where the folder is a file, or the tracker cannot be read, holds
-    no number, or names a checkpoint that is not there.
-    """
-    if Path(root).exists() and not Path(root).is_dir():
-        raise CheckpointError(f"--load {root} is not a folder; give the folder of a --save")
-    tracker = Path(root) / TRACKER
-    text = tracked(Path(root))
-    if text is None:
-        return None
-    if (iteration := newest_step(Path(root))) is None:
-        raise CheckpointError(f"{tracker} holds {shown(text)}, not an iteration; {REMEDY}")
-    if not folder_of(root, iteration).is_dir():
-        raise CheckpointError(
-            f"{tracker} names iteration {text}, but {folder_of(root, iteration)} does not exist; "
-            f"{REMEDY}"
-        )
-    return iteration
 
 
 def _metadata() -> dict[str, Any]:
@@ -433,7 +405,7 @@ def _of_adam(state: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse(folder: str, error: BaseException) -> NoReturn:
     raise CheckpointError(
-        f"cannot load {folder}, it is damaged ({_reason(error)}); {checksums.remedy(folder)}"
+        f"cannot load {folder}, it is damaged ({_reason(error)}); {remedy(folder)}"
     ) from error
 
 

@@ -30,8 +30,9 @@ from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.files import open_file
 from megatron_wlb.reading import MAX_RECORD_BYTES, one_line, parse_mapping, read_text, shown
 from megatron_wlb.runtime.ranks.transfer import from_first_rank, of_all_ranks
+from megatron_wlb.runtime.saving.newest import CHECKSUMS, damaged
 
-NAME = "wlb_checksums.txt"
+NAME = CHECKSUMS
 _PIECE_BYTES = 1 << 20
 _OF_RANK = re.compile(r"__(\d+)_")
 
@@ -98,7 +99,7 @@ def verify(folder: str | os.PathLike[str], *, skip: bool = False) -> bool:
     found = [damage for of_rank in of_all_ranks([d for d in damages if d]) for damage in of_rank]
     if found:
         more = f" (and {len(found) - 1} more of its files)" if found[1:] else ""
-        raise CheckpointError(f"{folder} is damaged: {found[0]}{more}; {remedy(folder)}")
+        raise damaged(folder, f"{found[0]}{more}")
     num_bytes, seconds = sum(c.num_bytes for c in expected.values()), time.monotonic() - start
     size = f"{len(expected)} files, {num_bytes / 1e6:.3g} MB"
     _log(logging.INFO, f"verified {folder}: {size} in {seconds:.2g} s")
@@ -111,30 +112,6 @@ def require(saved: Mapping[str, Any], verified: bool) -> None:
     """
     if saved.get("checksums") and not verified:
         raise CheckpointError(f"its {NAME} is missing")
-
-
-def remedy(folder: str | os.PathLike[str]) -> str:
-    """Says how to go on without the checkpoint in ``folder``: from the newest one before it.
-
-    Those with checksums come first: they are whole, where others may be of interrupted saves.
-    """
-    folder = Path(folder)
-    damaged = _iteration(folder)
-    before = [
-        ((other / NAME).exists(), iteration)
-        for other in folder.parent.glob("iter_*")
-        if (iteration := _iteration(other)) is not None and (damaged is None or iteration < damaged)
-    ]
-    if not before:
-        return f"there is no checkpoint before it in {folder.parent}"
-    tracker = folder.parent / "latest_checkpointed_iteration.txt"
-    return f"to go on from the checkpoint before it, write {max(before)[1]} into {tracker}"
-
-
-def _iteration(folder: Path) -> int | None:
-    """The number in ``iter_0000012``: from 10⁷ on names are longer, so text has another order."""
-    number = folder.name.removeprefix("iter_")
-    return int(number) if number.isascii() and number.isdigit() else None
 
 
 def seal_state(state: dict[str, Any]) -> str:
@@ -180,7 +157,7 @@ def _expected(folder: Path) -> dict[str, _Content] | None:
                 raise ValueError(f"{NAME} names {shown(name)}, outside the folder")
         return known
     except (CheckpointError, ConfigError, ValueError) as error:
-        raise CheckpointError(f"{folder} is damaged: {one_line(error)}; {remedy(folder)}") from None
+        raise damaged(folder, one_line(error)) from None
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_wlb.ledger.writer import StepLedger
-from megatron_wlb.runtime.saving.saved_state import newest_step
+from megatron_wlb.runtime.saving.newest import newest_step
 from megatron_wlb.settings.config import Config
 
 

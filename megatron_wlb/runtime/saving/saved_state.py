@@ -8,64 +8,35 @@ read, and neither time nor memory grow beyond those for the file's bytes.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.files import open_file
-from megatron_wlb.reading import MAX_RECORD_BYTES, read_text, shown
+from megatron_wlb.reading import MAX_RECORD_BYTES, shown
 from megatron_wlb.runtime.saving.checksums import unseal_state
+from megatron_wlb.runtime.saving.newest import folder_of, latest
 
-_TRACKER = "latest_checkpointed_iteration.txt"
 _FILES = ("common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt")
 """Files by format: ``torch_dist``, then ``torch`` without and with pipeline stages."""
-_MAX_DIGITS = 15
-REMEDY = "write the number of one of the iter_* folders beside it"
 
 
 def newest_state(folder: Path) -> tuple[int, dict[str, Any]] | None:
     """The step of the newest checkpoint in a folder of ``--save`` and its planner's state.
 
-    None where there is no checkpoint. Raises :class:`CheckpointError` for one that is damaged or
-    has no such state.
+    None where there is no checkpoint. Raises :class:`CheckpointError` as :func:`latest` does,
+    and for one that is damaged or has no such state.
     """
-    text = tracked(folder)
-    if text is None:
+    if (step := latest(folder)) is None:
         return None
-    if (step := newest_step(folder)) is None:
-        raise CheckpointError(
-            f"{folder / _TRACKER} holds {shown(text)}, not a step's number; {REMEDY}"
-        )
-    checkpoint = folder / f"iter_{step:07d}"
+    checkpoint = folder_of(folder, step)
     for name in _FILES:
         if (checkpoint / name).exists():
             return step, _state(checkpoint / name)
     raise CheckpointError(f"{checkpoint} has none of {', '.join(_FILES)}; use an intact checkpoint")
-
-
-def newest_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint; None where there is none, or one without a number."""
-    text = tracked(folder) or ""
-    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
-    return int(text) if is_number else None
-
-
-def tracked(folder: Path) -> str | None:
-    """What the file says that names the newest checkpoint; None where there is none.
-
-    Raises :class:`CheckpointError` where it cannot be read.
-    """
-    path = folder / _TRACKER
-    if not os.path.lexists(path):
-        return None
-    try:
-        return read_text(path).strip()
-    except ConfigError as error:
-        raise CheckpointError(f"cannot read {path} ({error}); {REMEDY}") from None
 
 
 def _state(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.schedule.order import receive_order
 
 Shape = list[int]
@@ -160,10 +162,15 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
                 )
 
     def _communicate(self, **given: Any) -> Any:
-        *received, handles = super()._communicate(**given)
+        peers = self.prev_rank, self.next_rank
+        busy = (given["recv_prev"] or given["tensor_send_prev"] is not None,
+                given["recv_next"] or given["tensor_send_next"] is not None)  # fmt: skip
+        with watchdog.waiting_for(compress(peers, busy)):
+            *received, handles = super()._communicate(**given)
+        for name in handles or ():
+            handles[name] = _Handle(handles[name], peers[name.endswith("next")])
         if not self.verify:
             return *received, handles
-        peers = self.prev_rank, self.next_rank
         for name, tensor, peer, sent in zip(
             ("recv_prev", "recv_next"), received, peers, self._sent, strict=True
         ):
@@ -173,8 +180,7 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
             if handles is None:  # it has been waited for
                 self._compare_contents(tensor, peer, *sent)
             else:
-                compare = partial(self._compare_contents, tensor, peer, *sent)
-                handles[name] = _ComparedHandle(handles[name], compare)
+                handles[name].compare = partial(self._compare_contents, tensor, peer, *sent)
         return *received, handles
 
     def _compare_contents(
@@ -211,16 +217,17 @@ def compare_contents(what: str, sender: int, sent: Contents, tensor: torch.Tenso
         )
 
 
-class _ComparedHandle:
-    """A receive whose tensor is compared once it has been waited for."""
+class _Handle:
+    """A message that says whom it waits for, and may be compared once it has been waited for."""
 
-    def __init__(self, handle: Any, compare: Callable[[], None]) -> None:
-        self._handle = handle
-        self._compare = compare
+    def __init__(self, handle: Any, peer: int) -> None:
+        self._handle, self._peer = handle, peer
+        self.compare: Callable[[], None] = lambda: None
 
     def wait(self, *limit: Any) -> Any:
-        waited = self._handle.wait(*limit)
-        self._compare()
+        with watchdog.waiting_for([self._peer]):
+            waited = self._handle.wait(*limit)
+        self.compare()
         return waited
 
     def is_completed(self) -> bool:

@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.transfer import open_group
 from megatron_wlb.runtime.stepping.communicator import Contents, compare_contents
 from megatron_wlb.schedule.order import Action
@@ -79,7 +80,8 @@ class Transfers:
     config: TransformerConfig
     verify: bool
     label: str
-    _sends: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+    _sends: list[tuple[dist.Work, torch.Tensor, int]] = field(default_factory=list)
+    """What is on its way, kept until then, and to whom."""
 
     def post(self, action: Action) -> _Arrival | None:
         """Starts to receive what an action needs; None where that comes from no other rank."""
@@ -91,12 +93,12 @@ class Transfers:
         peer = self._peer(1 if action.kind == "F" else -1)
         if peer is None:
             return
-        self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
+        self._sends = [sent for sent in self._sends if not sent[0].is_completed()]
         if tensor.device.type == "cpu":
             # Gloo's sends are complete only once they are waited for. The peer comes to the first
             # of them without any message that is still to be sent.
             while len(self._sends) > MOST_SENDS:
-                self._sends.pop(0)[0].wait()
+                self._wait_for_first()
         if self.verify:
             facts = [tensor.shape[0], *Contents.of(tensor)]
             self._send(torch.tensor(facts, device=tensor.device), peer, action)
@@ -105,17 +107,21 @@ class Transfers:
 
     def end(self) -> None:
         """Waits until all is sent."""
-        for work, _ in self._sends:
-            work.wait()
-        self._sends.clear()
+        while self._sends:
+            self._wait_for_first()
 
     def group_of(self, action: Action) -> dist.ProcessGroup:
         return self.links.activations if action.kind == "F" else self.links.gradients
 
+    def _wait_for_first(self) -> None:
+        work, _, peer = self._sends.pop(0)
+        with watchdog.waiting_for([peer]):
+            work.wait()
+
     def _send(self, tensor: torch.Tensor, peer: int, action: Action) -> None:
         work = dist.isend(tensor, peer, group=self.group_of(action))
         assert work is not None
-        self._sends.append((work, tensor))
+        self._sends.append((work, tensor, peer))
 
     def _peer(self, distance: int) -> int | None:
         stage = self.links.rank + distance
@@ -148,11 +154,12 @@ class _Arrival:
         if timers is not None:
             timers(name, log_level=2).start()
         sent = None
-        if self._work is None:
-            sent = self._announced()
-            self._post()
-        assert self._work is not None
-        self._work.wait()
+        with watchdog.waiting_for([self._peer]):
+            if self._work is None:
+                sent = self._announced()
+                self._post()
+            assert self._work is not None
+            self._work.wait()
         if sent is not None:
             what = f"{self._transfers.label}: {self._what}"
             compare_contents(what, self._peer, sent, self._tensor)

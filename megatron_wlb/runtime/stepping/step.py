@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -28,7 +28,7 @@ from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
 from megatron_wlb.runtime.gpt.attention.core import model_reach
 from megatron_wlb.runtime.gpt.build import Model, has_head_start
-from megatron_wlb.runtime.gpt.prediction import predicting, take_losses
+from megatron_wlb.runtime.gpt.prediction import take_losses
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.reads import Reads
@@ -83,15 +83,14 @@ def loss_function(
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """Megatron's ``forward_step_func``: runs the next micro-batch of this chunk."""
     batch = next(batches)
-    with predicting(batch.ahead, batch.position_ids):
-        output = model(
-            input_ids=batch.tokens,
-            position_ids=batch.position_ids,
-            attention_mask=None,
-            labels=batch.labels,
-            loss_mask=batch.ahead.weights[0] if batch.ahead else None,
-            packed_seq_params=batch.packed_seq_params,
-        )
+    output = model(
+        input_ids=batch.tokens,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        labels=batch.labels,
+        loss_mask=batch.ahead.weights[0] if batch.ahead else None,
+        packed_seq_params=replace(batch.packed_seq_params, ahead=batch.ahead),
+    )
     return output, partial(loss_function, batch)
 
 

@@ -40,6 +40,7 @@ from megatron_wlb.runtime.ranks.transfer import HostCopy
 from megatron_wlb.runtime.saving import checkpoint
 from megatron_wlb.runtime.saving.exit_signal import ExitSignal
 from megatron_wlb.runtime.saving.ledger import open_ledger
+from megatron_wlb.runtime.saving.newest import latest
 from megatron_wlb.runtime.saving.resume import (
     TOLD,
     machine_digest,
@@ -249,7 +250,7 @@ def compared_hosts(config: Config, corpora: Corpora) -> Hosts:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     hosts = Hosts(groups, datetime.timedelta(minutes=minutes))
     load = config.checkpoint.load
-    newest = "none" if load is None else str(checkpoint.latest(load))
+    newest = "none" if load is None else str(latest(load))
     hosts.compare("at the start", of_corpora(corpora) | {"newest checkpoint in --load": newest})
     return hosts
 

@@ -15,10 +15,10 @@ from megatron_wlb.runtime.ranks import watchdog
 
 @pytest.fixture(autouse=True)
 def kept() -> Iterator[None]:
-    before = watchdog._place, watchdog._runs_its_first_step
+    before = watchdog._place, watchdog._runs_its_first_step, watchdog._peers
     watchdog._runs_its_first_step = False
     yield
-    watchdog._place, watchdog._runs_its_first_step = before
+    watchdog._place, watchdog._runs_its_first_step, watchdog._peers = before
 
 
 def ended_after(limit_s: float, wait_s: float) -> WLBError | None:
@@ -134,6 +134,15 @@ def test_whereabouts_of_an_error_are_those_of_its_origin() -> None:
     except ValueError as error:
         said = watchdog.whereabouts(error)
     assert said.startswith("the plan of iteration 5, in test_whereabouts_of_an_error_are_those")
+
+
+def test_whereabouts_name_the_ranks_that_are_waited_for_also_after_an_error() -> None:
+    with watchdog.waiting_for([3]):
+        assert watchdog.whereabouts().endswith(", which waits for rank 3")
+    assert "waits for" not in watchdog.whereabouts()
+    with pytest.raises(RuntimeError), watchdog.waiting_for([1, 2]):
+        raise RuntimeError("Broken pipe")
+    assert watchdog.whereabouts().endswith(", which waits for ranks 1, 2")
 
 
 @pytest.mark.parametrize(

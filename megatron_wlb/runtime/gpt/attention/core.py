@@ -30,6 +30,7 @@ from megatron_wlb.runtime.gpt.attention.dropout import own_numbers
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, Slice, slice_attention
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
+from megatron_wlb.runtime.gpt.prediction import Ahead
 from megatron_wlb.runtime.ranks.transfer import to_device
 
 
@@ -54,6 +55,8 @@ class PlanSeqParams(PackedSeqParams):  # type: ignore[misc]
     """The same for layers of a sliding window, with the keys in reach alone; None without any."""
     routed: RoutedTokens | None = None
     """What layers of experts are told of the tokens; None without any."""
+    ahead: Ahead | None = None
+    """What layers that predict further ahead take; None without any."""
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CheckpointError
+from megatron_wlb.runtime.saving.newest import latest
 from megatron_wlb.settings.config import Config
 
 # Cases, run in a process that has Megatron under the CPU emulation.
@@ -14,13 +15,13 @@ from megatron_wlb.settings.config import Config
 
 def events_of_putting_in_force(root: str, failing: str) -> list[str]:
     """What reaches the disk in which order; an OSError at the file ``failing``."""
-    from megatron_wlb.runtime.saving import checkpoint
+    from megatron_wlb.runtime.saving import checkpoint, newest
 
-    folder = checkpoint.folder_of(root, 12)
+    folder = newest.folder_of(root, 12)
     folder.mkdir(parents=True)
     for name in ("common.pt", "__0_0.distcp", ".metadata"):
         (folder / name).write_text(name)
-    (Path(root) / checkpoint.TRACKER).write_text("8\n")
+    (Path(root) / newest.TRACKER).write_text("8\n")
     events: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -45,12 +46,6 @@ def events_of_putting_in_force(root: str, failing: str) -> list[str]:
     return events
 
 
-def latest(root: str) -> int | None:
-    from megatron_wlb.runtime.saving import checkpoint
-
-    return checkpoint.latest(root)
-
-
 TRACKER = "latest_checkpointed_iteration"
 
 
@@ -60,7 +55,7 @@ def test_checkpoint_is_on_disk_before_the_tracker_names_it(gloo: GlooPool, tmp_p
     written = {"common.pt", "__0_0.distcp", ".metadata", "iter_0000012", f"{TRACKER}.partial"}
     assert set(events[:at]) == written
     assert events[at + 1 :] == [tmp_path.name]
-    assert gloo.run(1, latest, str(tmp_path)) == [12]
+    assert latest(tmp_path) == 12
 
 
 @pytest.mark.parametrize("failing", ["__0_0.distcp", f"{TRACKER}.partial"])
@@ -76,12 +71,12 @@ def test_folders_that_cannot_be_synced_are_no_error(gloo: GlooPool, tmp_path: Pa
     """Some network file systems have none of it."""
     (events,) = gloo.run(1, events_of_putting_in_force, str(tmp_path), "iter_0000012")
     assert events[-1] == tmp_path.name
-    assert gloo.run(1, latest, str(tmp_path)) == [12]
+    assert latest(tmp_path) == 12
 
 
-def test_folder_without_checkpoints_has_no_latest_one(gloo: GlooPool, tmp_path: Path) -> None:
-    assert gloo.run(1, latest, str(tmp_path)) == [None]
-    assert gloo.run(1, latest, str(tmp_path / "none")) == [None]
+def test_folder_without_checkpoints_has_no_latest_one(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -95,11 +90,11 @@ def test_folder_without_checkpoints_has_no_latest_one(gloo: GlooPool, tmp_path: 
     ],
 )
 def test_tracker_that_names_no_checkpoint_is_refused(
-    content: str, message: str, gloo: GlooPool, tmp_path: Path
+    content: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / f"{TRACKER}.txt").write_text(content)
     with pytest.raises(CheckpointError, match=message):
-        gloo.run(1, latest, str(tmp_path))
+        latest(tmp_path)
 
 
 def require_same(saved: dict[str, object], now: dict[str, object]) -> None:

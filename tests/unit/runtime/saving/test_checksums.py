@@ -10,7 +10,7 @@ import pytest
 from helpers.gloo import GlooPool
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.runtime.saving import checksums
+from megatron_wlb.runtime.saving import checksums, newest
 
 FILES = {
     ".metadata": 700,
@@ -204,11 +204,11 @@ def test_remedy_is_the_newest_checkpoint_before_that_is_whole(tmp_path: Path) ->
     (tmp_path / "iter_backup").mkdir()
     damaged = tmp_path / "iter_0000012"
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    assert checksums.remedy(damaged).endswith(f"write 10 into {tracker}"), "none has checksums"
+    assert newest.remedy(damaged).endswith(f"write 10 into {tracker}"), "none has checksums"
     for number in (4, 8, 16):
         (tmp_path / f"iter_{number:07d}" / checksums.NAME).touch()
-    assert checksums.remedy(damaged).endswith(f"write 8 into {tracker}")
-    assert "there is no checkpoint before it" in checksums.remedy(tmp_path / "iter_0000004")
+    assert newest.remedy(damaged).endswith(f"write 8 into {tracker}")
+    assert "there is no checkpoint before it" in newest.remedy(tmp_path / "iter_0000004")
 
 
 def test_remedy_compares_iterations_as_numbers(tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def test_remedy_compares_iterations_as_numbers(tmp_path: Path) -> None:
         (tmp_path / f"iter_{number:07d}").mkdir()
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     for damaged, before in ((10_000_005, 10_000_000), (10_000_000, 9_999_999)):
-        remedy = checksums.remedy(tmp_path / f"iter_{damaged}")
+        remedy = newest.remedy(tmp_path / f"iter_{damaged}")
         assert remedy.endswith(f"write {before} into {tracker}")
-    assert "there is no checkpoint before it" in checksums.remedy(tmp_path / "iter_9999999")
+    assert "there is no checkpoint before it" in newest.remedy(tmp_path / "iter_9999999")
 
 
 def test_any_changed_character_of_a_planners_state_is_found() -> None:

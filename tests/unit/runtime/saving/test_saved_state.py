@@ -55,5 +55,5 @@ def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has none of common\.pt"):
         newest_state(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
-    with pytest.raises(CheckpointError, match="not a step's number"):
+    with pytest.raises(CheckpointError, match="not an iteration"):
         newest_state(tmp_path)
