@@ -25,7 +25,6 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
 from megatron_wlb.planning.slicing import unit_of
 from megatron_wlb.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
-from megatron_wlb.schedule.order import Order
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
 from megatron_wlb.simulator.step_timeline import Activity, StepTimeline
@@ -47,8 +46,6 @@ class Simulator:
     Args:
         costs: of stages, transfers, reduction and update.
         parallelism: the layout; TP and CP only matter through ``costs``.
-        order: another schedule than Megatron's 1F1B or interleaved one, whose ranks wait in sends;
-            all steps then have its N.
         memory: for what each rank holds; left out if None, which is faster.
 
     Raises:
@@ -60,7 +57,6 @@ class Simulator:
         costs: StepCosts,
         parallelism: Parallelism,
         *,
-        order: Order | None = None,
         memory: MemoryModel | None = None,
     ) -> None:
         if len(costs.stages.stages) != parallelism.num_stages:
@@ -77,17 +73,9 @@ class Simulator:
         self.parallelism = parallelism
         self.memory = memory
         self._last: tuple[StepPlan, list[Graph], _Units] | None = None
-        self._graph = None if order is None else Graph(order, "blocking")
 
     def graph(self, num_micro_batches: int) -> Graph:
         """The schedule of so many micro-batches a data-parallel rank."""
-        if self._graph is not None:
-            if self._graph.num_micro_batches != num_micro_batches:
-                raise PlanError(
-                    f"the order is of {self._graph.num_micro_batches} micro-batches, but a "
-                    f"data-parallel rank has {num_micro_batches}; give an order for these"
-                )
-            return self._graph
         p = self.parallelism
         return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
