@@ -8,6 +8,7 @@ from typing import get_args
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import MODELS, Model, add_model_flag, read_model
+from megatron_wlb.cli.output import remark
 from megatron_wlb.cost import (
     AnalyticModel,
     Cost,
@@ -240,31 +241,34 @@ def _asked_tokens(args: argparse.Namespace) -> int | None:
     return None if args.model is None else read_model(args.model).config.wlb.wlb_max_tokens
 
 
-def most_tokens(args: argparse.Namespace, run: Run | None) -> tuple[int, str]:
-    """S_max in tokens, and what there is to say about it.
+def most_tokens(args: argparse.Namespace, run: Run | None) -> int:
+    """S_max in tokens; a note says what memory makes of it.
 
     As asked for; otherwise two windows for each that a micro-batch stands for, or what fits the
     memory of ``run``, where it is known, but at least one.
     """
     if run is None or _asked_tokens(args) is not None:
-        return max_tokens(args), ""
+        return max_tokens(args)
     window, row = run.window, run.micro_batch_tokens
     least = "one window" if row == window else f"{run.micro_batch_size} windows"
     try:
         fitting = run.max_tokens()
     except ConfigError as error:
-        return row, f"S_max is {least}: {error}"
+        remark(f"S_max is {least}: {error}")
+        return row
     if fitting >= 2 * row:
-        return 2 * row, ""
+        return 2 * row
     if fitting < row:
-        return row, (
+        remark(
             f"S_max is {least}, though only {fitting:,} tokens fit "
             f"{run.limit_gib:.1f} GiB if all micro-batches in flight are so long"
         )
-    return fitting, (
+        return row
+    remark(
         f"S_max is {fitting:,} tokens ({fitting / window:.2f} windows), which fit "
         f"{run.limit_gib:.1f} GiB"
     )
+    return fitting
 
 
 def limits(args: argparse.Namespace) -> dict[str, int | None]:

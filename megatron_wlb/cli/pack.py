@@ -12,7 +12,7 @@ from rich.table import Table
 from megatron_wlb.cli import inputs
 from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say
+from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say, table_of
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.packing import PACKINGS, PackingSettings, kind_of, reads
 from megatron_wlb.packing.settings import run_with
@@ -79,9 +79,7 @@ def _run(args: argparse.Namespace) -> int:
     documents = inputs.source(args)
     numbers = inputs.numbers_of_micro_batches(args)
     runs = {number: inputs.known_run(args, number) for number in numbers}
-    max_tokens, said = inputs.most_tokens(args, runs[max(numbers)])
-    if said:
-        remark(said)
+    max_tokens = inputs.most_tokens(args, runs[max(numbers)])
     cases = [
         (inputs.workload(args, documents, number, run), setting)
         for number, run in runs.items()
@@ -175,13 +173,10 @@ def _table(rows: Sequence[dict[str, Any]], title: str, width: int) -> Table:
     left_out = {"padding": not padded}
     left_out |= dict.fromkeys(EXTRA_COLUMNS, width < MIN_WIDTH)
     headers = [header for header in shown[0] if not left_out.get(header)]
-    table = Table(title=title, title_justify="left")
-    for header in headers:
-        if header == "packing":
-            table.add_column(header)
-        else:
-            widest = max(len(header), *(len(cells[header]) for cells in shown))
-            table.add_column(header, justify="right", min_width=widest)
+    table = table_of(title, headers, ["packing"])
+    for column, header in zip(table.columns, headers, strict=True):
+        if header != "packing":
+            column.min_width = max(len(header), *(len(cells[header]) for cells in shown))
     for number, cells in enumerate(shown):
         if number and cells["N"] != shown[number - 1]["N"]:
             table.add_section()

@@ -120,9 +120,7 @@ def _run(args: argparse.Namespace) -> int:
             f"--hardware {args.hardware} has no attention table of bfloat16 heads of "
             f"{base.shape.kv_channels}: whole tiles at its attention_share are assumed"
         )
-    max_tokens, said = most_tokens(args, base)
-    if said:
-        remark(said)
+    max_tokens = most_tokens(args, base)
     packings, shardings = _packings(args, max_tokens), _shardings(args)
     num_cases = len(packings) * args.num_seeds
     most, default = base.step_tokens, (WARM_UP_STEPS, STEPS)

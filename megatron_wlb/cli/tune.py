@@ -68,9 +68,7 @@ def _run(args: argparse.Namespace) -> int:
     if others:
         raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
     run = inputs.known_run(args, number)
-    max_tokens, said = inputs.most_tokens(args, run)
-    if said:
-        remark(said)
+    max_tokens = inputs.most_tokens(args, run)
     base = inputs.workload(args, documents, number, run)
     warm_up, steps = num_steps(
         args,

@@ -182,12 +182,13 @@ class ModelShape:
         """FLOPs of a token's forward: a multiplication and an addition a weight."""
         return 2 * self.linear_parameters
 
-    def attention_flops(self, length: int) -> int:
-        """FLOPs of a document's forward: QKᵀ and PV over the causal half of ``length²`` pairs,
-        less what a sliding window leaves out.
+    def attention_flops(self, *lengths: int) -> int:
+        """FLOPs of documents' forward: QKᵀ and PV over the causal half of ``length²`` pairs, less
+        what a sliding window leaves out.
         """
         whole, windowed = self._query_sizes
-        return 2 * (whole * length**2 - windowed * unseen(length, self.reach_tokens))
+        saved = windowed * sum(unseen(n, self.reach_tokens) for n in lengths) if windowed else 0
+        return 2 * (whole * sum(n * n for n in lengths) - saved)
 
     @property
     def windowed_share(self) -> float:
@@ -207,11 +208,7 @@ class ModelShape:
     def training_flops(self, lengths: Iterable[int]) -> float:
         """FLOPs of documents' forward and backward; nothing that is computed twice."""
         lengths = list(lengths)
-        forward = self.linear_flops * sum(lengths)
-        whole, windowed = self._query_sizes
-        squares = whole * sum(n * n for n in lengths)
-        saved = windowed * sum(unseen(n, self.reach_tokens) for n in lengths) if windowed else 0
-        return 3.0 * (forward + 2 * (squares - saved))
+        return 3.0 * (self.linear_flops * sum(lengths) + self.attention_flops(*lengths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.cost.tape import Operation, Tape
-from megatron_wlb.errors import PlanError
 from megatron_wlb.schedule.graph import Floats
 
 _TOGETHER = 256
@@ -45,39 +44,6 @@ class Unit(NamedTuple):
     slice: Slice | None = None
     ranks: tuple[int, ...] = ()
     """Data-parallel ranks that run it together; none of one that runs on its own."""
-
-
-def chained(
-    lengths: Sequence[Sequence[int]], prefixes: Sequence[Sequence[int]], chains: Sequence[int]
-) -> tuple[Unit, ...]:
-    """The micro-batches of such segments, whose chains are the slices of one document each.
-
-    Raises :class:`PlanError` unless the slices of a chain follow one another from a document's
-    first token on, and there are no others.
-    """
-    counts = [len(lengths), len(prefixes), sum(chains)]
-    if min(chains, default=1) < 1 or len(set(counts)) > 1:
-        raise PlanError(
-            f"there are lengths of {counts[0]} micro-batches, prefixes of {counts[1]}, and chains "
-            f"of {counts[2]}; give as many of each"
-        )
-    units: list[Unit] = []
-    for number, num in enumerate(chains):
-        at = len(units)
-        length = sum(own[0] if own else 0 for own in lengths[at : at + num])
-        stop = 0
-        for place in range(at, at + num):
-            own, before = lengths[place], prefixes[place]
-            if len(before) != len(own) or any(before[1:]) or (before[0] if own else stop) != stop:
-                raise PlanError(
-                    f"micro-batch {place} has prefixes {list(before)} of {len(own)} segments; give "
-                    f"{stop} to the first of them, as the slices before it have so many tokens, "
-                    "and 0 to the others"
-                )
-            start, stop = stop, stop + (own[0] if own else 0)
-            cut = Slice(number, start, stop, length) if num > 1 else None
-            units.append(Unit(sum(own), cut))
-    return tuple(units)
 
 
 def _buffers(backward: bool, start: Floats, stop: Floats, length: Floats) -> tuple[Floats, ...]:

@@ -48,8 +48,6 @@ CUDA_QUERY_TOKENS = 16384
 """Queries of a call, to fill a GPU several times over."""
 CPU_KEY_TOKENS = 2048
 """Keys of a call: enough chunks that starting them cold is no large share, as in real calls."""
-QUEUED_CYCLES = 2_000_000
-"""A GPU waits so long, about a millisecond, while the host queues up what is timed."""
 NUM_MIXES = 6
 """Micro-batches of unlike documents; each makes eight calls."""
 MIXED_CP_SIZES = (4, 16)
@@ -61,8 +59,6 @@ MAX_CHUNKS = 64
 KEY_BYTES = 2**32
 """Most bytes of the gradients of a call's keys, and of its values, as flash-attention 2 holds them:
 for every query head, before it adds up those of a key/value head."""
-
-
 QUEUED_CYCLES = 2_000_000
 """A GPU waits for so many, about 1 ms, while the host queues up a call: else it would be timed."""
 

@@ -153,10 +153,6 @@ class Selector:
         """The sharding of each micro-batch, of many in much less time than one by one."""
         return [min(own, key=_LATENCY_US) for own in self.predictions_each(rows)]
 
-    def predictions(self, lengths: Sequence[int]) -> list[Prediction]:
-        """The prediction of every candidate."""
-        return self.predictions_each([lengths])[0]
-
     def predictions_each(self, rows: Sequence[Sequence[int]]) -> list[list[Prediction]]:
         """The predictions of every candidate for each micro-batch."""
         result: list[list[Prediction]] = []

@@ -41,21 +41,6 @@ class StrategyTimeline:
     def step_us(self) -> float:
         return self.propagation_us + self.exchange_us + self.update_us
 
-    @property
-    def busy_share(self) -> float:
-        """The share of all ranks' time in which they run forwards or backwards."""
-        busy_us = sum(
-            sum(map(sum, line.busy_us)) * replica.scheme.num_ranks / replica.scheme.pp_size
-            for line, replica in zip(self.replicas, self.strategy.replicas, strict=True)
-            if line
-        )
-        return busy_us / (self.step_us * self.strategy.cluster.num_devices)
-
-    @property
-    def peak_bytes(self) -> float:
-        """The most that a rank holds, where memory was asked for."""
-        return max((line.peak_bytes for line in self.replicas if line), default=0.0)
-
 
 class StrategySimulator:
     """Simulates steps of plans with strategies.
@@ -64,7 +49,6 @@ class StrategySimulator:
         costs: of each kind of replica.
         exchange: what a strategy's exchange takes; None leaves it out.
         overlap: whether it runs beside the passes.
-        with_memory: whether to tell what ranks hold, by the ``memory`` of ``costs``.
     """
 
     def __init__(
@@ -73,16 +57,12 @@ class StrategySimulator:
         exchange: Callable[[Strategy], ExchangeTimes] | None = None,
         *,
         overlap: bool = True,
-        with_memory: bool = False,
     ) -> None:
         self.costs = costs
         self.exchange = exchange
         self.overlap = overlap
         self._simulators = {
-            kind: Simulator(
-                own.costs, own.scheme.parallelism, memory=own.memory if with_memory else None
-            )
-            for kind, own in costs.items()
+            kind: Simulator(own.costs, own.scheme.parallelism) for kind, own in costs.items()
         }
 
     def step(self, plan: StepPlan) -> StrategyTimeline:

@@ -19,13 +19,12 @@ import numpy.typing as npt
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import Parallelism
-from megatron_wlb.cost.slices import Unit, chained
+from megatron_wlb.cost.slices import Unit
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
 from megatron_wlb.planning.slicing import unit_of
 from megatron_wlb.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
-from megatron_wlb.schedule.order import Order
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
 from megatron_wlb.simulator.step_timeline import Activity, StepTimeline
@@ -47,8 +46,6 @@ class Simulator:
     Args:
         costs: of stages, transfers, reduction and update.
         parallelism: the layout; TP and CP only matter through ``costs``.
-        order: another schedule than Megatron's 1F1B or interleaved one, whose ranks wait in sends;
-            all steps then have its N.
         memory: for what each rank holds; left out if None, which is faster.
 
     Raises:
@@ -60,7 +57,6 @@ class Simulator:
         costs: StepCosts,
         parallelism: Parallelism,
         *,
-        order: Order | None = None,
         memory: MemoryModel | None = None,
     ) -> None:
         if len(costs.stages.stages) != parallelism.num_stages:
@@ -77,17 +73,9 @@ class Simulator:
         self.parallelism = parallelism
         self.memory = memory
         self._last: tuple[StepPlan, list[Graph], _Units] | None = None
-        self._graph = None if order is None else Graph(order, "blocking")
 
     def graph(self, num_micro_batches: int) -> Graph:
         """The schedule of so many micro-batches a data-parallel rank."""
-        if self._graph is not None:
-            if self._graph.num_micro_batches != num_micro_batches:
-                raise PlanError(
-                    f"the order is of {self._graph.num_micro_batches} micro-batches, but a "
-                    f"data-parallel rank has {num_micro_batches}; give an order for these"
-                )
-            return self._graph
         p = self.parallelism
         return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
@@ -96,8 +84,6 @@ class Simulator:
         micro_batches: StepPlan | Lengths,
         attention_scale: Sequence[npt.ArrayLike] | None = None,
         *,
-        prefixes: Lengths | None = None,
-        chains: Sequence[Sequence[int]] = (),
         with_memory: bool = True,
     ) -> StepTimeline:
         """One step.
@@ -107,43 +93,35 @@ class Simulator:
             attention_scale: of each data-parallel rank ``[N]`` or ``[2, N]`` (forward and
                 backward), the attention of the slowest context-parallel rank in even shares; 1 is
                 perfect balance.
-            prefixes: with lengths, the keys before each segment; those of a slice are of the slices
-                before it, all others have none.
-            chains: with lengths, what :attr:`StepPlan.chains` is. Ranks may then have unlike
-                numbers of micro-batches.
             with_memory: whether to tell what ranks hold, if this has a model of it.
 
         Raises:
-            ConfigError: a schedule that Megatron refuses, or chains with virtual stages.
-            PlanError: no micro-batches, or not as many on each data-parallel rank as the layout
-                has; or chains whose micro-batches are not the slices of one document.
+            ConfigError: a schedule that Megatron refuses, or slices with virtual stages.
+            PlanError: no micro-batches, or, without slices, not as many on each data-parallel rank.
         """
         lengths, num_tokens = _lengths(micro_batches)
-        if isinstance(micro_batches, StepPlan):
-            chains = micro_batches.chains
-            if chains:
-                prefixes = [[m.prefixes for m in rank] for rank in micro_batches.micro_batches]
+        sliced = None
+        if isinstance(micro_batches, StepPlan) and micro_batches.chains:
+            sliced = micro_batches
         counts = sorted({len(rank) for rank in lengths})
-        same = len(counts) == 1 or (len(counts) > 1 and bool(chains))
+        same = len(counts) == 1 or (len(counts) > 1 and sliced is not None)
         if len(lengths) != self.parallelism.dp_size or not same or counts[0] < 1:
             raise PlanError(
                 f"there are micro-batches for {len(lengths)} data-parallel ranks, {counts} on each;"
                 f" give the same number, at least 1, to each of {self.parallelism.dp_size}"
             )
-        if chains:
-            graphs, units = self._sliced(micro_batches, lengths, prefixes, chains)
-        elif prefixes is not None and np.any([n for rank in prefixes for m in rank for n in m]):
-            raise PlanError("there are slices, but no chains that say which belong together")
-        else:
-            units, prefixes = (), None
-            graphs = [self.graph(counts[0])] * len(lengths)
-        padded = [[sum(segments) for segments in rank] for rank in lengths]
         scale = attention_scale if attention_scale is not None else [None] * len(lengths)
-        before = prefixes if prefixes is not None else [None] * len(lengths)
         stages = self.costs.stages
-        times = list(map(stages.times_us, lengths, scale, before))
-        if isinstance(micro_batches, StepPlan) and chains:
-            shares = [_shares(rank) for rank in micro_batches.micro_batches]
+        units: _Units = ()
+        if sliced is None:
+            graphs = [self.graph(counts[0])] * len(lengths)
+            times = list(map(stages.times_us, lengths, scale))
+            padded = [[sum(segments) for segments in rank] for rank in lengths]
+        else:
+            graphs, units = self._sliced(sliced)
+            before = [[m.prefixes for m in rank] for rank in sliced.micro_batches]
+            times = list(map(stages.times_us, lengths, scale, before))
+            shares = map(_shares, sliced.micro_batches)
             times = [own * share for own, share in zip(times, shares, strict=True)]
             padded = [[unit.num_tokens for unit in rank] for rank in units]
         gaps = list(map(self.costs.p2p_us, padded))
@@ -154,7 +132,7 @@ class Simulator:
         if groups is None:
             replays = _replays(graphs, times, gaps)
         else:
-            if chains:
+            if sliced is not None:
                 raise PlanError(
                     "slices leave replicas unlike numbers of micro-batches, but they exchange "
                     "tokens with experts in each; use another packing"
@@ -175,48 +153,20 @@ class Simulator:
         padded = [[m.padded_length for m in rank] for rank in ranks]
         if not plan.chains:
             return _held(self.memory, [self.graph(len(padded[0]))] * len(padded), padded, ())
-        graphs, units = self._sliced(plan, (), None, plan.chains)
+        graphs, units = self._sliced(plan)
         return _held(self.memory, graphs, padded, units)
 
-    def _sliced(
-        self,
-        micro_batches: StepPlan | Lengths,
-        lengths: Lengths,
-        prefixes: Lengths | None,
-        chains: Sequence[Sequence[int]],
-    ) -> tuple[list[Graph], _Units]:
-        """The schedule and the micro-batches of each data-parallel rank; of a plan only once."""
-        if self._last is None or self._last[0] is not micro_batches:
-            units = self._units(micro_batches, lengths, prefixes, chains)
-            graphs = [slice_graph(self.parallelism.pp_size, tuple(own)) for own in chains]
-            if not isinstance(micro_batches, StepPlan):
-                return graphs, units
-            self._last = micro_batches, graphs, units
+    def _sliced(self, plan: StepPlan) -> tuple[list[Graph], _Units]:
+        """The schedule and the micro-batches of each data-parallel rank, made once for a plan."""
+        if self._last is None or self._last[0] is not plan:
+            if self.parallelism.vpp_size > 1:
+                raise ConfigError(
+                    f"documents run in slices with VPP {self.parallelism.vpp_size}; slices need 1"
+                )
+            graphs = [slice_graph(self.parallelism.pp_size, own) for own in plan.chains]
+            units = tuple(tuple(map(_unit, rank)) for rank in plan.micro_batches)
+            self._last = plan, graphs, units
         return self._last[1:]
-
-    def _units(
-        self,
-        micro_batches: StepPlan | Lengths,
-        lengths: Lengths,
-        prefixes: Lengths | None,
-        chains: Sequence[Sequence[int]],
-    ) -> _Units:
-        """The micro-batches of each data-parallel rank, slices named by their documents."""
-        if self.parallelism.vpp_size > 1:
-            raise ConfigError(
-                f"documents run in slices with VPP {self.parallelism.vpp_size}; slices need 1"
-            )
-        num_ranks = self.parallelism.dp_size
-        if len(chains) != num_ranks:
-            raise PlanError(
-                f"there are chains of {len(chains)} data-parallel ranks, but micro-batches for "
-                f"{num_ranks}; give chains to each"
-            )
-        if isinstance(micro_batches, StepPlan):
-            return tuple(tuple(map(_unit, rank)) for rank in micro_batches.micro_batches)
-        if prefixes is None:
-            prefixes = [[[0] * len(segments) for segments in rank] for rank in lengths]
-        return tuple(map(chained, lengths, prefixes, chains))
 
     def _finish(
         self, graphs: Sequence[Graph], replays: Sequence[Replay]

@@ -70,18 +70,6 @@ class ParameterStore:
         """The elements ``[start, stop)`` of a bucket that a rank keeps."""
         return part(self.buckets[bucket], rank, self.cluster.num_devices)
 
-    def needed(self, strategy: Strategy, rank: int) -> dict[int, tuple[int, int]]:
-        """The elements ``[start, stop)`` that a rank needs of each bucket in a strategy; empty
-        for an idle rank.
-        """
-        for replica in strategy.replicas:
-            if rank in replica.ranks:
-                scheme, place = replica.scheme, replica.ranks.index(rank)
-                layers = self._layers(scheme.pp_size, scheme.vpp_size, replica.stage(rank))
-                own = place % scheme.tp_size, scheme.tp_size
-                return {bucket: part(self.buckets[bucket], *own) for bucket in layers}
-        return {}
-
     def exchange(self, strategy: Strategy) -> Exchange:
         """What a step of a strategy moves.
 

@@ -38,6 +38,7 @@ from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 from megatron_wlb.study.stages import balanced_layers
+from megatron_wlb.study.strategies import sample_steps
 
 T = TypeVar("T")
 Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]
@@ -493,15 +494,11 @@ def _sample(
     source: LengthSource, window: int, seed: int, long_documents: LongDocuments
 ) -> list[int]:
     """:data:`SAMPLE_WINDOWS` windows of documents as a run would draw them, longer ones cut."""
-    stream = source.stream(
-        1,
-        window=window,
-        longest=window,
-        windows_a_step=SAMPLE_WINDOWS,
-        seed=seed,
+    (documents,) = sample_steps(
+        source, 1, window=window, windows_a_step=SAMPLE_WINDOWS, seed=seed,
         long_documents=long_documents,
-    )
-    return [document.length for document in stream.next_step()]
+    )  # fmt: skip
+    return [document.length for document in documents]
 
 
 def _coarse_mfu(space: Space, scenario: Run, sample: Sequence[int]) -> float:

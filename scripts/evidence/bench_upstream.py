@@ -348,7 +348,7 @@ def main() -> int:
     whole_number("--warm-up", options.warm_up, 0, 10_000)
     scenario.fill_layout(options)
     run = scenario.run_of(options)
-    max_tokens, _ = most_tokens(options, run)
+    max_tokens = most_tokens(options, run)
     names = [name for name in OURS if name != "slim" or run.parallelism.vpp_size == 1]
     settings = [PackingSettings.parse(name, run.window, max_tokens) for name in names]
     schedules = Upstream(options.checkout, run).schedules()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 
 import pytest
+from _quickstart.recording import chained
 
 from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute
-from megatron_wlb.cost.slices import Slice, Unit, chained
-from megatron_wlb.errors import PlanError
+from megatron_wlb.cost.slices import Unit
 from megatron_wlb.schedule.order import Action, sliced
 
 SHAPE = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
@@ -193,29 +193,3 @@ def test_what_is_learnt_of_many_units_is_what_each_takes(recompute: Recompute) -
             for unit in units[::37]:
                 learnt = memory._uses(rank, [action], [unit], [0.0])
                 assert learnt == model(recompute, pp_size=2)._uses(rank, [action], [unit], [0.0])
-
-
-@pytest.mark.parametrize(
-    ("lengths", "prefixes", "chains", "message"),
-    [
-        ([[5], [3]], [[0], [4]], (2,), r"micro-batch 1 has prefixes \[4\] .* give 5 to the first"),
-        ([[5], [3]], [[0], [5]], (1, 1), r"micro-batch 1 .* give 0"),
-        ([[5], [3, 2]], [[0], [5, 1]], (2,), "and 0 to the others"),
-        ([[5], [3, 2]], [[0], [5]], (2,), "of 2 segments"),
-        ([[5], [3]], [[0], [5]], (3,), "lengths of 2 micro-batches, .* and chains of 3"),
-        ([[5], [3]], [[0]], (2,), "prefixes of 1"),
-        ([[5]], [[0]], (1, 0), "give as many of each"),
-    ],
-)
-def test_chains_that_are_no_documents_are_refused(
-    lengths: list[list[int]], prefixes: list[list[int]], chains: tuple[int, ...], message: str
-) -> None:
-    with pytest.raises(PlanError, match=message):
-        chained(lengths, prefixes, chains)
-
-
-def test_chains_are_known_by_their_number() -> None:
-    units = chained([[4], [6, 2], [3], [9]], [[0], [4, 0], [0], [0]], (2, 1, 1))
-    assert units == (
-        Unit(4, Slice(0, 0, 4, 10)), Unit(8, Slice(0, 4, 10, 10)), Unit(3), Unit(9)
-    )  # fmt: skip

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from _quickstart.record import check_recordable
-from _quickstart.recording import RecordedStep, Recording, make, progress_of
+from _quickstart.recording import RecordedStep, Recording, chained, make, progress_of
 from helpers.fuzz import RECORDING
 from rich.console import Console
 
-from megatron_wlb.cost.slices import Slice
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.cost.slices import Slice, Unit
+from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.schedule.order import one_f_one_b, sliced
 
@@ -160,3 +160,29 @@ def test_measured_times_of_slices_come_in_the_order_that_they_ran(tmp_path: Path
     drawn = recording.timeline(step).intervals
     assert [i.slice.start if i.slice else None for i in drawn[2]] == [0, 40, 40, None, 0, None]
     assert [i.slice for i in drawn[1] + drawn[3]] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prefixes", "chains", "message"),
+    [
+        ([[5], [3]], [[0], [4]], (2,), r"micro-batch 1 has prefixes \[4\] .* give 5 to the first"),
+        ([[5], [3]], [[0], [5]], (1, 1), r"micro-batch 1 .* give 0"),
+        ([[5], [3, 2]], [[0], [5, 1]], (2,), "and 0 to the others"),
+        ([[5], [3, 2]], [[0], [5]], (2,), "of 2 segments"),
+        ([[5], [3]], [[0], [5]], (3,), "lengths of 2 micro-batches, .* and chains of 3"),
+        ([[5], [3]], [[0]], (2,), "prefixes of 1"),
+        ([[5]], [[0]], (1, 0), "give as many of each"),
+    ],
+)
+def test_chains_that_are_no_documents_are_refused(
+    lengths: list[list[int]], prefixes: list[list[int]], chains: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        chained(lengths, prefixes, chains)
+
+
+def test_chains_are_known_by_their_number() -> None:
+    units = chained([[4], [6, 2], [3], [9]], [[0], [4, 0], [0], [0]], (2, 1, 1))
+    assert units == (
+        Unit(4, Slice(0, 0, 4, 10)), Unit(8, Slice(0, 4, 10, 10)), Unit(3), Unit(9)
+    )  # fmt: skip

@@ -66,7 +66,7 @@ def test_choice_is_the_best_of_all_lengths_each_predicted_alone(case, latency):
     shardings += [Sharding("hybrid", threshold) for threshold in sorted(set(lengths))[1:]]
     alone = [predict(lengths, cp_size, sharding, latency) for sharding in shardings]
     selector = Selector("hybrid", cp_size, latency)
-    assert selector.predictions(lengths) == alone
+    assert selector.predictions_each([lengths])[0] == alone
     # Of equals the first one.
     assert selector.choose(lengths) == min(alone, key=lambda prediction: prediction.latency_us)
 
@@ -155,19 +155,21 @@ def test_hybrid_cuts_the_long_document_only():
 
 
 def test_hybrid_of_equal_documents_has_no_threshold_to_try():
-    kinds = [p.sharding.kind for p in Selector("hybrid", 2, GPU).predictions([64] * 8)]
+    kinds = [p.sharding.kind for p in Selector("hybrid", 2, GPU).predictions_each([[64] * 8])[0]]
     assert kinds == ["per-sequence", "per-document"]
 
 
 def test_hybrid_tries_fewer_lengths_of_many_documents():
     lengths = np.arange(1, 1001)
     lengths[-1] += -lengths.sum() % 32
-    tried = [p.sharding.threshold for p in Selector("hybrid", 16, GPU).predictions(lengths)][2:]
+    tried = [
+        p.sharding.threshold for p in Selector("hybrid", 16, GPU).predictions_each([lengths])[0]
+    ][2:]
     assert MIN_THRESHOLDS < len(tried) == MAX_CHUNKS // 1032
     assert tried[0] == 2 and tried[-1] == lengths[-1]
     assert np.ptp(np.diff(tried[:-1])) <= 1
     selector = Selector("hybrid", 2, GPU)
-    assert len(list(selector.predictions([*range(1, 4001), 4000]))) == 2 + MIN_THRESHOLDS
+    assert len(list(selector.predictions_each([[*range(1, 4001), 4000]])[0])) == 2 + MIN_THRESHOLDS
 
 
 def test_choice_is_faster_on_the_reference_lengths():

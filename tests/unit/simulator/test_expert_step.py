@@ -15,6 +15,7 @@ from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.packing import PackingSettings
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.planning.run import Run
 from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator, slowest_us
@@ -90,11 +91,14 @@ def test_alternatives_that_do_not_meet_are_replayed_as_before() -> None:
 
 def test_slices_cannot_meet() -> None:
     groups = ExpertGroups(2, ((1.0, 1.0),))
+    spans = [(Span(Document(0, n, 0, 10, True, 0, n, 3), 0, 10),) for n in range(2)]
+    rows = tuple((MicroBatchPlan(0, own, 10, 1.0),) for own in spans)
+    of_slices = StepPlan(3, "slim", rows, 0, 0, chains=((1,), (1,)))
     with pytest.raises(PlanError, match="slices leave replicas unlike numbers"):
         Simulator(
             StepCosts(StageCosts.even(DocumentCost(4.0, 0.0, 8.0, 0.0), 1), experts=groups),
             Parallelism(dp_size=2),
-        ).step([[[10]], [[20]]], chains=[[1], [1]])
+        ).step(of_slices)
     workload = MIXTRAL.workload(LengthSource.of_distribution("reference"), seed=1)
     with pytest.raises(ConfigError, match="4 of them exchange tokens with experts"):
         workload.planner(PackingSettings("slim", 2 * WINDOW), 1)

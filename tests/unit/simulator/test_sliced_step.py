@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from PIL import Image
@@ -26,6 +27,23 @@ def costs(cost=COST, num_stages=2, **others):
     return StepCosts(StageCosts.even(cost, num_stages), **others)
 
 
+def plan_of(lengths, prefixes, chains):
+    """The first segments of a chain's micro-batches are the slices of one document."""
+    rows, others = [], count(100)
+    for own, before, sizes in zip(lengths, prefixes, chains, strict=True):
+        row = []
+        for number, num in enumerate(sizes):
+            places = range(len(row), len(row) + num)
+            cut = Document(0, 0, 0, sum(own[at][0] for at in places), True, 0, number, 3)
+            for at in places:
+                spans = [Span(cut, before[at][0], before[at][0] + own[at][0])]
+                for length, n in zip(own[at][1:], others, strict=False):
+                    spans.append(Span(Document(0, n, 0, length, True, 0, n, 3), 0, length))
+                row.append(MicroBatchPlan(at, tuple(spans), sum(own[at]), 1.0))
+        rows.append(tuple(row))
+    return StepPlan(3, "slim", tuple(rows), 0, 0, chains=tuple(map(tuple, chains)))
+
+
 def starts(line, dp_rank, pp_rank):
     return {str(i.action): i.start_us for i in line.replicas[dp_rank].intervals[pp_rank]}
 
@@ -35,7 +53,7 @@ def test_document_in_two_slices_beside_others_is_simulated_by_hand():
     # A document of 3 tokens whole, one of 4 + 2 with a whole one of 1 behind, one of 1.
     lengths = [[[3], [4], [2, 1], [1]]]
     line = Simulator(costs(p2p_us_per_token=0.5), Parallelism(pp_size=2)).step(
-        lengths, prefixes=[[[0], [0], [4, 0], [0]]], chains=[(1, 2, 1)]
+        plan_of(lengths, [[[0], [0], [4, 0], [0]]], [(1, 2, 1)])
     )
     # Rank 0: F0 0-3, F1 3-7, F2 7-10. Rank 1: F0 4.5-7.5, F1 9-13, B0 13-19.
     first, last = starts(line, 0, 0), starts(line, 0, 1)
@@ -56,7 +74,7 @@ def test_document_in_two_slices_beside_others_is_simulated_by_hand():
 
 def test_slice_takes_the_attention_of_the_keys_before_it():
     stage = Simulator(costs(QUADRATIC, 1), Parallelism())
-    line = stage.step([[[40], [60], [20, 30]]], prefixes=[[[0], [40], [100, 0]]], chains=[(3,)])
+    line = stage.step(plan_of([[[40], [60], [20, 30]]], [[[0], [40], [100, 0]]], [(3,)]))
     ((_, *backward),) = ((0, *line.times_us[0][1, 0].tolist()),)
     assert backward == [40**2, 100**2 - 40**2, 120**2 - 100**2 + 30**2]
     assert line.step_us == 1.5 * (120**2 + 30**2)
@@ -72,11 +90,11 @@ def test_replicas_run_orders_of_their_own_and_meet_at_the_reduction():
     given = {"reduce_us": (50.0, 70.0), "update_us": (11.0, 7.0)}
     memory = MemoryModel(SHAPE, layout)
     simulator = Simulator(costs(**given), layout, memory=memory)
-    line = simulator.step(lengths, prefixes=prefixes, chains=chains)
+    line = simulator.step(plan_of(lengths, prefixes, chains))
     alone = Simulator(costs(), Parallelism(pp_size=2))
     ends = []
     for dp_rank in (0, 1):
-        own = alone.step([lengths[dp_rank]], prefixes=[prefixes[dp_rank]], chains=[chains[dp_rank]])
+        own = alone.step(plan_of([lengths[dp_rank]], [prefixes[dp_rank]], [chains[dp_rank]]))
         assert line.replicas[dp_rank] == own.replicas[0]
         ends.append([rank[-1].stop_us for rank in own.replicas[0].intervals])
     # Each stage's reduction begins where the later of its two ranks is done.
@@ -92,7 +110,7 @@ def test_replicas_run_orders_of_their_own_and_meet_at_the_reduction():
     assert line.critical_path[-1].stop_us == line.step_us
     # Overlapped, each stage's begins within the later of the last backwards.
     overlapped = Simulator(costs(overlap_reduce=True, **given), layout).step(
-        lengths, prefixes=prefixes, chains=chains
+        plan_of(lengths, prefixes, chains)
     )
     for rank, (reduction, _) in enumerate(overlapped.collectives):
         assert reduction.start_us == max(end[rank] for end in ends)  # one bucket: at its end
@@ -102,7 +120,7 @@ def test_chains_of_whole_documents_wait_for_nobody_to_receive():
     """The order of 1F1B, sent without waiting: with no transfers it takes the same time."""
     lengths = [[[5], [9], [7], [3]]]
     layout = Parallelism(pp_size=2)
-    ours = Simulator(costs(), layout).step(lengths, chains=[(1,) * 4])
+    ours = Simulator(costs(), layout).step(plan_of(lengths, [[[0]] * 4], [(1,) * 4]))
     theirs = Simulator(costs(), layout).step(lengths)
     assert ours.graph.order == theirs.graph.order and ours.graph.sends == "buffered"
     assert ours.step_us <= theirs.step_us
@@ -129,12 +147,12 @@ def line():
     return Simulator(costs(), layout, memory=MemoryModel(SHAPE, layout)).step(plan())
 
 
-def test_plan_with_chains_is_simulated_as_its_lengths(line):
+def test_plan_of_slices_counts_tokens_without_padding_and_holds_slices(line):
     layout = Parallelism(pp_size=2)
-    same = Simulator(costs(), layout, memory=MemoryModel(SHAPE, layout)).step(
-        [[[5], [7, 3, 1], [3]]], prefixes=[[[0], [5, 0, 0], [0]]], chains=[(2, 1)]
+    same = Simulator(costs(), layout).step(
+        plan_of([[[5], [7, 3, 1], [3]]], [[[0], [5, 0, 0], [0]]], [(2, 1)])
     )
-    assert line.step_us == same.step_us and line.memory == same.memory
+    assert line.step_us == same.step_us
     assert (line.num_tokens, same.num_tokens) == (18, 19)
     # Whole, all of the document's activations would be there at once.
     assert line.memory[0].ranks[1].activation_peak_bytes > 0
@@ -177,24 +195,10 @@ def test_picture_has_the_documents_own_colour(line, tmp_path):
     assert (0xCC, 0x79, 0xA7) in found  # document 41: the second of five
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"chains": [(2,)]}, "lengths of 3 micro-batches"),
-        ({"chains": [(3,)], "prefixes": [[[0], [5], [0]]]}, "micro-batch 2 has prefixes"),
-        ({"chains": [(3,), (3,)]}, "chains of 2 data-parallel ranks"),
-        ({"prefixes": [[[0], [5], [11]]]}, "no chains that say which belong together"),
-    ],
-)
-def test_slices_that_are_no_documents_are_refused(given, message):
-    with pytest.raises(PlanError, match=message):
-        Simulator(costs(), Parallelism(pp_size=2)).step([[[5], [6], [7]]], **given)
-
-
 def test_slices_with_virtual_stages_are_refused():
     layout = Parallelism(pp_size=2, vpp_size=2)
     with pytest.raises(ConfigError, match="slices with VPP 2; slices need 1"):
-        Simulator(costs(num_stages=4), layout).step([[[5], [6]]], chains=[(1, 1)])
+        Simulator(costs(num_stages=4), layout).step(plan_of([[[5], [6]]], [[[0], [0]]], [(1, 1)]))
 
 
 def test_what_plans_of_slices_hold_and_take_is_told_without_a_step(line):
@@ -203,15 +207,13 @@ def test_what_plans_of_slices_hold_and_take_is_told_without_a_step(line):
     assert simulator.plan_memory(plan()) == line.memory
     us = slowest_us(plan(), StageCosts.even(COST, 2), graph_of(2, 1, 3))
     # A token of padding takes time in a step, and none here.
-    unpadded = simulator.step([[[5], [7, 3], [3]]], prefixes=[[[0], [5, 0], [0]]], chains=[(2, 1)])
+    unpadded = simulator.step(plan_of([[[5], [7, 3], [3]]], [[[0], [5, 0], [0]]], [(2, 1)]))
     assert us == unpadded.pipeline_us
 
 
 def test_program_has_every_action_in_its_rank_s_order():
     lengths, prefixes = [[[3], [4], [2, 1], [1]]], [[[0], [0], [4, 0], [0]]]
-    line = Simulator(costs(), Parallelism(pp_size=2)).step(
-        lengths, prefixes=prefixes, chains=[(1, 2, 1)]
-    )
+    line = Simulator(costs(), Parallelism(pp_size=2)).step(plan_of(lengths, prefixes, [(1, 2, 1)]))
     rows = [row.split(",") for row in program({"slim": line}).splitlines()]
     assert rows[0][:4] == ["name", "dp_rank", "pp_rank", "action"] and len(rows) == 1 + 2 * 8
     assert [row[3] for row in rows[1:9]] == [str(action) for action in line.graph.order[0]]
@@ -222,9 +224,7 @@ def test_program_has_every_action_in_its_rank_s_order():
 
 def test_page_knows_the_document_and_the_tokens_of_a_slice():
     lengths, prefixes = [[[3], [4], [2, 1], [1]]], [[[0], [0], [4, 0], [0]]]
-    line = Simulator(costs(), Parallelism(pp_size=2)).step(
-        lengths, prefixes=prefixes, chains=[(1, 2, 1)]
-    )
+    line = Simulator(costs(), Parallelism(pp_size=2)).step(plan_of(lengths, prefixes, [(1, 2, 1)]))
     rank = page._timeline("slim", line)["ranks"][0]
     told = {tuple(action[:3]): action[5:] for action in rank}
     document, tokens = told["B", 0, 2]

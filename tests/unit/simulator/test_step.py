@@ -20,7 +20,6 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.schedule.order import Action
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import Activity
 
@@ -205,17 +204,6 @@ def test_plan_is_simulated_with_its_padding_which_is_no_tokens():
     assert line.step_us == same.step_us
     assert line.num_tokens == 62 and same.num_tokens == 86
     assert line.tokens_per_s == 62 / line.step_us * 1e6
-
-
-def test_given_order_is_run_instead_of_megatrons():
-    lengths = [[[10], [30], [20], [15]]]
-    layout = Parallelism(pp_size=3)
-    gpipe = [[Action(kind, 0, m) for kind in "FB" for m in range(4)]] * 3
-    simulator = Simulator(even(3), layout, order=gpipe)
-    assert simulator.step(lengths).replicas[0].intervals[2][1].action.kind == "F"
-    assert simulator.step(lengths).step_us != Simulator(even(3), layout).step(lengths).step_us
-    with pytest.raises(PlanError, match=r"the order is of 4 micro-batches, but .* has 3"):
-        simulator.step([lengths[0][:3]])
 
 
 def analytic(layout, **others):
