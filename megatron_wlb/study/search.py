@@ -38,7 +38,7 @@ from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 from megatron_wlb.study.stages import balanced_layers
-from megatron_wlb.study.strategies import sample_steps
+from megatron_wlb.study.strategy_search import sample_steps
 
 T = TypeVar("T")
 Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]
