@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,8 @@ def train_bpe(batches: Batches, vocab_size: int) -> str:
         show_progress=False,
     )
     # The library would hold up Ctrl-C until it is done, so the main thread waits in Python, and an
-    # interrupt ends the text. What it makes of the text by then ends with the process.
+    # interrupt ends the text. What it makes of the text by then ends with the process. A signal
+    # that another thread gets wakes nobody: the main thread looks for it.
     interrupted, trained = threading.Event(), Future[None]()
 
     def texts() -> Iterator[list[str]]:
@@ -101,6 +102,8 @@ def train_bpe(batches: Batches, vocab_size: int) -> str:
 
     threading.Thread(target=train, name="train-bpe", daemon=True).start()
     try:
+        while not trained.done():
+            wait([trained], timeout=0.2)
         trained.result()
     except BaseException:
         interrupted.set()

@@ -109,12 +109,12 @@ def test_tokenizer_settings_check_before_anything_runs(tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
-import os, signal, time
+import os, signal, threading, time
 from megatron_wlb.data.tokenizer import train_bpe
 
 def batches():
     yield [b"the same, the same"]
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # the main thread is not woken
     time.sleep(60)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
