@@ -66,7 +66,7 @@ how it searches:
   FLOPs) a second among those within --max-delay; of equals that with less delay. The same command
   gives the same ranking.
 
-strategies (docs/hydraulis.md):
+strategies (docs/strategies.md):
   With --strategies each replica may have a layout of its own, and each step chooses among a few
   such strategies by its documents. They are proposed from one half of your documents and judged on
   the other. The embedded trainer runs what --out writes (--wlb-strategies); give --fp32 where that

@@ -66,8 +66,6 @@ class Paper:
     steps: int
     warm_up: int
     hardware: str = HARDWARE
-    closing: Sequence[str] = ()
-    """What stands behind the sections."""
 
 
 def row_of(

@@ -172,7 +172,6 @@ def _page(
         *paper.notes(effort),
         "",
         *lines_of(sections, paper.page),
-        *paper.closing,
     ]
     return "\n".join(map(wrapped, lines)) + "\n"
 

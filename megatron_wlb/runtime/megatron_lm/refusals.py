@@ -1,7 +1,7 @@
 """Flags of Megatron-LM that cannot run with step plans, refused before any process group forms.
 
 Some of them Megatron would run and silently compute something else. A flag that is not in the table
-works as it does in Megatron, or has no meaning left (``docs/megatron-lm.md`` says which).
+works as it does in Megatron, or has no meaning left (``docs/limits.md`` says which).
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Megatron's training loop has one model, one set of process groups and one optimizer "
         "(DistributedOptimizer or not) a rank for all steps, and strategies have others in each "
         "step",
-        "use the embedded trainer, python -m megatron_wlb.pretrain_gpt (docs/hydraulis.md)",
+        "use the embedded trainer, python -m megatron_wlb.pretrain_gpt (docs/strategies.md)",
     ),
     # Checkpoints.
     Refusal(
@@ -352,7 +352,7 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal("--eod-mask-loss", "the last token of a document predicts nothing already"),
     Refusal(
         "--dataloader-type",
-        "documents come from our own stream (order and epochs: docs/megatron-lm.md)",
+        "documents come from our own stream (order and epochs: docs/data-and-checkpoints.md)",
         allowed=("single", "external"),
     ),
     Refusal(

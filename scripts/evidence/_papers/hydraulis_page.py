@@ -298,71 +298,10 @@ def _notes(effort: Effort) -> Sequence[str]:
         "parameters runs beside the passes, unless a row says otherwise.",
         f"- {effort.steps} iterations of each seed. Brackets are the lowest and highest seed.",
         "- Here strategies are planned and simulated. The embedded trainer runs them, the launcher "
-        "does not ([how](#run-it)).",
+        "does not ([how](strategies.md)).",
         "- `scripts/evidence/reproduce_paper.py --paper hydraulis --only KEY --out FOLDER` makes "
         f"one section alone: {', '.join(f'`{key}`' for key in HYDRAULIS.makers)}.",
     ]
-
-
-RUN_IT = (
-    "",
-    "## Run it",
-    "",
-    "The [embedded trainer](embedded-trainer.md) runs strategies. Replicas of a step have layouts "
-    "of their own (TP, CP, PP, VPP), and the next step may have others:",
-    "",
-    "```bash",
-    "wlb plan corpora/books --model 7b --num-devices 8 --num-micro-batches 32 --strategies \\",
-    "  --out strategies.yaml",
-    "torchrun --nproc-per-node 8 -m megatron_wlb.pretrain_gpt --data-path corpora/books --bf16 \\",
-    "  --seq-length 8192 --global-batch-size 32 --num-layers 32 --hidden-size 4096 \\",
-    "  --num-attention-heads 32 --transformer-impl local --wlb-strategies strategies.yaml \\",
-    "  --save runs/books --load runs/books",
-    "```",
-    "",
-    "- **Strategies** come from a file of `wlb plan --strategies`, for as many devices as "
-    "processes, or from `--wlb-strategies auto`: then they are proposed at start from the first "
-    "16 steps. Each step has the one that is fastest for its documents in simulation; its line of "
-    "the log and `--wlb-metrics` say which. A file is of runs with `--bf16`, or, with `wlb plan "
-    "--fp32`, of runs without: these hold fewer tokens. The command prints the flags that its "
-    "memory is counted with.",
-    "- **The store.** Each rank keeps a shard of every layer: fp32 weights, summed gradients and "
-    "Adam's moments, 16 bytes a parameter over all ranks. A step pulls what its replicas need into "
-    "one memory that all their models share, and pushes gradients. A change of strategy costs no "
-    "more than a step without one. Ranks without a replica, and replicas without documents, take "
-    "part in that alone.",
-    "- **Beside the passes.** All layers are pulled at once. Each is waited for before its first "
-    "forward pass, and pushed as soon as its last backward pass is done. Meanwhile the exchange "
-    "takes buffers of about twice a rank's weights, which the memory model does not count: leave "
-    "room for them (`--wlb-memory-gib`). How much of it is hidden has not been measured; on GPUs "
-    "it has not run yet.",
-    "- **Bytes.** On one process a replica it moves what a distributed optimizer does; with D "
-    "replicas on many ranks D ÷ (D - 1) as much: 1.13 times for 8, 1.5 for 2 on 4 ranks. "
-    "`tests/distributed/test_strategy_store.py` counts them.",
-    "- **Equal to one process.** Losses, gradients, their norm and the weights after 12 steps of "
-    "AdamW in fp32, each with another strategy, are those of one process "
-    "(`tests/distributed/test_strategies.py`): unlike TP, CP, PP and VPP, unlike numbers of "
-    "micro-batches, tied embeddings, gated MLPs, idle ranks, empty replicas. What is left is "
-    "rounding: from one process in fp64, losses differ by 1.1e-7, and gradients of the first step "
-    "by 4.4e-6 of an array's largest entry. Later ones of a llama-like model differ by up to "
-    "8.3e-5, those of one process in fp32 by up to 9.7e-5. The test allows 5e-6, or twice what one "
-    "process in fp32 differs by in the same step.",
-    "- **First weights** are those that the first replica of the first strategy would start with "
-    "alone.",
-    "- **Checkpoints** know no strategy. They resume with others, on another number of processes, "
-    "or without strategies in any layout; and strategies resume what a run without them saved "
-    "(packing `hold`, without `--use-distributed-optimizer`). With the same strategies and "
-    "processes losses are bitwise the same. The vocabulary must be padded alike: with strategies "
-    "it is padded for the least common multiple of their TP (`auto`: of every TP in a node), so a "
-    "run with less TP needs a larger `--make-vocab-size-divisible-by`.",
-    "- **Not with strategies:** SGD, dropout, `--use-distributed-optimizer`, "
-    "`--overlap-grad-reduce`, layers of TransformerEngine, flags of layouts and packings, measured "
-    "costs. Each is refused in one line. Mixture of experts, MLA, MTP and FSDP are none of this "
-    "trainer's.",
-    "- **Not in the launcher.** Megatron's loop has one model, one set of process groups and one "
-    "optimizer a rank for all steps. `DistributedOptimizer` shards over the data-parallel group of "
-    "one layout; and the loop counts micro-batches and averages losses over it.",
-)
 
 
 HYDRAULIS = Paper(
@@ -378,5 +317,4 @@ HYDRAULIS = Paper(
     steps=20,
     warm_up=0,
     hardware=hydraulis.HARDWARE,
-    closing=RUN_IT,
 )

@@ -51,7 +51,7 @@ NEEDLESS = """
 --mid-level-dataset-surplus --no-create-attention-mask-in-dataloader --no-mmap-bin-files
 --num-dataset-builder-threads --per-dataset-sequences-path --allow-ambiguous-pad-tokens
 """
-"""It makes Megatron's data sets fast, or mends what plans do not have: docs/megatron-lm.md."""
+"""It makes Megatron's data sets fast, or mends what plans do not have: docs/limits.md."""
 
 WITH_OTHERS = """
 --data-parallel-sharding-strategy --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp
