@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.packing import kind_of
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.runtime.rank_main import writing
 from megatron_wlb.runtime.saving import lock
@@ -26,7 +25,7 @@ def step_values(plan: StepPlan, plan_wait_s: float, step_s: float) -> dict[str, 
         "delay_steps": plan.delay_steps,
         "waiting_documents": plan.num_waiting,
         "waiting_tokens": plan.waiting_tokens,
-        **({"merged_documents": plan.num_merged} if kind_of(plan.packing).slices else {}),
+        **({"merged_documents": plan.num_merged} if plan.chains else {}),
         "plan_wait_ms": plan_wait_s * 1e3,
         "step_ms": step_s * 1e3,
     }
