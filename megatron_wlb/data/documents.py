@@ -326,7 +326,7 @@ class DocumentStream:
             "seed": self.seed,
             "long_documents": self.long_documents,
             "shuffle": self.shuffle,
-            **({"batch size": f"ramps up {self.ramp}"} if self.ramp else {}),
+            **({"batch size": f"ramps up {self.ramp.title}"} if self.ramp else {}),
         }
 
     def _refuse_long(self, first_corpus: int) -> None:
