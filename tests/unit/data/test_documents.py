@@ -191,16 +191,9 @@ def test_ranges_bound_each_corpus_and_empty_documents_are_counted() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"window": 1}, "window 1 is below 2"),
-        ({"step_tokens": 0}, "step_tokens 0 is not above 0"),
-        ({"num_epochs": 0}, "num_epochs 0 is below 1"),
-        ({"seed": -1}, "seed -1 is not in"),
-        (
-            {"long_documents": "cut"},
-            "'cut' for long documents is none of split, slice, truncate, error",
-        ),
-        ({"ranges": [(0, 3)]}, "range 0:3 is outside corpus 0, 2 long"),
-        ({"ranges": []}, "0 ranges for 1 corpora"),
+        ({"window": 1}, "window is 1; give at least 2"),
+        ({"num_epochs": 0}, "num_epochs is 0; give at least 1"),
+        ({"seed": -1}, "seed is -1; give at least 0"),
     ],
 )
 def test_stream_refuses_settings_out_of_their_limits(
@@ -215,8 +208,6 @@ def test_stream_refuses_ranges_without_documents() -> None:
         stream([[3, 4]], ranges=[(1, 1)])
     with pytest.raises(CorpusError, match=r"\(2 empty\)"):
         stream([[0, 0]])
-    with pytest.raises(ConfigError, match="no corpus"):
-        stream([])
 
 
 @pytest.mark.parametrize(
