@@ -186,4 +186,4 @@ class BlendedStream:
         """Gives a document its number and step in the blend; ``_replace`` would take far longer."""
         d, arrival = document, self._num_arrived
         self._num_arrived += 1
-        return Document(d.corpus, d.index, d.offset, d.length, d.ends, d.epoch, arrival, self.step)
+        return Document(d.corpus, d.number, d.offset, d.length, d.ends, d.epoch, arrival, self.step)
