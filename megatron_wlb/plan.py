@@ -38,7 +38,7 @@ class Document(NamedTuple):
 
     corpus: int
     """The number of the run's corpus that it comes from."""
-    index: int  # type: ignore[assignment]  # in place of tuple.index, which nobody needs here
+    number: int
     """The document's number in that corpus."""
     offset: int
     """First token, counted from the stored document's first token."""
@@ -72,20 +72,20 @@ class Document(NamedTuple):
         assert 0 < at < self.length, (at, self.length)
         # Not by _replace, which is three times as slow: packings cut in every step.
         common = self.epoch, self.arrival
-        head = Document(self.corpus, self.index, self.offset, at, False, *common, self.step)
+        head = Document(self.corpus, self.number, self.offset, at, False, *common, self.step)
         start, rest = self.offset + at, self.length - at
-        tail = Document(self.corpus, self.index, start, rest, self.ends, *common, tail_step)
+        tail = Document(self.corpus, self.number, start, rest, self.ends, *common, tail_step)
         return head, tail
 
     @classmethod
     def from_list(cls, values: Sequence[int]) -> Document:
         """Reads the list that JSON makes of a document. Raises ``ValueError`` for any other."""
-        corpus, index, offset, length, ends, epoch, arrival, step = values
-        numbers = corpus, index, offset, length, epoch, arrival, step
-        whole = all([type(number) is int and 0 <= number <= MAX_COUNT for number in numbers])
+        corpus, number, offset, length, ends, epoch, arrival, step = values
+        numbers = corpus, number, offset, length, epoch, arrival, step
+        whole = all([type(one) is int and 0 <= one <= MAX_COUNT for one in numbers])
         if not (whole and length and offset + length <= MAX_SIZE and ends in (False, True)):
             raise ValueError(f"{shown(values)} is no document")
-        return cls(corpus, index, offset, length, bool(ends), epoch, arrival, step)
+        return cls(corpus, number, offset, length, bool(ends), epoch, arrival, step)
 
 
 class Span(NamedTuple):
@@ -279,7 +279,7 @@ class StepPlan:
                     d = s.document
                     sha.update(
                         struct.pack(
-                            "<8q", d.corpus, d.index, d.offset, d.length, d.ends, d.epoch,
+                            "<8q", d.corpus, d.number, d.offset, d.length, d.ends, d.epoch,
                             s.start, s.stop,
                         )
                     )  # fmt: skip

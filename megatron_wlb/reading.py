@@ -196,11 +196,6 @@ def _check_limits(name: str, value: float, least: float, most: float) -> None:
         raise ConfigError(f"{name} is {shown(value)}; give at most {most}")
 
 
-def real_numbers(name: str, values: object) -> list[float]:
-    """Returns a list of finite numbers from 0 on. Raises :class:`ConfigError` for anything else."""
-    return [real_number(name, value) for value in listed(name, values)]
-
-
 def listed(name: str, values: object) -> Sequence[Any]:
     """Returns ``values`` if it is a list. Raises :class:`ConfigError` otherwise."""
     if not isinstance(values, list | tuple):

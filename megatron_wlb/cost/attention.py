@@ -10,9 +10,10 @@ and reaches less on few of them (§5.2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -20,15 +21,7 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.document import LEAST_US, MOST_US
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import (
-    check_names,
-    listed,
-    real_number,
-    real_numbers,
-    shown,
-    truth,
-    whole_number,
-)
+from megatron_wlb.reading import real_number, record, shown, whole_number
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -207,9 +200,12 @@ class AttentionProfile:
                 f"attention profile: whole_forward_us and whole_backward_us need a time for each "
                 f"of {n} lengths; measure again"
             )
-        times_us = [us for row in (*self.forward_us, *self.backward_us, *wholes) for us in row]
-        for us in times_us:
-            real_number("attention profile: a time", us, LEAST_US, MOST_US)
+        rows: dict[str, Iterable[float]]
+        rows = {"whole_forward_us": wholes[0], "whole_backward_us": wholes[1]}
+        rows |= {name: chain(*getattr(self, name)) for name in ("forward_us", "backward_us")}
+        for name, times_us in rows.items():
+            for us in times_us:
+                real_number(f"attention profile: {name}", us, LEAST_US, MOST_US)
         for name in ("call_forward_us", "call_backward_us", "unlike_forward_us",
                      "unlike_backward_us", "spread", "error"):  # fmt: skip
             real_number(f"attention profile: {name}", getattr(self, name), 0, MOST_US)
@@ -317,26 +313,7 @@ class AttentionProfile:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionProfile:
         """Reads a profile. Raises :class:`ConfigError` for a missing, unknown or wrong entry."""
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"attention profile: {shown(values)} is no table; run `wlb profile`")
-        known = {f.name: str(f.type) for f in fields(cls)}
-        check_names("attention profile: ", "entry", values, known, list(known)[:13])
-        converters: dict[str, Callable[[str, Any], Any]] = {
-            "str": lambda name, value: str(value),
-            "int": lambda name, value: whole_number(name, value, 0),
-            "float": real_number,
-            "bool": truth,
-            "tuple[int, ...]": lambda name, row: tuple(
-                whole_number(name, length, 1, MAX_LENGTH) for length in listed(name, row)
-            ),
-            "tuple[float, ...]": lambda name, row: tuple(real_numbers(name, row)),
-            "tuple[tuple[float, ...], ...]": lambda name, table: tuple(
-                tuple(real_numbers(name, row)) for row in listed(name, table)
-            ),
-        }
-        return cls(
-            **{n: converters[known[n]](f"attention profile: {n}", v) for n, v in values.items()}
-        )
+        return record("attention profile: ", cls, values)
 
 
 def nearest_profile(

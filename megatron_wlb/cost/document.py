@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.reading import check_names, real_number, whole_number
+from megatron_wlb.reading import real_number, record, whole_number
 
 LEAST_US, MOST_US = 1e-12, 1e12
 """Limits of a time that is given or measured: sums of more than eleven days overflow."""
@@ -197,12 +197,7 @@ class DocumentCost:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DocumentCost:
         """Reads coefficients. Raises :class:`ConfigError` for a missing, unknown or wrong one."""
-        known = [f.name for f in fields(cls)]
-        check_names("document cost: ", "coefficient", values, known, known[:4])
-        read: dict[str, Any] = dict(values)
-        for name in set(values) - {"reach_tokens"}:
-            read[name] = real_number(f"document cost: {name}", values[name])
-        return cls(**read)
+        return record("document cost: ", cls, values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from megatron_wlb.reading import (
     named_file,
     read_mapping,
     read_pattern,
+    record,
     shipped,
     shown,
     whole_number,
@@ -57,13 +58,8 @@ def load_model(name_or_path: str) -> ModelShape:
     content.pop("description", None)
     try:
         check_names("", "size", content, _SIZES, [n for n, needed in _SIZES.items() if needed])
-        if isinstance(content.get("latent"), dict):
-            sizes = {f.name: f.default is MISSING for f in fields(Latent)}
-            needed = [name for name, must in sizes.items() if must]
-            check_names("latent: ", "size", content["latent"], sizes, needed)
-            content["latent"] = Latent(**content["latent"])
-        elif content.get("latent") is not None:
-            raise ConfigError(f"latent is {shown(content['latent'])}; give its sizes by name")
+        if content.get("latent") is not None:
+            content["latent"] = record("latent: ", Latent, content["latent"])
         content = _heads(content) | content
         layers = {name: content.pop(name) for name in _LAYERS if name in content}
         ahead = layers.pop("mtp_num_layers", 0)

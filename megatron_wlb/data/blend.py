@@ -88,12 +88,10 @@ class BlendedStream:
 
         A weight means the decimal number that it prints as: 0.3 and 0.7 are 30 and 70.
         """
-        if len(weights) != len(lengths):
-            raise ConfigError(f"{len(weights)} weights for {len(lengths)} corpora")
         shares = [Fraction(repr(float(weight))) for weight in weights]
         self._streams = {
             corpus: DocumentStream(
-                [lengths[corpus]],
+                [stored],
                 ranges=None if ranges is None else [ranges[corpus]],
                 window=window,
                 step_tokens=share / sum(shares) * step_tokens,
@@ -103,7 +101,7 @@ class BlendedStream:
                 names=names[corpus : corpus + 1],
                 ramp=ramp,
             )
-            for corpus, share in enumerate(shares)
+            for corpus, (stored, share) in enumerate(zip(lengths, shares, strict=True))
             if share
         }
         # Tokens given × scale compare as tokens given ÷ share do, without rounding.
@@ -188,4 +186,4 @@ class BlendedStream:
         """Gives a document its number and step in the blend; ``_replace`` would take far longer."""
         d, arrival = document, self._num_arrived
         self._num_arrived += 1
-        return Document(d.corpus, d.index, d.offset, d.length, d.ends, d.epoch, arrival, self.step)
+        return Document(d.corpus, d.number, d.offset, d.length, d.ends, d.epoch, arrival, self.step)

@@ -20,7 +20,7 @@ import warnings
 import zlib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -39,12 +39,17 @@ from megatron_wlb.data.tokenizer import (
 )
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.files import open_file
-from megatron_wlb.reading import parse_mapping, record, shown, whole_number
+from megatron_wlb.reading import (
+    MAX_COUNT,
+    parse_mapping,
+    read_text,
+    record,
+    shown,
+    whole_number,
+)
 
 _FORMAT = "megatron-wlb corpus 1"
 _MAX_INFO_BYTES = 1 << 16
-MAX_INFO_NUMBER = 1 << 53
-"""The largest count that a file may hold: of tokens, files."""
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, type code, sequences, document bounds
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # by type code; 6 and 7 are floats
@@ -88,9 +93,8 @@ class CorpusInfo:
         """
         path = Path(f"{prefix}.json")
         try:
-            with open_file(path) as stream:
-                text = stream.read(_MAX_INFO_BYTES).decode()
-        except (OSError, ValueError):
+            text = read_text(path, _MAX_INFO_BYTES)
+        except ConfigError:
             return None
         if _FORMAT not in text:  # Somebody else's file, perhaps the text of the corpus itself.
             return None
@@ -98,10 +102,9 @@ class CorpusInfo:
             values = parse_mapping(text, is_json=True)
             del values["format"]
             info = record("", cls, values | {"prefix": str(prefix)})
-            for field in fields(cls):
-                if field.type == "int":
-                    least = int(field.name == "vocab_size")
-                    whole_number(field.name, values[field.name], least, MAX_INFO_NUMBER)
+            for name, value in vars(info).items():
+                if isinstance(value, int):
+                    whole_number(name, value, int(name == "vocab_size"), MAX_COUNT)
             return info
         except (ConfigError, KeyError) as error:
             raise CorpusError(f"{path} is damaged ({error}); build the corpus anew") from error

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import repeat
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.data.ramp import Ramp
-from megatron_wlb.errors import CheckpointError, ConfigError, CorpusError
+from megatron_wlb.errors import CheckpointError, CorpusError
 from megatron_wlb.plan import Document
 from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
 
@@ -92,21 +92,10 @@ class DocumentStream:
         """
         if ranges is None:
             ranges = [(0, len(corpus)) for corpus in lengths]
-        _check(len(lengths) >= 1, "no corpus to stream")
-        _check(len(ranges) == len(lengths), f"{len(ranges)} ranges for {len(lengths)} corpora")
-        for corpus, (start, stop) in enumerate(ranges):
-            number, length = first_corpus + corpus, len(lengths[corpus])
-            outside = f"range {start}:{stop} is outside corpus {number}, {length} long"
-            _check(0 <= start <= stop <= length, outside)
-        _check(window >= 2, f"window {window} is below 2 tokens, which leaves nothing to predict")
-        _check(step_tokens > 0, f"step_tokens {step_tokens} is not above 0")
-        _check(num_epochs is None or num_epochs >= 1, f"num_epochs {num_epochs} is below 1")
-        _check(0 <= seed < 2**32, f"seed {seed} is not in 0 to 2**32 - 1")
-        policies = get_args(LongDocuments)
-        _check(
-            long_documents in policies,
-            f"policy {long_documents!r} for long documents is none of {', '.join(policies)}",
-        )
+        whole_number("window", window, 2)
+        whole_number("seed", seed, 0, 2**32 - 1)
+        if num_epochs is not None:
+            whole_number("num_epochs", num_epochs, 1)
         self.window = window
         self.step_tokens = step_tokens
         self.ramp = ramp
@@ -117,11 +106,12 @@ class DocumentStream:
         self._names = list(names) or [f"corpus {first_corpus + n}" for n in range(len(lengths))]
 
         # Documents in range have one number over all corpora, their place in _lengths.
-        self._ranges = [(int(start), int(stop)) for start, stop in ranges]
-        parts = [part[a:b] for part, (a, b) in zip(lengths, self._ranges, strict=True)]
+        self._ranges = ranges
+        parts = [part[a:b] for part, (a, b) in zip(lengths, ranges, strict=True)]
         self._lengths = np.concatenate(parts, dtype=np.int64, casting="unsafe")
         self._first_number = np.cumsum([0] + [len(part) for part in parts])[:-1]
-        self._first_index = np.array([start for start, _ in self._ranges])
+        self._parts = np.split(self._lengths, self._first_number[1:])
+        self._first_index = np.array([start for start, _ in ranges])
         self._present = np.flatnonzero(self._lengths)
 
         self.num_empty = len(self._lengths) - len(self._present)
@@ -137,7 +127,10 @@ class DocumentStream:
         self.num_long = int(np.count_nonzero(excess))
         """Stored documents longer than the window."""
         if long_documents == "error" and self.num_long:
-            self._refuse_long(first_corpus)
+            number = int(self._lengths.argmax())
+            corpus, index = (int(one[0]) for one in self._places(np.array([number])))
+            place = f"document {index} of corpus {first_corpus + corpus}"
+            raise too_long(place, self._lengths, window)
         truncates = long_documents == "truncate"
         self.dropped_tokens_per_epoch = int(excess.sum()) if truncates else 0
         self.tokens_per_epoch = int(self._lengths.sum()) - self.dropped_tokens_per_epoch
@@ -175,10 +168,7 @@ class DocumentStream:
     def contents(self) -> dict[int, CorpusEpoch]:
         """What each corpus gives in an epoch, by its number."""
         contents = {}
-        for corpus, (first, (start, stop)) in enumerate(
-            zip(self._first_number, self._ranges, strict=True)
-        ):
-            lengths = self._lengths[first : first + stop - start]
+        for corpus, lengths in enumerate(self._parts):
             kept = np.minimum(lengths, self._max_tokens)
             tokens = int(kept.sum())
             contents[corpus] = CorpusEpoch(
@@ -257,8 +247,7 @@ class DocumentStream:
         position, offset, window, step = self.position_tokens, self._offset, self.window, self.step
         expected = (end - position) * self.num_documents // self.tokens_per_epoch
         numbers = self._epoch_order()[self._document :][: expected + 16]
-        corpora = np.searchsorted(self._first_number, numbers, side="right") - 1
-        indices = numbers - self._first_number[corpora] + self._first_index[corpora]
+        corpora, indices = self._places(numbers)
         stored = self._lengths[numbers]
         arrival = self.epoch * self.num_documents + self._document
         kept_tokens = np.minimum(stored, self._max_tokens)
@@ -315,9 +304,8 @@ class DocumentStream:
         """Everything that decides which documents come when."""
         size = self.step_tokens
         corpora = []
-        for first, (start, stop) in zip(self._first_number, self._ranges, strict=True):
-            part = self._lengths[first : first + stop - start].astype("<i8")
-            digest = hashlib.sha256(part.tobytes()).hexdigest()[:16]
+        for part, (start, stop) in zip(self._parts, self._ranges, strict=True):
+            digest = hashlib.sha256(part.astype("<i8").tobytes()).hexdigest()[:16]
             corpora.append(f"{start}:{stop}/{digest}")
         return {
             "corpora": corpora,
@@ -326,18 +314,22 @@ class DocumentStream:
             "seed": self.seed,
             "long_documents": self.long_documents,
             "shuffle": self.shuffle,
-            **({"batch size": f"ramps up {self.ramp}"} if self.ramp else {}),
+            **({"batch size": f"ramps up {self.ramp.title}"} if self.ramp else {}),
         }
 
-    def _refuse_long(self, first_corpus: int) -> None:
-        number = int(np.argmax(self._lengths))
-        corpus = int(np.searchsorted(self._first_number, number, side="right")) - 1
-        index = number - int(self._first_number[corpus]) + self._ranges[corpus][0]
-        raise CorpusError(
-            f"document {index} of corpus {first_corpus + corpus} has {self._lengths[number]} "
-            f"tokens, above the window of {self.window} ({self.num_long} documents are); enlarge "
-            "the window, or let long documents be 'split' or 'truncate'd"
-        )
+    def _places(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+        """The corpus of each of these documents, and its number there."""
+        corpora = np.searchsorted(self._first_number, numbers, side="right") - 1
+        return corpora, numbers - self._first_number[corpora] + self._first_index[corpora]
+
+
+def too_long(where: str, lengths: npt.NDArray[np.int64], window: int) -> CorpusError:
+    """The error for documents longer than the window, of which the longest is ``where``."""
+    return CorpusError(
+        f"{where} has {lengths.max()} tokens, above the window of {window} "
+        f"({np.count_nonzero(lengths > window)} documents are); enlarge the window, or let long "
+        "documents be 'split' or 'truncate'd"
+    )
 
 
 def tokens_before(step: int, step_tokens: int | Fraction, ramp: Ramp | None) -> int | Fraction:
@@ -353,8 +345,3 @@ def _readable(setting: Any) -> Any:
         with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
             return f"{float(Fraction(setting)):.12g}"
     return setting if isinstance(setting, bool | str) else shown(setting)
-
-
-def _check(holds: bool, complaint: str) -> None:
-    if not holds:
-        raise ConfigError(complaint)

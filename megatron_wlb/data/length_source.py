@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.data.corpus import Corpus
-from megatron_wlb.data.documents import DocumentStream, LongDocuments
+from megatron_wlb.data.documents import DocumentStream, LongDocuments, too_long
 from megatron_wlb.data.lengths import DISTRIBUTIONS, Lengths, distribution, sample_lengths
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CorpusError
@@ -191,12 +191,7 @@ class LengthSource:
         if not self.stored.any():
             raise CorpusError(f"{self.title}: no document has tokens; give a corpus with text")
         if long_documents == "error" and int(self.stored.max()) > window:
-            number = int(self.stored.argmax())
-            raise CorpusError(
-                f"{self.title}: document {number} has {self.stored[number]} tokens, above the "
-                f"window of {window} ({np.count_nonzero(self.stored > window)} documents are); "
-                "enlarge the window, or let long documents be 'split' or 'truncate'd"
-            )
+            raise too_long(f"{self.title}: document {self.stored.argmax()}", self.stored, window)
 
     def remarks(self, num_tokens: int, *, window: int, long_documents: LongDocuments) -> list[str]:
         """Says what becomes of documents where ``num_tokens`` are to be packed; often nothing."""

@@ -12,7 +12,7 @@ Memory: about 600 bytes a document that ran, at most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain, islice
 from pathlib import Path
@@ -39,7 +39,6 @@ from megatron_wlb.ledger.lines import (
 from megatron_wlb.ledger.standing import Standing, require_known
 from megatron_wlb.reading import record, typed, whole_number
 
-_NO_PIECES = np.zeros((0, 7), np.int64)
 NAMED = 5
 """How many that are lost or twice are named."""
 _MOST_CORPORA = 1 << 20
@@ -103,9 +102,6 @@ class _Step:
     skipped: bool
     start: int
     """Which start it belongs to."""
-
-    def pieces(self, history: History) -> Pieces:
-        return _pieces(history, self.number, self.documents)
 
 
 @dataclass(frozen=True)
@@ -202,13 +198,17 @@ class History:
         """What each corpus gives in an epoch; the same for all starts that count."""
         return self.starts[-1].contents
 
+    @property
+    def last(self) -> int:
+        """The last step that counts, or the one before the first where there is none."""
+        return self.steps[-1].iteration if self.steps else self.base.iteration
+
     def has_taken_back(self, checkpoint: int) -> bool:
         """Whether the last start began before this checkpoint, which was in its way and which it
         has not come to again: nothing after the start is in it.
         """
         begun = self.starts[-1]
-        last = self.steps[-1].iteration if self.steps else begun.iteration
-        return checkpoint == begun.stood and checkpoint > max(last, begun.iteration)
+        return checkpoint == begun.stood and checkpoint > max(self.last, begun.iteration)
 
     def missing(self) -> Faults:
         """Steps that have no line."""
@@ -231,43 +231,41 @@ def audit(history: History, saved: tuple[int, Mapping[str, Any]] | None) -> Repo
 
     Raises :class:`CheckpointError` for a ledger or a state that cannot be read.
     """
-    standing, until = None, None
-    if saved is not None:
-        until, state = saved
-        standing = Standing.of(state, history.contents)
+    standing, until = None, None if saved is None else saved[0]
     lost, twice = history.missing(), Faults()
-    parts = [step.pieces(history) for step in history.steps]
+    parts = [_pieces(history, step.number, step.documents) for step in history.steps]
     for step, part in zip(history.steps, parts, strict=True):
         found = int(part[:, LENGTH].sum())
         if found < step.tokens:
             text = f"{step.tokens - found} tokens of step {step.iteration}, which ran {step.tokens}"
             lost += Faults(1, (text,))
-    ran = np.concatenate([_NO_PIECES, *parts])
+    ran = np.concatenate([pieces_of(()), *parts])
     iterations = np.repeat([s.iteration for s in history.steps], list(map(len, parts))).astype(int)
     twice += _twice(ran, iterations)
-    if standing is not None and until is not None:
-        told_lost, told_twice = _settled(
-            ran[iterations <= until], iterations[iterations <= until], standing, history, until
-        )
-        lost, twice = lost + told_lost, twice + told_twice
-    del parts
+    if saved is not None:
+        standing, proven = Standing.of(saved[1], history.contents), iterations <= saved[0]
+        told = _settled(ran[proven], iterations[proven], standing, history, saved[0])
+        lost, twice = lost + told[0], twice + told[1]
     skipped = [step for step in history.steps if step.skipped]
     waiting = standing.waiting if standing else ()
     return Report(
         steps=len(history.steps),
         first_iteration=history.steps[0].iteration if history.steps else history.base.iteration,
-        last_iteration=history.steps[-1].iteration if history.steps else history.base.iteration,
+        last_iteration=history.last,
         restarts=len(history.starts) - 1,
         rolled_back=history.rolled_back,
         skipped=len(skipped),
         skipped_tokens=sum(step.tokens for step in skipped),
-        documents=len(_by_document(ran)[1]),
+        documents=int(_by_document(ran)[1].sum()),
         tokens=int(ran[:, LENGTH].sum()),
         epochs={
             epoch.name: int(ran[ran[:, CORPUS] == corpus, LENGTH].sum()) / max(epoch.num_tokens, 1)
             for corpus, epoch in history.contents.items()
         },
-        dropped_tokens=_dropped(ran, history.contents),
+        dropped_tokens=sum(
+            epoch.dropped_tokens * (1 + int(ran[ran[:, CORPUS] == corpus, EPOCH].max(initial=-1)))
+            for corpus, epoch in history.contents.items()
+        ),
         proven_until=until,
         waiting=len(waiting),
         waiting_tokens=sum(document.length for document in waiting),
@@ -275,14 +273,6 @@ def audit(history: History, saved: tuple[int, Mapping[str, Any]] | None) -> Repo
         is_torn=history.is_torn,
         lost=lost,
         twice=twice,
-    )
-
-
-def _dropped(ran: Pieces, contents: Mapping[int, CorpusEpoch]) -> int:
-    return sum(
-        epoch.dropped_tokens * (int(own.max()) + 1)
-        for corpus, epoch in contents.items()
-        if len(own := ran[ran[:, CORPUS] == corpus, EPOCH])
     )
 
 
@@ -295,8 +285,7 @@ def _settled(
             f"{history.path} begins after step {history.base.iteration}, but the newest checkpoint "
             f"is of step {until}; audit the folder that the run was loaded from"
         )
-    last = history.steps[-1].iteration if history.steps else history.base.iteration
-    lost = Faults()
+    lost, last = Faults(), history.last
     if until > last:
         text = f"the line of step {last + 1}, which the checkpoint of step {until} has"
         lost = Faults(until - last, (text,))
@@ -306,18 +295,17 @@ def _settled(
     twice = _twice(both, at, waiting_only=True)
     drawn = pieces_of(standing.drawn)
     drawn[:, ARRIVAL] = standing.arrived
-    lost += _never_came(both[:, ARRIVAL], standing, history, both)
-    lost += _unfinished(np.concatenate([both, drawn]), standing, history)
+    lost += _never_came(both, standing, history)
+    known = np.concatenate([both, drawn])
+    lost += _unfinished(known, standing, history)
     if not lost.number and not history.base.iteration:
-        lost += _short_epochs(np.concatenate([both, drawn]), standing, history.contents)
+        lost += _short_epochs(known, standing, history.contents)
     return lost, twice
 
 
-def _never_came(
-    arrivals: npt.NDArray[np.int64], standing: Standing, history: History, pieces: Pieces
-) -> Faults:
+def _never_came(pieces: Pieces, standing: Standing, history: History) -> Faults:
     """Arrivals of which there is no piece."""
-    base, arrived = history.base, standing.arrived
+    base, arrived, arrivals = history.base, standing.arrived, pieces[:, ARRIVAL]
     present, low, old = np.unique(arrivals), 0, np.zeros(0, np.int64)
     if base.iteration:  # what ran before this ledger begins
         low = min(base.arrived, arrived)
@@ -348,7 +336,8 @@ def _unfinished(pieces: Pieces, standing: Standing, history: History) -> Faults:
     """Stored documents whose pieces do not follow one another from the first token to the last."""
     if not len(pieces):
         return Faults()
-    pieces, starts = _by_document(pieces)
+    order, is_first = _by_document(pieces)
+    pieces, starts = pieces[order], np.flatnonzero(is_first)
     begins, stops = pieces[:, OFFSET], pieces[:, OFFSET] + pieces[:, LENGTH]
     faults = np.zeros(len(pieces), bool)
     # What ran before this ledger begins is not known of: parts run in any order. Of those that did
@@ -415,46 +404,34 @@ def _twice(
 
     ``iterations`` says when each ran, -1 of those that wait; ``waiting_only`` counts these alone.
     """
-    if len(pieces) < 2:
-        return Faults()
-    order = _document_order(pieces)
+    order, is_first = _by_document(pieces)
     pieces, iterations = pieces[order], iterations[order]
-    stops, group = pieces[:, OFFSET] + pieces[:, LENGTH], np.cumsum(_is_first(pieces))
+    stops, group = pieces[:, OFFSET] + pieces[:, LENGTH], np.cumsum(is_first)
     # The furthest end so far in each document: groups lie apart.
-    apart = int(stops.max()) + 1
+    apart = int(stops.max(initial=0)) + 1
     furthest = np.maximum.accumulate(stops + group * apart) - group * apart
-    again = np.append(False, (group[1:] == group[:-1]) & (pieces[1:, OFFSET] < furthest[:-1]))
-    others = np.append(-1, np.arange(len(pieces) - 1))
+    again = ~is_first
+    again[1:] &= pieces[1:, OFFSET] < furthest[:-1]
     if waiting_only:
-        again &= (iterations < 0) | (iterations[others] < 0)
+        again[1:] &= (iterations[1:] < 0) | (iterations[:-1] < 0)
     first = []
     for at in islice(np.flatnonzero(again).tolist(), NAMED):
-        when = [
+        when = ", ".join(
             "waits in the checkpoint" if i < 0 else f"ran in step {i}"
-            for i in (int(iterations[at - 1]), int(iterations[at]))
-        ]
-        offset = int(pieces[at, OFFSET])
-        first.append(f"{_name(pieces[at])} from token {offset} on: {when[0]}, {when[1]}")
+            for i in iterations[at - 1 : at + 1].tolist()
+        )
+        first.append(f"{_name(pieces[at])} from token {pieces[at, OFFSET]} on: {when}")
     return Faults(int(again.sum()), tuple(first))
 
 
-def _by_document(pieces: Pieces) -> tuple[Pieces, npt.NDArray[np.int64]]:
-    """Pieces sorted by stored document and offset, and where each document begins."""
-    pieces = pieces[_document_order(pieces)]
-    return pieces, np.flatnonzero(_is_first(pieces))
-
-
-def _document_order(pieces: Pieces) -> npt.NDArray[np.int64]:
-    keys: Sequence[int] = (OFFSET, INDEX, EPOCH, CORPUS)
-    return np.lexsort(tuple(pieces[:, key] for key in keys))
-
-
-def _is_first(pieces: Pieces) -> npt.NDArray[np.bool_]:
-    first = np.ones(len(pieces), bool)
-    first[1:] = False
-    for column in (CORPUS, EPOCH, INDEX):
-        first[1:] |= pieces[1:, column] != pieces[:-1, column]
-    return first
+def _by_document(pieces: Pieces) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """The order of pieces by stored document and offset, and which are a document's first in it."""
+    columns = (CORPUS, EPOCH, INDEX)
+    order = np.lexsort(pieces[:, (OFFSET, *reversed(columns))].T)
+    documents = pieces[order][:, columns]
+    is_first = np.ones(len(pieces), bool)
+    is_first[1:] = (documents[1:] != documents[:-1]).any(axis=1)
+    return order, is_first
 
 
 def _name(piece: Any, contents: Mapping[int, CorpusEpoch] | None = None) -> str:

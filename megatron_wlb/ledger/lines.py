@@ -51,14 +51,14 @@ class Line:
 def pieces_of(documents: Iterable[Document]) -> Pieces:
     """The documents, sorted by arrival."""
     return _sorted(
-        (d.corpus, d.epoch, d.index, d.offset, d.length, d.ends, d.arrival) for d in documents
+        (d.corpus, d.epoch, d.number, d.offset, d.length, d.ends, d.arrival) for d in documents
     )
 
 
 def pieces_of_plan(plan: StepPlan) -> Pieces:
     """What a step runs, span by span; slices that follow one another are one piece."""
     pieces = _sorted(
-        (d.corpus, d.epoch, d.index, d.offset + start, stop - start,
+        (d.corpus, d.epoch, d.number, d.offset + start, stop - start,
          d.ends and stop == d.length, d.arrival)
         for micro_batch in plan for d, start, stop in micro_batch.spans
     )  # fmt: skip

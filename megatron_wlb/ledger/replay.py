@@ -10,6 +10,7 @@ from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.ledger.audit import History, Start
 from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import make_planner
+from megatron_wlb.planning.guards import check_ranges
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import from_flat
 
@@ -49,6 +50,7 @@ def replay(history: History) -> int:
 
 def _planner(start: Start) -> Planner:
     config = from_flat(start.settings)
+    check_ranges(config)
     dp_size = whole_number("dp_size", start.dp_size, 1, MOST_DEVICES)
     if config.wlb.wlb_strategies is not None or start.cost is None:
         raise ConfigError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class StepLedger:
         self._path = None if folder is None else Path(folder) / NAME
         self._file = -1
         if self._path is not None:
-            with _Telling(self._path):
+            with _telling(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
                 _drop_torn_line(self._file)
@@ -83,7 +84,7 @@ class StepLedger:
     def sync(self) -> None:
         """Puts all lines on disk."""
         if self._path is not None:
-            with _Telling(self._path):
+            with _telling(self._path):
                 os.fsync(self._file)
 
     def close(self) -> None:
@@ -92,28 +93,24 @@ class StepLedger:
             self._path = None
             os.close(self._file)
 
-    def _append(self, values: Mapping[str, Any]) -> None:
+    def _append(self, values: dict[str, Any]) -> None:
         assert self._path is not None
-        left = memoryview(seal(dict(values)))
-        with _Telling(self._path):
+        left = memoryview(seal(values))
+        with _telling(self._path):
             while left:
                 left = left[os.write(self._file, left) :]
 
 
-class _Telling:
+@contextlib.contextmanager
+def _telling(path: Path) -> Iterator[None]:
     """Makes one line of what a full disk raises."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"cannot write {self._path}: {error.strerror}; make room, choose another --save, "
-                "or give --wlb-no-ledger"
-            ) from None
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror}; make room, choose another --save, "
+            "or give --wlb-no-ledger"
+        ) from None
 
 
 def _drop_torn_line(file: int) -> None:

@@ -125,7 +125,7 @@ class Limits:
         for document in documents:
             if document.length > self.max_tokens:
                 raise PackingError(
-                    f"document {document.index} of corpus {document.corpus} has {document.length} "
+                    f"document {document.number} of corpus {document.corpus} has {document.length} "
                     f"tokens, above max_tokens (S_max) {self.max_tokens}; raise it or split long "
                     "documents"
                 )

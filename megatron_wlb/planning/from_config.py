@@ -30,7 +30,7 @@ from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
-from megatron_wlb.data.ramp import LinearRamp, Ramp, StepRamp
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings, kind_of
 from megatron_wlb.planner import Planner, Stream
@@ -136,7 +136,7 @@ def batch(config: Config, dp_size: int) -> tuple[int, Ramp | None]:
     """
     t, ramp = config.training, None
     if t.step_batch_size_schedule is not None:
-        growing = StepRamp.parse(t.step_batch_size_schedule, config.data.seq_length)
+        growing = Ramp.schedule(t.step_batch_size_schedule, config.data.seq_length)
         return growing.sizes[-1], growing
     multiple = t.micro_batch_size * dp_size if t.decrease_batch_size_if_needed else 1
     if t.rampup_batch_size:
@@ -145,7 +145,7 @@ def batch(config: Config, dp_size: int) -> tuple[int, Ramp | None]:
                 f"--rampup-batch-size has {len(t.rampup_batch_size)} numbers; give START INCREMENT "
                 "SAMPLES"
             )
-        ramp = LinearRamp(*t.rampup_batch_size, t.global_batch_size, multiple)
+        ramp = Ramp.linear(*t.rampup_batch_size, t.global_batch_size, multiple)
     return t.global_batch_size // multiple * multiple, ramp
 
 

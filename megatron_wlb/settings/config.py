@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, typed
+from megatron_wlb.reading import MOST_TOKENS, typed
 from megatron_wlb.settings.megatron import (
     CheckpointConfig,
     DataConfig,
@@ -23,7 +23,7 @@ from megatron_wlb.settings.megatron import (
     TrainingConfig,
 )
 from megatron_wlb.settings.packings import PACKINGS
-from megatron_wlb.settings.setting import SAME, Setting, count, factor, setting
+from megatron_wlb.settings.setting import SAME, Setting, count, factor, micro_batches, setting
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,10 @@ class WlbConfig:
         "`fixed-solver`: search a step or group of steps, in deterministic time: about so many "
         "seconds, but the same plan on every rank",
     )
-    wlb_units: int | None = setting(
+    wlb_units: int | None = micro_batches(
         None,
         "`slim`: micro-batches to cut a data-parallel rank's step into; chosen by simulated step "
         "time if not given",
-        least=1,
-        most=MOST_MICRO_BATCHES,
     )
     wlb_slice_multiple: int | None = setting(
         None,
@@ -273,14 +271,8 @@ def from_flat(values: dict[str, Any]) -> Config:
 
     Raises :class:`ConfigError` for values of another type than the setting's.
     """
-    groups = {
-        name: group(
-            **{
-                setting: typed(flag_of(setting), values[setting], hint)
-                for setting, hint in typing.get_type_hints(group).items()
-                if setting in values
-            }
-        )
-        for name, group in groups_of_settings().items()
-    }
+    groups = {}
+    for name, group in groups_of_settings().items():
+        hints = {s: hint for s, hint in typing.get_type_hints(group).items() if s in values}
+        groups[name] = group(**{s: typed(flag_of(s), values[s], hints[s]) for s in hints})
     return Config(**groups)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_wlb.reading import (
-    MAX_SIZE,
-    MOST_DEVICES,
-    MOST_LAYERS,
-    MOST_MICRO_BATCHES,
-    MOST_TOKENS,
+from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES, MOST_LAYERS, MOST_TOKENS
+from megatron_wlb.settings.setting import (
+    SAME,
+    count,
+    devices,
+    factor,
+    micro_batches,
+    real,
+    setting,
+    share,
+    size,
 )
-from megatron_wlb.settings.setting import SAME, count, factor, real, setting, share, size
 from megatron_wlb.settings.split import PipelineSplit
 
 
@@ -186,8 +190,8 @@ class ModelConfig:
 class ParallelConfig:
     """How the model is laid out over the processes that torchrun starts."""
 
-    tensor_model_parallel_size: int = setting(1, "TP", least=1, most=MOST_DEVICES, layout=True)
-    pipeline_model_parallel_size: int = setting(1, "PP", least=1, most=MOST_DEVICES, layout=True)
+    tensor_model_parallel_size: int = devices(1, "TP", layout=True)
+    pipeline_model_parallel_size: int = devices(1, "PP", layout=True)
     num_virtual_stages_per_pipeline_rank: int | None = setting(
         None,
         "VPP: model chunks a pipeline rank (interleaved 1F1B)",
@@ -218,12 +222,8 @@ class ParallelConfig:
         "'Et*3|(t*4|)*2t*3L'",
         layout=True,
     )
-    context_parallel_size: int = setting(
-        1,
-        "CP: ranks over which each micro-batch's tokens are divided",
-        least=1,
-        most=MOST_DEVICES,
-        layout=True,
+    context_parallel_size: int = devices(
+        1, "CP: ranks over which each micro-batch's tokens are divided", layout=True
     )
     expert_model_parallel_size: int = size(
         1,
@@ -269,20 +269,13 @@ class ParallelConfig:
 class TrainingConfig:
     """Batch, precision, optimizer and schedule."""
 
-    micro_batch_size: int = setting(
-        1,
-        "windows of tokens that a micro-batch stands for",
-        least=1,
-        most=MOST_MICRO_BATCHES,
-        script=SAME,
-        resume="same",
+    micro_batch_size: int = micro_batches(
+        1, "windows of tokens that a micro-batch stands for", script=SAME, resume="same"
     )
-    global_batch_size: int = setting(
+    global_batch_size: int = micro_batches(
         8,
         "windows of tokens that arrive a step; by --micro-batch-size it is N, the number of "
         "micro-batches over DP",
-        least=1,
-        most=MOST_MICRO_BATCHES,
         script=SAME,
         resume="same",
     )

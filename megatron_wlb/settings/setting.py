@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from megatron_wlb.reading import MAX_SIZE
+from megatron_wlb.reading import MAX_SIZE, MOST_DEVICES, MOST_MICRO_BATCHES
 
 SAME = "same"
 
@@ -47,6 +47,8 @@ def setting(default: Any, help: str, **traits: Any) -> Any:
 
 count = partial(setting, least=1)
 size = partial(setting, least=1, most=MAX_SIZE)
+devices = partial(setting, least=1, most=MOST_DEVICES)
+micro_batches = partial(setting, least=1, most=MOST_MICRO_BATCHES)
 real = partial(setting, within=(0, math.inf))
 factor = partial(setting, within=(1, math.inf))
 share = partial(setting, within=(0, 1))

@@ -125,7 +125,7 @@ def _note_documents(spoiled: bool) -> None:
     def noting(self: Any) -> Any:
         plan = next_plan(self)
         if plan is not None and os.environ["RANK"] == "0":
-            documents = sorted([d.corpus, d.index, d.offset, d.length] for d in plan.documents)
+            documents = sorted([d.corpus, d.number, d.offset, d.length] for d in plan.documents)
             with Path(DOCUMENTS).open("a") as stream:
                 stream.write(json.dumps(documents) + "\n")
         return _without_a_document(plan) if spoiled and plan is not None else plan

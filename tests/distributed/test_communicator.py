@@ -318,7 +318,7 @@ def test_plans_with_equal_lengths_but_other_documents_differ(gloo: GlooPool) -> 
     layout = Layout(2, 1, 3)
     first, *rest = layout.plan.micro_batches[0]
     (span,) = first.spans
-    other = span._replace(document=span.document._replace(index=99))
+    other = span._replace(document=span.document._replace(number=99))
     moved = (dataclasses.replace(first, spans=(other,)), *rest)
     plans = {1: dataclasses.replace(layout.plan, micro_batches=(moved,))}
     errors = gloo.run(2, error_of_step, layout, {}, plans, timeout_s=30)

@@ -31,7 +31,7 @@ def damaged(stored: Any, document: int) -> Any:
 
     def read(span: Any, start: int, stop: int) -> Any:
         tokens = stored(span, start, stop)
-        return tokens ^ 1 if span.document.index == document else tokens
+        return tokens ^ 1 if span.document.number == document else tokens
 
     return read
 

@@ -36,7 +36,7 @@ from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.data.ramp import StepRamp
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.data.sources import SourceCounts, Sources, find_files
 from megatron_wlb.data.tokenizer import file_encoder, tokenizer_settings
 from megatron_wlb.errors import PlanError, WLBError
@@ -178,7 +178,7 @@ def _texts(text: str) -> None:
         lambda: str(Strategy.parse(text, Cluster(16, 8))),
         lambda: Scheme.parse(text),
         lambda: PackingSettings.parse(text, 4096, 8192),
-        lambda: StepRamp.parse(text, 4096),
+        lambda: Ramp.schedule(text, 4096),
         lambda: parse_split(text, 100),
         lambda: Blend.parse(text.split(" ")),
         lambda: read_pattern(text),

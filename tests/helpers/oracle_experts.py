@@ -94,9 +94,9 @@ class OracleRouters:
         """
         import torch
 
-        number_of = {(d.index, d.offset): n for n, d in enumerate(workload.steps[step])}
+        number_of = {(d.number, d.offset): n for n, d in enumerate(workload.steps[step])}
         rows = [
-            [[number_of[s.document.index, s.document.offset] for s in m.spans] for m in row]
+            [[number_of[s.document.number, s.document.offset] for s in m.spans] for m in row]
             for row in zip(*plan.micro_batches, strict=True)
         ]
         whole, auxiliary = torch.zeros(()), {}

@@ -112,7 +112,7 @@ class Soak:
                 ]
                 assert all(document.step > step for document in ahead), f"stuck in step {step}"
             for document in plan.documents:
-                which = (document.corpus, document.index, document.epoch)
+                which = (document.corpus, document.number, document.epoch)
                 ran.setdefault(which, []).append((document.offset, document.length))
             step += 1
         else:

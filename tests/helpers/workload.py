@@ -45,7 +45,7 @@ class Workload:
         """
         examples = []
         for document in self.steps[step]:
-            stored = self.corpus.stored[document.index]
+            stored = self.corpus.stored[document.number]
             labels = np.append(stored[1:], -1)
             run = slice(document.offset, document.offset + document.length)
             examples.append((stored[run], labels[run]))

@@ -93,7 +93,7 @@ def _noted(original: Any, ledger: str) -> Any:
         _step[0] = plan.step
         result = original(self, plan, *args, forward_only=forward_only, **kwargs)
         if os.environ["RANK"] == "0" and not forward_only:
-            documents = [[d.corpus, d.epoch, d.index, d.offset, d.length] for d in plan.documents]
+            documents = [[d.corpus, d.epoch, d.number, d.offset, d.length] for d in plan.documents]
             with Path(ledger).open("a") as stream:
                 stream.write(json.dumps([plan.step, plan.digest, documents]) + "\n")
         return result

@@ -42,7 +42,7 @@ def pieces(plans: Iterable[StepPlan]) -> dict[tuple[int, int, int], list[Piece]]
             for span in micro_batch.spans:
                 d = span.document
                 start, stop = d.offset + span.start, d.offset + span.stop
-                found[d.epoch, d.corpus, d.index].append((start, stop, span.num_targets))
+                found[d.epoch, d.corpus, d.number].append((start, stop, span.num_targets))
     return {key: sorted(value) for key, value in found.items()}
 
 

@@ -18,7 +18,7 @@ from megatron_lm_runs import (
 )
 from trainer_runs import Flags, assert_refused, losses, read_metrics
 
-from megatron_wlb.data.ramp import LinearRamp, Ramp, StepRamp
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError
 
 pytestmark = needs_megatron_lm
@@ -43,14 +43,14 @@ SIZES = [2, 2, 4, 6, 8, 8, 8]
 def test_a_growing_batch_has_megatrons_sizes_and_resumes_in_its_midst(
     corpus: Path, tmp_path: Path
 ) -> None:
-    ramp: Ramp = LinearRamp(*RAMP, 8)
+    ramp = Ramp.linear(*RAMP, 8)
     flags, other = LINEAR | {"data_path": corpus}, {"rampup_batch_size": [4, 4, 9]}
     if BY_STEPS:
         window = flags["seq_length"]
         schedule = " ".join(f"{start * window}:{size}" for start, size in STEPS)
         flags |= {"step_batch_size_schedule": schedule, "rampup_batch_size": None}
         flags |= {"global_batch_size": None}
-        ramp, other = StepRamp.parse(schedule, window), {"step_batch_size_schedule": "0:4 1K:8"}
+        ramp, other = Ramp.schedule(schedule, window), {"step_batch_size_schedule": "0:4 1K:8"}
     plain = finish(launch(tmp_path, 1, flags | {"wlb_metrics": "plain"}))
     assert [ramp.windows(step) for step in range(len(SIZES))] == SIZES
     assert logged(plain, "global batch size") == list(map(str, SIZES))
@@ -69,7 +69,7 @@ def test_a_growing_batch_has_megatrons_sizes_and_resumes_in_its_midst(
     assert_equal_steps(tmp_path / "dp2", tmp_path / "plain", first=4)
     other = flags | other | {"override_opt_param_scheduler": True}
     finished = launch(tmp_path, 1, other).wait()
-    assert_refused(finished, CheckpointError.exit_code, "batch size", str(ramp))
+    assert_refused(finished, CheckpointError.exit_code, "batch size", ramp.title)
 
 
 @pytest.mark.skipif(BY_STEPS, reason="this version of Megatron-LM ignores --rampup-batch-size")
@@ -81,7 +81,7 @@ def test_batches_are_rounded_down_to_what_replicas_divide(corpus: Path, tmp_path
     rounded = flags | {"decrease_batch_size_if_needed": True, "wlb_fixed_batches": 3}
     ended = finish(launch(tmp_path, 2, rounded | {"wlb_metrics": "metrics"}))
     consumed = list(map(int, logged(ended, "consumed samples")))
-    ramp = LinearRamp(5, 4, 12, 13, multiple=4)
+    ramp = Ramp.linear(5, 4, 12, 13, multiple=4)
     assert consumed == [ramp.before(step + 1) for step in range(len(consumed))]
     assert consumed[:4] == [4, 8, 16, 28]
 

@@ -138,7 +138,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     places = {
         "alone": [*documents[samples], documents[-1]],
-        "ours": [document.index for document in stream.next_step()],
+        "ours": [document.number for document in stream.next_step()],
     }
     for name, order in places.items():
         assert sorted(order) == list(range(NUM_DOCUMENTS))

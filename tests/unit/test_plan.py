@@ -8,8 +8,8 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.sharding import Sharding
 from megatron_wlb.strategy.layout import Cluster, Strategy
 
-LONG = Document(corpus=1, index=7, offset=0, length=10, ends=True, epoch=2, arrival=5, step=3)
-SHORT = Document(corpus=0, index=2, offset=0, length=4, ends=False, epoch=2, arrival=6, step=4)
+LONG = Document(corpus=1, number=7, offset=0, length=10, ends=True, epoch=2, arrival=5, step=3)
+SHORT = Document(corpus=0, number=2, offset=0, length=4, ends=False, epoch=2, arrival=6, step=4)
 
 
 def micro_batch(index, *documents, padded=16, us=1.0):
@@ -89,7 +89,7 @@ def test_digest_changes_with_whatever_ranks_must_agree_on():
         *(
             step_plan([micro_batch(0, LONG._replace(**change))], [micro_batch(1, SHORT)])
             for change in (
-                {"corpus": 0}, {"index": 8}, {"offset": 1}, {"length": 9}, {"ends": False},
+                {"corpus": 0}, {"number": 8}, {"offset": 1}, {"length": 9}, {"ends": False},
                 {"epoch": 0},
             )
         ),

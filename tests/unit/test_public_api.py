@@ -63,7 +63,7 @@ def test_planned_steps_run_each_token_once(packing: str) -> None:
     layout = wlb.Parallelism(tp_size=2, dp_size=2, sequence_parallel=True)
     plans = list(wlb.plan_steps(lengths, packing=packing, layout=layout, **BATCH))
     seen = sorted(
-        (d.index, d.offset + at) for p in plans for d in p.documents for at in range(d.length)
+        (d.number, d.offset + at) for p in plans for d in p.documents for at in range(d.length)
     )
     assert seen == [(index, at) for index, n in enumerate(lengths) for at in range(n)]
     assert {len(plan.micro_batches) for plan in plans} == {2}

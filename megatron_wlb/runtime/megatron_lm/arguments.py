@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_wlb.data.ramp import StepRamp
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.runtime.megatron_lm import refusals
 from megatron_wlb.settings.command_line import add_flags
 from megatron_wlb.settings.config import Config, WlbConfig, from_flat, table
@@ -114,7 +114,7 @@ def scale_losses(args: argparse.Namespace) -> None:
         return
     windows, schedule = args.global_batch_size, getattr(args, "step_batch_size_schedule", None)
     if schedule is not None:
-        windows = StepRamp.parse(schedule, args.seq_length).sizes[-1]
+        windows = Ramp.schedule(schedule, args.seq_length).sizes[-1]
     shift = (windows * args.seq_length - 1).bit_length()
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         if getattr(args, name) is not None:

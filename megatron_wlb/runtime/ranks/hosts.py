@@ -147,7 +147,7 @@ def _levels(plan: StepPlan) -> Iterator[dict[str, str]]:
     places = [(r, n, m) for r, own in enumerate(plan.micro_batches) for n, m in enumerate(own)]
     yield {f"at place {n} of data-parallel rank {r}": _told(m) for r, n, m in places}
     yield {
-        f"at place {number} of micro-batch {m.index}": f"document {s.document.index} of corpus "
+        f"at place {number} of micro-batch {m.index}": f"document {s.document.number} of corpus "
         f"{s.document.corpus} in epoch {s.document.epoch}, tokens {s.document.offset + s.start} to "
         f"{s.document.offset + s.stop}{'' if s.document.ends else ', not its end'}"
         for _, _, m in places

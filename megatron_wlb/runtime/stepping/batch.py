@@ -351,7 +351,7 @@ class BatchBuilder:
             num_read = min(num_tokens + depths, rest) if last else num_tokens
             stored = self._stored(span, start, start + num_read)
             taken = stored[: span.document.length - before]
-            place = span.document.corpus, span.document.index, span.document.offset + before
+            place = span.document.corpus, span.document.number, span.document.offset + before
             read.append(Run.of((plan.index, *place), stored, taken[:num_tokens], last))
             for depth in range(depths):
                 own, labels = taken[depth:][:num_tokens], stored[depth + 1 :][:num_tokens]
@@ -365,11 +365,11 @@ class BatchBuilder:
         document = span.document
         first = document.offset + span.start
         stored: IntArray = self.corpora[document.corpus].tokens(
-            document.index, first + start, first + stop, document.epoch
+            document.number, first + start, first + stop, document.epoch
         )
         if stored.max() >= self.vocab_size or stored.min() < 0:
             raise CorpusError(
-                f"{self.corpora[document.corpus].prefix}: document {document.index} has token "
+                f"{self.corpora[document.corpus].prefix}: document {document.number} has token "
                 f"{stored.max()}, but the vocabulary has {self.vocab_size}; pass the tokenizer's "
                 "--vocab-size"
             )

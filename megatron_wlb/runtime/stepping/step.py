@@ -423,4 +423,4 @@ def _check_chain(chain: Sequence[MicroBatchPlan], where: str) -> None:
 
 
 def _name(document: Document) -> str:
-    return f"document {document.index} of corpus {document.corpus}"
+    return f"document {document.number} of corpus {document.corpus}"

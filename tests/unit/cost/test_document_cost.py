@@ -53,7 +53,7 @@ def test_stored_cost_comes_back_as_what_it_was() -> None:
         ({"backward_quadratic_us": math.nan}, "backward_quadratic_us is nan"),
         ({"micro_batch_us": math.inf}, "micro_batch_us is inf"),
         ({"forward_linear_us": "2"}, "forward_linear_us is '2'; give a number"),
-        ({"forward_linear": 2.0}, "unknown coefficient forward_linear; use forward_linear_us"),
+        ({"forward_linear": 2.0}, "unknown entry forward_linear; use forward_linear_us"),
         (dict.fromkeys(COST.as_dict(), 0.0), "all coefficients are 0"),
     ],
 )

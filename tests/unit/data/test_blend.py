@@ -96,7 +96,7 @@ def test_order_does_not_depend_on_where_steps_end() -> None:
     def order(step_tokens: int) -> list[tuple[int, int, int, int]]:
         stream = blend(LENGTHS, [1, 2, 3], step_tokens=step_tokens)
         arrived = [d for _ in range(9000 // step_tokens) for d in stream.next_step()]
-        return [(d.arrival, d.corpus, d.index, d.offset) for d in arrived][:500]
+        return [(d.arrival, d.corpus, d.number, d.offset) for d in arrived][:500]
 
     assert order(90) == order(360) == order(16)
 
@@ -112,7 +112,7 @@ def test_documents_and_their_epochs_are_those_of_each_corpus_alone() -> None:
         while len(expected) < len(ours):
             expected += alone.next_step()
         for found, document in zip(ours, expected, strict=False):
-            for name in ("index", "offset", "length", "ends", "epoch"):
+            for name in ("number", "offset", "length", "ends", "epoch"):
                 assert getattr(found, name) == getattr(document, name)
     assert max(d.epoch for d in arrived if d.corpus == 1) > 40
     assert max(d.epoch for d in arrived if d.corpus == 0) < 15
@@ -125,7 +125,7 @@ def test_keys_are_the_order_of_the_stream_also_where_pieces_interleave() -> None
     keys = [document.key for document in arrived]
     assert keys == sorted(set(keys))
     assert [document.step for document in arrived] == sorted(document.step for document in arrived)
-    pieces = [n for n, d in enumerate(arrived) if d.corpus == 2 and d.index == 3 and d.epoch == 0]
+    pieces = [n for n, d in enumerate(arrived) if d.corpus == 2 and d.number == 3 and d.epoch == 0]
     assert pieces[-1] - pieces[0] >= len(pieces), "a document of another corpus comes between"
 
 

@@ -55,7 +55,7 @@ def test_split_gives_each_stored_token_once_an_epoch(
     for document in (d for step in drain(stream(lengths, **options)) for d in step):
         assert 1 <= document.length <= options["window"]
         stop = document.offset + document.length
-        place = (document.epoch, document.corpus, document.index)
+        place = (document.epoch, document.corpus, document.number)
         given_tokens.update((*place, token) for token in range(document.offset, stop))
         if document.ends:
             last_tokens.add((*place, stop - 1))
@@ -114,7 +114,7 @@ def test_order_depends_on_the_seed_and_the_epoch_alone() -> None:
 
     def order(epoch: int, **options: Any) -> list[tuple[int, int]]:
         documents = (d for step in drain(stream(lengths, **options)) for d in step)
-        return [(d.corpus, d.index) for d in documents if d.epoch == epoch and d.offset == 0]
+        return [(d.corpus, d.number) for d in documents if d.epoch == epoch and d.offset == 0]
 
     assert order(1) == order(1, window=13, step_tokens=7, num_epochs=3)
     assert order(0) != order(1)
@@ -125,7 +125,7 @@ def test_order_depends_on_the_seed_and_the_epoch_alone() -> None:
 def test_order_is_the_same_for_ever() -> None:
     """Written down: a resumed run must see the same order under any later NumPy."""
     documents = stream([[3, 4, 5, 6], [7, 8]], seed=1234, step_tokens=33)
-    steps = [[(d.corpus, d.index) for d in step] for step in drain(documents)]
+    steps = [[(d.corpus, d.number) for d in step] for step in drain(documents)]
     assert steps == [
         [(1, 0), (1, 1), (0, 3), (0, 1), (0, 2), (0, 0)],
         [(1, 0), (0, 3), (0, 1), (1, 1), (0, 2), (0, 0)],
@@ -135,8 +135,8 @@ def test_order_is_the_same_for_ever() -> None:
 def test_epoch_boundary_is_no_barrier_for_steps() -> None:
     documents = stream([[5, 6, 7]], step_tokens=20, shuffle=False)
     first, second = drain(documents)
-    assert [(d.epoch, d.index) for d in first] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert [(d.epoch, d.index) for d in second] == [(1, 1), (1, 2)]
+    assert [(d.epoch, d.number) for d in first] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert [(d.epoch, d.number) for d in second] == [(1, 1), (1, 2)]
 
 
 def test_stream_without_number_of_epochs_never_ends() -> None:
@@ -183,7 +183,7 @@ def test_error_policy_names_the_longest_document_and_the_ways_out() -> None:
 def test_ranges_bound_each_corpus_and_empty_documents_are_counted() -> None:
     lengths = [[1, 2, 0, 4], [], [5, 6, 7]]
     documents = stream(lengths, ranges=[(1, 4), (0, 0), (0, 2)], num_epochs=1)
-    found = {(d.corpus, d.index, d.length) for step in drain(documents) for d in step}
+    found = {(d.corpus, d.number, d.length) for step in drain(documents) for d in step}
     assert found == {(0, 1, 2), (0, 3, 4), (2, 0, 5), (2, 1, 6)}
     assert (documents.num_empty, documents.num_documents) == (1, 4)
 
@@ -191,16 +191,9 @@ def test_ranges_bound_each_corpus_and_empty_documents_are_counted() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"window": 1}, "window 1 is below 2"),
-        ({"step_tokens": 0}, "step_tokens 0 is not above 0"),
-        ({"num_epochs": 0}, "num_epochs 0 is below 1"),
-        ({"seed": -1}, "seed -1 is not in"),
-        (
-            {"long_documents": "cut"},
-            "'cut' for long documents is none of split, slice, truncate, error",
-        ),
-        ({"ranges": [(0, 3)]}, "range 0:3 is outside corpus 0, 2 long"),
-        ({"ranges": []}, "0 ranges for 1 corpora"),
+        ({"window": 1}, "window is 1; give at least 2"),
+        ({"num_epochs": 0}, "num_epochs is 0; give at least 1"),
+        ({"seed": -1}, "seed is -1; give at least 0"),
     ],
 )
 def test_stream_refuses_settings_out_of_their_limits(
@@ -215,8 +208,6 @@ def test_stream_refuses_ranges_without_documents() -> None:
         stream([[3, 4]], ranges=[(1, 1)])
     with pytest.raises(CorpusError, match=r"\(2 empty\)"):
         stream([[0, 0]])
-    with pytest.raises(ConfigError, match="no corpus"):
-        stream([])
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,11 @@ def test_slimpack_has_the_stated_shares():
         (("referense", 1), "unknown distribution referense; did you mean reference?"),
         (("xyz", 1), "unknown distribution xyz; use one of reference, stdlib, magi, slimpack"),
         (("magi", 0), "num_windows is 0; give at least 1"),
+        (("magi", 1, 0), "window is 0"),
     ],
 )
 def test_lengths_refuse_what_is_no_sample(arguments, complaint):
+    name, num_windows, window = (*arguments, 4096)[:3]
     with pytest.raises(ConfigError) as caught:
-        sample_lengths(*arguments, seed=1)
+        sample_lengths(name, num_windows, seed=1, window=window)
     assert complaint in str(caught.value)
-
-
-def test_lengths_refuse_a_window_without_tokens():
-    with pytest.raises(ConfigError, match="window is 0"):
-        sample_lengths("magi", 1, seed=1, window=0)

@@ -8,7 +8,7 @@ from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBat
 
 from megatron_wlb.data.blend import BlendedStream
 from megatron_wlb.data.documents import DocumentStream
-from megatron_wlb.data.ramp import LinearRamp, StepRamp
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError, ConfigError
 
 SETTINGS = {
@@ -28,7 +28,7 @@ SETTINGS = {
 def test_ramp_follows_megatrons_calculator(name: str) -> None:
     (start, increment, samples, size), micro_batch_size, dp_size, rounds = SETTINGS[name]
     multiple = micro_batch_size * dp_size if rounds else 1
-    ramp = LinearRamp(start, increment, samples, size, multiple)
+    ramp = Ramp.linear(start, increment, samples, size, multiple)
     theirs = RampupBatchsizeNumMicroBatchesCalculator(
         size, micro_batch_size, dp_size, rounds, 1, start, increment, samples
     )
@@ -44,7 +44,7 @@ def test_ramp_follows_megatrons_calculator(name: str) -> None:
 
 
 def test_ramp_of_a_hundred_million_samples_is_known_at_once() -> None:
-    ramp = LinearRamp(384, 384, 97_656_250, 1152)
+    ramp = Ramp.linear(384, 384, 97_656_250, 1152)
     assert ramp.sizes == (384, 768, 1152)
     assert ramp.windows(0) == 384
     assert 97_656_250 < ramp.before(200_000) < ramp.before(200_001)
@@ -63,11 +63,11 @@ def test_ramp_of_a_hundred_million_samples_is_known_at_once() -> None:
 )
 def test_ramp_that_megatron_makes_nothing_of_is_refused(numbers: tuple[int], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        LinearRamp(*numbers)
+        Ramp.linear(*numbers)
 
 
 def test_step_schedule_changes_where_its_tokens_have_arrived() -> None:
-    ramp = StepRamp.parse("0:2 1.2K:4, 0.003M:8", 100)
+    ramp = Ramp.schedule("0:2 1.2K:4, 0.003M:8", 100)
     assert ramp.thresholds == ((0, 2), (12, 4), (30, 8)) and ramp.sizes == (2, 4, 8)
     consumed = 0
     for step in range(20):  # by the rule of Megatron-LM 0.18, of samples consumed before a step
@@ -75,10 +75,10 @@ def test_step_schedule_changes_where_its_tokens_have_arrived() -> None:
         assert (ramp.before(step), ramp.windows(step)) == (consumed, size)
         consumed += size
     assert consumed > 60
-    assert StepRamp.parse("0:7", 100).sizes == (7,)
-    skipped = StepRamp.parse("0:20 500:30 1000:40 9000:41", 100)  # the first step passes 30
+    assert Ramp.schedule("0:7", 100).sizes == (7,)
+    skipped = Ramp.schedule("0:20 500:30 1000:40 9000:41", 100)  # the first step passes 30
     assert skipped.sizes == (20, 40, 41)
-    assert str(skipped) == "20 from 0 30 from 5 40 from 10 41 from 90"
+    assert skipped.title == "20 from 0 30 from 5 40 from 10 41 from 90"
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_step_schedule_changes_where_its_tokens_have_arrived() -> None:
 )
 def test_step_schedule_that_is_none_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        StepRamp.parse(text, 100)
+        Ramp.schedule(text, 100)
 
 
 def test_streams_give_the_windows_of_each_step() -> None:
     """By first tokens, as in other steps: up to a document more or less."""
-    ramp = LinearRamp(2, 2, 9, 8)
+    ramp = Ramp.linear(2, 2, 9, 8)
     lengths = np.random.default_rng(1).integers(1, 101, 400)
     both = {"window": 100, "step_tokens": 800, "seed": 3, "ramp": ramp}
     streams = (DocumentStream([lengths], **both), BlendedStream([lengths] * 2, [0.3, 0.7], **both))
@@ -112,9 +112,9 @@ def test_streams_give_the_windows_of_each_step() -> None:
 
 
 def test_stream_of_another_ramp_is_refused() -> None:
-    ramp = LinearRamp(2, 2, 9, 8)
+    ramp = Ramp.linear(2, 2, 9, 8)
     both = {"window": 100, "step_tokens": 800, "seed": 3}
     saved = DocumentStream([np.full(9, 50)], **both, ramp=ramp).state_dict()
-    for other in (None, LinearRamp(4, 2, 9, 8)):
+    for other in (None, Ramp.linear(4, 2, 9, 8)):
         with pytest.raises(CheckpointError, match="batch size ramps up 2 2 9 to 8 there"):
             DocumentStream([np.full(9, 50)], **both, ramp=other).load_state_dict(saved)

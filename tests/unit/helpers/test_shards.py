@@ -122,7 +122,7 @@ def test_scatter_keeps_documents_and_is_the_same_each_time() -> None:
     workload = make_workload([list(range(1, 30))], vocab_size=50)
     plan = scatter(0, workload.steps[0], dp_size=2, num_micro_batches=3, multiple=4)
     assert plan == scatter(0, workload.steps[0], dp_size=2, num_micro_batches=3, multiple=4)
-    assert sorted(d.index for d in plan.documents) == list(range(29))
+    assert sorted(d.number for d in plan.documents) == list(range(29))
     assert [len(rank) for rank in plan.micro_batches] == [3, 3]
     assert [m.length == 0 for m in plan] == [False, False, False, False, True, False]
     assert all(m.padded_length % 4 == 0 and m.padded_length >= max(m.length, 4) for m in plan)

@@ -36,7 +36,7 @@ NUMBERS = st.integers(0, 2**40) | st.integers(0, 300)
 def test_ledger_line_gives_back_its_documents(documents: list[Document]) -> None:
     pieces = pieces_of(documents)
     assert np.array_equal(decode(encode(pieces)), pieces)
-    expected = sorted((d.arrival, d.offset, d.corpus, d.index, d.length) for d in documents)
+    expected = sorted((d.arrival, d.offset, d.corpus, d.number, d.length) for d in documents)
     assert sorted(pieces[:, [6, 3, 0, 2, 4]].tolist()) == list(map(list, expected))
 
 

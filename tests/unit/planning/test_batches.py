@@ -9,7 +9,7 @@ import pytest
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.corpora import Corpora
-from megatron_wlb.data.ramp import LinearRamp
+from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planner import Planner
@@ -101,7 +101,7 @@ RAMP = "--rampup-batch-size 2 2 30"
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_growing_batches_have_their_micro_batches_and_lose_nothing(packing: str) -> None:
     """Also when it is read from its state before each step, as after a kill."""
-    ramp, size = LinearRamp(2, 2, 30, 8), 2 if packing == "hold" else 1
+    ramp, size = Ramp.linear(2, 2, 30, 8), 2 if packing == "hold" else 1
     flags, dp_size = f"{RAMP} --micro-batch-size {size}", 2 // size
     whole, resumed = planner(packing, flags, dp_size), planner(packing, flags, dp_size)
     run: list[tuple[int, int, int]] = []

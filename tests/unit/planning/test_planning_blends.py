@@ -64,14 +64,14 @@ def test_weights_of_the_data_path_are_shares_of_the_tokens(texts: list[str]) -> 
     assert share(evaluated) == pytest.approx({0: 0.5, 1: 0.3, 2: 0.2}, abs=0.03)
     for document in evaluated:
         start, stop = corpora.ranges["valid"][document.corpus]
-        assert start <= document.index < stop
+        assert start <= document.number < stop
 
 
 def test_without_weights_each_document_comes_once_an_epoch(texts: list[str]) -> None:
     settings = config(texts, wlb_epochs=1, split="1")
     corpora = Corpora.open(settings)
     documents = drawn(make_planner(settings, corpora, REFERENCE_COST, 1), 100)
-    assert len({(d.corpus, d.index) for d in documents}) == len(documents) == 70
+    assert len({(d.corpus, d.number) for d in documents}) == len(documents) == 70
 
 
 def test_each_split_may_have_a_blend_of_its_own(texts: list[str]) -> None:

@@ -154,7 +154,7 @@ def test_table_that_ends_before_s_max_is_refused_unless_allowed(tmp_path: Path) 
     [
         ([1, 2], "expected names and values"),
         ({"cost": 3}, "cost is 3; give coefficients"),
-        ({"forward_linear": 3}, "unknown coefficient forward_linear; use forward_linear_us"),
+        ({"forward_linear": 3}, "unknown entry forward_linear; use forward_linear_us"),
         ({"attention": []}, "model, tp_size, cp_size, linear are missing"),
     ],
 )

@@ -57,8 +57,8 @@ def check(units, lengths, max_tokens):
             assert rank in ranks
             together.setdefault(ranks, {}).setdefault(rank, []).append(span)
             if rank == ranks[0]:
-                assert span.start == stops.get(span.document.index, 0)
-                stops[span.document.index] = span.stop
+                assert span.start == stops.get(span.document.number, 0)
+                stops[span.document.number] = span.stop
         at = shared
         for length in replica.chains[bool(shared) :]:
             chain, at = replica.spans[at : at + length], at + length
@@ -73,8 +73,8 @@ def check(units, lengths, max_tokens):
                 assert not any(span.is_slice for span in unit[1:])
                 assert sum(span.length for span in unit) <= max_tokens
                 for span in unit:
-                    assert span.start == stops.get(span.document.index, 0)
-                    stops[span.document.index] = span.stop
+                    assert span.start == stops.get(span.document.number, 0)
+                    stops[span.document.number] = span.stop
     assert stops == dict(enumerate(lengths))
     for ranks, runs in together.items():
         assert sorted(runs) == list(ranks)  # all of them, the same units in the same order

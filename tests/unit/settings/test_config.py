@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import pytest
-
 from megatron_wlb.settings.config import Config, DataConfig, WlbConfig, from_flat
 from megatron_wlb.settings.megatron import ModelConfig
 
@@ -31,9 +29,3 @@ def test_setting_names_are_unique_over_the_groups() -> None:
 def test_flat_is_json_and_makes_the_same_config_again() -> None:
     assert from_flat(json.loads(json.dumps(CONFIG.flat()))) == CONFIG
     assert from_flat({}) == Config() != CONFIG
-
-
-def test_config_is_a_value() -> None:
-    assert hash(CONFIG) == hash(dataclasses.replace(CONFIG))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        CONFIG.model.num_layers = 3  # type: ignore[misc]
