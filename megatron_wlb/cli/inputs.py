@@ -12,10 +12,9 @@ from megatron_wlb.cli.output import remark
 from megatron_wlb.cost import (
     AnalyticModel,
     Cost,
+    Execution,
     ModelShape,
     Parallelism,
-    Recompute,
-    analytic_cost,
     load_hardware,
 )
 from megatron_wlb.cost.experts import ExpertGroups
@@ -288,16 +287,14 @@ def known_run(args: argparse.Namespace, number: int) -> Run | None:
     own = _own(args, config, layout)
     return Run(
         model_shape(config, padded_vocab_size(config, _vocab_size(args, config))),
+        Execution(own, recompute(config), expert_imbalance=config.wlb.wlb_expert_imbalance),
         load_hardware(config.wlb.wlb_hardware),
-        own,
         args.window,
         number,
-        recompute(config),
         config.wlb.wlb_memory_gib,
         measured=None if config.wlb.wlb_cost == "analytic" else cost(args),
         extrapolate=args.cost_extrapolate,
         micro_batch_size=args.micro_batch_size,
-        expert_imbalance=config.wlb.wlb_expert_imbalance,
     )
 
 
@@ -363,7 +360,7 @@ def _experts(args: argparse.Namespace, layout: Parallelism) -> ExpertGroups | No
     shape = padded_vocabulary(model.shape, own.tp_size)
     own.check_experts(shape)
     hardware = load_hardware(args.hardware or model.config.wlb.wlb_hardware)
-    analytic = AnalyticModel(shape, hardware, own, recompute(model.config))
+    analytic = AnalyticModel(shape, Execution(own, recompute(model.config)), hardware)
     return ExpertGroups.of(analytic, None if args.cost is None else cost(args), args.window)
 
 
@@ -382,7 +379,7 @@ def cost(args: argparse.Namespace) -> Cost:
         if args.cost is not None:
             return cost_of_file(args, shape)
         hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
-        return analytic_cost(shape, hardware, Parallelism(), Recompute())
+        return AnalyticModel(shape, Execution(), hardware).cost()
     config = _with_machine(args, model)
     vocab_size = _vocab_size(args, config)
     found = known_cost(config, padded_vocab_size(config, vocab_size))

@@ -30,7 +30,7 @@ from megatron_wlb.cli.scenario import (
     fill_machine,
     machine_title,
 )
-from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost import Execution, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
@@ -230,20 +230,20 @@ def _space(args: argparse.Namespace) -> Space:
         )
     recompute = [args.recompute] if args.recompute else RECOMPUTE
     return Space(
-        read_model(args.model).shape,
-        hardware,
-        args.num_devices,
-        args.window,
-        tuple(numbers),
-        tuple(dict.fromkeys(args.packing)),
-        cast(Mode, args.sharding),
-        tuple(RECOMPUTE[name] for name in recompute),
-        max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
-        args.memory_gib,
-        args.headroom,
-        args.cost_extrapolate,
-        fixed,
-        args.expert_imbalance,
+        shape=read_model(args.model).shape,
+        execution=Execution(expert_imbalance=args.expert_imbalance),
+        hardware=hardware,
+        num_devices=args.num_devices,
+        memory_gib=args.memory_gib,
+        headroom=args.headroom,
+        max_tp=max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
+        window=args.window,
+        num_micro_batches=tuple(numbers),
+        packings=tuple(dict.fromkeys(args.packing)),
+        sharding=cast(Mode, args.sharding),
+        recomputes=tuple(RECOMPUTE[name] for name in recompute),
+        extrapolate=args.cost_extrapolate,
+        fixed=fixed,
     )
 
 

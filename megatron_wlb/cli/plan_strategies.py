@@ -12,6 +12,7 @@ from rich.table import Table
 from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.output import console, progress_bar, say, table_of
 from megatron_wlb.cli.scenario import machine_title
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
@@ -79,7 +80,7 @@ def _command(args: argparse.Namespace, searched: Space, space: StrategySpace) ->
         "--transformer-impl": "local",
         "--seq-length": searched.window,
         "--global-batch-size": searched.num_micro_batches[0],
-        **({"--bf16": True} if space.bf16 else {}),
+        **({"--bf16": True} if space.execution.bf16 else {}),
         **recipe.recompute_flags(space.recompute),
         "--wlb-strategies": str(args.out),
         "--wlb-hardware": args.hardware,
@@ -92,16 +93,15 @@ def _command(args: argparse.Namespace, searched: Space, space: StrategySpace) ->
 def _space(searched: Space, *, bf16: bool) -> StrategySpace:
     """The schemes, with as little recomputation as lets some replica take a whole window."""
     tried = None
-    for recompute in searched.recompute:
+    for recompute in searched.recomputes:
         tried = StrategySpace(
             padded_vocabulary(searched.shape, searched.hardware.devices_per_node),
+            Execution(recompute=recompute, bf16=bf16),
             searched.hardware,
             searched.num_devices,
-            recompute,
             searched.memory_gib,
-            headroom=searched.headroom,
-            max_tp=searched.max_tp,
-            bf16=bf16,
+            searched.headroom,
+            searched.max_tp,
         )
         if any(tokens >= searched.window for _, tokens in tried.costs):
             break
@@ -165,7 +165,7 @@ def _json(found: StrategyStudy, space: StrategySpace) -> Mapping[str, Any]:
         "num_devices": space.cluster.num_devices,
         "devices_per_node": space.cluster.devices_per_node,
         "recompute": space.recompute.granularity or "none",
-        "bf16": space.bf16,
+        "bf16": space.execution.bf16,
         "best_equal": str(found.proposal.best_equal.strategy),
         "num_tried": found.proposal.num_tried,
         "num_steps": found.num_steps,

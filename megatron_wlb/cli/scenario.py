@@ -16,7 +16,7 @@ from megatron_wlb.cli.inputs import (
     fill_window,
 )
 from megatron_wlb.cli.model import Model, add_model_flag, read_model
-from megatron_wlb.cost import Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import Execution, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.planning.from_config import recompute
 from megatron_wlb.planning.run import MEMORY_SHARE, Run
@@ -146,17 +146,19 @@ def run_of(args: argparse.Namespace) -> Run:
     )
     return Run(
         padded_vocabulary(shape, layout.tp_size),
+        Execution(
+            layout,
+            RECOMPUTE[args.recompute] if args.recompute else recompute(config),
+            overlap_grad_reduce=not args.no_overlap_grad_reduce,
+            expert_imbalance=args.expert_imbalance,
+        ),
         hardware,
-        layout,
         args.window,
         args.num_micro_batches,
-        RECOMPUTE[args.recompute] if args.recompute else recompute(config),
         args.memory_gib,
-        not args.no_overlap_grad_reduce,
         None if args.cost is None else cost_of_file(args, shape, layout),
         args.cost_extrapolate,
         micro_batch_size=args.micro_batch_size,
-        expert_imbalance=args.expert_imbalance,
     )
 
 

@@ -170,9 +170,8 @@ class Clock:
         p = self.run.parallelism
         dp_size = max(1, p.dp_size * p.cp_size // cp_size)
         layout = dataclasses.replace(p, cp_size=cp_size, dp_size=dp_size)
-        return dataclasses.replace(
-            self.run, parallelism=layout, num_micro_batches=dp_size * p.num_stages
-        ).costs.stages
+        run = self.run.executed(parallelism=layout)
+        return dataclasses.replace(run, num_micro_batches=dp_size * p.num_stages).costs.stages
 
     def of_plan(self, plan: StepPlan) -> float:
         p = self.run.parallelism
@@ -288,7 +287,7 @@ def arrivals(
     They are what `slim` would run, which neither delays nor cuts.
     """
     layout = dataclasses.replace(run.parallelism, vpp_size=1, group_size=None)
-    workload = dataclasses.replace(run, parallelism=layout).workload(source, seed=seed)
+    workload = run.executed(parallelism=layout).workload(source, seed=seed)
     setting = PackingSettings.parse("slim", run.window, run.window)
     planner = workload.planner(setting, options.warm_up + options.steps)
     for _ in range(options.warm_up):
