@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -28,7 +29,7 @@ WORTH_SAYING = 1.005
 """A speed-up below it is none."""
 
 
-def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> int:
+def run(args: argparse.Namespace, documents: LengthSource, searched: Space, hardware: str) -> int:
     """Proposes, simulates and shows."""
     if searched.fixed:
         given = ", ".join(flag_of(name) for name in searched.fixed)
@@ -45,7 +46,12 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
     window, (windows,) = searched.window, searched.num_micro_batches
     documents.check(window=window, long_documents=args.long_documents)
     _, steps = num_steps(
-        args, documents, step_tokens=windows * window, num_cases=1, default=(SAMPLE_STEPS, STEPS)
+        args,
+        documents,
+        window=window,
+        step_tokens=windows * window,
+        num_cases=1,
+        default=(SAMPLE_STEPS, STEPS),
     )
     with progress_bar("simulating strategies") as progress:
         space = _space(searched, bf16=not args.fp32)
@@ -61,7 +67,8 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
     out = console()
     recompute = space.recompute.granularity or "no"
     title = (
-        f"{machine_title(args, searched.num_devices)}, {windows * window:,} tokens a step, "
+        f"{machine_title(args.model, hardware, searched.num_devices)}, "
+        f"{windows * window:,} tokens a step, "
         f"{recompute} recomputation, {'fp32' if args.fp32 else 'bf16'}"
     )
     out.print(_table(found, title, args.seed))
@@ -69,11 +76,11 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
     say(out, _verdict(found))
     if args.out:
         out.print(f"strategies: {args.out}; train with them, data and duration added:")
-        out.print(_command(args, searched, space), soft_wrap=True)
+        out.print(_command(args.out, searched, space, hardware), soft_wrap=True)
     return 0
 
 
-def _command(args: argparse.Namespace, searched: Space, space: StrategySpace) -> str:
+def _command(out: Path, searched: Space, space: StrategySpace, hardware: str) -> str:
     """The command line whose replicas fit memory as they are priced here."""
     flags: recipe.Flags = {
         **recipe.model_flags(searched.shape),
@@ -82,9 +89,9 @@ def _command(args: argparse.Namespace, searched: Space, space: StrategySpace) ->
         "--global-batch-size": searched.num_micro_batches[0],
         **({"--bf16": True} if space.execution.bf16 else {}),
         **recipe.recompute_flags(space.recompute),
-        "--wlb-strategies": str(args.out),
-        "--wlb-hardware": args.hardware,
-        **({} if args.memory_gib is None else {"--wlb-memory-gib": args.memory_gib}),
+        "--wlb-strategies": str(out),
+        "--wlb-hardware": hardware,
+        **({} if space.memory_gib is None else {"--wlb-memory-gib": space.memory_gib}),
     }
     machine = searched.num_devices, space.cluster.devices_per_node
     return recipe.command(flags, *machine, recipe.TRAINER)

@@ -38,7 +38,6 @@ from _common import add_distribution, add_seeds, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output, scenario
-from megatron_wlb.cli.inputs import most_tokens
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, run_program
@@ -345,16 +344,16 @@ def main() -> int:
     options = parser.parse_args()
     whole_number("--steps", options.steps, 1, 10_000)
     whole_number("--warm-up", options.warm_up, 0, 10_000)
-    scenario.fill_layout(options)
-    run = scenario.run_of(options)
-    max_tokens = most_tokens(options, run)
+    job = scenario.read_job(options)
+    run = scenario.run_of(job)
+    max_tokens = job.max_tokens(run)
     names = [name for name in OURS if name != "slim" or run.parallelism.vpp_size == 1]
     settings = [PackingSettings.parse(name, run.window, max_tokens) for name in names]
     schedules = Upstream(options.checkout, run).schedules()
     total = len(options.seeds) * options.steps * (len(settings) + len(schedules))
     with output.counting_bar("planning", total) as on_step:
         rows = measure(run, schedules, settings, options, on_step)
-    title = scenario.machine_title(options, run.num_devices)
+    title = scenario.machine_title(options.model, job.config.wlb.wlb_hardware, run.num_devices)
     output.console(stderr=True).print(table_of(rows, title, options))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))
