@@ -123,8 +123,26 @@ class Documents(Protocol):
         ...
 
 
+class _Batch:
+    """What arrives in a step."""
+
+    window: int
+    num_micro_batches: int
+    micro_batch_size: int
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens that a micro-batch stands for: its mean."""
+        return self.micro_batch_size * self.window
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that arrive in a step, in the mean, once N has grown."""
+        return self.num_micro_batches * self.micro_batch_tokens
+
+
 @dataclass(frozen=True)
-class Workload:
+class Workload(_Batch):
     """What is to be packed, into what, and what it costs; the same for every packing."""
 
     source: Documents
@@ -144,16 +162,6 @@ class Workload:
     """How N grows to ``num_micro_batches``; None where all steps have as many."""
     experts: ExpertGroups | None = None
     """Groups of replicas that run micro-batches of the same place together."""
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens that a micro-batch stands for: its mean."""
-        return self.micro_batch_size * self.window
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens that arrive in a step, in the mean, once N has grown."""
-        return self.num_micro_batches * self.micro_batch_tokens
 
     @property
     def dp_size(self) -> int:
@@ -311,7 +319,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Run(Executed):
+class Run(Executed, _Batch):
     """A run, whether it trains or not: what its steps cost in time and memory.
 
     The vocabulary of its shape is padded, as
@@ -347,16 +355,6 @@ class Run(Executed):
         p.check_experts(self.shape)
         p.check_latents(self.shape)
         schedule(p.pp_size, p.vpp_size, each, p.group_size)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens that a micro-batch stands for: its mean."""
-        return self.micro_batch_size * self.window
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens that arrive in a step, in the mean, once N has grown."""
-        return self.num_micro_batches * self.micro_batch_tokens
 
     @property
     def num_devices(self) -> int:
