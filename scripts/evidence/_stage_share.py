@@ -24,10 +24,9 @@ import numpy as np
 import torch
 from _quickstart.live_bytes import LiveBytes
 
-from megatron_wlb.cost import ModelShape, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from megatron_wlb.cost.attention import AttentionProfile
-from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.hardware import FIGURES, Hardware, read_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError

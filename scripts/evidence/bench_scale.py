@@ -31,8 +31,7 @@ from _common import add_distribution, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output
-from megatron_wlb.cost import Parallelism, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import run_program

@@ -13,8 +13,7 @@ from helpers.layouts import MODELS
 from helpers.strategy_ranks import open_runner, plan_for, strategies_file, with_strategies
 from helpers.workload import make_workload
 
-from megatron_wlb.cost import Hardware, MemoryModel, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, Hardware, MemoryModel, load_hardware
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config

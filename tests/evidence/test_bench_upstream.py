@@ -10,8 +10,7 @@ import megatron.core
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import Parallelism, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run

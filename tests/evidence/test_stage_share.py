@@ -11,8 +11,7 @@ import pytest
 from _stage_share import GROUPS, ShareRow, measure_share, share_of
 from helpers.gloo import GlooPool
 
-from megatron_wlb.cost import AnalyticModel, ModelShape, Parallelism, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import AnalyticModel, Execution, ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 

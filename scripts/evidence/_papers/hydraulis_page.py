@@ -14,8 +14,7 @@ from _sections import Paper, Row, Section, row_of
 from _papers import hydraulis
 from _papers.hydraulis import BREAKDOWN, CASES, CONFIGURATIONS, DATA, PRINTED_RANGE
 from _papers.paper import Effort, K
-from megatron_wlb.cost import load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.propose import StrategySpace

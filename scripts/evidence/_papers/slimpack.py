@@ -18,9 +18,8 @@ from functools import lru_cache, partial
 import numpy as np
 
 from _papers.paper import HARDWARE, Effort, K, max_tokens
-from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.document import imbalance
-from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource

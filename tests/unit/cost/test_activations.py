@@ -2,9 +2,8 @@ import dataclasses
 
 import pytest
 
-from megatron_wlb.cost import ModelShape, Parallelism, Recompute
+from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.activations import ActivationModel
-from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.tape import Operation, Tape
 
 # A GPT with dropout, learned positions and no gate: the model of Korthikanti et al. (2022).

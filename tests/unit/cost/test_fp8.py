@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import AnalyticModel, Parallelism, load_hardware
+from megatron_wlb.cost import AnalyticModel, Execution, Parallelism, load_hardware
 from megatron_wlb.cost.activations import ActivationModel
-from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.fp8 import ROWS, row_multiple
 from megatron_wlb.cost.layers import Layer
 from megatron_wlb.data.corpora import Corpora

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.cost import Parallelism, load_hardware
+from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.analytic import AnalyticModel
-from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.layers import Precisions
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.cost.parts import Latent

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 

@@ -11,8 +11,7 @@ import time
 import pytest
 from _quickstart.recording import chained
 
-from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.slices import Unit
 from megatron_wlb.schedule.order import Action, sliced
 

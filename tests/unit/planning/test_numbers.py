@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_wlb.cost import DocumentCost, MemoryModel, Parallelism
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, Parallelism
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.cost import DocumentCost, ProfiledCost, load_hardware
+from megatron_wlb.cost import DocumentCost, Execution, ProfiledCost, load_hardware
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
-from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.corpora import Corpora

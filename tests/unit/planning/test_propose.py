@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import ModelShape, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.assign import Assigner, assign
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import DocumentCost, Parallelism, Recompute, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import DocumentCost, Execution, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts

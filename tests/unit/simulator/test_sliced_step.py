@@ -8,8 +8,7 @@ from itertools import count
 import pytest
 from PIL import Image
 
-from megatron_wlb.cost import DocumentCost, MemoryModel, ModelShape, Parallelism
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, ModelShape, Parallelism
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan

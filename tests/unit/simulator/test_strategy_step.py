@@ -6,8 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import AnalyticModel, Execution, MemoryModel, ModelShape, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, StepPlan

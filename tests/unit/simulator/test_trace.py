@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_wlb.cost import DocumentCost, MemoryModel, ModelShape, Parallelism
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, ModelShape, Parallelism
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.schedule.order import Action
 from megatron_wlb.simulator.engine import Interval, Timeline

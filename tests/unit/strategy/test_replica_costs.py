@@ -3,9 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, load_hardware
+from megatron_wlb.cost import AnalyticModel, Execution, MemoryModel, ModelShape, load_hardware
 from megatron_wlb.cost.document import DocumentCost
-from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError

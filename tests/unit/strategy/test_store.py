@@ -5,8 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, load_hardware
 from megatron_wlb.strategy.layout import Cluster, Strategy
 from megatron_wlb.strategy.store import ParameterStore, part
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import ModelShape, Parallelism, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, ModelShape, Parallelism, load_hardware
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.packing import PackingSettings

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.parts import Experts, Latent
 from megatron_wlb.errors import ConfigError

@@ -6,8 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import ModelShape, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.parts import Experts
 from megatron_wlb.data.length_source import LengthSource

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import ModelShape, load_hardware
-from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.propose import StrategySpace
 from megatron_wlb.strategy.layout import Scheme
