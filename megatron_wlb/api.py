@@ -14,7 +14,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.cost import Cost, DocumentCost, Parallelism, analytic_cost, load_hardware
+from megatron_wlb.cost import (
+    AnalyticModel,
+    Cost,
+    DocumentCost,
+    Execution,
+    Parallelism,
+    load_hardware,
+)
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
@@ -142,8 +149,8 @@ def simulate_step(
     _check(plan=plan, layout=layout, model=model, hardware=hardware)
     scenario = Run(
         padded_vocabulary(load_model(model), layout.tp_size),
+        Execution(layout),
         load_hardware(hardware),
-        layout,
         window=max(micro_batch.padded_length for micro_batch in plan),
         num_micro_batches=sum(map(len, plan.micro_batches)),
     )
@@ -162,7 +169,7 @@ def model_cost(model: str, layout: Parallelism = ONE_DEVICE, *, hardware: str = 
     """
     _check(layout=layout, model=model, hardware=hardware)
     sizes = padded_vocabulary(load_model(model), layout.tp_size)
-    return analytic_cost(sizes, load_hardware(hardware), layout)
+    return AnalyticModel(sizes, Execution(layout), load_hardware(hardware)).cost()
 
 
 def _check(**given: object) -> None:

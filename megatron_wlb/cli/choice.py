@@ -28,6 +28,7 @@ def num_steps(
     args: argparse.Namespace,
     documents: LengthSource,
     *,
+    window: int,
     step_tokens: int,
     num_cases: int,
     default: tuple[int, int],
@@ -43,7 +44,7 @@ def num_steps(
     if args.steps is not None:
         steps = whole_number("--steps", args.steps, 1, MOST_STEPS)
     elif documents.stored is not None:
-        pieces = int((-(-documents.stored // args.window)).sum())
+        pieces = int((-(-documents.stored // window)).sum())
         tokens = max(1, int(documents.stored.sum()))
         documents_a_step = -(-step_tokens * pieces // tokens)
         fitting = (MOST_DOCUMENTS // num_cases + MOST_REPEATS * pieces) // documents_a_step
@@ -61,7 +62,7 @@ def num_steps(
             remark(f"{few}: {fitting - warm_up} steps instead of {steps} (--steps)")
             steps = fitting - warm_up
     tokens = times * (warm_up + steps) * step_tokens
-    for text in documents.remarks(tokens, window=args.window, long_documents=args.long_documents):
+    for text in documents.remarks(tokens, window=window, long_documents=args.long_documents):
         remark(text)
     return warm_up, steps
 

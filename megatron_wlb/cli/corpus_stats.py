@@ -8,9 +8,10 @@ import json
 from rich.table import Table
 
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.inputs import SOURCES, add_source, fill_window, source
+from megatron_wlb.cli.inputs import SOURCES, add_source, source
 from megatron_wlb.cli.output import check_picture, console, facts, say, table_of
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
+from megatron_wlb.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.reading import whole_number
 
 BAR = 24
@@ -39,24 +40,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
-    fill_window(args)
-    documents = source(args)
+    window = REFERENCE_WINDOW if args.window is None else args.window
+    documents = source(args, window)
     whole_number("--windows", args.windows, 1)
     statistics = LengthStatistics.of(
-        documents.lengths(args.windows, window=args.window, seed=args.seed), args.window
+        documents.lengths(args.windows, window=window, seed=args.seed), window
     )
     if args.plot:
         from megatron_wlb.study.plot import plot_lengths
 
-        plot_lengths(statistics, args.window, args.plot)
+        plot_lengths(statistics, window, args.plot)
     if args.json:
-        print(json.dumps({"source": documents.title} | statistics.as_dict(args.window), indent=1))
+        print(json.dumps({"source": documents.title} | statistics.as_dict(window), indent=1))
         return 0
     out = console()
     out.print(_summary(statistics, documents.title))
-    out.print(_long(statistics, args.window))
-    out.print(_histogram(statistics, args.window))
-    say(out, _advice(statistics, args.window))
+    out.print(_long(statistics, window))
+    out.print(_histogram(statistics, window))
+    say(out, _advice(statistics, window))
     if args.plot:
         say(out, f"picture: {args.plot}")
     return 0

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from typing import get_args
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, get_args
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.model import MODELS, Model, add_model_flag, read_model
@@ -12,14 +15,15 @@ from megatron_wlb.cli.output import remark
 from megatron_wlb.cost import (
     AnalyticModel,
     Cost,
+    Execution,
+    Hardware,
     ModelShape,
     Parallelism,
-    Recompute,
-    analytic_cost,
     load_hardware,
 )
 from megatron_wlb.cost.experts import ExpertGroups
-from megatron_wlb.cost.model_file import padded_vocabulary
+from megatron_wlb.cost.hardware import LEAST, MOST
+from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
@@ -29,22 +33,46 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.from_config import (
     known_cost,
-    model_shape,
     padded_vocab_size,
     parallelism,
     recompute,
+    run_of,
+    without_growth,
 )
 from megatron_wlb.planning.run import Run, Workload, read_cost
 from megatron_wlb.reading import (
+    MOST_DEVICES,
     MOST_MICRO_BATCHES,
     MOST_TOKENS,
     real_number,
     text_of_flag,
     whole_number,
 )
-from megatron_wlb.settings.config import Config, from_flat
+from megatron_wlb.settings.config import Config, flag_of, from_flat
+from megatron_wlb.settings.split import PipelineSplit
 from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE
 
+SIZES = {
+    "tp_size": "tensor_model_parallel_size",
+    "cp_size": "context_parallel_size",
+    "pp_size": "pipeline_model_parallel_size",
+    "vpp_size": "num_virtual_stages_per_pipeline_rank",
+    "ep_size": "expert_model_parallel_size",
+    "etp_size": "expert_tensor_parallel_size",
+}
+"""Flags of a layout, and the settings that they stand for."""
+ASSUMED = {
+    "bf16": True,
+    "optimizer": "adam",
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "decrease_batch_size_if_needed": False,
+    "wlb_attention_kernel": "auto",
+    "wlb_cp_overlap_groups": None,
+    "wlb_cp_keep_gathered": False,
+    "wlb_cp_reduce_in_fp32": False,
+}
+"""What commands predict of a run, whatever ``--model`` says."""
 NUM_MICRO_BATCHES = 4
 
 SOURCES = f"""\
@@ -77,64 +105,19 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     flag(group, "--seed N", "of the sample", 1)
 
 
-def fill_window(args: argparse.Namespace) -> Model:
-    """Fills ``--window`` where it is not given, and returns the model that ``--model`` names."""
-    given = getattr(args, "model", None)
-    model = Model(Config()) if given is None else read_model(given)
-    if args.window is None:
-        args.window = model.window or REFERENCE_WINDOW
-    return model
-
-
 def add_micro_batch_size(group: argparse._ArgumentGroup) -> None:
     about = "windows that a micro-batch stands for, as training's (default: --model's, or 1)"
     flag(group, "--micro-batch-size N", about)
 
 
-def fill_micro_batch_size(args: argparse.Namespace, model: Model) -> int:
-    """Fills ``--micro-batch-size`` where it is not given; returns it."""
-    size: int = model.micro_batch_size or 1
-    if args.micro_batch_size is not None:
-        size = whole_number("--micro-batch-size", args.micro_batch_size, 1, MOST_MICRO_BATCHES)
-    args.micro_batch_size = size
-    return size
-
-
-def fill_defaults(args: argparse.Namespace) -> None:
-    """What the command line leaves open and ``--model`` says: window, batch, pipeline stages.
-
-    Raises :class:`ConfigError` for a file that is none.
-    """
-    model = fill_window(args)
-    size = fill_micro_batch_size(args, model)
-    if args.num_micro_batches is None:
-        args.num_micro_batches = [model.num_micro_batches(size) or NUM_MICRO_BATCHES]
-    # Without a pipeline or devices the file does not tell what shares the work.
-    p = model.config.parallel
-    pp_size = p.pipeline_model_parallel_size
-    if pp_size > 1 and getattr(args, "pp_size", 0) in (None, pp_size):
-        args.pp_size = pp_size
-        if args.vpp_size is None:
-            args.vpp_size = p.vpp_size if p.vpp_size > 1 else None
-        if (args.vpp_size or 1) == p.vpp_size:
-            sizes = model.shape.num_layers, args.pp_size, p.vpp_size
-            args.stage_layers = p.split.uneven(*sizes)
-    if args.dp_size is None:
-        inner = p.tensor_model_parallel_size * p.context_parallel_size
-        args.dp_size = model.dp_size(inner * (args.pp_size or 1))
-
-
-def numbers_of_micro_batches(args: argparse.Namespace) -> list[int]:
+def numbers_of_micro_batches(numbers: Sequence[int]) -> tuple[int, ...]:
     """Each N once. Raises :class:`ConfigError` for what is no number above 0."""
-    return list(
-        dict.fromkeys(
-            whole_number("--num-micro-batches", number, 1, MOST_MICRO_BATCHES)
-            for number in args.num_micro_batches
-        )
-    )
+    for number in numbers:
+        whole_number("--num-micro-batches", number, 1, MOST_MICRO_BATCHES)
+    return tuple(dict.fromkeys(numbers))
 
 
-def source(args: argparse.Namespace) -> LengthSource:
+def source(args: argparse.Namespace, window: int) -> LengthSource:
     """The one that the flags name, or that of a ``--model`` whose file says ``--mock-data``.
 
     Raises :class:`ConfigError` for none or several.
@@ -148,7 +131,7 @@ def source(args: argparse.Namespace) -> LengthSource:
             f"{'several sources of documents' if any(given) else 'no documents'}; give one of a "
             "corpus PREFIX, --distribution NAME and --lengths FILE"
         )
-    whole_number("--window", args.window, 2, MOST_TOKENS)
+    whole_number("--window", window, 2, MOST_TOKENS)
     whole_number("--seed", args.seed, 0, 2**32 - 2)
     if mock is not None:
         return LengthSource.named(mock)
@@ -157,17 +140,6 @@ def source(args: argparse.Namespace) -> LengthSource:
     if args.lengths is not None:
         return LengthSource.of_file(args.lengths)
     return LengthSource.of_corpora(args.prefixes)
-
-
-def obstacles(args: argparse.Namespace) -> set[str]:
-    """What ``--model`` has that some packings cannot run with."""
-    if args.model is None:
-        return set()
-    model = read_model(args.model)
-    training = model.config.training
-    delayed = training.fp8_format is not None and training.fp8_recipe == "delayed"
-    found = {"experts": bool(model.shape.experts), "delayed scaling": delayed}
-    return {name for name, has in found.items() if has}
 
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:
@@ -229,180 +201,256 @@ def add_cost_file(group: argparse._ArgumentGroup, tables: str = "") -> None:
     )
 
 
-def max_tokens(args: argparse.Namespace) -> int:
-    """S_max as asked for, or else two windows for each that a micro-batch stands for."""
-    return _asked_tokens(args) or 2 * int(args.micro_batch_size * args.window)
+@dataclass(frozen=True)
+class Job:
+    """What a command is to pack or to simulate: its flags, over what ``--model`` says."""
 
+    args: argparse.Namespace
+    """The flags as they were given."""
+    model: Model
+    config: Config
+    """The settings of ``--model`` with those of the flags over them."""
+    layout: Parallelism | None
+    """How the model is divided; None where nothing tells what shares the work."""
+    shape: ModelShape
+    """The model's sizes, its vocabulary padded."""
+    numbers: tuple[int, ...] = ()
+    """N, each once: micro-batches of a step over all replicas."""
 
-def _asked_tokens(args: argparse.Namespace) -> int | None:
-    """S_max as ``--max-windows`` says, or else ``--model``; None where neither does."""
-    if args.max_windows is not None:
-        return int(real_number("--max-windows", args.max_windows, 1, MOST_TOKENS) * args.window)
-    return None if args.model is None else read_model(args.model).config.wlb.wlb_max_tokens
+    @property
+    def window(self) -> int:
+        return self.config.data.seq_length
 
+    @property
+    def micro_batch_size(self) -> int:
+        return self.config.training.micro_batch_size
 
-def most_tokens(args: argparse.Namespace, run: Run | None) -> int:
-    """S_max in tokens; a note says what memory makes of it.
+    @property
+    def obstacles(self) -> set[str]:
+        """What ``--model`` has that some packings cannot run with."""
+        return set() if self.args.model is None else self.model.obstacles
 
-    As asked for; otherwise two windows for each that a micro-batch stands for, or what fits the
-    memory of ``run``, where it is known, but at least one.
-    """
-    if run is None or _asked_tokens(args) is not None:
-        return max_tokens(args)
-    window, row = run.window, run.micro_batch_tokens
-    least = "one window" if row == window else f"{run.micro_batch_size} windows"
-    try:
-        fitting = run.max_tokens()
-    except ConfigError as error:
-        remark(f"S_max is {least}: {error}")
-        return row
-    if fitting >= 2 * row:
-        return 2 * row
-    if fitting < row:
+    @property
+    def limits(self) -> dict[str, int | None]:
+        return {"max_age": self.args.max_age, "max_step_tokens": self.args.max_step_tokens}
+
+    @property
+    def machine(self) -> Hardware:
+        return load_hardware(self.config.wlb.wlb_hardware)
+
+    def run(self, number: int, cost: Cost | None = None) -> Run:
+        """Describes the run of N micro-batches; ``cost`` replaces the analytic one.
+
+        Raises :class:`ConfigError` for what cannot be.
+        """
+        assert self.layout is not None
+        config = without_growth(self.config)
+        number_of_windows = {"global_batch_size": number * self.micro_batch_size}
+        config = from_flat(config.flat() | ASSUMED | number_of_windows)
+        run = run_of(config, 0, self.layout.dp_size, cost=cost, shape=self.shape)
+        return run.executed(kernels="fused")  # as on a GPU
+
+    def known_run(self, number: int) -> Run | None:
+        """Describes the run as :meth:`run` does; None where ``--model`` is sizes alone, or nothing
+        tells what shares the work.
+        """
+        if self.layout is None or self.model.sizes is not None or self.args.model is None:
+            return None
+        return self.run(number, None if self.config.wlb.wlb_cost == "analytic" else self.cost)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """The cost that the flags name; LLaMA2-7B's if they name none.
+
+        Raises :class:`ConfigError` for files that hold none, or a cost of another model.
+        """
+        args = self.args
+        if args.model is None:
+            if args.hardware is not None:
+                raise ConfigError("--hardware is the machine of --model FILE; give that as well")
+            return REFERENCE_COST if args.cost is None else cost_of_file(args)
+        if self.model.sizes is not None:
+            if args.cost is not None:
+                return cost_of_file(args, self.shape)
+            return AnalyticModel(self.shape, Execution(), self.machine).cost()
+        found = known_cost(self.config, self.shape.vocab_size)
+        if found is None:
+            raise ConfigError(
+                f"--model {args.model} asks for a cost that is measured in training; leave "
+                "wlb_cost out, or give --cost FILE"
+            )
+        return found
+
+    @property
+    def _asked_tokens(self) -> int | None:
+        """S_max as ``--max-windows`` says, or else ``--model``; None where neither does."""
+        given = self.args.max_windows
+        if given is not None:
+            return int(real_number("--max-windows", given, 1, MOST_TOKENS) * self.window)
+        return self.config.wlb.wlb_max_tokens
+
+    def max_tokens(self, run: Run | None) -> int:
+        """S_max in tokens; a note says what memory makes of it.
+
+        As asked for; otherwise two windows for each that a micro-batch stands for, or what fits the
+        memory of ``run``, where it is known, but at least one.
+        """
+        row, asked = self.micro_batch_size * self.window, self._asked_tokens
+        if run is None or asked is not None:
+            return asked or 2 * row
+        least = "one window" if row == self.window else f"{self.micro_batch_size} windows"
+        try:
+            fitting = run.max_tokens()
+        except ConfigError as error:
+            remark(f"S_max is {least}: {error}")
+            return row
+        if fitting >= 2 * row:
+            return 2 * row
+        if fitting < row:
+            remark(
+                f"S_max is {least}, though only {fitting:,} tokens fit "
+                f"{run.limit_gib:.1f} GiB if all micro-batches in flight are so long"
+            )
+            return row
         remark(
-            f"S_max is {least}, though only {fitting:,} tokens fit "
-            f"{run.limit_gib:.1f} GiB if all micro-batches in flight are so long"
+            f"S_max is {fitting:,} tokens ({fitting / self.window:.2f} windows), which fit "
+            f"{run.limit_gib:.1f} GiB"
         )
-        return row
-    remark(
-        f"S_max is {fitting:,} tokens ({fitting / window:.2f} windows), which fit "
-        f"{run.limit_gib:.1f} GiB"
-    )
-    return fitting
+        return fitting
 
+    def workload(self, documents: LengthSource, number: int, run: Run | None) -> Workload:
+        """What the flags describe, for one N, on ``run`` where it is known.
 
-def limits(args: argparse.Namespace) -> dict[str, int | None]:
-    return {"max_age": args.max_age, "max_step_tokens": args.max_step_tokens}
-
-
-def known_run(args: argparse.Namespace, number: int) -> Run | None:
-    """The run of ``--model`` with N micro-batches, with what else the command line says of it; None
-    where that is sizes alone, or does not say what shares the work.
-
-    Raises :class:`ConfigError` for what cannot be.
-    """
-    layout = _layout(args)
-    if layout is None or args.model is None or (model := read_model(args.model)).sizes is not None:
-        return None
-    config = from_flat(_with_machine(args, model).flat() | {"bf16": True})
-    own = _own(args, config, layout)
-    return Run(
-        model_shape(config, padded_vocab_size(config, _vocab_size(args, config))),
-        load_hardware(config.wlb.wlb_hardware),
-        own,
-        args.window,
-        number,
-        recompute(config),
-        config.wlb.wlb_memory_gib,
-        measured=None if config.wlb.wlb_cost == "analytic" else cost(args),
-        extrapolate=args.cost_extrapolate,
-        micro_batch_size=args.micro_batch_size,
-        expert_imbalance=config.wlb.wlb_expert_imbalance,
-    )
-
-
-def _own(args: argparse.Namespace, config: Config, layout: Parallelism) -> Parallelism:
-    """``layout`` with what ``--model`` says besides."""
-    own = parallelism(config, layout.dp_size)
-    return replace(
-        own,
-        pp_size=layout.pp_size,
-        vpp_size=layout.vpp_size,
-        stage_layers=layout.stage_layers,
-        ep_size=args.ep_size or own.ep_size,
-    )
-
-
-def _layout(args: argparse.Namespace) -> Parallelism | None:
-    names = "dp_size", "pp_size", "vpp_size", "stage_layers"
-    sizes = {name: getattr(args, name, None) for name in names}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    return Parallelism(**given) if given else None
-
-
-def workload(
-    args: argparse.Namespace, documents: LengthSource, num_micro_batches: int, run: Run | None
-) -> Workload:
-    """What the flags describe, for one N, on ``run`` where it is known. Raises :class:`WLBError`
-    where it cannot be packed.
-    """
-    documents.check(window=args.window, long_documents=args.long_documents)
-    if run is not None:
-        made = run.workload(documents, seed=args.seed, long_documents=args.long_documents)
-        return replace(made, length_multiple=args.length_multiple or made.length_multiple)
-    layout = _layout(args)
-    return Workload(
-        source=documents,
-        window=args.window,
-        num_micro_batches=num_micro_batches,
-        cost=cost(args),
-        seed=args.seed,
-        long_documents=args.long_documents,
-        length_multiple=args.length_multiple or 1,
-        layout=layout,
-        micro_batch_size=args.micro_batch_size,
-        experts=_experts(args, layout or Parallelism()),
-    )
-
-
-def _experts(args: argparse.Namespace, layout: Parallelism) -> ExpertGroups | None:
-    """Replicas of ``layout`` that exchange tokens with experts, with the TP and CP of ``--model``.
-
-    Raises :class:`ConfigError` for experts that cannot be divided so.
-    """
-    if args.model is None:
-        if args.ep_size is not None:
-            raise ConfigError("--ep-size divides the experts of --model; give that as well")
-        return None
-    model = read_model(args.model)
-    own = _own(args, model.config, layout)
-    if args.ep_size is not None and not model.shape.experts:
-        own.check_experts(model.shape)
-    if own.expert_replicas == 1 or not model.shape.experts:
-        return None
-    shape = padded_vocabulary(model.shape, own.tp_size)
-    own.check_experts(shape)
-    hardware = load_hardware(args.hardware or model.config.wlb.wlb_hardware)
-    analytic = AnalyticModel(shape, hardware, own, recompute(model.config))
-    return ExpertGroups.of(analytic, None if args.cost is None else cost(args), args.window)
-
-
-def cost(args: argparse.Namespace) -> Cost:
-    """The cost that the flags name; LLaMA2-7B's if they name none.
-
-    Raises :class:`ConfigError` for files that hold none, or a cost of another model.
-    """
-    if args.model is None:
-        if args.hardware is not None:
-            raise ConfigError("--hardware is the machine of --model FILE; give that as well")
-        return REFERENCE_COST if args.cost is None else cost_of_file(args)
-    model = read_model(args.model)
-    if model.sizes is not None:
-        shape = padded_vocabulary(model.sizes, 1)
-        if args.cost is not None:
-            return cost_of_file(args, shape)
-        hardware = load_hardware(args.hardware or Config().wlb.wlb_hardware)
-        return analytic_cost(shape, hardware, Parallelism(), Recompute())
-    config = _with_machine(args, model)
-    vocab_size = _vocab_size(args, config)
-    found = known_cost(config, padded_vocab_size(config, vocab_size))
-    if found is None:
-        raise ConfigError(
-            f"--model {args.model} asks for a cost that is measured in training; leave wlb_cost "
-            "out, or give --cost FILE"
+        Raises :class:`WLBError` where it cannot be packed.
+        """
+        args = self.args
+        documents.check(window=self.window, long_documents=args.long_documents)
+        if run is not None:
+            made = run.workload(documents, seed=args.seed, long_documents=args.long_documents)
+            return replace(made, length_multiple=args.length_multiple or made.length_multiple)
+        return Workload(
+            source=documents,
+            window=self.window,
+            num_micro_batches=number,
+            cost=self.cost,
+            seed=args.seed,
+            long_documents=args.long_documents,
+            length_multiple=args.length_multiple or 1,
+            layout=self.layout,
+            micro_batch_size=self.micro_batch_size,
+            experts=self._experts,
         )
-    return found
+
+    @property
+    def _experts(self) -> ExpertGroups | None:
+        """Replicas that exchange tokens with experts, with the TP and CP of ``--model``.
+
+        Raises :class:`ConfigError` for experts that cannot be divided so.
+        """
+        if self.args.model is None:
+            if self.args.ep_size is not None:
+                raise ConfigError("--ep-size divides the experts of --model; give that as well")
+            return None
+        own = self.layout or parallelism(self.config)
+        if self.args.ep_size is not None and not self.shape.experts:
+            own.check_experts(self.shape)
+        if own.expert_replicas == 1 or not self.shape.experts:
+            return None
+        own.check_experts(self.shape)
+        analytic = AnalyticModel(self.shape, Execution(own, recompute(self.config)), self.machine)
+        return ExpertGroups.of(analytic, self.args.cost and self.cost, self.window)
 
 
-def _with_machine(args: argparse.Namespace, model: Model) -> Config:
-    """The settings of ``--model`` with the machine and cost of the command line."""
-    said = {
-        "wlb_hardware": args.hardware,
+def asked(args: argparse.Namespace, model: Model) -> Config:
+    """The settings of ``--model`` with the flags of window, machine and cost over them.
+
+    Raises :class:`ConfigError` for values that cannot be.
+    """
+    size = getattr(args, "micro_batch_size", None)
+    if size is not None:
+        whole_number("--micro-batch-size", size, 1, MOST_MICRO_BATCHES)
+    if getattr(args, "memory_gib", None) is not None:
+        real_number("--memory-gib", args.memory_gib, LEAST, MOST)
+    window = model.window or REFERENCE_WINDOW if args.window is None else args.window
+    over = {
+        "seq_length": window,
+        "micro_batch_size": size or model.micro_batch_size or 1,
         "wlb_cost": args.cost and str(args.cost),
         "wlb_cost_extrapolate": args.cost_extrapolate or None,
+        "wlb_hardware": args.hardware,
+        "wlb_memory_gib": getattr(args, "memory_gib", None),
+        "wlb_expert_imbalance": getattr(args, "expert_imbalance", None),
     }
-    given = {name: value for name, value in said.items() if value is not None}
-    return from_flat(model.config.flat() | given)
+    return _with(model.config, over)
+
+
+def divided(args: argparse.Namespace, config: Config, *, as_model: bool, keep_vpp: bool) -> Config:
+    """``config`` with the flags of sizes and stages over it.
+
+    The stages of ``--model`` stay where ``as_model`` and the flags have no others; of another
+    pipeline its VPP does if ``keep_vpp``.
+    """
+    given = {name: getattr(args, name, None) for name in SIZES}
+    for name, size in given.items():
+        if size is not None:
+            whole_number(flag_of(name), size, 1, MOST_DEVICES)
+    p = config.parallel
+    own: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(PipelineSplit)}
+    same = as_model and given["pp_size"] in (None, p.pipeline_model_parallel_size)
+    values = config.flat()
+    if PipelineSplit(**own).given or not (same and given["vpp_size"] in (None, p.vpp_size)):
+        values |= own
+    if not (same or keep_vpp):
+        values["num_virtual_stages_per_pipeline_rank"] = None
+    values |= {SIZES[name]: size for name, size in given.items() if size is not None}
+    config = from_flat(values)
+    if given["vpp_size"] is not None:  # a layout of other stages is an error
+        p = config.parallel
+        p.split.uneven(config.model.num_layers, p.pipeline_model_parallel_size, given["vpp_size"])
+    return config
+
+
+def _with(config: Config, over: Mapping[str, Any]) -> Config:
+    return from_flat(config.flat() | {name: x for name, x in over.items() if x is not None})
+
+
+def replicas(args: argparse.Namespace, model: Model, config: Config) -> int | None:
+    """Data-parallel replicas, by ``--dp-size`` or the devices of ``--model``."""
+    if args.dp_size is not None:
+        return whole_number("--dp-size", args.dp_size, 1, MOST_DEVICES)
+    p = config.parallel
+    sizes = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
+    return model.dp_size(math.prod(sizes))
+
+
+def read_job(args: argparse.Namespace) -> Job:
+    """What the flags of a command that packs say.
+
+    Without a pipeline or devices ``--model`` does not tell what shares the work. Raises
+    :class:`ConfigError` for a file that is none, and values that cannot be.
+    """
+    model = Model(Config()) if args.model is None else read_model(args.model)
+    config = asked(args, model)
+    own = config.parallel.pipeline_model_parallel_size
+    config = divided(args, config, as_model=own > 1, keep_vpp=False)
+    pp_size, vpp_size, dp_size = args.pp_size, args.vpp_size, replicas(args, model, config)
+    if own > 1 and pp_size is None:
+        pp_size = own
+    layout = None
+    if (pp_size, vpp_size, dp_size) != (None, None, None):
+        layout = parallelism(config, dp_size or 1)
+    if args.model is None:
+        shape = load_model("7b")  # the reference cost's
+    elif model.sizes is not None:
+        shape = padded_vocabulary(model.sizes, 1)
+    else:
+        vocab_size = padded_vocab_size(config, _vocab_size(args, config))
+        shape = replace(model.shape, vocab_size=vocab_size)
+    numbers = args.num_micro_batches
+    if numbers is None:
+        found = model.num_micro_batches(config.training.micro_batch_size)
+        numbers = [found or NUM_MICRO_BATCHES]
+    return Job(args, model, config, layout, shape, numbers_of_micro_batches(numbers))
 
 
 def _vocab_size(args: argparse.Namespace, config: Config) -> int:

@@ -95,6 +95,14 @@ class Model:
         config = replace(self.config, training=replace(self.config.training, bf16=True))
         return model_shape(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
 
+    @property
+    def obstacles(self) -> set[str]:
+        """What it has that some packings cannot run with."""
+        training = self.config.training
+        delayed = training.fp8_format is not None and training.fp8_recipe == "delayed"
+        found = {"experts": bool(self.shape.experts), "delayed scaling": delayed}
+        return {name for name, has in found.items() if has}
+
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:
     about = "7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe"
@@ -108,7 +116,9 @@ def read_model(name_or_path: str) -> Model:
     """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml", ".json") or is_shape(path):
-        return Model(Config(), sizes=load_model(name_or_path))
+        sizes = load_model(name_or_path)
+        layers = replace(Config().model, num_layers=sizes.num_layers)
+        return Model(replace(Config(), model=layers), sizes=sizes)
     try:
         words, recipe = yaml_arguments(name_or_path), None
         if flag_of("MODEL_ARGS") in words:

@@ -75,15 +75,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
-    inputs.fill_defaults(args)
-    documents = inputs.source(args)
-    numbers = inputs.numbers_of_micro_batches(args)
-    runs = {number: inputs.known_run(args, number) for number in numbers}
-    max_tokens = inputs.most_tokens(args, runs[max(numbers)])
+    job = inputs.read_job(args)
+    documents = inputs.source(args, job.window)
+    runs = {number: job.known_run(number) for number in job.numbers}
+    max_tokens = job.max_tokens(runs[max(job.numbers)])
     cases = [
-        (inputs.workload(args, documents, number, run), setting)
+        (job.workload(documents, number, run), setting)
         for number, run in runs.items()
-        for setting in _settings(args, max_tokens)
+        for setting in _settings(job, max_tokens)
     ]
     for case, setting in cases:
         case.check([setting])
@@ -99,7 +98,12 @@ def _run(args: argparse.Namespace) -> int:
     costs = next((run.costs for run in runs.values() if run is not None), None)
     most = max(case.step_tokens for case, _ in cases)
     warm_up, steps = num_steps(
-        args, documents, step_tokens=most, num_cases=len(cases), default=(WARM_UP_STEPS, STEPS)
+        args,
+        documents,
+        window=job.window,
+        step_tokens=most,
+        num_cases=len(cases),
+        default=(WARM_UP_STEPS, STEPS),
     )
     evaluations = _evaluate(args, cases, warm_up, steps, costs)
     # The solver packs other steps, so nothing is over `original` there.
@@ -108,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
         e.row(None if e.setting.name == "fixed-solver" else originals.get(e.num_micro_batches))
         for e in evaluations
     ]
-    title = f"{documents.title}, window {args.window:,}, S_max {max_tokens / args.window:g} windows"
+    title = f"{documents.title}, window {job.window:,}, S_max {max_tokens / job.window:g} windows"
     cost = cost_title(args)
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_packings
@@ -127,9 +131,11 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings]:
+def _settings(job: inputs.Job, max_tokens: int) -> list[PackingSettings]:
+    args, p = job.args, job.config.parallel
+    pp_size = None if job.layout is None else p.pipeline_model_parallel_size
     every = [name + form for name in PACKINGS for form in kind_of(name).tried]
-    named = args.packing or run_with(args.pp_size, args.vpp_size, every, inputs.obstacles(args))
+    named = args.packing or run_with(pp_size, p.vpp_size, every, job.obstacles)
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
         "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},
@@ -137,8 +143,8 @@ def _settings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings
     }
     settings = []
     for name in dict.fromkeys(named):
-        given = inputs.limits(args) | own.get(name.partition(":")[0], {})
-        settings.append(PackingSettings.parse(name, args.window, max_tokens, **given))
+        given = job.limits | own.get(name.partition(":")[0], {})
+        settings.append(PackingSettings.parse(name, job.window, max_tokens, **given))
     return settings
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 from rich.table import Table
@@ -13,7 +14,7 @@ from rich.table import Table
 from megatron_wlb.cli import inputs, plan_strategies
 from megatron_wlb.cli.choice import add_max_delay, num_steps
 from megatron_wlb.cli.flags import flag
-from megatron_wlb.cli.model import MODELS, read_model
+from megatron_wlb.cli.model import MODELS, Model, read_model
 from megatron_wlb.cli.output import (
     OVER,
     check_file,
@@ -27,10 +28,9 @@ from megatron_wlb.cli.scenario import (
     MACHINES,
     RECOMPUTE,
     add_model,
-    fill_machine,
     machine_title,
 )
-from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost import Execution, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
@@ -39,7 +39,7 @@ from megatron_wlb.packing.settings import runs_with
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.planning.strategy_run import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
-from megatron_wlb.settings.config import flag_of
+from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
@@ -137,21 +137,25 @@ def _run(args: argparse.Namespace) -> int:
             "--cost holds for the layout it was measured with, but layouts are searched here; "
             "leave it out, and check the best with wlb simulate --cost"
         )
-    has = inputs.obstacles(args)
-    if args.packing is None:
-        args.packing = [name for name in Space.packings if runs_with(name, has)]
-    refused = [name for name in args.packing if not runs_with(name, has)]
+    model = read_model(args.model)
+    packings = args.packing
+    if packings is None:
+        packings = [name for name in Space.packings if runs_with(name, model.obstacles)]
+    refused = [name for name in packings if not runs_with(name, model.obstacles)]
     if refused:
         raise ConfigError(
             f"--packing {refused[0]} cannot train --model {args.model}, which has experts or FP8's "
             "delayed scaling; leave that out, or with FP8 give another --fp8-recipe, such as "
             "tensorwise"
         )
-    fill_machine(args)
-    documents, space = inputs.source(args), _space(args)
+    config = inputs.asked(args, model)
+    hardware = config.wlb.wlb_hardware
+    machine_name = machine_title(args.model, hardware, args.num_devices)
+    documents = inputs.source(args, config.data.seq_length)
+    space = _space(args, model, config, packings)
     if args.strategies:
         check_shape(space.shape, f"--model {args.model}")
-        return plan_strategies.run(args, documents, space)
+        return plan_strategies.run(args, documents, space, hardware)
     if args.fp32:
         raise ConfigError(
             "--fp32 is for --strategies, but layouts are searched for a run with --bf16; leave it "
@@ -160,7 +164,12 @@ def _run(args: argparse.Namespace) -> int:
     documents.check(window=space.window, long_documents=args.long_documents)
     most, cases = max(space.num_micro_batches) * space.window, args.refine + NUM_TUNED
     warm_up, steps = num_steps(
-        args, documents, step_tokens=most, num_cases=cases, default=(WARM_UP_STEPS, STEPS)
+        args,
+        documents,
+        window=space.window,
+        step_tokens=most,
+        num_cases=cases,
+        default=(WARM_UP_STEPS, STEPS),
     )
     with progress_bar("searching") as progress:
         passes = {"memory": 0, "coarse": 1, "refined": 2, "tuned": 3}
@@ -180,11 +189,11 @@ def _run(args: argparse.Namespace) -> int:
         )
     best = found.best
     scenario, outcome = best.candidate.scenario, best.outcome
-    balance = recipe.balance_flags(scenario, outcome.flags, outcome.sharding, args.hardware)
+    balance = recipe.balance_flags(scenario, outcome.flags, outcome.sharding, hardware)
     sections = {
         "Model": {
             **recipe.model_flags(space.shape),
-            **recipe.fp8_flags(read_model(args.model).config.training),
+            **recipe.fp8_flags(model.config.training),
         },
         "Layout": recipe.layout_flags(scenario),
         "Batch": recipe.batch_flags(scenario),
@@ -194,13 +203,13 @@ def _run(args: argparse.Namespace) -> int:
     machine = space.num_devices, space.hardware.devices_per_node
     command = recipe.command(flags, *machine)
     if args.out:
-        text = recipe.recipe(sections, *machine, _remarks(args, found))
+        text = recipe.recipe(sections, *machine, _remarks(machine_name, found))
         write_text(args.out, text)
     if args.json:
         print(json.dumps(_json(found, flags, command), indent=1))
         return 0
     out = console()
-    out.print(_table(args, space, found))
+    out.print(_table(args, machine_name, space, found))
     out.print(_rejected(found))
     say(out, _verdict(found))
     out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.TO_ADD}")
@@ -210,17 +219,20 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _space(args: argparse.Namespace) -> Space:
-    if args.num_micro_batches is None:
-        args.num_micro_batches = [max(1, STEP_TOKENS // args.window)]
-    numbers = inputs.numbers_of_micro_batches(args)
+def _space(
+    args: argparse.Namespace, model: Model, config: Config, packings: Sequence[str]
+) -> Space:
+    window = config.data.seq_length
+    numbers = args.num_micro_batches
+    if numbers is None:
+        numbers = [max(1, STEP_TOKENS // window)]
     given = {
         name: whole_number(flag_of(name), getattr(args, name), 1, MOST_DEVICES)
         for name in ("num_devices", "max_tp", *SIZES)
         if getattr(args, name) is not None
     }
     fixed = {name: size for name, size in given.items() if name in SIZES}
-    hardware = load_hardware(args.hardware)
+    hardware = load_hardware(config.wlb.wlb_hardware)
     node = hardware.devices_per_node
     if args.num_devices > node and args.num_devices % node:
         whole = args.num_devices // node * node
@@ -230,28 +242,28 @@ def _space(args: argparse.Namespace) -> Space:
         )
     recompute = [args.recompute] if args.recompute else RECOMPUTE
     return Space(
-        read_model(args.model).shape,
-        hardware,
-        args.num_devices,
-        args.window,
-        tuple(numbers),
-        tuple(dict.fromkeys(args.packing)),
-        cast(Mode, args.sharding),
-        tuple(RECOMPUTE[name] for name in recompute),
-        max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
-        args.memory_gib,
-        args.headroom,
-        args.cost_extrapolate,
-        fixed,
-        args.expert_imbalance,
+        shape=model.shape,
+        execution=Execution(expert_imbalance=args.expert_imbalance),
+        hardware=hardware,
+        num_devices=args.num_devices,
+        memory_gib=config.wlb.wlb_memory_gib,
+        headroom=args.headroom,
+        max_tp=max(filter(None, (args.max_tp, fixed.get("tp_size"))), default=None),
+        window=window,
+        num_micro_batches=inputs.numbers_of_micro_batches(numbers),
+        packings=tuple(dict.fromkeys(packings)),
+        sharding=cast(Mode, args.sharding),
+        recomputes=tuple(RECOMPUTE[name] for name in recompute),
+        extrapolate=args.cost_extrapolate,
+        fixed=fixed,
     )
 
 
-def _remarks(args: argparse.Namespace, found: Search) -> str:
+def _remarks(machine: str, found: Search) -> str:
     best = found.best
     scenario, outcome = best.candidate.scenario, best.outcome
     return (
-        f"{machine_title(args, scenario.num_devices)}: {title(scenario.parallelism)}, "
+        f"{machine}: {title(scenario.parallelism)}, "
         f"{outcome.title}.\n"
         f"Simulated, not measured: MFU {outcome.mfu:.1%}, {outcome.tokens_per_s:,.0f} tokens/s, "
         f"{outcome.step_us / 1e3:,.0f} ms a step, peak {outcome.peak_bytes / GIB:.1f} GiB.\n"
@@ -296,9 +308,9 @@ def _layout(of: Run | Rejected) -> dict[str, Any]:
     }
 
 
-def _table(args: argparse.Namespace, space: Space, found: Search) -> Table:
+def _table(args: argparse.Namespace, machine: str, space: Space, found: Search) -> Table:
     table = table_of(
-        f"{machine_title(args, space.num_devices)}, window {space.window:,}: "
+        f"{machine}, window {space.window:,}: "
         f"{found.num_simulated} simulated of {len(found.candidates)} that can run",
         ("", "layout", "N", "recompute", "packing", "S_max", "coarse", "MFU", "work/s", "step ms",
          "tokens/s", "bubble", "peak GiB", "delay"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -12,6 +13,7 @@ from rich.table import Table
 from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.output import console, progress_bar, say, table_of
 from megatron_wlb.cli.scenario import machine_title
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
@@ -27,7 +29,7 @@ WORTH_SAYING = 1.005
 """A speed-up below it is none."""
 
 
-def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> int:
+def run(args: argparse.Namespace, documents: LengthSource, searched: Space, hardware: str) -> int:
     """Proposes, simulates and shows."""
     if searched.fixed:
         given = ", ".join(flag_of(name) for name in searched.fixed)
@@ -44,7 +46,12 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
     window, (windows,) = searched.window, searched.num_micro_batches
     documents.check(window=window, long_documents=args.long_documents)
     _, steps = num_steps(
-        args, documents, step_tokens=windows * window, num_cases=1, default=(SAMPLE_STEPS, STEPS)
+        args,
+        documents,
+        window=window,
+        step_tokens=windows * window,
+        num_cases=1,
+        default=(SAMPLE_STEPS, STEPS),
     )
     with progress_bar("simulating strategies") as progress:
         space = _space(searched, bf16=not args.fp32)
@@ -60,7 +67,8 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
     out = console()
     recompute = space.recompute.granularity or "no"
     title = (
-        f"{machine_title(args, searched.num_devices)}, {windows * window:,} tokens a step, "
+        f"{machine_title(args.model, hardware, searched.num_devices)}, "
+        f"{windows * window:,} tokens a step, "
         f"{recompute} recomputation, {'fp32' if args.fp32 else 'bf16'}"
     )
     out.print(_table(found, title, args.seed))
@@ -68,22 +76,22 @@ def run(args: argparse.Namespace, documents: LengthSource, searched: Space) -> i
     say(out, _verdict(found))
     if args.out:
         out.print(f"strategies: {args.out}; train with them, data and duration added:")
-        out.print(_command(args, searched, space), soft_wrap=True)
+        out.print(_command(args.out, searched, space, hardware), soft_wrap=True)
     return 0
 
 
-def _command(args: argparse.Namespace, searched: Space, space: StrategySpace) -> str:
+def _command(out: Path, searched: Space, space: StrategySpace, hardware: str) -> str:
     """The command line whose replicas fit memory as they are priced here."""
     flags: recipe.Flags = {
         **recipe.model_flags(searched.shape),
         "--transformer-impl": "local",
         "--seq-length": searched.window,
         "--global-batch-size": searched.num_micro_batches[0],
-        **({"--bf16": True} if space.bf16 else {}),
+        **({"--bf16": True} if space.execution.bf16 else {}),
         **recipe.recompute_flags(space.recompute),
-        "--wlb-strategies": str(args.out),
-        "--wlb-hardware": args.hardware,
-        **({} if args.memory_gib is None else {"--wlb-memory-gib": args.memory_gib}),
+        "--wlb-strategies": str(out),
+        "--wlb-hardware": hardware,
+        **({} if space.memory_gib is None else {"--wlb-memory-gib": space.memory_gib}),
     }
     machine = searched.num_devices, space.cluster.devices_per_node
     return recipe.command(flags, *machine, recipe.TRAINER)
@@ -92,16 +100,15 @@ def _command(args: argparse.Namespace, searched: Space, space: StrategySpace) ->
 def _space(searched: Space, *, bf16: bool) -> StrategySpace:
     """The schemes, with as little recomputation as lets some replica take a whole window."""
     tried = None
-    for recompute in searched.recompute:
+    for recompute in searched.recomputes:
         tried = StrategySpace(
             padded_vocabulary(searched.shape, searched.hardware.devices_per_node),
+            Execution(recompute=recompute, bf16=bf16),
             searched.hardware,
             searched.num_devices,
-            recompute,
             searched.memory_gib,
-            headroom=searched.headroom,
-            max_tp=searched.max_tp,
-            bf16=bf16,
+            searched.headroom,
+            searched.max_tp,
         )
         if any(tokens >= searched.window for _, tokens in tried.costs):
             break
@@ -165,7 +172,7 @@ def _json(found: StrategyStudy, space: StrategySpace) -> Mapping[str, Any]:
         "num_devices": space.cluster.num_devices,
         "devices_per_node": space.cluster.devices_per_node,
         "recompute": space.recompute.granularity or "none",
-        "bf16": space.bf16,
+        "bf16": space.execution.bf16,
         "best_equal": str(found.proposal.best_equal.strategy),
         "num_tried": found.proposal.num_tried,
         "num_steps": found.num_steps,

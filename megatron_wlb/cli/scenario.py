@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import (
+    Job,
     add_cost_file,
     add_micro_batch_size,
+    asked,
     cost_of_file,
-    fill_micro_batch_size,
-    fill_window,
+    divided,
+    replicas,
 )
-from megatron_wlb.cli.model import Model, add_model_flag, read_model
-from megatron_wlb.cost import Parallelism, Recompute, load_hardware
+from megatron_wlb.cli.model import add_model_flag, read_model
+from megatron_wlb.cost import Recompute
 from megatron_wlb.cost.model_file import padded_vocabulary
-from megatron_wlb.planning.from_config import recompute
+from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.planning.run import MEMORY_SHARE, Run
-from megatron_wlb.reading import MOST_DEVICES, whole_number
-from megatron_wlb.settings.config import flag_of
+from megatron_wlb.settings.config import flag_of, from_flat
 from megatron_wlb.settings.megatron import ParallelConfig
-from megatron_wlb.settings.split import PipelineSplit
 
 RECOMPUTE = {
     "none": Recompute(),
@@ -84,81 +83,34 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     flag(group, "--no-overlap-grad-reduce", about)
 
 
-def fill_machine(args: argparse.Namespace) -> Model:
-    """Fills window, machine and memory where they are not given; returns the model."""
-    model = fill_window(args)
-    args.hardware = args.hardware or model.config.wlb.wlb_hardware
-    if args.memory_gib is None:
-        args.memory_gib = model.config.wlb.wlb_memory_gib
-    return model
+def read_job(args: argparse.Namespace) -> Job:
+    """What the flags of a command that simulates say.
 
-
-def fill_layout(args: argparse.Namespace) -> None:
-    """Fills window, batch and sizes that the command line leaves open, as ``--model`` has them."""
-    model = fill_machine(args)
-    p = model.config.parallel
-    for name, size in (
-        ("tp_size", p.tensor_model_parallel_size),
-        ("cp_size", p.context_parallel_size),
-        ("pp_size", p.pipeline_model_parallel_size),
-        ("ep_size", p.expert_model_parallel_size),
-        ("etp_size", p.expert_tensor_parallel_size),
-        ("expert_imbalance", model.config.wlb.wlb_expert_imbalance),
-    ):
-        if getattr(args, name) is None:
-            setattr(args, name, size)
-    _fill_stages(args, model)
-    if args.dp_size is None:
-        names = "tp_size", "cp_size", "pp_size"
-        sizes = (whole_number(flag_of(n), getattr(args, n), 1, MOST_DEVICES) for n in names)
-        args.dp_size = model.dp_size(math.prod(sizes)) or 1
-    size = fill_micro_batch_size(args, model)
-    if args.num_micro_batches is None:
-        args.num_micro_batches = model.num_micro_batches(size) or args.pp_size * args.dp_size
-
-
-def _fill_stages(args: argparse.Namespace, model: Model) -> None:
-    """Fills VPP and each stage's layers: those of the flags, else those of ``--model`` where its
-    pipeline is the one that is simulated.
+    Raises :class:`ConfigError` for a file that is none, and values that cannot be.
     """
-    split, p = PipelineSplit.of(args), model.config.parallel
-    pp_size = whole_number("--pp-size", args.pp_size, 1, MOST_DEVICES)
-    same = p.pipeline_model_parallel_size == pp_size and args.vpp_size in (None, p.vpp_size)
-    if not split.given and same:
-        split = p.split
-    if args.vpp_size is None:
-        args.vpp_size = split.vpp_size(pp_size) or p.num_virtual_stages_per_pipeline_rank or 1
-    vpp_size = whole_number("--vpp-size", args.vpp_size, 1, MOST_DEVICES)
-    args.stage_layers = split.uneven(model.shape.num_layers, pp_size, vpp_size)
+    model = read_model(args.model)
+    config = divided(args, asked(args, model), as_model=True, keep_vpp=True)
+    values = config.flat() | {"sequence_parallel": config.parallel.tensor_model_parallel_size > 1}
+    if args.recompute:
+        again = asdict(RECOMPUTE[args.recompute])
+        values |= {f"recompute_{name}": value for name, value in again.items()}
+    config = from_flat(values)
+    layout = parallelism(config, replicas(args, model, config) or 1)
+    number = args.num_micro_batches
+    if number is None:
+        number = model.num_micro_batches(config.training.micro_batch_size)
+        number = number or layout.pp_size * layout.dp_size
+    shape = padded_vocabulary(model.shape, layout.tp_size)
+    return Job(args, model, config, layout, shape, (number,))
 
 
-def run_of(args: argparse.Namespace) -> Run:
+def run_of(job: Job) -> Run:
     """What the flags describe. Raises :class:`ConfigError` for what cannot be."""
-    model, hardware = read_model(args.model), load_hardware(args.hardware)
-    shape, config = model.shape, model.config
-    layout = Parallelism(
-        *(args.tp_size, args.cp_size, args.pp_size, args.vpp_size, args.dp_size),
-        sequence_parallel=args.tp_size > 1,
-        group_size=config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
-        stage_layers=args.stage_layers,
-        ep_size=args.ep_size,
-        etp_size=args.etp_size,
-    )
-    return Run(
-        padded_vocabulary(shape, layout.tp_size),
-        hardware,
-        layout,
-        args.window,
-        args.num_micro_batches,
-        RECOMPUTE[args.recompute] if args.recompute else recompute(config),
-        args.memory_gib,
-        not args.no_overlap_grad_reduce,
-        None if args.cost is None else cost_of_file(args, shape, layout),
-        args.cost_extrapolate,
-        micro_batch_size=args.micro_batch_size,
-        expert_imbalance=args.expert_imbalance,
-    )
+    args = job.args
+    cost = None if args.cost is None else cost_of_file(args, job.model.shape, job.layout)
+    (number,) = job.numbers
+    return job.run(number, cost).executed(overlap_grad_reduce=not args.no_overlap_grad_reduce)
 
 
-def machine_title(args: argparse.Namespace, num_devices: int) -> str:
-    return f"{Path(args.model).stem} on {num_devices} × {Path(args.hardware).stem}"
+def machine_title(model: str, hardware: str, num_devices: int) -> str:
+    return f"{Path(model).stem} on {num_devices} × {Path(hardware).stem}"

@@ -16,10 +16,9 @@ from megatron_wlb.cli.choice import num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import (
     SOURCES,
+    Job,
     add_packing_rules,
     add_source,
-    most_tokens,
-    obstacles,
     source,
 )
 from megatron_wlb.cli.model import MODELS
@@ -111,21 +110,26 @@ def _run(args: argparse.Namespace) -> int:
     check_file("--report", args.report)
     check_file("--trace", args.trace)
     check_picture("--plot", args.plot)
-    scenario.fill_layout(args)
-    documents, base = source(args), scenario.run_of(args)
+    job = scenario.read_job(args)
+    documents, base = source(args, job.window), scenario.run_of(job)
     documents.check(window=base.window, long_documents=args.long_documents)
     whole_number("--num-seeds", args.num_seeds, 1, 1000)
     if base.hardware.attention and base.measured_attention is None:
         remark(
-            f"--hardware {args.hardware} has no attention table of bfloat16 heads of "
+            f"--hardware {job.config.wlb.wlb_hardware} has no attention table of bfloat16 heads of "
             f"{base.shape.kv_channels}: whole tiles at its attention_share are assumed"
         )
-    max_tokens = most_tokens(args, base)
-    packings, shardings = _packings(args, max_tokens), _shardings(args)
+    packings = _packings(job, job.max_tokens(base))
+    shardings = _shardings(args, base.parallelism.cp_size)
     num_cases = len(packings) * args.num_seeds
     most, default = base.step_tokens, (WARM_UP_STEPS, STEPS)
     warm_up, steps = num_steps(
-        args, documents, step_tokens=most, num_cases=num_cases, default=default
+        args,
+        documents,
+        window=job.window,
+        step_tokens=most,
+        num_cases=num_cases,
+        default=default,
     )
     with counting_bar("simulating", num_cases * (warm_up + steps)) as on_step:
         outcomes = compare(
@@ -139,40 +143,44 @@ def _run(args: argparse.Namespace) -> int:
             long_documents=args.long_documents,
             on_step=on_step,
         )
-    written = _write(args, base, documents, outcomes)
+    heading = scenario.machine_title(args.model, job.config.wlb.wlb_hardware, base.num_devices)
+    written = _write(args, base, documents, outcomes, heading)
     original = outcomes[0]
     if args.json:
         rows = [outcome.row(original) for outcome in outcomes]
         print(json.dumps({"simulated": True, "rows": rows}, indent=1))
         return 0
     out = console()
-    out.print(_table(args, base, outcomes))
+    out.print(_table(args, base, outcomes, heading))
     too_large = [f"{one.title}, {one.out_of_memory}" for one in outcomes if one.out_of_memory]
     for line in [*too_large[:1], *written]:
         say(out, line)
     return 0
 
 
-def _packings(args: argparse.Namespace, max_tokens: int) -> list[PackingSettings]:
+def _packings(job: Job, max_tokens: int) -> list[PackingSettings]:
     """What is asked for, after `original`, which all are compared with."""
-    named = args.packing
+    named, p = job.args.packing, job.config.parallel
     if named is None:
-        named = [*DEFAULT_PACKINGS.split(","), *(["hold+shape"] if args.pp_size > 1 else [])]
-        named += run_with(args.pp_size, args.vpp_size, sliced(), obstacles(args))
+        named = [
+            *DEFAULT_PACKINGS.split(","),
+            *(["hold+shape"] if p.pipeline_model_parallel_size > 1 else []),
+        ]
+        named += run_with(p.pipeline_model_parallel_size, p.vpp_size, sliced(), job.obstacles)
     names = ["original", *named]
     return [
-        PackingSettings.parse(name, args.window, max_tokens, max_age=args.max_age)
+        PackingSettings.parse(name, job.window, max_tokens, max_age=job.args.max_age)
         for name in dict.fromkeys(names)
     ]
 
 
-def _shardings(args: argparse.Namespace) -> list[Mode]:
+def _shardings(args: argparse.Namespace, cp_size: int) -> list[Mode]:
     """What is asked for, after per-sequence, which all are compared with."""
     named = args.sharding or []
     for name in named:
         if name not in MODES:
             raise unknown("sharding", name, MODES)
-    if args.cp_size == 1:
+    if cp_size == 1:
         if set(named) - {"per-sequence"}:
             raise ConfigError(
                 f"--sharding {args.sharding} needs context parallelism; give --cp-size 2 or more"
@@ -183,7 +191,11 @@ def _shardings(args: argparse.Namespace) -> list[Mode]:
 
 
 def _write(
-    args: argparse.Namespace, base: Run, documents: LengthSource, outcomes: Sequence[Outcome]
+    args: argparse.Namespace,
+    base: Run,
+    documents: LengthSource,
+    outcomes: Sequence[Outcome],
+    heading: str,
 ) -> list[str]:
     """The files that are asked for; what to say of them."""
     if not (args.trace or args.plot or args.report):
@@ -193,7 +205,6 @@ def _write(
     from megatron_wlb.study.page import Page, examples, name
     from megatron_wlb.study.plot import plot_timelines
 
-    heading = scenario.machine_title(args, base.num_devices)
     drawn = {name(outcome): outcome.example.timeline for outcome in examples(outcomes)}
     written = []
     if args.trace:
@@ -235,13 +246,13 @@ def _of_windows(base: Run) -> str:
     return f" of {base.micro_batch_size} windows" if base.micro_batch_size > 1 else ""
 
 
-def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome]) -> Table:
+def _table(args: argparse.Namespace, base: Run, outcomes: Sequence[Outcome], heading: str) -> Table:
     original = outcomes[0]
     with_sharding = base.parallelism.cp_size > 1
     with_experts = base.costs.experts is not None
     words = ("packing", "sharding") if with_sharding else ("packing",)
     table = table_of(
-        f"{scenario.machine_title(args, base.num_devices)}, {title(base.parallelism)}, "
+        f"{heading}, {title(base.parallelism)}, "
         f"window {base.window:,}, N {base.num_micro_batches}{_of_windows(base)}, "
         f"S_max {original.setting.max_tokens / base.window:.3g} windows",
         (*words, "speed-up", "step ms", "tokens/s", "MFU", "bubble", "peak GiB", "PP", "CP", "DP",

@@ -62,17 +62,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
-    inputs.fill_defaults(args)
-    documents = inputs.source(args)
-    number, *others = inputs.numbers_of_micro_batches(args)
+    job = inputs.read_job(args)
+    documents = inputs.source(args, job.window)
+    number, *others = job.numbers
     if others:
         raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")
-    run = inputs.known_run(args, number)
-    max_tokens = inputs.most_tokens(args, run)
-    base = inputs.workload(args, documents, number, run)
+    run = job.known_run(number)
+    max_tokens = job.max_tokens(run)
+    base = job.workload(documents, number, run)
     warm_up, steps = num_steps(
         args,
         documents,
+        window=job.window,
         step_tokens=base.step_tokens,
         num_cases=NUM_SETTINGS,
         default=(WARM_UP_STEPS, max(50, min(250, 1600 // number))),
@@ -84,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
             "ones they were chosen on, in another order"
         )
     tokens = 2 * (warm_up + steps) * base.step_tokens
-    sampled = documents.sampled(tokens, window=args.window, seed=args.seed)
+    sampled = documents.sampled(tokens, window=job.window, seed=args.seed)
     halves = [dataclasses.replace(base, source=half) for half in sampled.halves(args.seed)]
     with _no_warnings_of_backlogs(), progress_bar("trying settings") as progress:
         tuning = tune(
@@ -95,13 +96,13 @@ def _run(args: argparse.Namespace) -> int:
             steps=steps,
             warm_up=warm_up,
             look_ahead=args.look_ahead,
-            limits=inputs.limits(args),
-            has=inputs.obstacles(args),
+            limits=job.limits,
+            has=job.obstacles,
             costs=None if run is None else run.costs,
             progress=progress,
         )
-    s_max = f"S_max up to {max_tokens / args.window:g} windows"
-    title = f"{documents.title}, N={number}, window {args.window:,}, {s_max}"
+    s_max = f"S_max up to {max_tokens / job.window:g} windows"
+    title = f"{documents.title}, N={number}, window {job.window:,}, {s_max}"
     cost = cost_title(args)
     if args.plot:
         from megatron_wlb.study.plot_packings import plot_trade_off

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wlb.cost.analytic import AnalyticModel, analytic_cost
+from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.document import Cost, CostModel, DocumentCost
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.hardware import Hardware, load_hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
@@ -19,13 +20,13 @@ __all__ = [
     "Cost",
     "CostModel",
     "DocumentCost",
+    "Execution",
     "Hardware",
     "MemoryModel",
     "ModelShape",
     "Parallelism",
     "ProfiledCost",
     "Recompute",
-    "analytic_cost",
     "check_model",
     "cost_from_dict",
     "load_hardware",

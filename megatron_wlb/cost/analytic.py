@@ -33,9 +33,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from megatron_wlb.cost.document import DocumentCost, WithoutDocuments
+from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
-from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
+from megatron_wlb.cost.shape import Stage
 
 BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
 """Work of the backward pass, in forwards."""
@@ -87,21 +88,10 @@ class ForwardTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class AnalyticModel:
-    """Times of a model's parts on a machine.
+class AnalyticModel(Executed):
+    """Times of a model's parts on a machine."""
 
-    ``element_bytes`` is 2 in bf16 and 4 in fp32, for operations without a precision of their own.
-    """
-
-    shape: ModelShape
     hardware: Hardware
-    parallelism: Parallelism
-    recompute: Recompute
-    element_bytes: int = 2
-    num_head_groups: int | None = None
-    """Head groups of the context-parallel exchange; a GPU's default if not given."""
-    reduce_in_fp32: bool = False
-    """Under CP: whether gradients of keys and values are summed in fp32."""
 
     def layer(self, layer: Layer | None = None) -> ForwardTimes:
         """One transformer layer; of the shape's own sizes if not given.
@@ -221,7 +211,9 @@ class AnalyticModel:
         backward_us += sum(num * part.backward_linear_us for num, part in ends)
         if recompute.of_predictors:
             again_us += sum(num * part.linear_us for num, part in joining)
-        if self.reduce_in_fp32:  # Backward gathers keys and values, and reduces their gradients.
+        if (
+            self.execution.reduce_in_fp32
+        ):  # Backward gathers keys and values, and reduces their gradients.
             backward_us += sum(num * self._longer_us(layer) for num, layer in layers)
         return DocumentCost(
             linear_us,
@@ -270,7 +262,7 @@ class AnalyticModel:
     def _beside_attention(self, layer: Layer) -> float:
         """The share of the exchange that runs beside the attention of another head group."""
         tp_size = self.parallelism.tp_size
-        groups = [part.head_groups(tp_size, self.num_head_groups) for part in layer.parts]
+        groups = [part.head_groups(tp_size, self.execution.num_head_groups) for part in layer.parts]
         num = min((num for num in groups if num is not None), default=1)
         return (num - 1) / num
 
@@ -318,22 +310,3 @@ class AnalyticModel:
         products_us = BACKWARD_LINEAR * self._matrix_us(num_weights, precisions.matrix)
         hidden_us = self.hardware.tp_overlap * min(beside_us, products_us)
         return self._tp_us(gathered, element_bytes) + beside_us - hidden_us
-
-
-def analytic_cost(
-    shape: ModelShape,
-    hardware: Hardware,
-    parallelism: Parallelism | None = None,
-    recompute: Recompute | None = None,
-    *,
-    element_bytes: int = 2,
-    num_head_groups: int | None = None,
-    reduce_in_fp32: bool = False,
-) -> DocumentCost:
-    """The cost of a document in the whole model; good for balance before measuring.
-
-    Raises :class:`ConfigError` for a model that the layout does not divide.
-    """
-    layout = parallelism or Parallelism(), recompute or Recompute()
-    exchange = num_head_groups, reduce_in_fp32
-    return AnalyticModel(shape, hardware, *layout, element_bytes, *exchange).cost()

@@ -7,42 +7,17 @@ of its layers. The legend is that of the former.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
+from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.layers import Precisions
-from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.tape import Operation
 from megatron_wlb.cost.workspace import FP32
 
-Kernels: TypeAlias = Literal["torch", "fused"]
-
-DOCUMENT_TOKENS = 1024
-"""Tokens of a document in the mean, for what kernels add to each; real corpora have more."""
-
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """Sizes and operations on a rank, of the layer at hand.
+class Blocks(Executed):
+    """Sizes and operations on a rank, of the layer at hand."""
 
-    ``element_bytes`` is 2 in bf16 and 4 in fp32, for weights' gradients, the model's ends, and
-    layers without precisions of their own.
-    """
-
-    shape: ModelShape
-    parallelism: Parallelism
-    recompute: Recompute
-    element_bytes: int
-    kernels: Kernels
-    keep_gathered: bool = False
-    """Under CP: whether gathered keys and values are kept for the backward pass."""
-    attention_kernel: str | None = None
-    """The name of attention's kernel; without one the most of all that may run is counted of the
-    fused ones, and attention document by document of torch's."""
-    document_tokens: float = DOCUMENT_TOKENS
-    reduce_in_fp32: bool = False
-    """Under CP: whether their gradients are summed in fp32."""
-    expert_imbalance: float = 1.0
-    """How many times the mean rank's tokens the experts of this rank get."""
     precisions: Precisions | None = None
     """The precisions of the layer at hand."""
 
@@ -56,7 +31,7 @@ class Blocks:
 
     @property
     def fused(self) -> bool:
-        return self.kernels == "fused"
+        return self.execution.kernels == "fused"
 
     @property
     def residual_numbers(self) -> float:

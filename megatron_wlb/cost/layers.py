@@ -9,14 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.reading import MAX_SIZE, MOST_LAYERS, real_number, truth, whole_number
 
 if TYPE_CHECKING:
-    from megatron_wlb.cost.blocks import Blocks, Kernels
-    from megatron_wlb.cost.shape import ModelShape, Parallelism
+    from megatron_wlb.cost.blocks import Blocks
+    from megatron_wlb.cost.execution import Executed
+    from megatron_wlb.cost.shape import Parallelism
     from megatron_wlb.cost.tape import Operation
 
 
@@ -77,17 +78,6 @@ class Precisions:
 
 Divided: TypeAlias = Iterator[tuple[str, int, str, int]]
 """Sizes that ranks divide: name, size, by which parallelism, over how many ranks."""
-
-
-class Placed(Protocol):
-    """A model on a rank."""
-
-    @property
-    def shape(self) -> ModelShape: ...
-    @property
-    def parallelism(self) -> Parallelism: ...
-    @property
-    def kernels(self) -> Kernels: ...
 
 
 class Part(ABC):
@@ -164,19 +154,19 @@ class Part(ABC):
     def divided(self, p: Parallelism) -> Divided:
         """What a layout must divide."""
 
-    def parameters(self, on: Placed) -> int:
+    def parameters(self, on: Executed) -> int:
         """Parameters on one rank without those of :meth:`routed_parameters`, and without the norm
         of the residual stream.
         """
         return self.matrix_parameters(on, bias=on.shape.linear_bias)
 
-    def matrix_parameters(self, on: Placed, *, bias: bool) -> int:
+    def matrix_parameters(self, on: Executed, *, bias: bool) -> int:
         """Parameters of both products; ``bias`` is whether the first has one."""
         h, tp_size = on.shape.hidden_size, on.parallelism.tp_size
         total = h * (self.columns + self.rows) // tp_size + (self.columns // tp_size if bias else 0)
         return total + (h if on.shape.linear_bias and self.columns else 0)
 
-    def routed_parameters(self, on: Placed) -> int:
+    def routed_parameters(self, on: Executed) -> int:
         """Parameters on one rank that a router chooses among."""
         return 0
 

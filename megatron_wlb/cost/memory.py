@@ -12,18 +12,18 @@ tensor (CUDA context, libraries, communication buffers) is in :func:`overhead_gi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.activations import ActivationModel
-from megatron_wlb.cost.blocks import DOCUMENT_TOKENS, Kernels
+from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer
-from megatron_wlb.cost.shape import ModelShape, Parallelism, Recompute, Stage
+from megatron_wlb.cost.shape import Parallelism, Stage
 from megatron_wlb.cost.slices import SliceTape, Unit
 from megatron_wlb.cost.tape import Tape
 from megatron_wlb.cost.workspace import FP32
@@ -86,33 +86,10 @@ class ActivationBytes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MemoryModel:
+class MemoryModel(Executed):
     """Predicted bytes of tensors alive on each rank. Raises :class:`ConfigError` for a layout that
     the model does not divide over.
     """
-
-    shape: ModelShape
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    recompute: Recompute = field(default_factory=Recompute)
-    bf16: bool = True
-    optimizer: Literal["adam", "sgd"] = "adam"
-    distributed_optimizer: bool = False
-    """Whether optimizer state is spread over the data-parallel and context-parallel ranks."""
-    store_ranks: int | None = None
-    """Ranks of a parameter store (:mod:`megatron_wlb.strategy.store`), where there is one: master
-    weights, moments and summed gradients of the whole model are spread over them evenly, whatever
-    the layout is."""
-    kernels: Kernels = "torch"
-    keep_gathered: bool = False
-    """Under CP: whether gathered keys and values are kept for the backward pass."""
-    attention_kernel: str | None = None
-    """See :attr:`~megatron_wlb.cost.blocks.Blocks.attention_kernel`."""
-    document_tokens: float = DOCUMENT_TOKENS
-    """Tokens of a document in the mean."""
-    reduce_in_fp32: bool = False
-    """Under CP: whether their gradients are summed in fp32."""
-    expert_imbalance: float = 1.0
-    """How many times the mean rank's tokens the experts of this rank get."""
 
     def __post_init__(self) -> None:
         _ = self._stages
@@ -170,17 +147,17 @@ class MemoryModel:
 
     def state_bytes(self, pp_rank: int) -> StateBytes:
         """Weights, gradients and optimizer state of a pipeline rank."""
-        num = self.num_parameters(pp_rank)
-        state = FP32 * (2 if self.optimizer == "adam" else 1) + (FP32 if self.bf16 else 0)
-        if self.store_ranks is not None:
+        num, moments = self.num_parameters(pp_rank), 2 if self.execution.optimizer == "adam" else 1
+        state = FP32 * (moments + self.execution.bf16)
+        if self.execution.store_ranks is not None:
             # fp32 weights are in the store also where those of propagation are fp32.
-            state = FP32 * (4 if self.optimizer == "adam" else 3)
+            state = FP32 * (moments + 2)
             optimizer = self._store_shard * state
         else:
             experts = self._rank_experts(pp_rank)
             optimizer = -(-(num - experts) * state // self._state_shards)
             optimizer += -(-experts * state // self._expert_shards)
-        weights = num * self._element_bytes + self._copies_bytes(pp_rank)
+        weights = num * self.element_bytes + self._copies_bytes(pp_rank)
         return StateBytes(weights, gradients=num * FP32, optimizer=optimizer)
 
     def _copies_bytes(self, pp_rank: int) -> int:
@@ -198,7 +175,7 @@ class MemoryModel:
                     routed = sum(part.routed_parameters(self) for part in layer.parts)
                     own = divided // p.tp_size + routed
                     weights = num * own
-                    total += weights * (matrix.weight_bytes - self._element_bytes)
+                    total += weights * (matrix.weight_bytes - self.element_bytes)
         return total
 
     def tape(self, pp_rank: int, chunk: int) -> Tape:
@@ -284,23 +261,19 @@ class MemoryModel:
         return most
 
     @property
-    def _element_bytes(self) -> int:
-        return 2 if self.bf16 else FP32
-
-    @property
     def _state_shards(self) -> int:
         p = self.parallelism
-        return p.dp_size * p.cp_size if self.distributed_optimizer else 1
+        return p.dp_size * p.cp_size if self.execution.distributed_optimizer else 1
 
     @property
     def _expert_shards(self) -> int:
-        return self.parallelism.expert_dp_size if self.distributed_optimizer else 1
+        return self.parallelism.expert_dp_size if self.execution.distributed_optimizer else 1
 
     def update_bytes(self, pp_rank: int) -> int:
         """Working memory of the update: torch's Adam takes a root of all second moments at once."""
-        if self.kernels == "fused" or self.optimizer != "adam":
+        if self.execution.kernels == "fused" or self.execution.optimizer != "adam":
             return 0
-        if self.store_ranks is not None:
+        if self.execution.store_ranks is not None:
             return FP32 * self._store_shard
         experts = self._rank_experts(pp_rank)
         dense = self.num_parameters(pp_rank) - experts
@@ -309,13 +282,13 @@ class MemoryModel:
     @property
     def _alone(self) -> MemoryModel:
         """The same model on one rank."""
-        return replace(self, parallelism=Parallelism(), store_ranks=None)
+        return self.executed(parallelism=Parallelism(), store_ranks=None)
 
     @cached_property
     def _store_shard(self) -> int:
         """Parameters that a rank of the store has, at most."""
-        assert self.store_ranks is not None
-        return -(-self._alone.num_parameters(0) // self.store_ranks)
+        assert self.execution.store_ranks is not None
+        return -(-self._alone.num_parameters(0) // self.execution.store_ranks)
 
     @cached_property
     def _action_bytes(self) -> dict[tuple[str, int], dict[Unit, tuple[float, float, float]]]:
@@ -328,17 +301,7 @@ class MemoryModel:
 
     @cached_property
     def _tapes(self) -> list[list[Tape]]:
-        run = self.shape, self.parallelism, self.recompute
-        activations = ActivationModel(
-            *run,
-            self._element_bytes,
-            self.kernels,
-            self.keep_gathered,
-            attention_kernel=self.attention_kernel,
-            document_tokens=self.document_tokens,
-            reduce_in_fp32=self.reduce_in_fp32,
-            expert_imbalance=self.expert_imbalance,
-        )
+        activations = ActivationModel(self.shape, self.execution)
         tapes = {  # equal stages share one
             stage: activations.tape(first=stage.first, last=stage.last, layers=stage.layers)
             for stage in set(self._stages)
@@ -443,7 +406,7 @@ class MemoryModel:
         sends.
         """
         p = self.parallelism
-        per_token = self._element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
+        per_token = self.element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
         first, last = pp_rank == 0, pp_rank == p.pp_size - 1
         received = {"F": 0.0 if first else per_token, "B": 0.0 if last else per_token}
         sent = {"F": received["B"], "B": received["F"]}
@@ -466,7 +429,7 @@ class MemoryModel:
         p = self.parallelism
         if p.vpp_size == 1 or p.pp_size == 1:
             return [0.0] * len(actions)
-        per_token = self._element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
+        per_token = self.element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
         moved = [
             0.0 if pp_rank == 0 and a.chunk == 0 else per_token * lengths[a.micro_batch]
             for a in actions

@@ -312,12 +312,10 @@ class StepCosts:
         return self.p2p_latency_us + self.p2p_us_per_token * tokens
 
 
-def analytic_costs(
-    model: AnalyticModel, memory: MemoryModel, *, overlap_grad_reduce: bool = True
-) -> StepCosts:
-    """Costs of a step from first principles: one model, its layout and a machine.
+def analytic_costs(model: AnalyticModel, memory: MemoryModel) -> StepCosts:
+    """Costs of a step from first principles: one model, its execution and a machine.
 
-    ``memory`` says how large weights and optimizer state are; its layout is ``model``'s.
+    ``memory`` says how large weights and optimizer state are; its execution is ``model``'s.
     Megatron's order of ranks is meant: TP, CP, DP, then PP outermost, so that neighbours in the
     pipeline are ``TP · CP · DP`` devices apart. Links are full in both directions and shared by
     nobody else.
@@ -332,7 +330,7 @@ def analytic_costs(
     parameters = [memory.stage_parameters(stage) for stage in range(p.num_stages)]
     experts = [memory.expert_parameters(stage) for stage in range(p.num_stages)]
     bucket = max(BUCKET_PARAMETERS, 1_000_000 * p.dp_size)
-    passes = 1 if memory.distributed_optimizer else 2
+    passes = 1 if memory.execution.distributed_optimizer else 2
 
     def reduce_us(num: int, num_ranks: int) -> float:
         ring = (num_ranks - 1) / num_ranks * passes
@@ -350,7 +348,7 @@ def analytic_costs(
             for num, own in zip(parameters, experts, strict=True)
         ),
         reduce_buckets=(max(1, -(-parameters[0] // bucket)), *[1] * (p.num_stages - 1)),
-        overlap_reduce=overlap_grad_reduce,
+        overlap_reduce=model.execution.overlap_grad_reduce,
         embedding_us=_collective_us(machine, embedding, 2 if tied else 1, p.pp_size * replicas),
         update_us=tuple(
             _update_us(machine, memory, sum(parameters[rank :: p.pp_size]), num_reduced, replicas)
@@ -372,10 +370,9 @@ def _collective_us(machine: Hardware, num_bytes: float, num_ranks: int, num_devi
 def _update_us(
     machine: Hardware, memory: MemoryModel, parameters: int, num_reduced: int, replicas: int
 ) -> float:
-    num_shards = num_reduced if memory.distributed_optimizer else 1
+    num_shards = num_reduced if memory.execution.distributed_optimizer else 1
     update_us = machine.memory_us(UPDATE_BYTES * parameters / num_shards)
     if num_shards == 1:
         return update_us
-    element_bytes = 2 if memory.bf16 else _FP32
-    gathered = element_bytes * parameters * (num_shards - 1) / num_shards
+    gathered = memory.element_bytes * parameters * (num_shards - 1) / num_shards
     return update_us + _collective_us(machine, gathered, num_shards, replicas)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_wlb.cost import (
+    AnalyticModel,
     Cost,
+    Execution,
     ModelShape,
     Parallelism,
     Recompute,
-    analytic_cost,
     load_hardware,
 )
 from megatron_wlb.cost.fp8 import fp8_products
@@ -149,41 +150,56 @@ def batch(config: Config, dp_size: int) -> tuple[int, Ramp | None]:
     return t.global_batch_size // multiple * multiple, ramp
 
 
-def run_of(
-    config: Config, padded_vocab_size: int, dp_size: int, *, cost: Cost | None = None
-) -> Run:
-    """Describes the run of these settings; ``cost`` replaces the analytic one.
+def execution(config: Config, dp_size: int = 1) -> Execution:
+    """How these settings execute a model.
 
     Its memory is what the modules of this runtime keep on the CPU; on a GPU, whose norms are single
     kernels, they keep less. What attention's backward works in is counted of a kernel that
-    ``--wlb-attention-kernel`` names.
+    ``--wlb-attention-kernel`` names. Raises :class:`ConfigError` for layers that do not divide.
+    """
+    t, wlb = config.training, config.wlb
+    return Execution(
+        parallelism(config, dp_size),
+        recompute(config),
+        bf16=t.bf16,
+        optimizer=t.optimizer,
+        distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        kernels="torch",
+        attention_kernel=None if wlb.wlb_attention_kernel == "auto" else wlb.wlb_attention_kernel,
+        num_head_groups=wlb.wlb_cp_overlap_groups,
+        keep_gathered=wlb.wlb_cp_keep_gathered,
+        reduce_in_fp32=wlb.wlb_cp_reduce_in_fp32,
+        expert_imbalance=wlb.wlb_expert_imbalance,
+    )
+
+
+def run_of(
+    config: Config,
+    padded_vocab_size: int,
+    dp_size: int,
+    *,
+    cost: Cost | None = None,
+    shape: ModelShape | None = None,
+) -> Run:
+    """Describes the run of these settings; ``cost`` replaces the analytic one, and ``shape`` what
+    they say of the model.
     """
     wlb, micro_batch_size = config.wlb, config.training.micro_batch_size
     num_windows, ramp = batch(config, dp_size)
     if wlb.wlb_memory_gib is not None:
         real_number("--wlb-memory-gib", wlb.wlb_memory_gib, LEAST, MOST)
     return Run(
-        model_shape(config, padded_vocab_size),
+        shape or model_shape(config, padded_vocab_size),
+        execution(config, dp_size),
         load_hardware(wlb.wlb_hardware),
-        parallelism(config, dp_size),
         config.data.seq_length,
         num_windows // micro_batch_size,
-        recompute(config),
         wlb.wlb_memory_gib,
-        config.parallel.overlap_grad_reduce,
         cost,
         wlb.wlb_cost_extrapolate,
-        bf16=config.training.bf16,
-        optimizer=config.training.optimizer,
-        distributed_optimizer=config.parallel.use_distributed_optimizer,
-        keep_gathered=wlb.wlb_cp_keep_gathered,
-        reduce_in_fp32=wlb.wlb_cp_reduce_in_fp32,
-        kernels="torch",
-        attention_kernel=None if wlb.wlb_attention_kernel == "auto" else wlb.wlb_attention_kernel,
-        num_head_groups=wlb.wlb_cp_overlap_groups,
-        micro_batch_size=micro_batch_size,
-        ramp=ramp,
-        expert_imbalance=wlb.wlb_expert_imbalance,
+        micro_batch_size,
+        ramp,
     )
 
 
@@ -196,19 +212,12 @@ def known_cost(config: Config, padded_vocab_size: int) -> Cost | None:
     named = config.wlb.wlb_cost
     if named == "measured":
         return None
-    shape, layout = model_shape(config, padded_vocab_size), parallelism(config)
+    shape = model_shape(config, padded_vocab_size)
     if named == "analytic":
-        return analytic_cost(
-            shape,
-            load_hardware(config.wlb.wlb_hardware),
-            layout,
-            recompute(config),
-            element_bytes=2 if config.training.bf16 else 4,
-            num_head_groups=config.wlb.wlb_cp_overlap_groups,
-            reduce_in_fp32=config.wlb.wlb_cp_reduce_in_fp32,
-        )
+        hardware = load_hardware(config.wlb.wlb_hardware)
+        return AnalyticModel(shape, execution(config), hardware).cost()
     extrapolate = config.wlb.wlb_cost_extrapolate
-    return read_cost(named, "--wlb-cost", shape, layout, extrapolate=extrapolate)
+    return read_cost(named, "--wlb-cost", shape, parallelism(config), extrapolate=extrapolate)
 
 
 def max_tokens(config: Config, padded_vocab_size: int, dp_size: int) -> int:

@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.cost import AnalyticModel, Hardware, MemoryModel, ModelShape, Recompute
+from megatron_wlb.cost import AnalyticModel, MemoryModel
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.assign import assign
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments
-from megatron_wlb.planning.run import tensors_gib
+from megatron_wlb.planning.run import Devices
 from megatron_wlb.strategy.costs import ReplicaCosts, replica_costs
 from megatron_wlb.strategy.layout import Cluster, Scheme, Strategy
 from megatron_wlb.strategy.store import ExchangeTimes, ParameterStore
@@ -48,27 +47,17 @@ WORTH = 0.003
 
 
 @dataclass(frozen=True)
-class StrategySpace:
-    """All schemes of a model on a cluster, and what each costs."""
+class StrategySpace(Devices):
+    """All schemes of a model on a cluster, and what each costs.
 
-    shape: ModelShape
-    """Its vocabulary padded for every TP."""
-    hardware: Hardware
-    num_devices: int
-    recompute: Recompute = field(default_factory=Recompute)
-    memory_gib: float | None = None
-    """Limit of a device's tensors; what the layout leaves them if not given."""
+    The vocabulary is padded for every TP.
+    """
+
     overlap: bool = True
     """Whether parameters are exchanged beside the passes."""
-    headroom: float = 0.0
-    """The share of that limit to leave free."""
-    max_tp: int | None = None
-    """The most TP; a node's devices if not given."""
     schemes: tuple[Scheme, ...] | None = None
     """What replicas may be; if not given, all powers of two of TP in a node and of CP, with each
     PP up to :data:`MOST_STAGES` that divides the layers."""
-    bf16: bool = True
-    """Whether weights and activations are bf16; else fp32."""
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -76,13 +65,7 @@ class StrategySpace:
 
     @cached_property
     def store(self) -> ParameterStore:
-        return replace(
-            ParameterStore.of(self.shape, self.cluster), weight_bytes=self._element_bytes
-        )
-
-    @property
-    def _element_bytes(self) -> int:
-        return 2 if self.bf16 else FP32
+        return replace(ParameterStore.of(self.shape, self.cluster), weight_bytes=self.element_bytes)
 
     @cached_property
     def _priced(self) -> tuple[dict[tuple[Scheme, int], ReplicaCosts], dict[Scheme, str]]:
@@ -109,13 +92,10 @@ class StrategySpace:
 
     def price(self, scheme: Scheme) -> ReplicaCosts:
         """Costs of a replica. Raises :class:`ConfigError` where it cannot be, or does not fit."""
-        p = scheme.parallelism
-        memory = MemoryModel(
-            self.shape, p, self.recompute, self.bf16, store_ranks=self.num_devices, kernels="fused"
-        )
-        limit_gib = self.memory_gib or tensors_gib(self.hardware, p)
-        model = AnalyticModel(self.shape, self.hardware, p, self.recompute, self._element_bytes)
-        return replica_costs(model, memory, limit_gib * (1 - self.headroom) * GIB)
+        placed = self.executed(parallelism=scheme.parallelism, store_ranks=self.num_devices)
+        memory = MemoryModel(self.shape, placed.execution)
+        model = AnalyticModel(self.shape, placed.execution, self.hardware)
+        return replica_costs(model, memory, self.limit_gib(scheme.parallelism) * GIB)
 
     def candidate(self, strategy: Strategy) -> Candidate:
         """A strategy with its costs; kinds that this space has not are priced as they come.

@@ -8,10 +8,10 @@ knows, and gets the same cost, memory, S_max, packer and planner. What is not me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from megatron_wlb.cost import (
     ModelShape,
     Parallelism,
     ProfiledCost,
-    Recompute,
     check_model,
     cost_from_dict,
     read_cost_file,
@@ -36,8 +35,8 @@ from megatron_wlb.cost.attention import (
     SlidingAttention,
     nearest_profile,
 )
-from megatron_wlb.cost.blocks import Kernels
 from megatron_wlb.cost.document import unseen
+from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.memory import GIB, overhead_gib
@@ -66,9 +65,33 @@ is for the allocator's gaps. It is assumed; ``--wlb-memory-gib`` says it better.
 
 
 def tensors_gib(hardware: Hardware, parallelism: Parallelism) -> float:
-    """2³⁰ bytes that tensors may take on a device: a share of what is left by what is none."""
+    """2³⁰ bytes that tensors may take on a device: a share of what no tensor takes."""
     left_gib = hardware.memory_gib - overhead_gib(hardware, parallelism)
     return max(LEAST, MEMORY_SHARE * left_gib)
+
+
+@dataclass(frozen=True)
+class Devices(Executed):
+    """A model, and the devices on which layouts are searched for it.
+
+    The layout of its execution is one that a search replaces.
+    """
+
+    hardware: Hardware
+    num_devices: int
+    memory_gib: float | None = None
+    """Limit of a device's tensors; what the layout leaves them if not given."""
+    headroom: float = 0.0
+    """The share of that limit to leave free."""
+    max_tp: int | None = None
+    """The most TP; a node's devices if not given."""
+
+    def limit_gib(self, layout: Parallelism) -> float:
+        """What tensors may take in a layout."""
+        limit_gib = self.memory_gib
+        if limit_gib is None:
+            limit_gib = tensors_gib(self.hardware, layout)
+        return limit_gib * (1 - self.headroom) if limit_gib > 0 else limit_gib
 
 
 SHORT_DOCUMENTS = 64
@@ -100,8 +123,26 @@ class Documents(Protocol):
         ...
 
 
+class _Batch:
+    """What arrives in a step."""
+
+    window: int
+    num_micro_batches: int
+    micro_batch_size: int
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens that a micro-batch stands for: its mean."""
+        return self.micro_batch_size * self.window
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that arrive in a step, in the mean, once N has grown."""
+        return self.num_micro_batches * self.micro_batch_tokens
+
+
 @dataclass(frozen=True)
-class Workload:
+class Workload(_Batch):
     """What is to be packed, into what, and what it costs; the same for every packing."""
 
     source: Documents
@@ -121,16 +162,6 @@ class Workload:
     """How N grows to ``num_micro_batches``; None where all steps have as many."""
     experts: ExpertGroups | None = None
     """Groups of replicas that run micro-batches of the same place together."""
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens that a micro-batch stands for: its mean."""
-        return self.micro_batch_size * self.window
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens that arrive in a step, in the mean, once N has grown."""
-        return self.num_micro_batches * self.micro_batch_tokens
 
     @property
     def dp_size(self) -> int:
@@ -288,49 +319,28 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Executed, _Batch):
     """A run, whether it trains or not: what its steps cost in time and memory.
 
-    Raises :class:`ConfigError` for a layout that the model or the batch does not divide over, or a
-    schedule that Megatron refuses.
+    The vocabulary of its shape is padded, as
+    :func:`~megatron_wlb.cost.model_file.padded_vocabulary` does. Raises :class:`ConfigError` for a
+    layout that the model or the batch does not divide over, or a schedule that Megatron refuses.
     """
 
-    shape: ModelShape
-    """Its vocabulary padded, as :func:`~megatron_wlb.cost.model_file.padded_vocabulary` does."""
     hardware: Hardware
-    parallelism: Parallelism
     window: int
     num_micro_batches: int
     """N: of a step, over all data-parallel ranks."""
-    recompute: Recompute = field(default_factory=Recompute)
     memory_gib: float | None = None
     """Limit of a device's tensors; :data:`MEMORY_SHARE` of the memory that is left if not given."""
-    overlap_grad_reduce: bool = True
     measured: Cost | None = None
     """A cost of the whole model to use instead of the analytic one, in its shares of the stages."""
-
     extrapolate: bool = False
     """Whether to go beyond the end of the hardware's measured attention."""
-
-    bf16: bool = True
-    optimizer: Literal["adam", "sgd"] = "adam"
-    distributed_optimizer: bool = True
-    keep_gathered: bool = False
-    """Whether gathered keys and values are kept for the backward pass."""
-    reduce_in_fp32: bool = False
-    """Whether their gradients are summed in fp32."""
-    kernels: Kernels = "fused"
-    """Norms and activations as single kernels, as on a GPU; torch's keep more."""
-    attention_kernel: str | None = None
-    """The kernel of ``--wlb-attention-kernel``, where it names one."""
-    num_head_groups: int | None = None
-    """Head groups of the context-parallel exchange; a GPU's default if not given."""
     micro_batch_size: int = 1
     """Windows that a micro-batch stands for."""
     ramp: Ramp | None = None
     """How N grows to ``num_micro_batches``; None where all steps have as many."""
-    expert_imbalance: float = 1.0
-    """Memory is of a rank whose experts get so many times the mean rank's tokens."""
 
     def __post_init__(self) -> None:
         p = self.parallelism
@@ -340,21 +350,11 @@ class Run:
         if self.memory_gib is not None:
             real_number("memory limit in GiB", self.memory_gib, LEAST, MOST)
         each = each_rank(self.num_micro_batches, p.dp_size)
-        real_number("expert imbalance", self.expert_imbalance, 1, MOST)
+        real_number("expert imbalance", self.execution.expert_imbalance, 1, MOST)
         p.layers_of_stages(self.shape)
         p.check_experts(self.shape)
         p.check_latents(self.shape)
         schedule(p.pp_size, p.vpp_size, each, p.group_size)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens that a micro-batch stands for: its mean."""
-        return self.micro_batch_size * self.window
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens that arrive in a step, in the mean, once N has grown."""
-        return self.num_micro_batches * self.micro_batch_tokens
 
     @property
     def num_devices(self) -> int:
@@ -378,31 +378,11 @@ class Run:
 
     @cached_property
     def model(self) -> AnalyticModel:
-        return AnalyticModel(
-            self.shape,
-            self.hardware,
-            self.parallelism,
-            self.recompute,
-            element_bytes=2 if self.bf16 else 4,
-            num_head_groups=self.num_head_groups,
-            reduce_in_fp32=self.reduce_in_fp32,
-        )
+        return AnalyticModel(self.shape, self.execution, self.hardware)
 
     @cached_property
     def memory(self) -> MemoryModel:
-        return MemoryModel(
-            self.shape,
-            self.parallelism,
-            self.recompute,
-            bf16=self.bf16,
-            optimizer=self.optimizer,
-            distributed_optimizer=self.distributed_optimizer,
-            kernels=self.kernels,
-            keep_gathered=self.keep_gathered,
-            attention_kernel=self.attention_kernel,
-            reduce_in_fp32=self.reduce_in_fp32,
-            expert_imbalance=self.expert_imbalance,
-        )
+        return MemoryModel(self.shape, self.execution)
 
     @cached_property
     def cost(self) -> Cost:
@@ -412,9 +392,7 @@ class Run:
     @cached_property
     def costs(self) -> StepCosts:
         """The times of all parts of a step."""
-        analytic = analytic_costs(
-            self.model, self.memory, overlap_grad_reduce=self.overlap_grad_reduce
-        )
+        analytic = analytic_costs(self.model, self.memory)
         if self.measured is None:
             return analytic
         stages = StageCosts.spread(self.measured, self.model)
@@ -516,7 +494,7 @@ class Run:
     @property
     def dtype(self) -> str:
         """The format of activations."""
-        return "bfloat16" if self.bf16 else "float32"
+        return "bfloat16" if self.execution.bf16 else "float32"
 
     @cached_property
     def measured_attention(self) -> AttentionProfile | None:

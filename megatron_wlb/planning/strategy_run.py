@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from megatron_wlb.cost import ModelShape, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.packing import PackingSettings
@@ -133,11 +133,10 @@ class StrategyRun:
         config = _with_vocabulary(config, math.lcm(*sizes))
         space = StrategySpace(
             model_shape(config, padded_vocab_size(config, corpora.vocab_size)),
+            Execution(recompute=recompute(config), bf16=config.training.bf16),
             hardware,
             num_ranks,
-            recompute(config),
             config.wlb.wlb_memory_gib,
-            bf16=config.training.bf16,
         )
         if named == AUTO:
             schemes = [scheme for scheme, _ in space.costs if not any(_refusals(config, scheme))]

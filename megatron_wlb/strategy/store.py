@@ -19,6 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.shape import ModelShape, Parallelism
@@ -63,7 +64,7 @@ class ParameterStore:
 
     @classmethod
     def of(cls, shape: ModelShape, cluster: Cluster) -> ParameterStore:
-        layers = MemoryModel(shape, Parallelism(pp_size=shape.num_layers))
+        layers = MemoryModel(shape, Execution(Parallelism(pp_size=shape.num_layers)))
         return cls(cluster, tuple(map(layers.stage_parameters, range(shape.num_layers))))
 
     def shard(self, bucket: int, rank: int) -> tuple[int, int]:

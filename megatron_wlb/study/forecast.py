@@ -89,7 +89,7 @@ def forecast(config: Config, num_devices: int) -> Forecast:
     padded = planning.padded_vocab_size(config, vocab_size)
     run = planning.run_of(config, padded, guards.data_parallel_size(config, num_devices))
     # As on a GPU, and once batches have grown.
-    run = dataclasses.replace(run, kernels="fused", ramp=None)
+    run = dataclasses.replace(run.executed(kernels="fused"), ramp=None)
     row = run.micro_batch_tokens
     layout, memory, limit_gib = run.parallelism, run.memory, run.limit_gib
     stages = range(layout.pp_size)

@@ -22,7 +22,7 @@ from heapq import heapify, heapreplace
 from itertools import product
 from typing import Literal, TypeAlias, TypeVar
 
-from megatron_wlb.cost import Hardware, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import padded_vocabulary
@@ -31,7 +31,7 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.packing import PackingSettings
 from megatron_wlb.packing.settings import AUTO, SHAPED, kind_in, run_with
-from megatron_wlb.planning.run import Run, tensors_gib, title
+from megatron_wlb.planning.run import Devices, Run, title
 from megatron_wlb.reading import real_number
 from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
@@ -58,14 +58,10 @@ LEAST_GAIN = 1.002
 """By how much the coarse pass must gain by unlike stages for these to be refined too."""
 
 
-@dataclass(frozen=True)
-class Space:
-    """What is searched."""
+@dataclass(frozen=True, kw_only=True)
+class Space(Devices):
+    """What is searched: a model whose vocabulary is not padded, executed with any layout."""
 
-    shape: ModelShape
-    """The model; its vocabulary is not padded."""
-    hardware: Hardware
-    num_devices: int
     window: int
     num_micro_batches: tuple[int, ...]
     """N: of a step, over all data-parallel ranks."""
@@ -75,20 +71,12 @@ class Space:
     tried where there are stages, but no virtual ones."""
     sharding: Mode = "adaptive"
     """The sharding where CP is above 1."""
-    recompute: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
+    recomputes: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
     """Recomputation to try, least first: more only where S_max is below :data:`DEFAULT_WINDOWS`."""
-    max_tp: int | None = None
-    """The most TP to try; a node's devices if not given."""
-    memory_gib: float | None = None
-    """Limit of a device's tensors; what the layout leaves them if not given."""
-    headroom: float = 0.0
-    """The share of that limit to leave free."""
     extrapolate: bool = False
     """Whether to go beyond the end of the hardware's measured attention."""
     fixed: dict[str, int] = field(default_factory=dict)
     """Sizes that are given, such as ``{"tp_size": 8}``."""
-    expert_imbalance: float = 1.0
-    """Memory is of a rank whose experts get so many times the mean rank's tokens."""
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or self.window < 1 or not self.num_micro_batches:
@@ -96,16 +84,9 @@ class Space:
                 f"{self.num_devices} devices, a window of {self.window} tokens and "
                 f"{len(self.num_micro_batches)} numbers of micro-batches; give at least 1 of each"
             )
-        real_number("--expert-imbalance", self.expert_imbalance, 1, MOST)
+        real_number("--expert-imbalance", self.execution.expert_imbalance, 1, MOST)
         for packing in self.packings:  # Now, not once layouts have been searched for minutes.
             PackingSettings.parse(packing, self.window, self.window)
-
-    def limit_gib(self, layout: Parallelism) -> float:
-        """What tensors may take in a layout."""
-        limit_gib = self.memory_gib
-        if limit_gib is None:
-            limit_gib = tensors_gib(self.hardware, layout)
-        return limit_gib * (1 - self.headroom) if limit_gib > 0 else limit_gib
 
 
 @dataclass(frozen=True)
@@ -386,14 +367,14 @@ def _runs(
     max_tp = space.max_tp or space.hardware.devices_per_node
     if layout.tp_size > max_tp:
         reason = f"TP {layout.tp_size} is above the limit of {max_tp} (a node)"
-        yield Rejected(layout, 0, space.recompute[0], "topology", reason)
+        yield Rejected(layout, 0, space.recomputes[0], "topology", reason)
         return
     if not _of_layout(space, layout, space.packings):
         reason = (
             "slices need pipeline stages, none that are virtual, and a model without experts; give "
             "other packings too"
         )
-        yield Rejected(layout, 0, space.recompute[0], "batch and schedule", reason)
+        yield Rejected(layout, 0, space.recomputes[0], "batch and schedule", reason)
         return
     try:
         if _needs_unlike_stages(shape, layout):
@@ -401,16 +382,19 @@ def _runs(
             layout = replace(layout, stage_layers=stages)
         layout.layers_of_stages(shape)
     except ConfigError as error:
-        yield Rejected(layout, 0, space.recompute[0], "divisibility", str(error))
+        yield Rejected(layout, 0, space.recomputes[0], "divisibility", str(error))
         return
     for number in space.num_micro_batches:
-        for recompute in space.recompute:
+        for recompute in space.recomputes:
             try:
                 run = Run(
-                    *(shape, space.hardware, layout, space.window, number, recompute),
+                    shape,
+                    replace(space.execution, parallelism=layout, recompute=recompute),
+                    space.hardware,
+                    space.window,
+                    number,
                     memory_gib=space.limit_gib(layout),
                     extrapolate=space.extrapolate,
-                    expert_imbalance=space.expert_imbalance,
                 )
             except ConfigError as error:
                 yield Rejected(layout, number, recompute, "batch and schedule", str(error))
@@ -449,7 +433,7 @@ def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Cand
     stages = balanced_layers(run.shape, run.hardware, p, run.recompute, sample)
     if len(set(stages)) == 1:
         return None
-    unlike = replace(run, parallelism=replace(p, stage_layers=stages))
+    unlike = run.executed(parallelism=replace(p, stage_layers=stages))
     mfu = _coarse_mfu(space, unlike, sample)
     if mfu < LEAST_GAIN * candidate.mfu:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_wlb.cost import Hardware, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost import Execution, Hardware, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.shape import Stage
 
@@ -25,7 +25,7 @@ def balanced_layers(
     mean.
     """
     undivided = replace(layout, pp_size=1, vpp_size=1, group_size=None, stage_layers=None)
-    model = AnalyticModel(shape, hardware, undivided, recompute)
+    model = AnalyticModel(shape, Execution(undivided, recompute), hardware)
     all_layers = Stage(shape.runs, first=False, last=False)
     layer_us = model.stage_cost(all_layers).total_us(lengths) / shape.num_layers
     ends_us = [0.0] * layout.num_stages

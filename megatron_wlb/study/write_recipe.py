@@ -141,7 +141,7 @@ def layout_flags(scenario: Run) -> Flags:
             VPP: p.vpp_size if p.vpp_size > 1 and LAYOUT not in uneven else None,
             **uneven,
             "--use-distributed-optimizer": True,
-            "--overlap-grad-reduce": scenario.overlap_grad_reduce,
+            "--overlap-grad-reduce": scenario.execution.overlap_grad_reduce,
             **recompute_flags(scenario.recompute),
         }
     )

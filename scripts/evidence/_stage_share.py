@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from _quickstart.live_bytes import LiveBytes
 
-from megatron_wlb.cost import ModelShape, Parallelism, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.cost.hardware import FIGURES, Hardware, read_hardware
@@ -122,20 +122,21 @@ def measure_share(
             for own in micro_batches:
                 run = Run(
                     shape,
+                    Execution(
+                        bf16=config.training.bf16,
+                        distributed_optimizer=False,
+                        kernels="fused" if fused else "torch",
+                        attention_kernel=kernel,
+                    ),
                     measured,
-                    Parallelism(),
                     window,
                     1,
-                    bf16=config.training.bf16,
-                    distributed_optimizer=False,
-                    kernels="fused" if fused else "torch",
-                    attention_kernel=kernel,
                     extrapolate=True,
                 )
                 given = dataclasses.replace(run, hardware=assumed)
                 times = _measured_us(built, own, shape.vocab_size, repeats, device)
                 held = _measured_bytes(built, own, shape.vocab_size, device)
-                memory = dataclasses.replace(run.memory, document_tokens=sum(own) / len(own))
+                memory = run.memory.executed(document_tokens=sum(own) / len(own))
                 predicted = round(memory.activation_peak_bytes(0, [sum(own)]))
                 modelled_us, assumed_us = modelled(run, own), modelled(given, own)
                 for what in GROUPS:

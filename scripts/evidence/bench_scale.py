@@ -31,7 +31,7 @@ from _common import add_distribution, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output
-from megatron_wlb.cost import Parallelism, load_hardware
+from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import run_program
@@ -70,7 +70,7 @@ def run_of(dp_size: int) -> Run:
     """The run whose steps are planned and simulated."""
     layout = Parallelism(8, 2, 4, dp_size=dp_size, sequence_parallel=True)
     shape = padded_vocabulary(load_model("7b"), layout.tp_size)
-    return Run(shape, load_hardware("h100-sxm"), layout, WINDOW, EACH * dp_size)
+    return Run(shape, Execution(layout), load_hardware("h100-sxm"), WINDOW, EACH * dp_size)
 
 
 def steps_of(

@@ -38,7 +38,6 @@ from _common import add_distribution, add_seeds, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output, scenario
-from megatron_wlb.cli.inputs import most_tokens
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, run_program
@@ -170,9 +169,8 @@ class Clock:
         p = self.run.parallelism
         dp_size = max(1, p.dp_size * p.cp_size // cp_size)
         layout = dataclasses.replace(p, cp_size=cp_size, dp_size=dp_size)
-        return dataclasses.replace(
-            self.run, parallelism=layout, num_micro_batches=dp_size * p.num_stages
-        ).costs.stages
+        run = self.run.executed(parallelism=layout)
+        return dataclasses.replace(run, num_micro_batches=dp_size * p.num_stages).costs.stages
 
     def of_plan(self, plan: StepPlan) -> float:
         p = self.run.parallelism
@@ -288,7 +286,7 @@ def arrivals(
     They are what `slim` would run, which neither delays nor cuts.
     """
     layout = dataclasses.replace(run.parallelism, vpp_size=1, group_size=None)
-    workload = dataclasses.replace(run, parallelism=layout).workload(source, seed=seed)
+    workload = run.executed(parallelism=layout).workload(source, seed=seed)
     setting = PackingSettings.parse("slim", run.window, run.window)
     planner = workload.planner(setting, options.warm_up + options.steps)
     for _ in range(options.warm_up):
@@ -346,16 +344,16 @@ def main() -> int:
     options = parser.parse_args()
     whole_number("--steps", options.steps, 1, 10_000)
     whole_number("--warm-up", options.warm_up, 0, 10_000)
-    scenario.fill_layout(options)
-    run = scenario.run_of(options)
-    max_tokens = most_tokens(options, run)
+    job = scenario.read_job(options)
+    run = scenario.run_of(job)
+    max_tokens = job.max_tokens(run)
     names = [name for name in OURS if name != "slim" or run.parallelism.vpp_size == 1]
     settings = [PackingSettings.parse(name, run.window, max_tokens) for name in names]
     schedules = Upstream(options.checkout, run).schedules()
     total = len(options.seeds) * options.steps * (len(settings) + len(schedules))
     with output.counting_bar("planning", total) as on_step:
         rows = measure(run, schedules, settings, options, on_step)
-    title = scenario.machine_title(options, run.num_devices)
+    title = scenario.machine_title(options.model, job.config.wlb.wlb_hardware, run.num_devices)
     output.console(stderr=True).print(table_of(rows, title, options))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))

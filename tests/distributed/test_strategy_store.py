@@ -13,7 +13,7 @@ from helpers.layouts import MODELS
 from helpers.strategy_ranks import open_runner, plan_for, strategies_file, with_strategies
 from helpers.workload import make_workload
 
-from megatron_wlb.cost import Hardware, MemoryModel, load_hardware
+from megatron_wlb.cost import Execution, Hardware, MemoryModel, load_hardware
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
@@ -97,7 +97,7 @@ def test_exchange_and_store_take_the_bytes_that_are_planned(gloo: GlooPool, tmp_
     assert own <= moved[0] <= OF_A_DISTRIBUTED_OPTIMIZER * own
 
     for scheme in (Scheme(), Scheme(2), Scheme(2, 2)):
-        model = MemoryModel(shape, scheme.parallelism, bf16=False, store_ranks=NUM_RANKS)
+        model = MemoryModel(shape, Execution(scheme.parallelism, bf16=False, store_ranks=NUM_RANKS))
         most = max(one.store for one in found)
         assert model.state_bytes(0).optimizer == pytest.approx(most, rel=0.03)
 

@@ -10,7 +10,7 @@ import megatron.core
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import Parallelism, load_hardware
+from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
@@ -44,7 +44,7 @@ def bench(monkeypatch):
 
 def test_a_rank_runs_its_share_padded_and_the_slowest_tells(bench):
     layout = Parallelism(2, 2, 1, dp_size=2, sequence_parallel=True)
-    run = Run(load_model("550m"), load_hardware("h100-sxm"), layout, 4096, 4)
+    run = Run(load_model("550m"), Execution(layout), load_hardware("h100-sxm"), 4096, 4)
     clock, lengths = bench.Clock(run), [97, 64, 3000]
     assert clock._padded(bench.Part((0, 1), 1), lengths) == [98, 64]  # TP alone
     assert clock._padded(bench.Part((0, 1), 2), lengths) == [104, 64]  # two chunks a rank

@@ -11,7 +11,7 @@ import pytest
 from _stage_share import GROUPS, ShareRow, measure_share, share_of
 from helpers.gloo import GlooPool
 
-from megatron_wlb.cost import AnalyticModel, ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import AnalyticModel, Execution, ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.errors import ConfigError
 
@@ -75,9 +75,9 @@ def test_share_has_the_work_of_a_rank(name: str, tp_size: int) -> None:
     whole = padded_vocabulary(load_model(name), tp_size)
     share = share_of(load_model(name), tp_size, 2)
     assert (share.num_layers, share.hidden_size) == (2, whole.hidden_size)
-    run: Any = load_hardware("h100-sxm"), Parallelism(tp_size=tp_size), Recompute()
-    rank = AnalyticModel(whole, *run)
-    alone = AnalyticModel(share, run[0], Parallelism(), Recompute())
+    hardware = load_hardware("h100-sxm")
+    rank = AnalyticModel(whole, Execution(Parallelism(tp_size=tp_size)), hardware)
+    alone = AnalyticModel(share, Execution(), hardware)
     for ours, theirs in ((alone.layer(), rank.layer()), (alone.head(), rank.head())):
         for part in ("matrix_us", "elementwise_us", "attention_us"):
             assert getattr(ours, part) == pytest.approx(getattr(theirs, part))

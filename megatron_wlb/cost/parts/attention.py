@@ -13,7 +13,7 @@ from megatron_wlb.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_wlb.cost.blocks import Blocks
-    from megatron_wlb.cost.layers import Placed
+    from megatron_wlb.cost.execution import Executed
     from megatron_wlb.cost.shape import Parallelism
 
 
@@ -74,7 +74,7 @@ class Attention(Part):
         yield "num_attention_heads", self.num_attention_heads, "TP", p.tp_size
         yield "num_query_groups", self.num_query_groups, "TP", p.tp_size
 
-    def parameters(self, on: Placed) -> int:
+    def parameters(self, on: Executed) -> int:
         norms = 2 * self.kv_channels * on.shape.norm_vectors if self.qk_norm else 0
         return self.matrix_parameters(on, bias=on.shape.linear_bias or self.qkv_bias) + norms
 
@@ -162,7 +162,7 @@ class Attention(Part):
             cp_size,
             num_keys,
             e * numbers,
-            max(e, FP32) * numbers if on.reduce_in_fp32 else None,
+            max(e, FP32) * numbers if on.execution.reduce_in_fp32 else None,
         )
         gathering, copy = exchange.gathering, exchange.copy
         backward = gradients + exchange.gradients
@@ -178,7 +178,7 @@ class Attention(Part):
             return Operation(
                 "attention", forward=max(gathering, copy + kept), backward=kept + backward
             )
-        if on.keep_gathered:
+        if on.execution.keep_gathered:
             return Operation(
                 "attention", kept + copy, forward=gathering - copy, backward=backward - copy
             )
@@ -188,13 +188,13 @@ class Attention(Part):
         """Bytes in which the kernel's backward works: a local token with so many keys a token, and
         a key. None of kernels that run document by document.
         """
-        if on.attention_kernel is not None:
-            names = [name for name in WORKSPACES if name == on.attention_kernel]
+        if on.execution.attention_kernel is not None:
+            names = [name for name in WORKSPACES if name == on.execution.attention_kernel]
         else:
             names = list(WORKSPACES) if on.fused else []
         # On each context-parallel rank a document may have two chunks.
         cp_size, tp_size = on.parallelism.cp_size, on.parallelism.tp_size
-        chunks = (2 * cp_size if cp_size > 1 else 1) / on.document_tokens
+        chunks = (2 * cp_size if cp_size > 1 else 1) / on.execution.document_tokens
         heads, groups = self.num_attention_heads / tp_size, self.num_query_groups / tp_size
         sizes = heads, groups, self.kv_channels, on.bytes.attention.element_bytes
 

@@ -14,7 +14,7 @@ from megatron_wlb.reading import whole_number
 
 if TYPE_CHECKING:
     from megatron_wlb.cost.blocks import Blocks
-    from megatron_wlb.cost.layers import Placed
+    from megatron_wlb.cost.execution import Executed
     from megatron_wlb.cost.shape import Parallelism
 
 
@@ -99,11 +99,11 @@ class LatentAttention(Attention):
         heads = self.num_attention_heads * (2 * self.latent.key_dim + self.latent.v_head_dim)
         return 2 * (heads + self.latent.numbers + (self.latent.q_lora_rank or 0))
 
-    def parameters(self, on: Placed) -> int:
+    def parameters(self, on: Executed) -> int:
         """The last product alone has a bias."""
         h, tp_size, low = on.shape.hidden_size, on.parallelism.tp_size, self.latent.q_lora_rank or 0
         total = (h * (self.columns + self.rows) + self.inner_weights) // tp_size
-        if on.kernels == "fused":  # whose layers have whole down projections on each rank
+        if on.execution.kernels == "fused":  # whose layers have whole down projections on each rank
             down = h * (low + self.latent.numbers)
             total += down - down // tp_size
         norms = low + self.latent.kv_lora_rank if self.qk_norm else 0
@@ -183,7 +183,7 @@ class LatentAttention(Attention):
         making = p.cp_size * (product + key + value + key + row)
         copy = num_keys * row
         gathering = max(making, p.cp_size * row + copy)
-        sums = p.cp_size * row * (max(e, FP32) / e if on.reduce_in_fp32 else 1.0)
+        sums = p.cp_size * row * (max(e, FP32) / e if on.execution.reduce_in_fp32 else 1.0)
         latents = p.cp_size * e * (sizes.numbers / p.sequence_shards + sizes.kv_lora_rank)
         workspace = self._workspace(on, num_keys)
         in_kernel = num_keys * (key + value) + (workspace[0] if workspace else copy)
@@ -193,7 +193,7 @@ class LatentAttention(Attention):
         if on.recompute.granularity == "selective":
             forward, backward = max(gathering, copy + kept), kept + backward
             return Operation("attention", forward=forward, backward=backward)
-        if on.keep_gathered:
+        if on.execution.keep_gathered:
             kept += copy + p.cp_size * row + latents
             return Operation("attention", kept, forward=gathering, backward=backward - copy)
         return Operation("attention", kept, forward=gathering, backward=backward)

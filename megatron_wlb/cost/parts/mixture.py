@@ -13,7 +13,7 @@ from megatron_wlb.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_wlb.cost.blocks import Blocks
-    from megatron_wlb.cost.layers import Placed
+    from megatron_wlb.cost.execution import Executed
     from megatron_wlb.cost.shape import Parallelism
 
 
@@ -88,12 +88,12 @@ class Experts(Part):
         yield "expert_hidden_size", self.expert_hidden_size, "expert TP", p.expert_tp_size
         yield "shared_hidden_size", self.shared_hidden_size, "TP", p.tp_size
 
-    def parameters(self, on: Placed) -> int:
+    def parameters(self, on: Executed) -> int:
         """The shared expert's and the router's."""
         bias = on.shape.linear_bias
         return self.matrix_parameters(on, bias=bias) + on.shape.hidden_size * self.num_experts
 
-    def routed_parameters(self, on: Placed) -> int:
+    def routed_parameters(self, on: Executed) -> int:
         h, p = on.shape.hidden_size, on.parallelism
         each = h * self.expert_numbers
         if on.shape.linear_bias:
@@ -118,7 +118,7 @@ class Experts(Part):
         """
         p, e, h = on.parallelism, on.elementwise, on.shape.hidden_size
         sent = self.topk / p.sequence_shards
-        got = sent * on.expert_imbalance * p.expert_tp_size
+        got = sent * on.execution.expert_imbalance * p.expert_tp_size
         f, columns = self.expert_hidden_size / p.expert_tp_size, self.expert_columns
         columns_here = columns / p.expert_tp_size
         # Kernels of all experts at once have all their gradients; one by one, one.

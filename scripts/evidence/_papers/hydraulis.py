@@ -18,6 +18,7 @@ import numpy as np
 from _papers.paper import Effort, K
 from _papers.slimpack import best_fit, llama
 from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, Parallelism, load_hardware
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.cost.step_costs import UPDATE_BYTES, analytic_costs
 from megatron_wlb.data.lengths import Draw
@@ -154,7 +155,7 @@ class PaperSpace(StrategySpace):
             devices_per_node=2 * node,
             node_link_gb_s=self.hardware.network_gb_s,
         )
-        return StrategySpace(self.shape, across, self.num_devices, self.recompute).price(scheme)
+        return StrategySpace(self.shape, self.execution, across, self.num_devices).price(scheme)
 
 
 def space_of(case: Case, hardware: str = HARDWARE) -> PaperSpace:
@@ -172,7 +173,9 @@ def _space(model: str, num_devices: int, hardware: str, one_adapter: bool) -> Pa
         if tp_size * pp_size <= num_devices and shape.num_layers % pp_size == 0
     )
     machine = load_hardware(hardware)
-    return PaperSpace(shape, machine, num_devices, schemes=schemes, one_adapter=one_adapter)
+    return PaperSpace(
+        shape, Execution(), machine, num_devices, schemes=schemes, one_adapter=one_adapter
+    )
 
 
 def printed_layout(case: Case, hardware: str = HARDWARE) -> Candidate:
@@ -353,8 +356,8 @@ def usual_exchange_us(space: StrategySpace, base: Candidate) -> tuple[float, flo
         scheme.tp_size, scheme.cp_size, scheme.pp_size, dp_size=len(members),
         sequence_parallel=scheme.tp_size > 1,
     )  # fmt: skip
-    memory = MemoryModel(space.shape, p, distributed_optimizer=True, kernels="fused")
-    model = AnalyticModel(space.shape, space.hardware, p, space.recompute)
+    memory = MemoryModel(space.shape, Execution(p))
+    model = AnalyticModel(space.shape, Execution(p, space.recompute), space.hardware)
     costs_of_all = analytic_costs(model, memory)
     shards = p.dp_size * p.cp_size
     most = max(range(p.pp_size), key=memory.num_parameters)

@@ -14,7 +14,7 @@ from _sections import Paper, Row, Section, row_of
 from _papers import hydraulis
 from _papers.hydraulis import BREAKDOWN, CASES, CONFIGURATIONS, DATA, PRINTED_RANGE
 from _papers.paper import Effort, K
-from megatron_wlb.cost import load_hardware
+from megatron_wlb.cost import Execution, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.propose import StrategySpace
@@ -210,8 +210,8 @@ def _other_lengths(effort: Effort, solver: bool) -> Section:
     hardware = load_hardware(OTHER_HARDWARE)
     plain = tuple(Scheme(tp, 1, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
     spaces = {
-        "CP too": StrategySpace(shape, hardware, DEVICES),
-        "TP and PP alone": StrategySpace(shape, hardware, DEVICES, schemes=plain),
+        "CP too": StrategySpace(shape, Execution(), hardware, DEVICES),
+        "TP and PP alone": StrategySpace(shape, Execution(), hardware, DEVICES, schemes=plain),
     }
     sources = [LengthSource.of_distribution(name) for name in ("reference", "magi")]
     rows, gain = [], {}

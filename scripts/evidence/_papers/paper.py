@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from megatron_wlb.cost import DocumentCost, Parallelism, load_hardware
+from megatron_wlb.cost import DocumentCost, Execution, Parallelism, load_hardware
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
@@ -103,8 +103,10 @@ def scenario(
     tp_size, cp_size, pp_size, dp_size = layout
     return Run(
         padded_vocabulary(load_model(model), tp_size),
+        Execution(
+            Parallelism(tp_size, cp_size, pp_size, vpp_size, dp_size, sequence_parallel=tp_size > 1)
+        ),
         load_hardware(hardware),
-        Parallelism(tp_size, cp_size, pp_size, vpp_size, dp_size, sequence_parallel=tp_size > 1),
         window,
         pp_size * dp_size,
     )

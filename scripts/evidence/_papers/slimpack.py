@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from _papers.paper import HARDWARE, Effort, K, max_tokens
-from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.document import imbalance
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import padded_vocabulary
@@ -106,13 +106,15 @@ def layouts(case: Case, hardware: str = HARDWARE) -> list[Run]:
     return [
         Run(
             padded_vocabulary(MODELS[case.model], TP_SIZE),
-            load_hardware(hardware),
-            Parallelism(
-                TP_SIZE, cp_size, pp_size, dp_size=shards // cp_size, sequence_parallel=True
+            Execution(
+                Parallelism(
+                    TP_SIZE, cp_size, pp_size, dp_size=shards // cp_size, sequence_parallel=True
+                ),
+                recompute,
             ),
+            load_hardware(hardware),
             case.context,
             shards * max(1, round(windows / shards)),
-            recompute,
         )
         for recompute in (Recompute(), FULL)
         for cp_size in (1, 2, 4)

@@ -171,7 +171,7 @@ def test_n_without_a_number_is_what_has_four_million_tokens(capsys) -> None:
             ["--memory-gib", "0.68", "--packing", "slim:1", *N_32, "--pp-size", "4"],
             "that was simulated fits memory: the least is 0.66 GiB (PP 4",
         ),
-        (["--memory-gib", "-1"], "memory limit in GiB is -1.0"),
+        (["--memory-gib", "-1"], "--memory-gib is -1.0"),
         (["--num-devices", "0"], "--num-devices is 0; give at least 1"),
         (["--num-devices", "63"], "63 are no whole nodes of 8"),
         (["--tp-size", "3"], "no layout of 4 devices has tp_size 3"),

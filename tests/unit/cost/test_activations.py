@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from megatron_wlb.cost import ModelShape, Parallelism, Recompute
+from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.tape import Operation, Tape
 
@@ -28,10 +28,7 @@ def per_layer(
     def saved(num_layers: int) -> float:
         model = ActivationModel(
             dataclasses.replace(shape, num_layers=num_layers),
-            parallelism or Parallelism(),
-            recompute or Recompute(),
-            2,
-            kernels,
+            Execution(parallelism or Parallelism(), recompute or Recompute(), kernels=kernels),
         )
         return model.tape(first=False, last=False).saved_per_token
 
@@ -79,7 +76,7 @@ def test_context_parallelism_shares_the_tokens() -> None:
     assert halves == pytest.approx(per_layer() / 2)
     full = Recompute("full", "uniform", 1)
     tapes = [
-        ActivationModel(LLAMA, Parallelism(cp_size=cp), full, 2, "torch").tape(
+        ActivationModel(LLAMA, Execution(Parallelism(cp_size=cp), full, kernels="torch")).tape(
             first=True, last=True
         )
         for cp in (1, 2)
@@ -89,7 +86,7 @@ def test_context_parallelism_shares_the_tokens() -> None:
 
 
 def test_last_chunk_has_the_logits() -> None:
-    model = ActivationModel(LLAMA, Parallelism(pp_size=2), Recompute(), 2, "fused")
+    model = ActivationModel(LLAMA, Execution(Parallelism(pp_size=2)))
     middle = model.tape(first=False, last=False)
     last = model.tape(first=False, last=True)
     more = last.saved_per_token - middle.saved_per_token
@@ -139,8 +136,8 @@ def test_gradients_of_keys_summed_in_fp32_take_more_in_backward() -> None:
 
     def most(reduce_in_fp32: bool) -> float:
         layout = Parallelism(cp_size=4, tp_size=2)
-        options = {"attention_kernel": "sdpa", "reduce_in_fp32": reduce_in_fp32}  # no workspace
-        model = ActivationModel(LLAMA, layout, Recompute(), 2, "fused", **options)
+        sums = {"reduce_in_fp32": reduce_in_fp32}
+        model = ActivationModel(LLAMA, Execution(layout, attention_kernel="sdpa", **sums))
         return exchange(model).backward
 
     def exchange(model: ActivationModel) -> Operation:
@@ -159,13 +156,13 @@ def test_kept_keys_are_those_that_a_rank_attends_to() -> None:
     layout = Parallelism(cp_size=4, tp_size=2)
 
     def kept(keep_gathered: bool) -> float:
-        model = ActivationModel(LLAMA, layout, Recompute(), 2, "fused", keep_gathered)
+        model = ActivationModel(LLAMA, Execution(layout, keep_gathered=keep_gathered))
         return model.tape(first=False, last=False).saved_per_token
 
     keys_and_values = 2 * LLAMA.layer.key_size / 2 * 2
     assert kept(True) - kept(False) == pytest.approx(4 * 9 / 8 * keys_and_values)
     assert kept(False) == pytest.approx(
-        ActivationModel(LLAMA, Parallelism(tp_size=2), Recompute(), 2, "fused")
+        ActivationModel(LLAMA, Execution(Parallelism(tp_size=2)))
         .tape(first=False, last=False)
         .saved_per_token
         / 4

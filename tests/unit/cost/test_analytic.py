@@ -9,9 +9,9 @@ from megatron_wlb.cost import (
     ModelShape,
     Parallelism,
     Recompute,
-    analytic_cost,
     load_hardware,
 )
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.errors import ConfigError
 
 LLAMA2_7B = ModelShape(
@@ -37,7 +37,7 @@ def model(
     parallelism: Parallelism = REFERENCE_LAYOUT,
     recompute: Recompute | None = None,
 ) -> AnalyticModel:
-    return AnalyticModel(shape, H100, parallelism, recompute or Recompute())
+    return AnalyticModel(shape, Execution(parallelism, recompute or Recompute()), H100)
 
 
 def test_layer_is_the_reference_formula() -> None:
@@ -72,7 +72,7 @@ def test_whole_model_is_its_layers_and_ends() -> None:
 def test_forward_collectives_show_and_backward_ones_hide_behind_products() -> None:
     """Of 4 a layer forward all, of 6 backward two and what is not hidden of four."""
     fast = dataclasses.replace(H100, node_link_gb_s=10 * H100.node_link_gb_s)
-    layer = AnalyticModel(LLAMA2_7B, fast, REFERENCE_LAYOUT, Recompute()).layer()
+    layer = AnalyticModel(LLAMA2_7B, Execution(REFERENCE_LAYOUT), fast).layer()
     one_us = layer.tp_us / 4
     assert layer.tp_backward_us == pytest.approx((2 + (1 - H100.tp_overlap) * 4) * one_us)
     assert layer.backward_linear_us == pytest.approx(
@@ -80,11 +80,11 @@ def test_forward_collectives_show_and_backward_ones_hide_behind_products() -> No
     )
     # All-reduces of whole tensors: an output's gradient is there already.
     whole = dataclasses.replace(REFERENCE_LAYOUT, sequence_parallel=False)
-    layer = AnalyticModel(LLAMA2_7B, fast, whole, Recompute()).layer()
+    layer = AnalyticModel(LLAMA2_7B, Execution(whole), fast).layer()
     assert layer.tp_backward_us == pytest.approx((1 - H100.tp_overlap) * 4 * one_us)
     # Products hide no more than they last: on links as slow as those between nodes next to nothing.
     slow = dataclasses.replace(H100, node_link_gb_s=1.0)
-    layer = AnalyticModel(LLAMA2_7B, slow, REFERENCE_LAYOUT, Recompute()).layer()
+    layer = AnalyticModel(LLAMA2_7B, Execution(REFERENCE_LAYOUT), slow).layer()
     assert layer.tp_backward_us == pytest.approx(6 / 4 * layer.tp_us, rel=0.02)
 
 
@@ -94,8 +94,8 @@ def test_exchange_of_one_head_group_is_not_hidden() -> None:
         layout = Parallelism(tp_size=8, cp_size=2)
 
         def exchange_us(machine: Hardware) -> float:
-            run = shape, machine, layout, Recompute(), 2, num_head_groups
-            return AnalyticModel(*run).layer().cp_us
+            execution = Execution(layout, num_head_groups=num_head_groups)
+            return AnalyticModel(shape, execution, machine).layer().cp_us
 
         return exchange_us(H100) / exchange_us(dataclasses.replace(H100, cp_overlap=0.0))
 
@@ -193,9 +193,11 @@ def test_gradients_of_keys_in_fp32_are_exchanged_for_twice_as_long(
 ) -> None:
     """Backward gathers as forward does, and reduces as many numbers, which are of fp32 or not."""
     shape, layout = LLAMA2_7B, Parallelism(cp_size=cp_size)
-    plain = analytic_cost(shape, H100, layout, element_bytes=element_bytes)
-    exact = analytic_cost(shape, H100, layout, element_bytes=element_bytes, reduce_in_fp32=True)
-    layer = AnalyticModel(shape, H100, layout, Recompute(), element_bytes).layer()
+    plain = AnalyticModel(shape, Execution(layout, bf16=element_bytes == 2), H100).cost()
+    exact = AnalyticModel(
+        shape, Execution(layout, bf16=element_bytes == 2, reduce_in_fp32=True), H100
+    ).cost()
+    layer = AnalyticModel(shape, Execution(layout, bf16=element_bytes == 2), H100).layer()
     assert (layer.cp_us > 0) == (cp_size > 1)
     longer_us = exact.backward_linear_us - plain.backward_linear_us
     assert longer_us == pytest.approx((times - 2) * 32 * layer.cp_us)
@@ -203,12 +205,18 @@ def test_gradients_of_keys_in_fp32_are_exchanged_for_twice_as_long(
 
 
 def test_analytic_cost_is_the_whole_model() -> None:
-    cost = analytic_cost(LLAMA2_7B, H100, REFERENCE_LAYOUT)
+    cost = AnalyticModel(LLAMA2_7B, Execution(REFERENCE_LAYOUT), H100).cost()
     assert cost == model().cost()
     assert isinstance(cost, DocumentCost)
-    assert analytic_cost(LLAMA2_7B, H100) == model(parallelism=Parallelism()).cost()
-    wider = analytic_cost(LLAMA2_7B, H100, element_bytes=4)
-    assert wider.forward_linear_us > analytic_cost(LLAMA2_7B, H100).forward_linear_us
+    assert (
+        AnalyticModel(LLAMA2_7B, Execution(), H100).cost()
+        == model(parallelism=Parallelism()).cost()
+    )
+    wider = AnalyticModel(LLAMA2_7B, Execution(bf16=False), H100).cost()
+    assert (
+        wider.forward_linear_us
+        > AnalyticModel(LLAMA2_7B, Execution(), H100).cost().forward_linear_us
+    )
 
 
 def test_layers_that_do_not_divide_are_refused() -> None:

@@ -15,6 +15,7 @@ from megatron_wlb.cost import (
     Recompute,
     load_hardware,
 )
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.layers import Layer, Precision, Precisions
 from megatron_wlb.cost.memory import num_communicators
@@ -36,7 +37,7 @@ NONE, FULL = Recompute(), Recompute("full", "uniform", 1)
 def model(
     shape: ModelShape, layout: Parallelism = ALONE, recompute: Recompute = NONE
 ) -> AnalyticModel:
-    return AnalyticModel(shape, H100, layout, recompute)
+    return AnalyticModel(shape, Execution(layout, recompute), H100)
 
 
 def layer_of(shape: ModelShape) -> Layer:
@@ -55,14 +56,14 @@ def test_token_passes_its_experts_the_shared_one_and_the_router() -> None:
 
 
 def test_parameters_are_those_of_the_models() -> None:
-    assert MemoryModel(load_model("mixtral-8x7b")).total_parameters / 1e9 == pytest.approx(
-        46.70, abs=0.01
-    )
+    assert MemoryModel(
+        load_model("mixtral-8x7b"), Execution()
+    ).total_parameters / 1e9 == pytest.approx(46.70, abs=0.01)
     deepseek = load_model("deepseek-v3")
-    plain = MemoryModel(replace(deepseek, predictors=())).total_parameters
+    plain = MemoryModel(replace(deepseek, predictors=()), Execution()).total_parameters
     assert plain / 1e9 == pytest.approx(671.03, abs=0.01)
     # A layer of 11.5, and what joins two hidden states: embedding and LM head are the model's.
-    ahead = MemoryModel(deepseek).total_parameters - plain
+    ahead = MemoryModel(deepseek, Execution()).total_parameters - plain
     assert ahead / 1e9 == pytest.approx(11.6, abs=0.02)
 
 
@@ -78,11 +79,14 @@ def test_parameters_are_those_of_the_models() -> None:
 )
 def test_all_ranks_together_hold_each_parameter(layout: Parallelism) -> None:
     h, each = 512, 512 * 3 * 256
-    memory = MemoryModel(SHAPE, layout)
+    memory = MemoryModel(SHAPE, Execution(layout))
     experts = [memory.expert_parameters(stage) for stage in range(layout.num_stages)]
     assert sum(experts) * layout.expert_ranks == 3 * 16 * each
     norms = (2 * 4 + 1) * h
-    dense = MemoryModel(DENSE.with_experts(EXPERTS, [False] * 4)).total_parameters
+    dense = MemoryModel(
+        DENSE.with_experts(EXPERTS, [False] * 4),
+        Execution(),
+    ).total_parameters
     shared = 3 * (h * (16 + 3 * 128) - 3 * h * 1408)
     whole = dense + shared + 3 * 16 * each
     repeated = (layout.tp_size - 1) * (norms + 3 * h * 16)  # norms and routers, on each TP rank
@@ -93,7 +97,7 @@ def test_all_ranks_together_hold_each_parameter(layout: Parallelism) -> None:
 
 def test_optimizer_of_experts_is_spread_over_ranks_with_the_same_ones() -> None:
     layout = Parallelism(1, 2, dp_size=4, ep_size=4)
-    memory = MemoryModel(SHAPE, layout, distributed_optimizer=True)
+    memory = MemoryModel(SHAPE, Execution(layout))
     experts = memory.expert_parameters(0)
     dense = memory.num_parameters(0) - experts
     assert layout.expert_dp_size == 2
@@ -104,10 +108,11 @@ def test_optimizer_of_experts_is_spread_over_ranks_with_the_same_ones() -> None:
 def test_gradients_of_experts_are_reduced_over_fewer_ranks() -> None:
     def reduce_us(ep_size: int) -> float:
         layout = Parallelism(dp_size=8, ep_size=ep_size)
-        (us,) = analytic_costs(model(SHAPE, layout), MemoryModel(SHAPE, layout)).reduce_us
+        memory = MemoryModel(SHAPE, Execution(layout, distributed_optimizer=False))
+        (us,) = analytic_costs(model(SHAPE, layout), memory).reduce_us
         return us
 
-    memory = MemoryModel(SHAPE, Parallelism(dp_size=8, ep_size=8))
+    memory = MemoryModel(SHAPE, Execution(Parallelism(dp_size=8, ep_size=8)))
     dense_bytes = 4 * memory.stage_parameters(0)
     assert reduce_us(8) == pytest.approx(
         H100.latency_us + H100.transfer_us(2 * 7 / 8 * dense_bytes, 8, 8)
@@ -180,16 +185,16 @@ def test_stages_cost_as_their_own_layers_do() -> None:
     dense, *rest = model(SHAPE, layout).stage_costs()
     assert rest[0] == rest[1] and rest[2].forward_linear_us > rest[1].forward_linear_us > 0
     assert dense == model(DENSE, layout).stage_costs()[0]
-    parameters = [MemoryModel(SHAPE, layout).num_parameters(rank) for rank in range(4)]
+    parameters = [MemoryModel(SHAPE, Execution(layout)).num_parameters(rank) for rank in range(4)]
     assert parameters[1] == parameters[2] > parameters[0]
 
 
 def test_model_without_experts_costs_what_it_did() -> None:
     same = DENSE.with_experts(EXPERTS, [False] * 4)
     assert model(same).cost() == model(DENSE).cost()
-    assert MemoryModel(same).peak_bytes(0, [4096] * 3) == MemoryModel(DENSE).peak_bytes(
-        0, [4096] * 3
-    )
+    assert MemoryModel(same, Execution()).peak_bytes(0, [4096] * 3) == MemoryModel(
+        DENSE, Execution()
+    ).peak_bytes(0, [4096] * 3)
 
 
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
@@ -198,9 +203,11 @@ def test_memory_grows_with_copies_and_with_uneven_routing(kernels: str) -> None:
         shape = DENSE.with_experts(experts, [True] * 4)
         memory = MemoryModel(
             shape,
-            recompute=recompute,
-            kernels=kernels,
-            expert_imbalance=imbalance,  # type: ignore[arg-type]
+            Execution(
+                recompute=recompute,
+                kernels=kernels,
+                expert_imbalance=imbalance,
+            ),
         )
         return memory.tape(0, 0).saved_per_token
 
@@ -217,7 +224,7 @@ def test_memory_grows_with_copies_and_with_uneven_routing(kernels: str) -> None:
 
 def test_uneven_routing_takes_memory_also_of_what_is_recomputed() -> None:
     def peak(imbalance: float) -> float:
-        memory = MemoryModel(SHAPE, recompute=FULL, kernels="fused", expert_imbalance=imbalance)
+        memory = MemoryModel(SHAPE, Execution(recompute=FULL, expert_imbalance=imbalance))
         return memory.activation_peak_bytes(0, [8192] * 2)
 
     assert peak(1.0) < peak(2.0) < 2 * peak(1.0)
@@ -231,9 +238,11 @@ def test_experts_in_fp8_are_faster_and_keep_less() -> None:
     shape = replace(SHAPE, layers=layers)
     fast, slow = (model(one).layer(layer_of(one)) for one in (shape, SHAPE))
     assert fast.routed_us < slow.routed_us
-    kept, before = (MemoryModel(one).tape(0, 0).saved_per_token for one in (shape, SHAPE))
+    kept, before = (
+        MemoryModel(one, Execution()).tape(0, 0).saved_per_token for one in (shape, SHAPE)
+    )
     assert kept < before
-    memory = MemoryModel(shape)
+    memory = MemoryModel(shape, Execution())
     products = 4 * 512 * (8 * 64 * 2 + 2 * 4 * 64) + 512 * (3 * 1408 + 3 * 3 * 128)
     products += memory.expert_parameters(0)
     weights = 2 * memory.num_parameters(0) + products  # one byte more, of what is a product's
@@ -276,6 +285,9 @@ def test_groups_are_of_replicas_that_lack_experts_only() -> None:
 
 def test_costs_of_a_step_name_the_groups() -> None:
     layout = Parallelism(dp_size=4, ep_size=4)
-    costs = analytic_costs(model(SHAPE, layout), MemoryModel(SHAPE, layout))
+    costs = analytic_costs(
+        model(SHAPE, layout),
+        MemoryModel(SHAPE, Execution(layout)),
+    )
     assert isinstance(costs, StepCosts) and costs.experts is not None
     assert costs.experts.num_replicas == 4

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import AnalyticModel, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import AnalyticModel, Execution, Parallelism, load_hardware
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.fp8 import ROWS, row_multiple
 from megatron_wlb.cost.layers import Layer
@@ -133,7 +133,7 @@ def test_s_max_is_rounded_to_whole_rows() -> None:
 def test_products_alone_are_faster_in_fp8(layout: Parallelism) -> None:
     config = in_fp8()
     shape = model_shape(config, VOCAB)
-    model = AnalyticModel(shape, H100, layout, Recompute())
+    model = AnalyticModel(shape, Execution(layout), H100)
     before, after = asdict(model.layer(shape.layer)), asdict(model.layer(layer_of(config)))
     assert H100.fp8_peak_tflops is not None and H100.fp8_linear_share is not None
     faster = H100.fp8_peak_tflops * H100.fp8_linear_share / H100.linear_tflops
@@ -169,7 +169,7 @@ def test_first_and_last_layers_stay_out_of_fp8() -> None:
 def test_inputs_of_products_are_kept_in_fp8(recipe: str, copies: int) -> None:
     def saved(config: Config) -> float:
         shape = replace(model_shape(settings(), VOCAB), num_layers=2)
-        model = ActivationModel(shape, Parallelism(), Recompute(), 2, "fused")
+        model = ActivationModel(shape, Execution())
         runs = ((1, layer_of(config)), (1, shape.layer))
         return model.tape(first=False, last=False, layers=runs).saved_per_token
 
@@ -179,7 +179,7 @@ def test_inputs_of_products_are_kept_in_fp8(recipe: str, copies: int) -> None:
 
 
 def test_working_memory_has_quantised_copies_of_inputs_and_gradients() -> None:
-    model = ActivationModel(model_shape(settings(), VOCAB), Parallelism(), Recompute(), 2, "fused")
+    model = ActivationModel(model_shape(settings(), VOCAB), Execution())
     tapes = [
         model.tape(first=False, last=False, layers=((8, layer_of(config)),))
         for config in (settings(), in_fp8("tensorwise"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wlb.cost import Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.layers import Precisions
@@ -33,7 +33,7 @@ LOW = model_shape(parse([*FLAGS.split(), "--q-lora-rank", "96"]), 1024)
 
 
 def layer(shape: ModelShape, **layout: Any) -> AnalyticModel:
-    return AnalyticModel(shape, H100, Parallelism(**layout), Recompute())
+    return AnalyticModel(shape, Execution(Parallelism(**layout)), H100)
 
 
 def test_linear_flops_are_of_every_matrix() -> None:
@@ -63,13 +63,13 @@ def test_ranks_exchange_latents_and_project_all_of_them() -> None:
     up_us = layer(LOW)._matrix_us(64 * 8 * (32 + 28), Precisions.same(2).matrix)
     assert two.matrix_us == pytest.approx(one.matrix_us / 2 + up_us / 2)
     assert (one.again_us, two.again_us) == (0.0, pytest.approx(up_us))
-    in_one = dataclasses.replace(layer(plain, cp_size=2), num_head_groups=1).layer()
+    in_one = layer(plain, cp_size=2).executed(num_head_groups=1).layer()
     assert two.cp_us < in_one.cp_us
 
 
 def test_context_parallel_ranks_keep_latents_in_place_of_keys_and_values() -> None:
     def saved(shape: ModelShape, cp_size: int) -> float:
-        model = ActivationModel(shape, Parallelism(cp_size=cp_size), Recompute(), 2, "fused")
+        model = ActivationModel(shape, Execution(Parallelism(cp_size=cp_size)))
         return cp_size * model.tape(first=False, last=False).saved_per_token
 
     keys_and_values = 3 * 2 * 8 * (48 + 28)

@@ -17,6 +17,7 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.activations import ActivationModel
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.layers import Layer, Precision, Precisions, slices
 from megatron_wlb.cost.parts import Attention, FeedForward
 from megatron_wlb.cost.step_costs import StageCosts
@@ -36,7 +37,7 @@ NO_RECOMPUTE = Recompute()
 def analytic(
     shape: ModelShape, layout: Parallelism, recompute: Recompute = NO_RECOMPUTE
 ) -> AnalyticModel:
-    return AnalyticModel(shape, H100, layout, recompute)
+    return AnalyticModel(shape, Execution(layout, recompute), H100)
 
 
 def test_unlike_layers_are_counted_one_by_one() -> None:
@@ -59,10 +60,15 @@ def test_runs_of_one_kind_are_the_plain_model() -> None:
     ):
         assert dataclasses.astuple(ours) == pytest.approx(dataclasses.astuple(theirs))
     for rank in range(2):
-        ours, theirs = MemoryModel(runs, layout), MemoryModel(PLAIN, layout)
+        ours, theirs = (
+            MemoryModel(runs, Execution(layout)),
+            MemoryModel(PLAIN, Execution(layout)),
+        )
         assert ours.state_bytes(rank) == theirs.state_bytes(rank)
         assert ours.tape(rank, 0) == theirs.tape(rank, 0)
-    assert MemoryModel(UNLIKE, layout).tape(0, 0) != MemoryModel(PLAIN, layout).tape(0, 0)
+    assert MemoryModel(UNLIKE, Execution(layout)).tape(0, 0) != MemoryModel(
+        PLAIN, Execution(layout)
+    ).tape(0, 0)
 
 
 def test_stages_are_consecutive_slices() -> None:
@@ -116,7 +122,10 @@ def test_uneven_stages_of_equal_layers_hold_their_share(
 ) -> None:
     shape = dataclasses.replace(PLAIN, num_layers=num_layers)
     layout = Parallelism(pp_size=4, stage_layers=counts)
-    model, memory = analytic(shape, layout), MemoryModel(shape, layout)
+    model, memory = (
+        analytic(shape, layout),
+        MemoryModel(shape, Execution(layout)),
+    )
     layer, ends = model.layer(), [model.embedding().linear_us, 0, 0, model.head().linear_us]
     weights = 64 * USUAL.matrix_numbers + 2 * 64
     at_ends = [512 * 64, 0, 0, 512 * 64 + 64]
@@ -125,9 +134,9 @@ def test_uneven_stages_of_equal_layers_hold_their_share(
         assert cost.forward_quadratic_us == pytest.approx(count * layer.attention_us)
         assert memory.num_parameters(stage) == count * weights + at_ends[stage]
     even = Parallelism(pp_size=2)
-    assert sum(MemoryModel(shape, even).num_parameters(rank) for rank in range(2)) == sum(
-        memory.num_parameters(rank) for rank in range(4)
-    )
+    assert sum(
+        MemoryModel(shape, Execution(even)).num_parameters(rank) for rank in range(2)
+    ) == sum(memory.num_parameters(rank) for rank in range(4))
 
 
 def test_measured_costs_are_spread_over_chunks_of_which_one_has_no_layers() -> None:
@@ -158,14 +167,14 @@ def test_block_recompute_runs_the_first_layers_of_each_stage_again() -> None:
 
 
 def test_memory_counts_the_layers_of_each_stage() -> None:
-    memory = MemoryModel(UNLIKE, Parallelism(pp_size=3, stage_layers=(1, 3, 2)), kernels="fused")
+    memory = MemoryModel(UNLIKE, Execution(Parallelism(pp_size=3, stage_layers=(1, 3, 2))))
     mlp = 64 + 3 * 64 * 160
     attention = 64 + 64 * (64 + 64) + 64 * 64
     assert memory.num_parameters(1) == 2 * mlp + (attention + mlp)
     assert memory.num_parameters(0) == attention + 64 + 2 * 64 * 480 + 512 * 64
 
     def saved(*layers: Layer) -> float:
-        model = ActivationModel(UNLIKE, Parallelism(), Recompute(), 2, "fused")
+        model = ActivationModel(UNLIKE, Execution())
         runs = tuple((1, layer) for layer in layers)
         return model.tape(first=False, last=False, layers=runs).saved_per_token
 
@@ -179,7 +188,7 @@ def test_memory_counts_the_layers_of_each_stage() -> None:
 
 
 def test_recomputed_groups_are_of_their_own_layers() -> None:
-    memory = MemoryModel(UNLIKE, Parallelism(pp_size=2), Recompute("full", "uniform", 2))
+    memory = MemoryModel(UNLIKE, Execution(Parallelism(pp_size=2), Recompute("full", "uniform", 2)))
     groups = [
         [inner.name for inner in operation.inner if inner.name in ("attention", "fc1")]
         for rank in (0, 1)
@@ -219,7 +228,7 @@ def test_precision_of_an_operation_changes_its_time_alone(
     rates = {f.name: getattr(H100, f.name) for f in dataclasses.fields(H100)}
     rates["node_link_gb_s"] = 1e6  # so that products hide collectives however short they are
     layout = Parallelism(tp_size=2, cp_size=2)
-    model = AnalyticModel(PLAIN, WithFewerBits(**rates), layout, Recompute())
+    model = AnalyticModel(PLAIN, Execution(layout), WithFewerBits(**rates))
     mixed = dataclasses.replace(Precisions.same(2), **{operation: SHORT})
     before = dataclasses.asdict(model.layer(USUAL))
     after = dataclasses.asdict(model.layer(Layer(USUAL.parts, mixed)))
@@ -241,7 +250,7 @@ def test_precision_of_an_operation_changes_its_time_alone(
     ],
 )
 def test_precision_of_an_operation_changes_what_it_keeps(operation: str, fewer_bytes: int) -> None:
-    model = ActivationModel(PLAIN, Parallelism(), Recompute(), 2, "fused")
+    model = ActivationModel(PLAIN, Execution())
 
     def saved(precisions: Precisions | None) -> float:
         runs = ((1, Layer(USUAL.parts, precisions)), (1, USUAL))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 
@@ -16,12 +16,12 @@ SMALL = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=F
 
 
 def small(**layout: int) -> MemoryModel:
-    return MemoryModel(SMALL, Parallelism(**layout))
+    return MemoryModel(SMALL, Execution(Parallelism(**layout)))
 
 
 def test_parameters_are_those_of_llama2_7b() -> None:
-    assert MemoryModel(LLAMA2_7B).num_parameters(0) == 6_738_415_616
-    halves = MemoryModel(LLAMA2_7B, Parallelism(pp_size=2))
+    assert MemoryModel(LLAMA2_7B, Execution()).num_parameters(0) == 6_738_415_616
+    halves = MemoryModel(LLAMA2_7B, Execution(Parallelism(pp_size=2)))
     assert halves.num_parameters(0) + halves.num_parameters(1) == 6_738_415_616
     assert halves.num_parameters(1) - halves.num_parameters(0) == 4096  # the final norm
 
@@ -29,20 +29,21 @@ def test_parameters_are_those_of_llama2_7b() -> None:
 def test_tied_embeddings_are_held_at_both_ends_of_a_pipeline() -> None:
     tied = dataclasses.replace(LLAMA2_7B, tied_embeddings=True)
     embedding = 4096 * 32000
-    assert MemoryModel(tied).num_parameters(0) == 6_738_415_616 - embedding
-    ends = MemoryModel(tied, Parallelism(pp_size=2))
+    assert MemoryModel(tied, Execution()).num_parameters(0) == 6_738_415_616 - embedding
+    ends = MemoryModel(tied, Execution(Parallelism(pp_size=2)))
     assert ends.num_parameters(0) + ends.num_parameters(1) == 6_738_415_616
 
 
 def test_state_is_eighteen_bytes_a_parameter_in_bf16() -> None:
     layout = Parallelism(dp_size=4)
-    num = MemoryModel(LLAMA2_7B).num_parameters(0)
-    plain = MemoryModel(LLAMA2_7B, layout).state_bytes(0)
+    num = MemoryModel(LLAMA2_7B, Execution()).num_parameters(0)
+    apart = Execution(layout, distributed_optimizer=False)
+    plain = MemoryModel(LLAMA2_7B, apart).state_bytes(0)
     assert (plain.weights, plain.gradients, plain.optimizer) == (2 * num, 4 * num, 12 * num)
-    sharded = MemoryModel(LLAMA2_7B, layout, distributed_optimizer=True).state_bytes(0)
+    sharded = MemoryModel(LLAMA2_7B, Execution(layout)).state_bytes(0)
     assert (sharded.weights, sharded.gradients, sharded.optimizer) == (2 * num, 4 * num, 3 * num)
-    assert MemoryModel(LLAMA2_7B, bf16=False).state_bytes(0).total == 16 * num
-    assert MemoryModel(LLAMA2_7B, optimizer="sgd").state_bytes(0).total == 14 * num
+    assert MemoryModel(LLAMA2_7B, Execution(bf16=False)).state_bytes(0).total == 16 * num
+    assert MemoryModel(LLAMA2_7B, Execution(optimizer="sgd")).state_bytes(0).total == 14 * num
 
 
 def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
@@ -78,7 +79,9 @@ def test_order_of_ragged_micro_batches_counts() -> None:
 def test_recomputing_lowers_the_peak() -> None:
     lengths = [512, 400, 300]
     none, selective, full = (
-        MemoryModel(SMALL, Parallelism(pp_size=2), recompute).activation_peak_bytes(0, lengths)
+        MemoryModel(
+            SMALL, Execution(Parallelism(pp_size=2), recompute, kernels="torch")
+        ).activation_peak_bytes(0, lengths)
         for recompute in (Recompute(), Recompute("selective"), Recompute("full", "uniform", 1))
     )
     assert full < 0.5 * none
@@ -115,7 +118,7 @@ def test_longest_micro_batch_of_the_reference_is_plausible() -> None:
     The paper takes S_max of that order for it.
     """
     layout = Parallelism(tp_size=8, cp_size=2, pp_size=4, sequence_parallel=True)
-    model = MemoryModel(LLAMA2_7B, layout, kernels="fused")
+    model = MemoryModel(LLAMA2_7B, Execution(layout))
     longest = model.max_tokens(70 * GIB, 4)
     assert 1.5 * 131072 < longest < 2 * 131072
     # Rank 0 has four in flight.
@@ -132,9 +135,9 @@ def test_longest_micro_batch_of_the_reference_is_plausible() -> None:
 )
 def test_memory_that_holds_nothing_is_an_error(limit_gib: float, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        MemoryModel(LLAMA2_7B).max_tokens(limit_gib * GIB, 4, multiple=65536)
+        MemoryModel(LLAMA2_7B, Execution()).max_tokens(limit_gib * GIB, 4, multiple=65536)
 
 
 def test_layout_that_does_not_divide_is_an_error() -> None:
     with pytest.raises(ConfigError, match="32 layers do not divide over 5 model chunks"):
-        MemoryModel(LLAMA2_7B, Parallelism(pp_size=5))
+        MemoryModel(LLAMA2_7B, Execution(Parallelism(pp_size=5)))

@@ -11,11 +11,11 @@ from megatron_wlb.cost import (
     MemoryModel,
     ModelShape,
     Parallelism,
-    Recompute,
     load_hardware,
 )
 from megatron_wlb.cost.blocks import Blocks
-from megatron_wlb.cost.layers import Divided, Layer, Part, Placed
+from megatron_wlb.cost.execution import Executed, Execution
+from megatron_wlb.cost.layers import Divided, Layer, Part
 from megatron_wlb.cost.tape import Operation
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
@@ -54,7 +54,7 @@ class Recurrence(Part):
             on.out_of("out", state, self.rows),
         ]
 
-    def parameters(self, on: Placed) -> int:
+    def parameters(self, on: Executed) -> int:
         decays = self.state_size // on.parallelism.tp_size
         return self.matrix_parameters(on, bias=False) + decays
 
@@ -71,15 +71,13 @@ def test_a_new_kind_is_in_flops_and_time() -> None:
     weights = 512 * 4 * 768 - 512 * (2 * 512 + 2 * 256)  # in place of six layers' attention
     assert MIXED.linear_parameters - PLAIN.linear_parameters == 6 * weights
     assert MIXED.attention_flops(1000) == PLAIN.attention_flops(1000) // 4
-    ours, plain = (
-        AnalyticModel(shape, H100, LAYOUT, Recompute()).cost() for shape in (MIXED, PLAIN)
-    )
+    ours, plain = (AnalyticModel(shape, Execution(LAYOUT), H100).cost() for shape in (MIXED, PLAIN))
     assert ours.forward_quadratic_us == pytest.approx(plain.forward_quadratic_us / 4)
     assert ours.forward_linear_us > plain.forward_linear_us
 
 
 def test_a_new_kind_is_in_memory() -> None:
-    ours, plain = (MemoryModel(shape, LAYOUT, kernels="fused") for shape in (MIXED, PLAIN))
+    ours, plain = (MemoryModel(shape, Execution(LAYOUT)) for shape in (MIXED, PLAIN))
     own, attention = 512 * 4 * 768 // 2 + 768 // 2, 512 * (2 * 512 + 2 * 256) // 2
     assert ours.num_parameters(0) - plain.num_parameters(0) == 6 * (own - attention)
     saved = {o.name: o.saved for o in ours.tape(0, 0).operations}
@@ -90,11 +88,14 @@ def test_a_new_kind_is_in_memory() -> None:
 def test_a_new_kind_says_what_a_layout_must_divide() -> None:
     odd = dataclasses.replace(PLAIN, layers=((8, Layer((Recurrence(769), MLP))),))
     with pytest.raises(ConfigError, match="state_size 769 does not divide over TP 2"):
-        MemoryModel(odd, LAYOUT)
+        MemoryModel(odd, Execution(LAYOUT))
 
 
 def test_layouts_of_a_new_kind_are_searched() -> None:
-    space = Space(MIXED, H100, num_devices=4, window=8192, num_micro_batches=(4,), memory_gib=8.0)
+    space = Space(
+        shape=MIXED, execution=Execution(), hardware=H100, num_devices=4, memory_gib=8.0,
+        window=8192, num_micro_batches=(4,),
+    )  # fmt: skip
     reference = LengthSource.of_distribution("reference")
     found = search(space, reference, num_refined=1, num_tuned=1, steps=2)
     assert found.candidates and all(c.scenario.shape.layers for c in found.candidates)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.analytic import AnalyticModel
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.step_costs import analytic_costs
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
@@ -36,8 +37,8 @@ def test_prediction_adds_a_layer_a_projection_and_a_head_for_each_depth() -> Non
 @pytest.mark.parametrize("recompute", [Recompute(), FULL])
 def test_prediction_costs_the_last_stage_alone(recompute: Recompute) -> None:
     layout = Parallelism(pp_size=4, tp_size=2, sequence_parallel=True)
-    plain = AnalyticModel(PLAIN, H100, layout, recompute).stage_costs()
-    two = AnalyticModel(TWO, H100, layout, recompute).stage_costs()
+    plain = AnalyticModel(PLAIN, Execution(layout, recompute), H100).stage_costs()
+    two = AnalyticModel(TWO, Execution(layout, recompute), H100).stage_costs()
     assert two[:-1] == plain[:-1]
     layer_us = plain[1].total_us(LENGTHS) / 2
     more_us = two[-1].total_us(LENGTHS) - plain[-1].total_us(LENGTHS)
@@ -57,8 +58,11 @@ def test_prediction_makes_the_balanced_last_stage_shorter() -> None:
 def test_prediction_adds_up_gradients_of_its_embedding() -> None:
     def embedding_us(shape: ModelShape, pp_size: int) -> float:
         layout = Parallelism(pp_size=pp_size)
-        model = AnalyticModel(shape, H100, layout, Recompute())
-        return analytic_costs(model, MemoryModel(shape, layout)).embedding_us
+        model = AnalyticModel(shape, Execution(layout), H100)
+        return analytic_costs(
+            model,
+            MemoryModel(shape, Execution(layout)),
+        ).embedding_us
 
     tied = dataclasses.replace(PLAIN, tied_embeddings=True)
     assert embedding_us(TWO, 2) == embedding_us(tied, 2) > H100.latency_us
@@ -67,7 +71,7 @@ def test_prediction_adds_up_gradients_of_its_embedding() -> None:
 
 def test_prediction_is_in_the_memory_of_the_last_rank() -> None:
     layout = Parallelism(pp_size=2)
-    plain, two = (MemoryModel(shape, layout) for shape in (PLAIN, TWO))
+    plain, two = (MemoryModel(shape, Execution(layout)) for shape in (PLAIN, TWO))
     assert two.num_parameters(0) == plain.num_parameters(0)
     embedding, layer = 512 * 32000, 512 * PLAIN.layer.matrix_numbers
     more = two.num_parameters(1) - plain.num_parameters(1)

@@ -11,7 +11,7 @@ import time
 import pytest
 from _quickstart.recording import chained
 
-from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.slices import Unit
 from megatron_wlb.schedule.order import Action, sliced
 
@@ -22,7 +22,7 @@ UNCUT = [Unit(unit.num_tokens) for unit in THREE]
 
 
 def model(recompute: Recompute = Recompute(), **layout: int) -> MemoryModel:  # noqa: B008  # frozen
-    return MemoryModel(SHAPE, Parallelism(**layout), recompute)
+    return MemoryModel(SHAPE, Execution(Parallelism(**layout), recompute, kernels="torch"))
 
 
 def kept(memory: MemoryModel, rank: int, units: list[Unit] | tuple[Unit, ...]) -> list[float]:
@@ -153,7 +153,7 @@ def test_programs_of_whole_documents_need_what_megatron_s_do_and_what_is_on_the_
 def test_slices_need_less_than_their_document_at_once() -> None:
     """A stage of PP=4 holds slices of a document, not four documents."""
     shape = ModelShape(512, 2048, 8, 8, 2, 64, 512, True, rms_norm=True, linear_bias=False)
-    memory = MemoryModel(shape, Parallelism(pp_size=4), kernels="fused")
+    memory = MemoryModel(shape, Execution(Parallelism(pp_size=4)))
     lengths = [[1024]] * 8
     units = chained(lengths * 4, [[1024 * at] for at in range(8)] * 4, (8,) * 4)
     sliced_bytes = memory.peak_bytes_of(0, sliced(4, (8,) * 4)[0], units)

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import DocumentCost, Parallelism, Recompute, analytic_cost, load_hardware
-from megatron_wlb.cost.analytic import AnalyticModel
+from megatron_wlb.cost import AnalyticModel, DocumentCost, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.attention import AnalyticAttention, SlidingAttention, pairs, pairs_in_reach
 from megatron_wlb.cost.document import unseen
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.profile import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.step_costs import StageCosts
@@ -62,8 +62,8 @@ def test_pairs_of_a_chunk_are_those_of_its_mask() -> None:
 
 def test_cost_sums_layers_of_both_kinds() -> None:
     """Layers 1, 2 and 4 of 4 have a window."""
-    plain, every = (analytic_cost(shape, CPU) for shape in (PLAIN, EVERY))
-    cost = analytic_cost(mixed("3"), CPU)
+    plain, every = (AnalyticModel(shape, Execution(), CPU).cost() for shape in (PLAIN, EVERY))
+    cost = AnalyticModel(mixed("3"), Execution(), CPU).cost()
     for length in (20, 300, 301, 5000):
         shares = 0.25 * plain.document_us(length) + 0.75 * every.document_us(length)
         assert cost.document_us(length) == pytest.approx(shares, rel=1e-12)
@@ -81,7 +81,7 @@ def test_cost_sums_layers_of_both_kinds() -> None:
                                        Recompute("full", "block", 1)])  # fmt: skip
 def test_stages_have_the_windows_of_their_layers(recompute: Recompute) -> None:
     """A step's times by stage, of slices too, add up to the document's."""
-    model = AnalyticModel(mixed("2"), CPU, Parallelism(pp_size=4), recompute)
+    model = AnalyticModel(mixed("2"), Execution(Parallelism(pp_size=4), recompute), CPU)
     first, second, *_ = model.stage_costs()
     assert first.forward_unseen_us == first.forward_quadratic_us > 0
     assert second.forward_unseen_us == 0
@@ -96,7 +96,7 @@ def test_stages_have_the_windows_of_their_layers(recompute: Recompute) -> None:
 
 def test_measured_table_is_spread_by_the_windows_of_stages() -> None:
     """A table of the model's own times gives each stage its own time at every length."""
-    model = AnalyticModel(mixed("2"), CPU, Parallelism(pp_size=4), Recompute())
+    model = AnalyticModel(mixed("2"), Execution(Parallelism(pp_size=4)), CPU)
     whole = model.cost()
     lengths = [64 * 2**n for n in range(8)]
     works = [whole.work([n]) for n in lengths]
@@ -113,9 +113,9 @@ def test_measured_table_is_spread_by_the_windows_of_stages() -> None:
 
 def test_coefficients_are_read_as_they_are_written() -> None:
     for shape in (PLAIN, EVERY, mixed("2")):
-        cost = analytic_cost(shape, CPU)
+        cost = AnalyticModel(shape, Execution(), CPU).cost()
         assert DocumentCost.from_dict(cost.as_dict()) == cost
-    assert len(analytic_cost(PLAIN, CPU).as_dict()) == 5
+    assert len(AnalyticModel(PLAIN, Execution(), CPU).cost().as_dict()) == 5
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_choice_of_sharding_knows_the_window() -> None:
     """One long document: per sequence is uneven with all keys, and even with a window."""
     lengths = [200] * 40 + [8192]
     of = {
-        shape.reach_tokens: Run(shape, CPU, Parallelism(cp_size=4), 16384, 4)
+        shape.reach_tokens: Run(shape, Execution(Parallelism(cp_size=4)), CPU, 16384, 4)
         for shape in (PLAIN, EVERY)
     }
     imbalance = {
@@ -194,9 +194,9 @@ def test_packing_balances_by_the_window() -> None:
     """Documents of one work by the window's cost, and not by lengths squared."""
     source = LengthSource.of_distribution("reference")
     for shape, cost_is in ((PLAIN, EVERY), (EVERY, EVERY)):
-        run = Run(shape, CPU, Parallelism(), 32768, 8)
+        run = Run(shape, Execution(), CPU, 32768, 8)
         workload = run.workload(source, seed=3)
-        judge = analytic_cost(cost_is, CPU)
+        judge = AnalyticModel(cost_is, Execution(), CPU).cost()
         planner = workload.planner(PackingSettings.parse("hold", 32768, 65536), 12)
         plans = [planner.next_plan() for _ in range(12)]
         degrees = []

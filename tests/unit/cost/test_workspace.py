@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.activations import ActivationModel
-from megatron_wlb.cost.blocks import Kernels
+from megatron_wlb.cost.execution import Execution, Kernels
 from megatron_wlb.cost.memory import num_communicators, overhead_gib
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.tape import Operation
@@ -29,9 +29,8 @@ DOCUMENTS = 5
 def attention(
     shape: ModelShape, kernel: str | None, layout: Parallelism = TP8, kernels: Kernels = "fused"
 ) -> Operation:
-    model = ActivationModel(
-        shape, layout, Recompute(), 2, kernels, False, kernel, TOKENS / DOCUMENTS
-    )
+    how = {"attention_kernel": kernel, "document_tokens": TOKENS / DOCUMENTS}
+    model = ActivationModel(shape, Execution(layout, kernels=kernels, **how))  # type: ignore[arg-type]
     tape = model.tape(first=False, last=False)
     return next(o for o in tape.operations if o.name == "attention")
 
@@ -98,7 +97,7 @@ def test_context_parallel_rank_expands_the_gradients_of_all_keys() -> None:
 def test_slice_s_kernel_works_on_the_keys_before_it_too() -> None:
     def peak(kernel: str, start: int) -> float:
         shape = dataclasses.replace(LLAMA_70B, num_layers=2)
-        memory = MemoryModel(shape, TP8, kernels="fused", attention_kernel=kernel)
+        memory = MemoryModel(shape, Execution(TP8, attention_kernel=kernel))
         unit = Unit(1000, Slice(0, start, start + 1000, start + 1000))
         (use,) = memory._uses(0, [Action("B", 0, 0)], [unit], [0.0])
         return use.peak

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_wlb.cost import DocumentCost, MemoryModel, Parallelism
+from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, Parallelism
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
@@ -157,7 +157,7 @@ def test_a_resumed_planner_chooses_the_same() -> None:
 def test_memory_limit_holds_with_more_micro_batches_in_flight() -> None:
     shape = padded_vocabulary(load_model("7b"), 8)
     p = Parallelism(tp_size=8, cp_size=2, pp_size=4, sequence_parallel=True)
-    memory = MemoryModel(shape, p)
+    memory = MemoryModel(shape, Execution(p))
     limit_gib = max(memory.peak_bytes(r, [S_MAX] * 2) for r in range(4)) / GIB
     of = Workload(
         REFERENCE, REFERENCE_WINDOW, 2, REFERENCE_COST, 5, length_multiple=32, layout=p,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.cost import DocumentCost, ProfiledCost, load_hardware
+from megatron_wlb.cost import DocumentCost, Execution, ProfiledCost, load_hardware
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
@@ -92,9 +92,10 @@ def test_analytic_cost_is_that_of_the_named_hardware() -> None:
         config = settings("--wlb-hardware", name)
         costs[name] = known_cost(config, VOCAB)
         model = AnalyticModel(
-            model_shape(config, VOCAB), load_hardware(name), parallelism(config),
-            recompute(config), 4,
-        )  # fmt: skip
+            model_shape(config, VOCAB),
+            Execution(parallelism(config), recompute(config), bf16=False),
+            load_hardware(name),
+        )
         assert costs[name] == model.cost()
     assert costs["cpu"].document_us(1024) > 100 * costs["h100-sxm"].document_us(1024)
     assert known_cost(settings(), VOCAB) == costs["h100-sxm"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import ModelShape, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.assign import Assigner, assign
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments
@@ -19,7 +19,7 @@ SHAPE = ModelShape(
 )
 HARDWARE = load_hardware("a100")
 SCHEMES = tuple(map(Scheme.parse, ("tp1", "tp2", "tp4", "tp8")))
-SPACE = StrategySpace(SHAPE, HARDWARE, 8, memory_gib=3.4, schemes=SCHEMES)
+SPACE = StrategySpace(SHAPE, Execution(), HARDWARE, 8, memory_gib=3.4, schemes=SCHEMES)
 LONGEST = max(tokens for _, tokens in SPACE.costs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.layers import Precisions
 from megatron_wlb.cost.memory import GIB, overhead_gib
 from megatron_wlb.cost.parts import Experts, Latent
@@ -44,9 +45,11 @@ LENGTHS = (5000, 130, 2000, 62, 1000)  # 8192 in all
 
 def scenario(**changes: object) -> Run:
     values: dict = {
-        "shape": SHAPE, "hardware": H100, "parallelism": Parallelism(pp_size=2),
+        "shape": SHAPE, "execution": Execution(Parallelism(pp_size=2)), "hardware": H100,
         "window": 4096, "num_micro_batches": 4,
     }  # fmt: skip
+    how = {f.name: changes.pop(f.name) for f in fields(Execution) if f.name in changes}
+    values["execution"] = replace(values["execution"], **how)
     return Run(**values | changes)
 
 
@@ -220,7 +223,7 @@ def test_lengths_are_padded_for_tp_and_cp() -> None:
 def test_analytic_cost_is_the_layouts_own() -> None:
     layout = Parallelism(tp_size=2, pp_size=2, sequence_parallel=True)
     base = scenario(parallelism=layout)
-    assert base.cost == AnalyticModel(SHAPE, H100, layout, Recompute()).cost()
+    assert base.cost == AnalyticModel(SHAPE, Execution(layout), H100).cost()
 
 
 def test_title_names_only_what_is_divided() -> None:

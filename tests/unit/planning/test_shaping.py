@@ -15,9 +15,9 @@ from megatron_wlb.cost import (
     ModelShape,
     Parallelism,
     ProfiledCost,
-    Recompute,
     load_hardware,
 )
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.documents import DocumentStream
@@ -185,7 +185,7 @@ TABLE = ProfiledCost(
 
 
 def analytic(layout):
-    return AnalyticModel(SHAPE, load_hardware("cpu"), layout, Recompute(), element_bytes=4)
+    return AnalyticModel(SHAPE, Execution(layout, bf16=False), load_hardware("cpu"))
 
 
 @pytest.mark.parametrize("cost", [COST, TABLE], ids=["coefficients", "tables"])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_wlb.cost import DocumentCost, Parallelism, load_hardware
+from megatron_wlb.cost import DocumentCost, Execution, Parallelism, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
@@ -379,8 +379,8 @@ def test_unit_times_add_up_to_the_documents():
 def limited(limit_gib, packing="slim", num_micro_batches=4, source=REFERENCE):
     run = Run(
         padded_vocabulary(load_model("7b"), 8),
+        Execution(Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)),
         load_hardware("h100-sxm"),
-        Parallelism(tp_size=8, pp_size=4, sequence_parallel=True),
         REFERENCE_WINDOW,
         num_micro_batches,
         memory_gib=limit_gib,

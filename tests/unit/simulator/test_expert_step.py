@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import DocumentCost, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import DocumentCost, Execution, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
@@ -24,11 +24,13 @@ from megatron_wlb.simulator.step_timeline import StepTimeline
 WINDOW = 131072
 MIXTRAL = Run(
     padded_vocabulary(load_model("mixtral-8x7b"), 1),
+    Execution(
+        Parallelism(cp_size=2, pp_size=4, dp_size=8, ep_size=8, etp_size=1),
+        Recompute("full", "uniform", 1),
+    ),
     load_hardware("h100-sxm"),
-    Parallelism(cp_size=2, pp_size=4, dp_size=8, ep_size=8, etp_size=1),
     WINDOW,
     32,
-    Recompute("full", "uniform", 1),
 )
 
 

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 from PIL import Image
 
-from megatron_wlb.cost import DocumentCost, MemoryModel, ModelShape, Parallelism
+from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, ModelShape, Parallelism
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
@@ -88,7 +88,7 @@ def test_replicas_run_orders_of_their_own_and_meet_at_the_reduction():
     prefixes = [[[0], [5], [11]], [[0], [0]]]
     chains = [(3,), (1, 1)]
     given = {"reduce_us": (50.0, 70.0), "update_us": (11.0, 7.0)}
-    memory = MemoryModel(SHAPE, layout)
+    memory = MemoryModel(SHAPE, Execution(layout))
     simulator = Simulator(costs(**given), layout, memory=memory)
     line = simulator.step(plan_of(lengths, prefixes, chains))
     alone = Simulator(costs(), Parallelism(pp_size=2))
@@ -144,7 +144,11 @@ def plan():
 @pytest.fixture(scope="module")
 def line():
     layout = Parallelism(pp_size=2)
-    return Simulator(costs(), layout, memory=MemoryModel(SHAPE, layout)).step(plan())
+    return Simulator(
+        costs(),
+        layout,
+        memory=MemoryModel(SHAPE, Execution(layout)),
+    ).step(plan())
 
 
 def test_plan_of_slices_counts_tokens_without_padding_and_holds_slices(line):
@@ -203,7 +207,11 @@ def test_slices_with_virtual_stages_are_refused():
 
 def test_what_plans_of_slices_hold_and_take_is_told_without_a_step(line):
     layout = Parallelism(pp_size=2)
-    simulator = Simulator(costs(), layout, memory=MemoryModel(SHAPE, layout))
+    simulator = Simulator(
+        costs(),
+        layout,
+        memory=MemoryModel(SHAPE, Execution(layout)),
+    )
     assert simulator.plan_memory(plan()) == line.memory
     us = slowest_us(plan(), StageCosts.even(COST, 2), graph_of(2, 1, 3))
     # A token of padding takes time in a step, and none here.

@@ -13,9 +13,9 @@ from megatron_wlb.cost import (
     MemoryModel,
     ModelShape,
     Parallelism,
-    Recompute,
     load_hardware,
 )
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.errors import ConfigError, PlanError
@@ -206,9 +206,10 @@ def test_plan_is_simulated_with_its_padding_which_is_no_tokens():
     assert line.tokens_per_s == 62 / line.step_us * 1e6
 
 
-def analytic(layout, **others):
-    memory = MemoryModel(SHAPE, layout, kernels="fused", **others)
-    model = AnalyticModel(SHAPE, load_hardware("h100-sxm"), layout, Recompute())
+def analytic(layout, *, sharded=False):
+    execution = Execution(layout, distributed_optimizer=sharded)
+    memory = MemoryModel(SHAPE, execution)
+    model = AnalyticModel(SHAPE, execution, load_hardware("h100-sxm"))
     return analytic_costs(model, memory), memory
 
 
@@ -218,7 +219,7 @@ def test_analytic_costs_count_layers_ends_transfers_and_reduction():
     times = costs.stages.times_us([[500, 20]])[0, :, 0]
     middle = times[1]
     assert times[2] == middle
-    model = AnalyticModel(SHAPE, load_hardware("h100-sxm"), layout, Recompute())
+    model = AnalyticModel(SHAPE, Execution(layout), load_hardware("h100-sxm"))
     assert times[0] == pytest.approx(middle / 2 + 520 * model.embedding().linear_us)
     assert times[3] == pytest.approx(middle / 2 + 520 * model.head().linear_us)
     assert times[3] > times[0]
@@ -228,7 +229,7 @@ def test_analytic_costs_count_layers_ends_transfers_and_reduction():
     # the adapters of the 4 that are on each.
     parameters = memory.stage_parameters(1)
     assert costs.reduce_us[1] == pytest.approx(10 + 1.75 * 4 * parameters / (4 * 50e3 * 0.778))
-    sharded, _ = analytic(layout, distributed_optimizer=True)
+    sharded, _ = analytic(layout, sharded=True)
     assert sharded.reduce_us[1] == pytest.approx(10 + (costs.reduce_us[1] - 10) / 2)
     assert costs.update_us[1] == pytest.approx(38 * parameters / (3350e3 * 0.896))
     gathered = 2 * parameters * 7 / 8
@@ -237,13 +238,13 @@ def test_analytic_costs_count_layers_ends_transfers_and_reduction():
     )
     assert costs.embedding_us > 10
     untied = dataclasses.replace(SHAPE, tied_embeddings=False)
-    model = dataclasses.replace(model, shape=untied)
-    assert analytic_costs(model, MemoryModel(untied, layout)).embedding_us == 0
+    model, memory = dataclasses.replace(model, shape=untied), MemoryModel(untied, Execution(layout))
+    assert analytic_costs(model, memory).embedding_us == 0
     wide = dataclasses.replace(untied, hidden_size=4096, ffn_hidden_size=16384)
     layout = Parallelism(pp_size=2, vpp_size=2, dp_size=64)
-    memory = MemoryModel(wide, layout)
+    memory = MemoryModel(wide, Execution(layout))
     buckets = analytic_costs(
-        dataclasses.replace(model, shape=wide, parallelism=layout), memory
+        dataclasses.replace(model, shape=wide).executed(parallelism=layout), memory
     ).reduce_buckets
     # Megatron divides the first stage only: of a million parameters for each of 64 ranks.
     assert buckets == (-(-memory.stage_parameters(0) // 64_000_000), 1, 1, 1) and buckets[0] > 2
@@ -329,8 +330,8 @@ def test_thousand_steps_of_a_large_pipeline_take_less_than_a_minute():
     """PP=16, VPP=4, N=64 with times of stages, replay and memory timeline."""
     shape = dataclasses.replace(SHAPE, num_layers=64)
     layout = Parallelism(pp_size=16, vpp_size=4)
-    model = AnalyticModel(shape, load_hardware("h100-sxm"), layout, Recompute())
-    memory = MemoryModel(shape, layout, kernels="fused")
+    model = AnalyticModel(shape, Execution(layout), load_hardware("h100-sxm"))
+    memory = MemoryModel(shape, Execution(layout))
     simulator = Simulator(analytic_costs(model, memory), layout, memory=memory)
     random = np.random.default_rng(1)
     steps = [[random.integers(1, 9000, (64, 30)).tolist()] for _ in range(11)]

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, Recompute, load_hardware
+from megatron_wlb.cost import AnalyticModel, Execution, MemoryModel, ModelShape, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, StepPlan
@@ -27,8 +27,8 @@ STORE = ParameterStore.of(SHAPE, CLUSTER)
 
 def costs_of(text: str) -> ReplicaCosts:
     p = Scheme.parse(text).parallelism
-    memory = MemoryModel(SHAPE, p, store_ranks=16, kernels="fused")
-    return replica_costs(AnalyticModel(SHAPE, HARDWARE, p, Recompute()), memory, 4 * GIB)
+    memory = MemoryModel(SHAPE, Execution(p, store_ranks=16))
+    return replica_costs(AnalyticModel(SHAPE, Execution(p), HARDWARE), memory, 4 * GIB)
 
 
 COSTS = {costs.kind: costs for costs in map(costs_of, ("tp8", "tp2pp2", "tp2", "tp4pp2vpp2"))}

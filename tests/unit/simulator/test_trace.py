@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_wlb.cost import DocumentCost, MemoryModel, ModelShape, Parallelism
+from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, ModelShape, Parallelism
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.schedule.order import Action
 from megatron_wlb.simulator.engine import Interval, Timeline
@@ -21,7 +21,11 @@ def line():
         reduce_us=(50.0, 70.0),
         update_us=(11.0, 7.0),
     )
-    return Simulator(costs, layout, memory=MemoryModel(SHAPE, layout)).step(LENGTHS)
+    return Simulator(
+        costs,
+        layout,
+        memory=MemoryModel(SHAPE, Execution(layout)),
+    ).step(LENGTHS)
 
 
 def test_trace_has_every_action_where_it_ran(line):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, Recompute, load_hardware
+from megatron_wlb.cost import AnalyticModel, Execution, MemoryModel, ModelShape, load_hardware
 from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
@@ -19,8 +19,8 @@ HARDWARE = load_hardware("a100")
 
 def modelled(text: str, limit_gib: float = 4.0) -> ReplicaCosts:
     p = Scheme.parse(text).parallelism
-    memory = MemoryModel(SHAPE, p, store_ranks=16, kernels="fused")
-    return replica_costs(AnalyticModel(SHAPE, HARDWARE, p, Recompute()), memory, limit_gib * GIB)
+    memory = MemoryModel(SHAPE, Execution(p, store_ranks=16))
+    return replica_costs(AnalyticModel(SHAPE, Execution(p), HARDWARE), memory, limit_gib * GIB)
 
 
 def test_ranks_have_all_their_chunks_and_overheads_apart() -> None:

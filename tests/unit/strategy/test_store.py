@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, load_hardware
+from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, load_hardware
 from megatron_wlb.strategy.layout import Cluster, Strategy
 from megatron_wlb.strategy.store import ParameterStore, part
 
@@ -28,7 +28,7 @@ def needed_by(strategy: Strategy, rank: int) -> dict[int, tuple[int, int]]:
 
 
 def test_shards_of_all_ranks_are_the_whole_model() -> None:
-    assert sum(STORE.buckets) == MemoryModel(SHAPE).num_parameters(0)
+    assert sum(STORE.buckets) == MemoryModel(SHAPE, Execution()).num_parameters(0)
     for bucket, size in enumerate(STORE.buckets):
         shards = [STORE.shard(bucket, rank) for rank in range(16)]
         assert shards[0][0] == 0 and shards[-1][1] == size
@@ -85,10 +85,12 @@ def test_network_is_slower_than_a_node() -> None:
 
 def test_memory_of_a_store_does_not_depend_on_the_layout() -> None:
     def state(store: int | None, **layout: int):
-        return MemoryModel(SHAPE, Parallelism(**layout), store_ranks=store).state_bytes(0)
+        execution = Execution(Parallelism(**layout), store_ranks=store, kernels="torch")
+        return MemoryModel(SHAPE, execution).state_bytes(0)
 
-    whole = MemoryModel(SHAPE).num_parameters(0)
+    whole = MemoryModel(SHAPE, Execution()).num_parameters(0)
     assert state(16).optimizer == state(16, tp_size=4, pp_size=2).optimizer == -(-whole // 16) * 16
     assert state(16).weights == 2 * whole and state(16, tp_size=4).weights < whole
     assert state(16).optimizer < state(None).optimizer == 12 * whole
-    assert MemoryModel(SHAPE, store_ranks=16).update_bytes(0) == -(-whole // 16) * 4
+    torchs = Execution(store_ranks=16, kernels="torch")
+    assert MemoryModel(SHAPE, torchs).update_bytes(0) == -(-whole // 16) * 4

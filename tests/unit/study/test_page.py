@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import ModelShape, Parallelism, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, Parallelism, load_hardware
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.packing import PackingSettings
@@ -27,9 +27,12 @@ SHAPE = ModelShape(
 def page() -> Page:
     source = LengthSource.of_distribution("reference")
     base = Run(
-        SHAPE, load_hardware("h100-sxm"), Parallelism(cp_size=2, pp_size=2, vpp_size=2),
-        WINDOW, 4,
-    )  # fmt: skip
+        SHAPE,
+        Execution(Parallelism(cp_size=2, pp_size=2, vpp_size=2)),
+        load_hardware("h100-sxm"),
+        WINDOW,
+        4,
+    )
     variants = [
         PackingSettings.parse(name, WINDOW, 2 * WINDOW) for name in ("original", "wlb", "hold")
     ]

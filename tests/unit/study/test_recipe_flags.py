@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_wlb.cost import ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.parts import Experts, Latent
 from megatron_wlb.errors import ConfigError
@@ -89,7 +89,11 @@ def test_flags_are_read_back_as_the_same_model_layout_and_batch(
     shape: ModelShape, layout: Parallelism, recompute: Recompute, packing: str
 ) -> None:
     scenario = Run(
-        padded_vocabulary(shape, layout.tp_size), load_hardware("h200"), layout, 4096, 8, recompute
+        padded_vocabulary(shape, layout.tp_size),
+        Execution(layout, recompute),
+        load_hardware("h200"),
+        4096,
+        8,
     )
     parts = sections(scenario, packing, shape)
     flags = {flag: value for part in parts.values() for flag, value in part.items()}
@@ -118,7 +122,9 @@ def test_flags_are_read_back_as_the_same_model_layout_and_batch(
 def test_recipe_file_has_the_same_flags_as_the_command() -> None:
     shape = load_model("7b")
     layout = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
-    scenario = Run(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
+    scenario = Run(
+        padded_vocabulary(shape, 8), Execution(layout), load_hardware("h100-sxm"), 4096, 8
+    )
     parts = sections(scenario, "wlb:2", shape)
     text = recipe.recipe(parts, 32, 8, "two lines\nof remarks: yes")
     assert text.startswith("# two lines\n# of remarks: yes\n")
@@ -135,12 +141,14 @@ def test_recipe_file_has_the_same_flags_as_the_command() -> None:
 def test_recipe_file_is_read_back_as_the_command_is(tmp_path: Path) -> None:
     shape = load_model("7b")
     layout = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
-    scenario = Run(padded_vocabulary(shape, 8), load_hardware("h100-sxm"), layout, 4096, 8)
+    scenario = Run(
+        padded_vocabulary(shape, 8), Execution(layout), load_hardware("h100-sxm"), 4096, 8
+    )
     variant = PackingSettings.parse("wlb:3", 4096, 6144)
     uneven = replace(layout, stage_layers=(9, 8, 10, 5))
     parts = {
         "Model": recipe.model_flags(SOME_SLIDE),
-        "Layout": recipe.layout_flags(replace(scenario, parallelism=uneven)),
+        "Layout": recipe.layout_flags(scenario.executed(parallelism=uneven)),
         "Balance": recipe.balance_flags(scenario, variant.flags(), "hybrid", "my machine.yaml"),
     }
     path = tmp_path / "recipe.yaml"
@@ -172,13 +180,15 @@ def test_fp8_is_read_back_as_it_was_asked_for(words: str) -> None:
     given = [w for flag, x in flags.items() for w in ([flag] if x is True else [flag, str(x)])]
     assert parse(["--num-layers", "8", "--bf16", *given]) == config
     shape = planning.model_shape(config, 512)
-    scenario = Run(shape, load_hardware("h200"), Parallelism(pp_size=2), 4096, 8)
+    scenario = Run(shape, Execution(Parallelism(pp_size=2)), load_hardware("h200"), 4096, 8)
     assert recipe.layout_flags(scenario)["--pipeline-model-parallel-size"] == 2
 
 
 def test_unlike_layers_are_no_recipe() -> None:
     unlike = replace(ODD, layers=((12, replace(ODD, ffn_hidden_size=500).layer),))
     with pytest.raises(ConfigError, match="12 equal layers; these are unlike"):
-        recipe.layout_flags(Run(unlike, load_hardware("h200"), Parallelism(), 4096, 8))
-    even = Run(ODD, load_hardware("h200"), Parallelism(pp_size=2, stage_layers=(6, 6)), 4096, 8)
+        recipe.layout_flags(Run(unlike, Execution(), load_hardware("h200"), 4096, 8))
+    even = Run(
+        ODD, Execution(Parallelism(pp_size=2, stage_layers=(6, 6))), load_hardware("h200"), 4096, 8
+    )
     assert recipe.layout_flags(even)["--pipeline-model-parallel-size"] == 2

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import ModelShape, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.parts import Experts
 from megatron_wlb.data.length_source import LengthSource
@@ -25,7 +25,8 @@ REFERENCE = LengthSource.of_distribution("reference")
 
 def space(**changes: object) -> Space:
     values: dict = {
-        "shape": SHAPE, "hardware": H100, "num_devices": 4, "window": WINDOW,
+        "shape": SHAPE, "execution": Execution(), "hardware": H100, "num_devices": 4,
+        "window": WINDOW,
         "num_micro_batches": (6,), "memory_gib": 6.5,
     }  # fmt: skip
     return Space(**values | changes)

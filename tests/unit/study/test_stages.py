@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_wlb.cost import AnalyticModel, ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost.execution import Execution
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.sliding import with_windows
@@ -28,7 +29,7 @@ LENGTHS = [900, 300, 2000]
 
 def slowest_us(layout: Parallelism, layers: tuple[int, ...]) -> float:
     unlike = replace(layout, stage_layers=layers)
-    costs = AnalyticModel(SHAPE, H100, unlike, Recompute()).stage_costs()
+    costs = AnalyticModel(SHAPE, Execution(unlike), H100).stage_costs()
     us = [cost.total_us(LENGTHS) for cost in costs]
     return max(sum(us[rank :: layout.pp_size]) for rank in range(layout.pp_size))
 
@@ -71,7 +72,8 @@ def test_unlike_layers_count_as_their_mean() -> None:
 
 def find(shape: ModelShape, **fixed: int) -> Search:
     space = Space(
-        shape, H100, 4, 4096, (8,), packings=("original", "hold"), memory_gib=60.0,
+        shape=shape, execution=Execution(), hardware=H100, num_devices=4, memory_gib=60.0,
+        window=4096, num_micro_batches=(8,), packings=("original", "hold"),
         fixed={"tp_size": 1, "cp_size": 1, "pp_size": 4} | fixed,
     )  # fmt: skip
     source = LengthSource.of_distribution("reference")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import ModelShape, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.planning.propose import StrategySpace
 from megatron_wlb.strategy.layout import Scheme
@@ -13,9 +13,13 @@ SHAPE = ModelShape(
     1024, 2816, 4, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False
 )
 SPACE = StrategySpace(
-    SHAPE, load_hardware("a100"), 8, memory_gib=2.2,
+    SHAPE,
+    Execution(),
+    load_hardware("a100"),
+    8,
+    memory_gib=2.2,
     schemes=tuple(map(Scheme.parse, ("tp1", "tp2", "tp4", "tp8"))),
-)  # fmt: skip
+)
 WINDOW = 40000
 
 
