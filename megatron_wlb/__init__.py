@@ -1,6 +1,6 @@
 """Workload-balanced 4D-parallel training of large language models, as a plugin for Megatron-LM.
 
-Data flows one way: documents -> plan -> run. Start reading at :mod:`megatron_wlb.planner`.
+Data flows one way: documents -> plan -> run. Start reading at :mod:`megatron_wlb.planning.planner`.
 The names in ``__all__`` are public (:mod:`megatron_wlb.api`); all others are private.
 """
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from megatron_wlb.cost import DocumentCost, Parallelism
     from megatron_wlb.data.lengths import sample_lengths
     from megatron_wlb.errors import WLBError
-    from megatron_wlb.packing import PackingMetrics
     from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+    from megatron_wlb.planning.packing import PackingMetrics
     from megatron_wlb.simulator.step_timeline import StepTimeline
 
 __version__ = "0.1.0"

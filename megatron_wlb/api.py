@@ -28,14 +28,14 @@ from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.packing import PackingMetrics, PackingSettings
-from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan.sharding import length_multiple
+from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.from_config import Split
+from megatron_wlb.planning.packing import PackingMetrics, PackingSettings
+from megatron_wlb.planning.packing.reference import REFERENCE_COST
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.reading import MOST_TOKENS, shown, whole_number
-from megatron_wlb.sharding import length_multiple
-from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.evaluate import evaluate

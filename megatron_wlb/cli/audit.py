@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import remark
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.ledger.audit import History, Report, audit
-from megatron_wlb.ledger.lines import NAME
-from megatron_wlb.ledger.replay import replay
+from megatron_wlb.planning.ledger.audit import History, Report, audit
+from megatron_wlb.planning.ledger.lines import NAME
+from megatron_wlb.planning.ledger.replay import replay
 from megatron_wlb.reading import path_of_flag
 from megatron_wlb.runtime.saving.saved_state import newest_state
 

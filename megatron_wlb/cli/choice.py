@@ -9,7 +9,7 @@ from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import remark
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CorpusError
-from megatron_wlb.packing.base import MOST_STEPS
+from megatron_wlb.planning.packing.base import MOST_STEPS
 from megatron_wlb.reading import whole_number
 from megatron_wlb.study.advice import MAX_DELAY_STEPS
 

@@ -11,7 +11,7 @@ from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.inputs import SOURCES, add_source, source
 from megatron_wlb.cli.output import check_picture, console, facts, say, table_of
 from megatron_wlb.data.length_statistics import PERCENTILES, LengthStatistics
-from megatron_wlb.packing.reference import REFERENCE_WINDOW
+from megatron_wlb.planning.packing.reference import REFERENCE_WINDOW
 from megatron_wlb.reading import whole_number
 
 BAR = 24

@@ -30,7 +30,6 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.data.mock import LENGTHS
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.from_config import (
     known_cost,
     padded_vocab_size,
@@ -39,6 +38,7 @@ from megatron_wlb.planning.from_config import (
     run_of,
     without_growth,
 )
+from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.run import Run, Workload, read_cost
 from megatron_wlb.reading import (
     MOST_DEVICES,

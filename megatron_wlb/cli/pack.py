@@ -14,8 +14,8 @@ from megatron_wlb.cli.choice import add_max_delay, cost_title, num_steps
 from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, counting_bar, remark, say, table_of
 from megatron_wlb.cost.step_costs import StepCosts
-from megatron_wlb.packing import PACKINGS, PackingSettings, kind_of, reads
-from megatron_wlb.packing.settings import run_with
+from megatron_wlb.planning.packing import PACKINGS, PackingSettings, kind_of, reads
+from megatron_wlb.planning.packing.settings import run_with
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, gain, recommended
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate

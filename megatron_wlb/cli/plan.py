@@ -34,13 +34,13 @@ from megatron_wlb.cost import Execution, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
-from megatron_wlb.packing.base import MOST_STEPS
-from megatron_wlb.packing.settings import runs_with
+from megatron_wlb.plan.sharding.select import MODES, Mode
+from megatron_wlb.planning.packing.base import MOST_STEPS
+from megatron_wlb.planning.packing.settings import runs_with
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.planning.strategy_run import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import Config, flag_of
-from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
 from megatron_wlb.study.compare import WARM_UP_STEPS

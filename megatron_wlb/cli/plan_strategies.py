@@ -17,9 +17,9 @@ from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.plan.strategy.layout import write_strategies
 from megatron_wlb.planning.propose import StrategySpace
 from megatron_wlb.settings.config import flag_of
-from megatron_wlb.strategy.layout import write_strategies
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.search import Space
 from megatron_wlb.study.strategy_search import SAMPLE_STEPS, StrategyOutcome, StrategyStudy, study

@@ -37,11 +37,11 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.packing.settings import run_with, sliced
+from megatron_wlb.plan.sharding.select import MODES, Mode
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.settings import run_with, sliced
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.reading import unknown, whole_number
-from megatron_wlb.sharding.select import MODES, Mode
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
 
 DEFAULT_PACKINGS = "original,fixed-greedy,wlb,hold"

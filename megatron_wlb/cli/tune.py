@@ -190,7 +190,7 @@ def _cells(evaluation: Evaluation, original: Evaluation, role: str = "") -> Sequ
 @contextlib.contextmanager
 def _no_warnings_of_backlogs() -> Iterator[None]:
     """One setting that lets documents pile up is no reason to warn: it will not be chosen."""
-    logger = logging.getLogger("megatron_wlb.planner")
+    logger = logging.getLogger("megatron_wlb.planning.planner")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_wlb.schedule.graph import Floats
+from megatron_wlb.cost.schedule.graph import Floats
 
 if TYPE_CHECKING:
     from megatron_wlb.cost import Cost

@@ -23,13 +23,13 @@ from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer
+from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.schedule.order import Action, schedule
 from megatron_wlb.cost.shape import Parallelism, Stage
 from megatron_wlb.cost.slices import SliceTape, Unit
 from megatron_wlb.cost.tape import Tape
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.schedule.graph import Floats
-from megatron_wlb.schedule.order import Action, schedule
 
 GIB = 2**30
 MOST_KNOWN = 2**16
@@ -336,7 +336,7 @@ class MemoryModel(Executed):
     ) -> list[ActivationBytes]:
         """What :meth:`activation_bytes` says, for micro-batches that may run slices of documents.
 
-        ``actions`` are the rank's in :func:`megatron_wlb.schedule.order.sliced`.
+        ``actions`` are the rank's in :func:`megatron_wlb.cost.schedule.order.sliced`.
         """
         return self._uses(pp_rank, actions, units, self._sent_ahead_bytes(pp_rank, actions, units))
 

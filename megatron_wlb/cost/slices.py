@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.tape import Operation, Tape
-from megatron_wlb.schedule.graph import Floats
 
 _TOGETHER = 256
 """Slices whose moments are worked out together, in some MB."""

@@ -22,9 +22,9 @@ from megatron_wlb.cost.document import DocumentCost, Work, unseen
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
+from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.schedule.graph import Floats
 
 BACKWARD_OVERHEAD = 2 / 3
 """Backward's share of what a micro-batch takes besides its documents."""

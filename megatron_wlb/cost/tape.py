@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.schedule.graph import Floats
+from megatron_wlb.cost.schedule.graph import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.errors import CheckpointError, PackingError
-from megatron_wlb.packing.placement import place
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.planner import Stream
+from megatron_wlb.plan.sharding.select import Selector
+from megatron_wlb.plan.strategy.costs import ReplicaCosts
+from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning.dispatch import (
     WORTH,
     Candidate,
@@ -39,11 +41,9 @@ from megatron_wlb.planning.dispatch import (
     dispatch,
     lower_bound_us,
 )
+from megatron_wlb.planning.packing.placement import place
+from megatron_wlb.planning.planner import Stream
 from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
-from megatron_wlb.schedule.graph import graph_of
-from megatron_wlb.sharding.select import Selector
-from megatron_wlb.strategy.costs import ReplicaCosts
-from megatron_wlb.strategy.layout import Scheme
 
 MOST_TRIES = 3
 """Numbers of micro-batches that are simulated of a replica."""
@@ -375,8 +375,8 @@ class StrategyPlanner:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later plans depend on, JSON-able, as a :class:`~megatron_wlb.planner.Planner`
-        has it that holds nothing back.
+        """All that later plans depend on, JSON-able, as a planner has it that holds nothing
+        back (:class:`~megatron_wlb.planning.planner.Planner`).
         """
         return {
             "step": self.step,

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_wlb.schedule.graph import Floats
-from megatron_wlb.strategy.costs import ReplicaCosts
-from megatron_wlb.strategy.layout import Scheme, Strategy
+from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.plan.strategy.costs import ReplicaCosts
+from megatron_wlb.plan.strategy.layout import Scheme, Strategy
 
 Numbers: TypeAlias = list[list[int]]
 """Numbers of documents, a list for each replica or micro-batch."""

@@ -8,8 +8,8 @@ from megatron_wlb.cost.model_file import layers_with_experts
 from megatron_wlb.cost.parts import Experts
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import kind_of
-from megatron_wlb.packing.needs import OBSTACLES
+from megatron_wlb.planning.packing import kind_of
+from megatron_wlb.planning.packing.needs import OBSTACLES
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.megatron import ModelConfig
 

@@ -26,6 +26,7 @@ from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.layers import Precisions, slices
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.parts import Latent
+from megatron_wlb.cost.schedule.graph import Graph, graph_of
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.data.blend import BlendedStream
@@ -33,16 +34,15 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings, kind_of
-from megatron_wlb.planner import Planner, Stream
+from megatron_wlb.plan.sharding import Selector
 from megatron_wlb.planning.expert_rules import with_experts
+from megatron_wlb.planning.packing import PackingSettings, kind_of
+from megatron_wlb.planning.planner import Planner, Stream
 from megatron_wlb.planning.run import Run, read_cost
 from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.reading import real_number
-from megatron_wlb.schedule.graph import Graph, graph_of
 from megatron_wlb.settings.config import Config
-from megatron_wlb.sharding import Selector
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError, refuse_all
-from megatron_wlb.packing import check_numbers, check_shaping, kind_of, unread
 from megatron_wlb.planning import expert_rules
 from megatron_wlb.planning.from_config import batch, without_growth
+from megatron_wlb.planning.packing import check_numbers, check_shaping, kind_of, unread
 from megatron_wlb.planning.slicing import check_units, slice_multiple
 from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.settings.config import Config, WlbConfig, flag_of, table

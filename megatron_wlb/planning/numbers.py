@@ -21,16 +21,16 @@ import numpy as np
 
 from megatron_wlb.cost import Parallelism
 from megatron_wlb.cost.experts import ExpertGroups
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import check_numbers
-from megatron_wlb.packing.placement import place
 from megatron_wlb.plan import Document
-from megatron_wlb.planner import Shaping, deal
+from megatron_wlb.plan.strategy.costs import ReplicaCosts
 from megatron_wlb.planning.assign import numbers_to_try, replica_us
 from megatron_wlb.planning.dispatch import Numbers, StepDocuments
+from megatron_wlb.planning.packing import check_numbers
+from megatron_wlb.planning.packing.placement import place
+from megatron_wlb.planning.planner import Shaping, deal
 from megatron_wlb.planning.slicing import MemoryLimit
-from megatron_wlb.schedule.graph import graph_of
-from megatron_wlb.strategy.costs import ReplicaCosts
 
 WORTH_ANOTHER = 0.01
 """Share of the step that another number must save: simulation is not exact."""

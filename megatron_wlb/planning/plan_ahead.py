@@ -12,7 +12,7 @@ from megatron_wlb.plan import StepPlan
 
 
 class Plans(Protocol):
-    """Plans steps one after another, as :class:`~megatron_wlb.planner.Planner` does."""
+    """Plans steps one after another, as :class:`~megatron_wlb.planning.planner.Planner` does."""
 
     def next_plan(self) -> StepPlan | None: ...
 

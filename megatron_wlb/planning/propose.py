@@ -26,12 +26,12 @@ import numpy.typing as npt
 from megatron_wlb.cost import AnalyticModel, MemoryModel
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
+from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
+from megatron_wlb.plan.strategy.store import ExchangeTimes, ParameterStore
 from megatron_wlb.planning.assign import assign
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments
 from megatron_wlb.planning.run import Devices
-from megatron_wlb.strategy.costs import ReplicaCosts, replica_costs
-from megatron_wlb.strategy.layout import Cluster, Scheme, Strategy
-from megatron_wlb.strategy.store import ExchangeTimes, ParameterStore
 
 NUM_PARTS = 128
 """Parts of all ranks that intervals are given: the step of n (0.1 replicas in the paper)."""

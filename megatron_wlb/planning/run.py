@@ -40,24 +40,24 @@ from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.memory import GIB, overhead_gib
+from megatron_wlb.cost.schedule.graph import Graph, graph_of
+from megatron_wlb.cost.schedule.order import schedule
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts, analytic_costs
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import Packer, PackingSettings
-from megatron_wlb.planner import Planner, Shaping, Stream, each_rank
+from megatron_wlb.plan.sharding.layout import length_multiple
+from megatron_wlb.plan.sharding.select import MODES, Mode, Prediction, Selector, predict
+from megatron_wlb.plan.sharding.shard import Kind, Sharding
+from megatron_wlb.plan.strategy.costs import LEAST_TOKENS, ReplicaCosts
+from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning.numbers import NumberChooser, max_tokens_by_number
+from megatron_wlb.planning.packing import Packer, PackingSettings
+from megatron_wlb.planning.planner import Planner, Shaping, Stream, each_rank
 from megatron_wlb.planning.shaping import Shaper
 from megatron_wlb.planning.slicing import MemoryLimit, Slicer, check_units, slice_multiple
 from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, real_number, whole_number
-from megatron_wlb.schedule.graph import Graph, graph_of
-from megatron_wlb.schedule.order import schedule
 from megatron_wlb.settings import split
-from megatron_wlb.sharding.layout import length_multiple
-from megatron_wlb.sharding.select import MODES, Mode, Prediction, Selector, predict
-from megatron_wlb.sharding.shard import Kind, Sharding
-from megatron_wlb.strategy.costs import LEAST_TOKENS, ReplicaCosts
-from megatron_wlb.strategy.layout import Scheme
 
 MEMORY_SHARE = 0.9
 """The share that tensors may take of the memory that CUDA context and communicators leave. The rest

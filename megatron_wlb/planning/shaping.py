@@ -26,12 +26,12 @@ from typing import TypeAlias
 import numpy as np
 
 from megatron_wlb.cost.document import DocumentCost
+from megatron_wlb.cost.schedule.graph import Floats, Graph, graph_of
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.step_costs import BACKWARD_OVERHEAD, StageCost, StepCosts
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import check_shaping
 from megatron_wlb.plan import Document
-from megatron_wlb.schedule.graph import Floats, Graph, graph_of
+from megatron_wlb.planning.packing import check_shaping
 
 Ranks: TypeAlias = Sequence[Sequence[Sequence[Document]]]
 """``[dp_size][N][documents]``, in running order."""

@@ -29,15 +29,15 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_wlb.cost import CostModel, MemoryModel, Parallelism
+from megatron_wlb.cost.schedule.graph import slice_graph
+from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing.needs import OBSTACLES
 from megatron_wlb.plan import Document, Span
-from megatron_wlb.planner import Units, merged_multiple
+from megatron_wlb.planning.packing.needs import OBSTACLES
+from megatron_wlb.planning.planner import Units, merged_multiple
 from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
-from megatron_wlb.schedule.graph import slice_graph
-from megatron_wlb.schedule.order import sliced
 
 FACTORS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Units that are tried, in micro-batches of plain training."""

@@ -15,8 +15,8 @@ from itertools import islice
 from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError, refuse_all
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.planner import Stream
+from megatron_wlb.plan.sharding import Selector
+from megatron_wlb.plan.strategy.layout import Scheme, Strategy, read_strategies
 from megatron_wlb.planning import guards
 from megatron_wlb.planning.assign import Assigner, StrategyPlanner
 from megatron_wlb.planning.dispatch import Candidate
@@ -28,10 +28,10 @@ from megatron_wlb.planning.from_config import (
     recompute,
     run_of,
 )
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.planner import Stream
 from megatron_wlb.planning.propose import StrategySpace, propose
 from megatron_wlb.settings.config import Config, flag_of, table
-from megatron_wlb.sharding import Selector
-from megatron_wlb.strategy.layout import Scheme, Strategy, read_strategies
 
 AUTO = "auto"
 SAMPLE_STEPS = 16

@@ -11,22 +11,28 @@ class Place(NamedTuple):
     about: str
     """What ``--help`` says of it."""
     kind: str
-    """``MODULE:CLASS``, a :class:`~megatron_wlb.packing.base.Packer`."""
+    """``MODULE:CLASS``, a :class:`~megatron_wlb.planning.packing.base.Packer`."""
 
 
 PACKINGS = {
-    "original": Place("Megatron's fixed windows", "megatron_wlb.packing.original:OriginalPacker"),
+    "original": Place(
+        "Megatron's fixed windows", "megatron_wlb.planning.packing.original:OriginalPacker"
+    ),
     "fixed-greedy": Place(
         "fixed windows, repacked over --wlb-fixed-batches",
-        "megatron_wlb.packing.fixed:FixedGreedyPacker",
+        "megatron_wlb.planning.packing.fixed:FixedGreedyPacker",
     ),
-    "fixed-solver": Place("the same by a solver", "megatron_wlb.packing.solver:FixedSolverPacker"),
-    "wlb": Place("Algorithm 1 of WLB-LLM, with delay queues", "megatron_wlb.packing.wlb:WLBPacker"),
+    "fixed-solver": Place(
+        "the same by a solver", "megatron_wlb.planning.packing.solver:FixedSolverPacker"
+    ),
+    "wlb": Place(
+        "Algorithm 1 of WLB-LLM, with delay queues", "megatron_wlb.planning.packing.wlb:WLBPacker"
+    ),
     "hold": Place(
-        "holds back the fewest heaviest documents", "megatron_wlb.packing.hold:HoldPacker"
+        "holds back the fewest heaviest documents", "megatron_wlb.planning.packing.hold:HoldPacker"
     ),
     "slim": Place(
         "cuts long documents into slices (SlimPack), and holds none back",
-        "megatron_wlb.packing.slim:SlimPacker",
+        "megatron_wlb.planning.packing.slim:SlimPacker",
     ),
 }

@@ -1,7 +1,7 @@
 """Replay of a pipeline order: when each action starts and stops, given what each one takes.
 
 This is a simulation even when the times were measured. Times are in µs and start at 0. An order of
-one's own is replayed by its :class:`~megatron_wlb.schedule.graph.Graph`.
+one's own is replayed by its :class:`~megatron_wlb.cost.schedule.graph.Graph`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay
+from megatron_wlb.cost.schedule.order import Action
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.errors import PlanError
-from megatron_wlb.schedule.graph import Floats, Graph, Replay
-from megatron_wlb.schedule.order import Action
 
 
 @dataclass(frozen=True, slots=True)

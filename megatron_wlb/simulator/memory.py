@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_wlb.cost.memory import GIB, ActivationBytes, MemoryModel, StateBytes
+from megatron_wlb.cost.schedule.order import Action
 from megatron_wlb.cost.slices import Unit
 from megatron_wlb.errors import PlanError
-from megatron_wlb.schedule.order import Action
 
 
 @dataclass(frozen=True)

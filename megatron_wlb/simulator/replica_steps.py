@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import ReplicaPlan, StepPlan
+from megatron_wlb.plan.strategy.costs import ReplicaCosts
+from megatron_wlb.plan.strategy.layout import Replica, Scheme, Strategy
+from megatron_wlb.plan.strategy.store import ExchangeTimes
 from megatron_wlb.simulator.engine import Timeline
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
-from megatron_wlb.strategy.costs import ReplicaCosts
-from megatron_wlb.strategy.layout import Replica, Scheme, Strategy
-from megatron_wlb.strategy.store import ExchangeTimes
 
 
 @dataclass(frozen=True)

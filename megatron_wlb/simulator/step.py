@@ -1,8 +1,8 @@
 """A whole training step, simulated: pipelines of all data-parallel ranks, reduction and update.
 
-Each data-parallel rank's pipeline is replayed for itself (:mod:`megatron_wlb.schedule.graph`); they
-meet where gradients are reduced, and all ranks meet at the update, as the norm of all gradients
-comes first. Everything here is *simulated*. Times are in µs and start at 0.
+Each data-parallel rank's pipeline is replayed for itself (:mod:`megatron_wlb.cost.schedule.graph`);
+they meet where gradients are reduced, and all ranks meet at the update, as the norm of all
+gradients comes first. Everything here is *simulated*. Times are in µs and start at 0.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import MemoryModel
+from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
 from megatron_wlb.cost.shape import Parallelism
 from megatron_wlb.cost.slices import Unit
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
 from megatron_wlb.planning.slicing import unit_of
-from megatron_wlb.schedule.graph import Floats, Graph, Replay, graph_of, slice_graph
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
 from megatron_wlb.simulator.step_timeline import Activity, StepTimeline

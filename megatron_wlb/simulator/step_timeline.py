@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_wlb.cost.document import imbalance
+from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay
 from megatron_wlb.cost.slices import Unit
 from megatron_wlb.errors import PlanError
-from megatron_wlb.schedule.graph import Floats, Graph, Replay
 from megatron_wlb.simulator.engine import Timeline, timeline
 from megatron_wlb.simulator.memory import StepMemory
 

@@ -18,11 +18,11 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.packing import Meter, PackingMetrics, PackingSettings
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan.sharding.select import Mode, Prediction
+from megatron_wlb.plan.sharding.shard import Kind
+from megatron_wlb.planning.packing import Meter, PackingMetrics, PackingSettings
 from megatron_wlb.planning.run import Run
-from megatron_wlb.sharding.select import Mode, Prediction
-from megatron_wlb.sharding.shard import Kind
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.advice import Option, by_part

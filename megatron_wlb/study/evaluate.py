@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron_wlb.cost import CostModel
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import Meter, Packer, PackingMetrics, PackingSettings
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planner import Slicing
+from megatron_wlb.planning.packing import Meter, Packer, PackingMetrics, PackingSettings
+from megatron_wlb.planning.planner import Slicing
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator, slowest_us
 from megatron_wlb.study.advice import Option, by_part
 

@@ -18,10 +18,10 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import CorpusInfo
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings, kind_of
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
+from megatron_wlb.planning.packing import PackingSettings, kind_of
 from megatron_wlb.planning.run import Documents, Run
 from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.settings.config import Config

@@ -29,11 +29,11 @@ from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.packing.settings import AUTO, SHAPED, kind_in, run_with
+from megatron_wlb.plan.sharding.select import Mode
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.settings import AUTO, SHAPED, kind_in, run_with
 from megatron_wlb.planning.run import Devices, Run, title
 from megatron_wlb.reading import real_number
-from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare

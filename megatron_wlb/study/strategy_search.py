@@ -13,11 +13,11 @@ import numpy as np
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import Document
+from megatron_wlb.plan.strategy.layout import kind_text
 from megatron_wlb.planning.assign import Assigner, Assignment, assign, step_plan
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments
 from megatron_wlb.planning.propose import Proposal, StrategySpace, propose
 from megatron_wlb.simulator.replica_steps import StrategySimulator, StrategyTimeline
-from megatron_wlb.strategy.layout import kind_text
 
 SAMPLE_STEPS = 16
 """Steps from which strategies are proposed."""

@@ -18,8 +18,8 @@ from typing import Any
 from megatron_wlb.cost import Parallelism
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError, PackingError
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.packing.settings import run_with, sliced
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.settings import run_with, sliced
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.advice import check_max_delay, recommended
 from megatron_wlb.study.evaluate import Evaluation, evaluate

@@ -29,7 +29,7 @@ import numpy as np
 from _quickstart.recording import PROGRESS, RecordedStep, core_of
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
-from megatron_wlb.packing.settings import SHAPED
+from megatron_wlb.planning.packing.settings import SHAPED
 from megatron_wlb.runtime.rank_main import check_writable, rank_main
 from megatron_wlb.settings.command_line import Parser, parse
 from megatron_wlb.study.evaluate import more_us

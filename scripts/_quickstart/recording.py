@@ -20,6 +20,7 @@ import numpy as np
 from rich import progress
 from rich.console import Console
 
+from megatron_wlb.cost.schedule.graph import Floats, Graph, Sends, graph_of, slice_graph
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.planning.from_config import parallelism
@@ -31,7 +32,6 @@ from megatron_wlb.reading import (
     record,
     typed,
 )
-from megatron_wlb.schedule.graph import Floats, Graph, Sends, graph_of, slice_graph
 from megatron_wlb.settings.config import Config, from_flat
 from megatron_wlb.simulator.engine import Interval, Timeline
 

@@ -46,10 +46,10 @@ from megatron_wlb.cost.attention import (
 )
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
-from megatron_wlb.profiling.attention_rates import AttentionTimer, measure_attention
-from megatron_wlb.profiling.rates import machine_name
+from megatron_wlb.plan.sharding import Selector, Sharding, predict, shard_arrays
 from megatron_wlb.runtime.gpt.attention.kernels import Demand, choose_kernel
-from megatron_wlb.sharding import Selector, Sharding, predict, shard_arrays
+from megatron_wlb.runtime.profiling.attention_rates import AttentionTimer, measure_attention
+from megatron_wlb.runtime.profiling.rates import machine_name
 
 FIXED = ("per-sequence", "per-document", "per-document-remainder")
 SHARDINGS = (*FIXED, "adaptive", "hybrid", "best-of")

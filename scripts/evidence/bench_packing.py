@@ -40,9 +40,9 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import replacing
-from megatron_wlb.packing import PACKINGS, Packer, PackingMetrics, PackingSettings
-from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document
+from megatron_wlb.planning.packing import PACKINGS, Packer, PackingMetrics, PackingSettings
+from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, evaluate
 

@@ -35,8 +35,8 @@ from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import run_program
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Run
 from megatron_wlb.reading import whole_number
 from megatron_wlb.simulator.step import Simulator

@@ -36,9 +36,9 @@ from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
-from megatron_wlb.packing import packer
 from megatron_wlb.plan import Document, MicroBatchPlan
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.packing import packer
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.shaping import Shaper
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.plot import plot_timelines

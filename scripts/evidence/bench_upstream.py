@@ -38,14 +38,14 @@ from _common import add_distribution, add_seeds, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output, scenario
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, run_program
-from megatron_wlb.packing import PackingSettings
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.reading import whole_number
-from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import slowest_us
 
 WARM_UP_STEPS = 20

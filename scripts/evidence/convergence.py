@@ -35,7 +35,7 @@ from rich.console import Console
 from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
 
 HERE = Path(__file__).parent
 PACKINGS = {

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import yaml
 from _common import parser_of
 
-from megatron_wlb.profiling.rates import measure_rates
 from megatron_wlb.runtime.emulation.heap import keep_freed_memory
+from megatron_wlb.runtime.profiling.rates import measure_rates
 
 NUM_REPEATS = 5
 NUM_RANKS = 2

@@ -39,8 +39,8 @@ from rich.table import Table
 
 from megatron_wlb.cli import output
 from megatron_wlb.errors import ConfigError, run_program
-from megatron_wlb.packing.settings import SHAPED
 from megatron_wlb.planning import guards
+from megatron_wlb.planning.packing.settings import SHAPED
 from megatron_wlb.settings.command_line import parse
 
 PACKINGS = ("original", "wlb", "hold", "slim")

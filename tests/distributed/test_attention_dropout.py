@@ -78,10 +78,10 @@ def drawn_in_attention(shared: bool) -> list[float]:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron_wlb.plan.sharding import Sharding
     from megatron_wlb.runtime.gpt.attention import core
     from megatron_wlb.runtime.gpt.attention.kernels.sdpa import sdpa_varlen
     from megatron_wlb.runtime.stepping.batch import local_params
-    from megatron_wlb.sharding import Sharding
 
     set_up(parse(["--context-parallel-size", "2", "--tensor-model-parallel-size", "2"]))
     drawn: list[float] = []

@@ -86,10 +86,10 @@ def check_micro_batches() -> None:
     import torch
     from megatron.core.transformer.enums import AttnMaskType
 
+    from megatron_wlb.plan.sharding import Sharding
     from megatron_wlb.runtime.gpt.attention.core import DocumentAttention, PlanSeqParams
     from megatron_wlb.runtime.gpt.attention.kernels import Segments
     from megatron_wlb.runtime.stepping.batch import local_params
-    from megatron_wlb.sharding import Sharding
 
     attention = DocumentAttention(config(), 1, AttnMaskType.causal, "self", options=options())
     qkv = [torch.randn(6, 1, 2, 4) for _ in range(3)]

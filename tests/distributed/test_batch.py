@@ -14,8 +14,8 @@ import pytest
 from helpers.gloo import GlooPool
 
 from megatron_wlb.plan import MicroBatchPlan, Span
+from megatron_wlb.plan.sharding import Sharding
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.sharding import Sharding
 
 FLAGS = (
     "--hidden-size 32 --num-attention-heads 4 --num-layers 4 --seq-length 64 --vocab-size 59 "

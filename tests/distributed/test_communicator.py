@@ -15,9 +15,9 @@ from helpers.gloo import GlooPool
 from helpers.ranks import build_runner
 from helpers.workload import Workload, make_workload
 
+from megatron_wlb.cost.schedule.order import Action, interleaved, one_f_one_b, receive_order
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
-from megatron_wlb.schedule.order import Action, interleaved, one_f_one_b, receive_order
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from megatron_wlb.cost.exchange import exchange_bytes
 from megatron_wlb.errors import PlanError
-from megatron_wlb.sharding import RankLayout, Sharding, rank_layout
-from megatron_wlb.sharding.shard import KINDS
+from megatron_wlb.plan.sharding import RankLayout, Sharding, rank_layout
+from megatron_wlb.plan.sharding.shard import KINDS
 
 HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
 GROUPS = (1, 2, 4)

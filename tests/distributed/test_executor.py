@@ -33,9 +33,9 @@ from helpers.oracle import OracleRun, State
 from helpers.ranks import build_runner, scatter_for, sliced_for, train
 from helpers.shards import RankRun, differences
 
+from megatron_wlb.cost.schedule.order import Action, one_f_one_b
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.schedule.order import Action, one_f_one_b
 
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 DROPOUT = "--hidden-dropout 0.2"

@@ -33,9 +33,9 @@ from helpers.workload import Workload, slice_up
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.runtime.stepping.step import check_chains
 from megatron_wlb.settings.config import Config
-from megatron_wlb.sharding import length_multiple
 
 DP2 = Layout("gpt2", 1, dp=2, extra=f"{OVERLAP} {SHARDED}")
 MERGES = "--wlb-packing slim"  # whose settings of attention over ranks count without CP, too

@@ -17,11 +17,11 @@ from helpers.oracle import State, initial_weights
 from helpers.ranks import build_runner, load
 from helpers.workload import MemoryCorpus, Workload
 
-from megatron_wlb.packing.base import Limits
-from megatron_wlb.packing.original import OriginalPacker
-from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document, StepPlan
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.packing.base import Limits
+from megatron_wlb.planning.packing.original import OriginalPacker
+from megatron_wlb.planning.packing.reference import REFERENCE_COST
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 

@@ -20,8 +20,8 @@ from helpers.gloo import GlooPool
 from helpers.layouts import further
 
 from megatron_wlb.plan import Document, Span
-from megatron_wlb.sharding import Sharding
-from megatron_wlb.sharding.shard import KINDS
+from megatron_wlb.plan.sharding import Sharding
+from megatron_wlb.plan.sharding.shard import KINDS
 
 HEADS, HEAD_DIM, SCALE = 4, 8, 0.6
 SHARDINGS = [Sharding(kind, 9 if kind == "hybrid" else 0) for kind in KINDS]
@@ -289,7 +289,7 @@ def test_slices_exchange_no_more_than_whole_documents(gloo: GlooPool, sharding: 
 
 def test_units_are_awkward() -> None:
     """On some ranks no token of the slice, on some no other."""
-    from megatron_wlb.sharding import rank_layout
+    from megatron_wlb.plan.sharding import rank_layout
 
     chunks = []
     for unit in UNITS:

@@ -14,11 +14,11 @@ from helpers.strategy_ranks import open_runner, plan_for, strategies_file, with_
 from helpers.workload import make_workload
 
 from megatron_wlb.cost import Execution, Hardware, MemoryModel, load_hardware
+from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
+from megatron_wlb.plan.strategy.store import ParameterStore
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
-from megatron_wlb.strategy.layout import Cluster, Scheme, Strategy
-from megatron_wlb.strategy.store import ParameterStore
 
 WORKLOAD = make_workload([[60, 55, 57, 58], [8, 44, 21], [60, 3, 25], [4, 50]], vocab_size=120)
 STRATEGIES = ("4*tp1:128", "2*tp2:128", "tp2:128+pp2:128", "tp2cp2:128")

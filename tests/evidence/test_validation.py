@@ -21,9 +21,9 @@ from _validation.judge import (
 )
 from _validation.sharing import replay_shared
 
+from megatron_wlb.cost.schedule.graph import graph_of, slice_graph
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import run_of
-from megatron_wlb.schedule.graph import graph_of, slice_graph
 from megatron_wlb.settings.command_line import parse
 
 BETWEEN_US, P2P_US, BESIDES_US = 40.0, 300.0, 5_000.0

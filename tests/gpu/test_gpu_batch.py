@@ -10,7 +10,7 @@ import torch
 from helpers.workload import MemoryCorpus
 
 from megatron_wlb.plan import Document, MicroBatchPlan, Span
-from megatron_wlb.sharding import Sharding
+from megatron_wlb.plan.sharding import Sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, when it is imported
 LENGTHS = (700, 1, 33, 290)

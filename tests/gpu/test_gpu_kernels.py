@@ -13,6 +13,8 @@ import torch
 from helpers.attention import errors_over_bf16, in_slices, ranks_in_turn
 from test_gpu_smoke import train
 
+from megatron_wlb.plan.sharding import Sharding
+from megatron_wlb.plan.sharding.shard import KINDS
 from megatron_wlb.runtime.gpt.attention.kernels import (
     CANDIDATES,
     Demand,
@@ -20,8 +22,6 @@ from megatron_wlb.runtime.gpt.attention.kernels import (
     VarlenKernel,
     choose_kernel,
 )
-from megatron_wlb.sharding import Sharding
-from megatron_wlb.sharding.shard import KINDS
 
 # Deterministic matrix products need it, and cuBLAS reads it at its first call.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -166,12 +166,12 @@ def nccl() -> Iterator[None]:
 @pytest.mark.parametrize("keep", [False, True])
 def test_freed_and_gathered_again_over_nccl(nccl: None, num_head_groups: int, keep: bool) -> None:
     """NCCL's stream, the memory that is given back and taken again: many layers in a row."""
+    from megatron_wlb.plan.sharding import rank_layout
     from megatron_wlb.runtime.gpt.attention.context_parallel import (
         ContextParallel,
         KeyGather,
         context_attention,
     )
-    from megatron_wlb.sharding import rank_layout
 
     kernel = choose_kernel("auto", demand(2, 128)).kernel
     layout = rank_layout(LENGTHS, 1, 0, Sharding())

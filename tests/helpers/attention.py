@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention import context_parallel as context
 from megatron_wlb.runtime.gpt.attention.context_parallel import (
     ContextParallel,
@@ -18,7 +19,6 @@ from megatron_wlb.runtime.gpt.attention.context_parallel import (
 )
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, Slice, SliceStore, slice_attention
-from megatron_wlb.sharding import Sharding, rank_layout
 
 
 @contextmanager

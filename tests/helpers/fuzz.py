@@ -40,20 +40,20 @@ from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.data.sources import SourceCounts, Sources, find_files
 from megatron_wlb.data.tokenizer import file_encoder, tokenizer_settings
 from megatron_wlb.errors import PlanError, WLBError
-from megatron_wlb.ledger.audit import History, audit
-from megatron_wlb.ledger.lines import NAME as LEDGER
-from megatron_wlb.ledger.replay import replay
-from megatron_wlb.ledger.standing import Standing
-from megatron_wlb.ledger.writer import StepLedger
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.planner import Planner
+from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy, read_strategies
 from megatron_wlb.planning import guards
+from megatron_wlb.planning.ledger.audit import History, audit
+from megatron_wlb.planning.ledger.lines import NAME as LEDGER
+from megatron_wlb.planning.ledger.replay import replay
+from megatron_wlb.planning.ledger.standing import Standing
+from megatron_wlb.planning.ledger.writer import StepLedger
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.reading import read_pattern
 from megatron_wlb.runtime.measuring.metrics import MetricsFile
 from megatron_wlb.runtime.saving import checksums, lock, newest, saved_state
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.recipe import launch_command, quoted, read_recipe
-from megatron_wlb.strategy.layout import Cluster, Scheme, Strategy, read_strategies
 
 SIZES = {
     "hidden_size": 64, "ffn_hidden_size": 256, "num_layers": 4, "num_attention_heads": 4,

@@ -15,10 +15,10 @@ import psutil
 
 from helpers.soak import Soak
 from megatron_wlb.cost import DocumentCost, Parallelism
-from megatron_wlb.ledger.audit import History, Report, audit
-from megatron_wlb.ledger.lines import NAME
-from megatron_wlb.ledger.writer import StepLedger
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.ledger.audit import History, Report, audit
+from megatron_wlb.planning.ledger.lines import NAME
+from megatron_wlb.planning.ledger.writer import StepLedger
+from megatron_wlb.planning.planner import Planner
 
 PIPELINE = Parallelism(pp_size=2)
 COST = DocumentCost(1, 0.1, 2, 0.25, micro_batch_us=5)

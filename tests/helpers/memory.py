@@ -11,8 +11,8 @@ from _quickstart.live_bytes import LiveBytes, step_bytes
 from helpers.ranks import build_runner
 from helpers.workload import make_workload
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan.sharding import Sharding
 from megatron_wlb.settings.config import Config
-from megatron_wlb.sharding import Sharding
 
 VOCAB_SIZE = 500
 """Vocabulary of the documents in :func:`measure_step`."""

@@ -10,8 +10,8 @@ from helpers.oracle import State
 from helpers.shards import Held, RankRun, held_by, whole_name
 from helpers.workload import Workload, scatter, slice_up
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.settings.config import Config
-from megatron_wlb.sharding import Sharding, length_multiple
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Breaks a ``StepRunner`` for the length of a ``with`` block."""

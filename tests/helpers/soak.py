@@ -14,9 +14,9 @@ from helpers.strategies import costs
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.documents import DocumentStream, LongDocuments
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import Split
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Workload
 
 PACKINGS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.sharding import Sharding
+from megatron_wlb.plan.sharding import Sharding
 
 Tokens = npt.NDArray[np.int64]
 

@@ -23,7 +23,7 @@ FULL_BYTES = 60_000
 POINTS = {
     # Where a fault strikes: functions of the program, of which a run calls one.
     "planning": (
-        "megatron_wlb.planner:Planner.next_plan",
+        "megatron_wlb.planning.planner:Planner.next_plan",
         "megatron_wlb.planning.assign:StrategyPlanner.next_plan",
     ),
     "forward": (

@@ -11,7 +11,7 @@ from trainer_runs import Flags, read_metrics, start
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.ledger.lines import LENGTH, NAME, decode, encode, read, seal
+from megatron_wlb.planning.ledger.lines import LENGTH, NAME, decode, encode, read, seal
 
 FLAGS: Flags = {
     "train_iters": 9,

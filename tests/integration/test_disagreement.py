@@ -63,7 +63,7 @@ def other_plan() -> None:
     """The third step has its micro-batches in another order."""
     import dataclasses
 
-    from megatron_wlb.planner import Planner
+    from megatron_wlb.planning.planner import Planner
 
     stock = Planner.next_plan
 

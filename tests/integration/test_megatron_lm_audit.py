@@ -10,7 +10,7 @@ from megatron_lm_runs import BOTH, LAYOUTS, finish, launch, needs_megatron_lm
 from trainer_runs import Flags
 
 from megatron_wlb.cli.main import main
-from megatron_wlb.ledger.lines import NAME
+from megatron_wlb.planning.ledger.lines import NAME
 
 pytestmark = needs_megatron_lm
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from test_imports import LAYERS
+from test_imports import FLOORS
 
 from megatron_wlb.cli import scenario
 from megatron_wlb.cli.main import COMMANDS
@@ -183,8 +183,9 @@ def test_paths_and_modules_exist(page: str) -> None:
 
 def test_picture_of_the_layers_is_the_order_that_the_code_keeps() -> None:
     block = PAGES["docs/architecture.md"].split("```")[1]
-    words = re.findall(r"^(?: .{16})(\w+)  +\w", block, flags=re.MULTILINE)
-    assert tuple(words) == LAYERS
+    floors = [re.findall(r"^.{4}(\w+)  +\w", floor, flags=re.MULTILINE)
+              for floor in re.split(r"^(?= \d )", block, flags=re.MULTILINE)]  # fmt: skip
+    assert [tuple(names) for names in floors if names][::-1] == [*FLOORS, ("scripts",)]
 
 
 def test_finder_of_commands_sees_what_a_shell_would() -> None:

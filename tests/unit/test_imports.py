@@ -6,8 +6,9 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import EllipsisType
 
 import pytest
 
@@ -19,17 +20,29 @@ MAX_LINES = 600
 
 MAY_IMPORT_MEGATRON = ("runtime", "pretrain_gpt", "launch")
 MAY_IMPORT_MEGATRON_IN_FUNCTIONS = ("data.corpus",)
-LAYERS = (
-    "errors", "interrupts", "files", "reading", "settings", "schedule", "cost", "sharding",
-    "strategy", "plan", "data", "packing", "planner", "planning", "ledger", "simulator", "study",
-    "api", "runtime", "profiling", "cli",
-)  # fmt: skip
-"""Each imports from those before it alone. In the root there are these and programs."""
-RUNTIME_LAYERS = (
-    "compat", "emulation", "ranks", "gpt", "stepping", "saving", "rank_main", "measuring",
-    "strategy", "trainer", "megatron_lm",
-)  # fmt: skip
 PROGRAMS = ("pretrain_gpt", "launch", "measure_cost", "torchrun")
+FLOORS = (
+    ("errors", "interrupts", "files", "reading"),
+    ("settings",),
+    ("cost",),
+    ("plan", "data"),
+    ("planning", "simulator"),
+    ("study", "api", "runtime"),
+    ("cli",),
+)
+"""From the ground up. Each imports from those before it alone, on its own floor too. Programs stand
+beside ``cli``, and the scripts above."""
+LAYERS = tuple(layer for floor in FLOORS for layer in floor)
+INSIDE = {
+    "cost": ("schedule", ...),
+    "plan": ("sharding", "strategy"),
+    "planning": ("packing", "planner", ..., "ledger"),
+    "runtime": (
+        "compat", "emulation", "ranks", "gpt", "stepping", "saving", "rank_main", "measuring",
+        "strategy", "trainer", "megatron_lm", "profiling",
+    ),
+}  # fmt: skip
+"""The order inside a folder. The dots are all that it does not name."""
 PLANNING = LAYERS[: LAYERS.index("runtime")]
 ADVICE = ("study", "api")
 """What forecasts and compares. No run needs it: nothing of these imports it."""
@@ -93,13 +106,14 @@ def of_project(path: Path) -> set[str]:
     return found - {""}
 
 
-def wrong_directions(layers: tuple[str, ...], below: str = "") -> list[str]:
-    """Imports among ``layers`` of the folder ``below`` that go from one to a later one."""
+def wrong_directions(order: Sequence[str | EllipsisType], folder: str = "") -> list[str]:
+    """Imports between what ``order`` names of a folder that go from one to a later one."""
 
     def rank(module: str) -> int | None:
-        rest = module.removeprefix(below).lstrip(".").partition(".")[0]
-        inside = module.startswith(below) and rest and rest not in PROGRAMS
-        return layers.index(rest) if inside else None  # one that has no layer raises
+        rest = module.removeprefix(folder).lstrip(".").partition(".")[0]
+        if (folder and not belongs(module, (folder,))) or not rest or rest in PROGRAMS:
+            return None
+        return order.index(rest if rest in order else ...)  # what nothing names raises
 
     wrong = []
     for module, path in MODULES.items():
@@ -110,11 +124,19 @@ def wrong_directions(layers: tuple[str, ...], below: str = "") -> list[str]:
     return wrong
 
 
-def test_layers_import_from_those_before_them() -> None:
+def test_each_imports_from_what_stands_before_it() -> None:
     assert wrong_directions(LAYERS) == []
-    assert wrong_directions(RUNTIME_LAYERS, "runtime") == []
-    backwards = wrong_directions(LAYERS[::-1])
-    assert "planner imports packing" in backwards, "the test sees imports"
+    assert {folder: wrong_directions(order, folder) for folder, order in INSIDE.items()} == {
+        folder: [] for folder in INSIDE
+    }
+    backwards = wrong_directions(INSIDE["planning"][::-1], "planning")
+    assert "planning.planner imports planning.packing" in backwards, "the test sees imports"
+
+
+def test_house_has_few_floors_and_folders() -> None:
+    scripts = 1
+    assert len(FLOORS) + scripts <= 8
+    assert sum(path.is_dir() and path.name != "__pycache__" for path in PACKAGE.iterdir()) <= 9
 
 
 def test_runs_import_nothing_that_only_advises() -> None:

@@ -23,6 +23,7 @@ from megatron_wlb.cost.fp8 import row_multiple
 from megatron_wlb.cost.profile import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
+from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.runtime.gpt.attention.core import layer_reach, model_reach
 from megatron_wlb.runtime.gpt.build import Model
 from megatron_wlb.runtime.gpt.moe import RoutedTokens
@@ -30,7 +31,6 @@ from megatron_wlb.runtime.gpt.prediction import Ahead, layers_of, take_losses
 from megatron_wlb.runtime.ranks.transfer import from_first_rank
 from megatron_wlb.runtime.saving.checkpoint import rng_state, set_rng_state
 from megatron_wlb.runtime.stepping.batch import local_params
-from megatron_wlb.sharding import Sharding, length_multiple
 
 logger = logging.getLogger(__name__)
 

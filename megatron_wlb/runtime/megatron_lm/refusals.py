@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_wlb.errors import ConfigError, refuse_all
-from megatron_wlb.packing.needs import OBSTACLES
-from megatron_wlb.packing.settings import kind_in
+from megatron_wlb.planning.packing.needs import OBSTACLES
+from megatron_wlb.planning.packing.settings import kind_in
 from megatron_wlb.settings.split import PipelineSplit
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import StragglerDetector
 
 from megatron_wlb.errors import CompatibilityError, PlanError
-from megatron_wlb.packing import numbers_by_step
+from megatron_wlb.planning.packing import numbers_by_step
 from megatron_wlb.runtime.megatron_lm.session import RunningStep, Session, data_iterator_of
 from megatron_wlb.runtime.stepping import step
 from megatron_wlb.runtime.stepping.batch import Batch

@@ -23,10 +23,10 @@ from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import SPLITS, Corpora
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.ledger.writer import StepLedger
-from megatron_wlb.packing import simulates
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
+from megatron_wlb.planning.ledger.writer import StepLedger
+from megatron_wlb.planning.packing import simulates
 from megatron_wlb.planning.plan_ahead import PlanAhead
 from megatron_wlb.runtime.emulation import cpu
 from megatron_wlb.runtime.gpt.build import Model, require_layers, settle_kernel

@@ -1,4 +1,4 @@
-"""Opens the ledger of a training run; see :mod:`megatron_wlb.ledger`."""
+"""Opens the ledger of a training run; see :mod:`megatron_wlb.planning.ledger`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_wlb.ledger.writer import StepLedger
+from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.runtime.saving.newest import newest_step
 from megatron_wlb.settings.config import Config
 

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.packing import simulates
+from megatron_wlb.planning.packing import simulates
 from megatron_wlb.settings.config import Config, flag_of, table
 
 logger = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ import torch
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention.context_parallel import KeyGather
 from megatron_wlb.runtime.gpt.attention.core import PlanSeqParams
 from megatron_wlb.runtime.gpt.attention.kernels import Segments
@@ -36,7 +37,6 @@ from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
 from megatron_wlb.runtime.ranks.reads import Run
 from megatron_wlb.runtime.ranks.transfer import mapped, pinned, to_device
-from megatron_wlb.sharding import Sharding, rank_layout
 
 LOOK_AHEAD = 2
 """Micro-batches that each chunk has made, or being made, before they are asked for."""

@@ -20,9 +20,9 @@ import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_wlb.cost.schedule.order import receive_order
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.ranks import watchdog
-from megatron_wlb.schedule.order import receive_order
 
 Shape = list[int]
 NO_SHAPE: Shape = [0, 0, 0]
@@ -68,7 +68,7 @@ class PlanCommunicator(P2PCommunicator):  # type: ignore[misc]
     """A ``P2PCommunicator`` that knows from the plan what it will receive.
 
     Call :meth:`begin` before each run of a schedule and :meth:`end` after it. The order in between
-    is a property of the schedule (:func:`megatron_wlb.schedule.order.receive_order`).
+    is a property of the schedule (:func:`megatron_wlb.cost.schedule.order.receive_order`).
 
     With ``verify`` each receive also runs Megatron's own exchange and compares, and once more with
     what the tensors hold: for debugging, as it costs more than the plan saves.

@@ -1,8 +1,8 @@
 """Runs a replica's micro-batches in our own order: that of documents in slices.
 
 Megatron's schedules run backward passes in the order of the forward ones. The slices of a document
-need the reverse (:func:`megatron_wlb.schedule.order.sliced`), or their keys and values miss the
-gradients of the slices behind them. So here is a loop of our own around what is Megatron's: the
+need the reverse (:func:`megatron_wlb.cost.schedule.order.sliced`), or their keys and values miss
+the gradients of the slices behind them. So here is a loop of our own around what is Megatron's: the
 passes, data-parallel reduction, and the end of a step. It mirrors
 ``forward_backward_pipelining_without_interleaving``.
 
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_wlb.cost.schedule.order import Action
 from megatron_wlb.errors import PlanError
 from megatron_wlb.runtime.ranks import watchdog
 from megatron_wlb.runtime.ranks.transfer import open_group
 from megatron_wlb.runtime.stepping.communicator import Contents, compare_contents
-from megatron_wlb.schedule.order import Action
 
 TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
 """Whether megatron-core is 0.16, whose backward pass takes a parameter that it does not use."""

@@ -23,6 +23,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, StepPlan
@@ -37,7 +38,6 @@ from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Stage
 from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
 from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.stepping.merge import check_merged, open_groups
-from megatron_wlb.schedule.order import sliced
 from megatron_wlb.settings.config import Config
 
 ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]

@@ -1,8 +1,9 @@
 """The order of elements in the store, and who keeps which.
 
-The tensors of a layer are a *bucket* (:mod:`megatron_wlb.strategy.store`): those with weight decay
-first. Each is divided as finely as any strategy divides it, and stands part by part: so what a
-tensor-parallel rank needs is a run of elements. Every rank keeps a contiguous shard of each bucket.
+The tensors of a layer are a *bucket* (:mod:`megatron_wlb.plan.strategy.store`): those with weight
+decay first. Each is divided as finely as any strategy divides it, and stands part by part: so what
+a tensor-parallel rank needs is a run of elements. Every rank keeps a contiguous shard of each
+bucket.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_wlb.errors import CompatibilityError
+from megatron_wlb.plan.strategy.store import part
 from megatron_wlb.runtime.strategy.pieces import Piece, WholeTensor
-from megatron_wlb.strategy.store import part
 
 
 class Run(NamedTuple):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_wlb.errors import CompatibilityError
-from megatron_wlb.strategy.layout import Replica
+from megatron_wlb.plan.strategy.layout import Replica
 
 _ALONE = (
     "DATA_PARALLEL_GROUP EXPERT_MODEL_PARALLEL_GROUP EXPERT_DATA_PARALLEL_GROUP "

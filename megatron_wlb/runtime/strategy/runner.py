@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.plan.strategy.layout import Replica, Strategy
 from megatron_wlb.runtime.ranks.hosts import Hosts
 from megatron_wlb.runtime.ranks.reads import Reads
 from megatron_wlb.runtime.ranks.transfer import HostCopy, of_all_ranks
@@ -20,7 +21,6 @@ from megatron_wlb.runtime.strategy.replica import Arena, LocalReplica
 from megatron_wlb.runtime.strategy.routes import Pull, Push, Routes
 from megatron_wlb.runtime.strategy.store import Store
 from megatron_wlb.settings.megatron import TrainingConfig
-from megatron_wlb.strategy.layout import Replica, Strategy
 
 Layout = tuple[object, tuple[int, ...]]
 """Scheme and ranks: what models depend on."""

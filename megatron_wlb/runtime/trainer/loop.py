@@ -18,16 +18,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import TrainingError, WLBError
-from megatron_wlb.ledger.writer import StepLedger
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planner import Planner
+from megatron_wlb.plan.strategy.layout import Strategy
 from megatron_wlb.planning.from_config import (
     known_cost,
     make_evaluation_planner,
     make_planner,
     padded_vocab_size,
 )
+from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.plan_ahead import PlanAhead, Plans
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.gpt.build import Model, build_model, settle_kernel
 from megatron_wlb.runtime.measuring.measure import measured_cost
@@ -50,7 +51,6 @@ from megatron_wlb.runtime.saving.resume import (
 from megatron_wlb.runtime.stepping.optimizer import build_optimizer, update
 from megatron_wlb.runtime.stepping.step import StepLoss, StepRunner
 from megatron_wlb.settings.config import Config
-from megatron_wlb.strategy.layout import Strategy
 
 logger = logging.getLogger(__name__)
 

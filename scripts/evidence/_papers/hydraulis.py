@@ -20,18 +20,18 @@ from _papers.slimpack import best_fit, llama
 from megatron_wlb.cost import AnalyticModel, MemoryModel, ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.model_file import padded_vocabulary
+from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.step_costs import UPDATE_BYTES, analytic_costs
 from megatron_wlb.data.lengths import Draw
 from megatron_wlb.plan import Document
+from megatron_wlb.plan.strategy.costs import ReplicaCosts
+from megatron_wlb.plan.strategy.layout import Cluster, Scheme
+from megatron_wlb.plan.strategy.store import ParameterStore
 from megatron_wlb.planning.assign import Assignment, assign, step_plan
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments
 from megatron_wlb.planning.propose import Proposal, StrategySpace, propose
-from megatron_wlb.schedule.graph import Floats
 from megatron_wlb.simulator.replica_steps import StrategySimulator, StrategyTimeline
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.strategy.costs import ReplicaCosts
-from megatron_wlb.strategy.layout import Cluster, Scheme
-from megatron_wlb.strategy.store import ParameterStore
 from megatron_wlb.study.strategy_search import SAMPLE_STEPS, StrategyStudy, judge
 
 HARDWARE = "a800"

@@ -17,8 +17,8 @@ from _papers.paper import Effort, K
 from megatron_wlb.cost import Execution, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning.propose import StrategySpace
-from megatron_wlb.strategy.layout import Scheme
 from megatron_wlb.study.strategy_search import study
 
 WINDOW = 128 * K

@@ -18,14 +18,14 @@ import numpy as np
 from _papers.paper import TABLE_1, Effort, max_tokens, scenario
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
+from megatron_wlb.cost.schedule.graph import Graph
+from megatron_wlb.cost.schedule.order import run_ahead
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.plan.sharding.select import Mode
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.schedule.graph import Graph
-from megatron_wlb.schedule.order import run_ahead
-from megatron_wlb.sharding.select import Mode
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.compare import Outcome, compare
 

@@ -16,10 +16,10 @@ from megatron_wlb.cost import DocumentCost, Execution, Parallelism, load_hardwar
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.plan.sharding.select import Mode
+from megatron_wlb.plan.sharding.shard import Kind
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run, Workload
-from megatron_wlb.sharding.select import Mode
-from megatron_wlb.sharding.shard import Kind
 from megatron_wlb.study.compare import Outcome, compare
 from megatron_wlb.study.evaluate import Evaluation, evaluate
 

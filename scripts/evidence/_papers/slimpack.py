@@ -22,13 +22,13 @@ from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute, loa
 from megatron_wlb.cost.document import imbalance
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import padded_vocabulary
+from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import Draw, slimpack
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
-from megatron_wlb.schedule.graph import Floats
 from megatron_wlb.simulator.step import Lengths, Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 

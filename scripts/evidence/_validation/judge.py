@@ -23,10 +23,10 @@ from _quickstart.recording import RecordedStep, Recording
 from _validation.fit import StageSample, fit_stage
 from _validation.sharing import replay_shared
 from megatron_wlb.cost import MemoryModel
+from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.schedule.order import dataflow
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.planning.from_config import padded_vocab_size, parallelism, run_of
-from megatron_wlb.schedule.graph import Floats
-from megatron_wlb.schedule.order import dataflow
 
 FEWEST_ROUNDS = 6
 """A recording has at least so many: a third of them is to calibrate with."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.schedule.graph import Floats, Graph, Replay
 
 
 def replay_shared(

@@ -9,8 +9,8 @@ from helpers.long_soak import soak_of
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CheckpointError
-from megatron_wlb.ledger.lines import NAME, read, seal
-from megatron_wlb.ledger.writer import StepLedger
+from megatron_wlb.planning.ledger.lines import NAME, read, seal
+from megatron_wlb.planning.ledger.writer import StepLedger
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import yaml
 
 from megatron_wlb.cli.main import main
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.plan.strategy.layout import read_strategies
 from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.settings.command_line import parse
-from megatron_wlb.strategy.layout import read_strategies
 
 SIZES = {
     "hidden_size": 1024, "ffn_hidden_size": 2816, "num_layers": 4, "num_attention_heads": 8,

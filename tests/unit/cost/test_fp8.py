@@ -15,6 +15,7 @@ from megatron_wlb.cost.fp8 import ROWS, row_multiple
 from megatron_wlb.cost.layers import Layer
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.plan.sharding.layout import length_multiple, rank_layout
 from megatron_wlb.planning.from_config import (
     known_cost,
     make_evaluation_planner,
@@ -24,7 +25,6 @@ from megatron_wlb.planning.from_config import (
 )
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
-from megatron_wlb.sharding.layout import length_multiple, rank_layout
 
 H100 = load_hardware("h100-sxm")
 VOCAB = 1024

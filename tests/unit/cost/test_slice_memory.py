@@ -12,8 +12,8 @@ import pytest
 from _quickstart.recording import chained
 
 from megatron_wlb.cost import Execution, MemoryModel, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost.schedule.order import Action, sliced
 from megatron_wlb.cost.slices import Unit
-from megatron_wlb.schedule.order import Action, sliced
 
 SHAPE = ModelShape(64, 192, 8, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
 KEYS, GRADIENTS = 2 * 2 * 32, 2 * 4 * 32

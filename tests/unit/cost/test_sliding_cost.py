@@ -17,8 +17,8 @@ from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import ProfiledCost, Row, check_model, model_identity
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planning.from_config import model_shape
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.study.write_recipe import model_flags

@@ -10,10 +10,10 @@ from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, load_hardwar
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.execution import Execution, Kernels
 from megatron_wlb.cost.memory import num_communicators, overhead_gib
+from megatron_wlb.cost.schedule.order import Action
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.tape import Operation
 from megatron_wlb.cost.workspace import WORKSPACES
-from megatron_wlb.schedule.order import Action
 
 H, G, D = 8, 2, 128
 LLAMA_70B = ModelShape(

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from megatron_wlb.cost.attention import AnalyticAttention
 from megatron_wlb.cost.document import DocumentCost
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import PackingError
+from megatron_wlb.plan.sharding.select import Selector
+from megatron_wlb.plan.strategy.costs import ReplicaCosts
+from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
 from megatron_wlb.planning import assign
 from megatron_wlb.planning.assign import Assigner, Assignment, StrategyPlanner
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments, lower_bound_us
-from megatron_wlb.schedule.graph import graph_of
-from megatron_wlb.sharding.select import Selector
-from megatron_wlb.strategy.costs import ReplicaCosts
-from megatron_wlb.strategy.layout import Cluster, Scheme, Strategy
 
 CLUSTER = Cluster(16, 8)
 TOKENS = {"tp1": 4096, "tp2": 8192, "tp2pp2": 16384, "tp4pp2": 32768, "tp8": 65536, "tp8pp2": 65536,

@@ -12,8 +12,8 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import make_evaluation_planner, make_planner, max_tokens
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 

@@ -11,17 +11,17 @@ from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, Parallelism
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PACKINGS, PackingSettings
-from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planner import Planner
 from megatron_wlb.planning.numbers import WORTH_ANOTHER, max_tokens_by_number
+from megatron_wlb.planning.packing import PACKINGS, PackingSettings
+from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.planning.slicing import MemoryLimit
-from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator, slowest_us
 from megatron_wlb.study.evaluate import evaluate
 

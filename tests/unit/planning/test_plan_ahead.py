@@ -10,9 +10,9 @@ import pytest
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import PackingError
-from megatron_wlb.packing import packer
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.packing import packer
 from megatron_wlb.planning.plan_ahead import PlanAhead
+from megatron_wlb.planning.planner import Planner
 
 COST = DocumentCost(1.0, 0.01, 2.0, 0.03)
 WINDOW, N = 64, 4

@@ -12,10 +12,10 @@ from megatron_wlb.cost.attention import AnalyticAttention
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.errors import CheckpointError, ConfigError, PackingError
-from megatron_wlb.packing import packer
 from megatron_wlb.plan import MicroBatchPlan
-from megatron_wlb.planner import Planner, assign, deal, run_order
-from megatron_wlb.sharding import Selector
+from megatron_wlb.plan.sharding import Selector
+from megatron_wlb.planning.packing import packer
+from megatron_wlb.planning.planner import Planner, assign, deal, run_order
 
 AHEAD = {"look_ahead": 2, "fixed_batches": 3}
 ALL = [

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.documents import DocumentStream
-from megatron_wlb.packing import packer
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.packing import packer
+from megatron_wlb.planning.planner import Planner
 
 COST = DocumentCost(1, 0.1, 2, 0.25, micro_batch_us=5)
 

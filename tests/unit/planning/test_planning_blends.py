@@ -12,10 +12,10 @@ from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.errors import ConfigError, CorpusError
-from megatron_wlb.packing.reference import REFERENCE_COST
 from megatron_wlb.plan import Document
-from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import make_evaluation_planner, make_planner
+from megatron_wlb.planning.packing.reference import REFERENCE_COST
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.config import Config, from_flat
 
 

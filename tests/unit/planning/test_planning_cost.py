@@ -15,7 +15,6 @@ from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planner import Planner
 from megatron_wlb.planning.from_config import (
     known_cost,
     make_evaluation_planner,
@@ -28,6 +27,7 @@ from megatron_wlb.planning.from_config import (
     run_of,
 )
 from megatron_wlb.planning.numbers import NumberChooser
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 

@@ -14,14 +14,14 @@ from helpers.strategies import ListStream, documents
 from megatron_wlb.cost.document import DocumentCost
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.planner import Planner
+from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning import strategy_run as planned
 from megatron_wlb.planning.assign import Assigner, StrategyPlanner
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.strategy_run import StrategyRun
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
-from megatron_wlb.strategy.layout import Scheme
 
 MODEL = (
     "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 256 "

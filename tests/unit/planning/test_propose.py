@@ -9,10 +9,10 @@ import pytest
 
 from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.plan.strategy.layout import Scheme, Strategy
 from megatron_wlb.planning.assign import Assigner, assign
 from megatron_wlb.planning.dispatch import Candidate, StepDocuments
 from megatron_wlb.planning.propose import StrategySpace, _rounded, propose, relaxed
-from megatron_wlb.strategy.layout import Scheme, Strategy
 
 SHAPE = ModelShape(
     1024, 2816, 8, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False

@@ -28,7 +28,7 @@ from megatron_wlb.cost.parts import Experts, Latent
 from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import MEMORY_SHARE, Run, Workload, read_cost, title
 from megatron_wlb.study.evaluate import evaluate
 

@@ -18,16 +18,16 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.cost.table import Row, model_identity
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.lengths import REFERENCE_WINDOW, sample_lengths
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PACKINGS, packer
 from megatron_wlb.plan import Document
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.packing import PACKINGS, packer
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.shaping import Shaper, _place, _Step, best_sizes
-from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator
 
 COST = DocumentCost(1.0, 0.02, 2.0, 0.05, micro_batch_us=30.0)

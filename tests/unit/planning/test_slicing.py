@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from megatron_wlb.cost import DocumentCost, Execution, Parallelism, load_hardware
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.schedule.graph import graph_of, slice_graph
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import CheckpointError, ConfigError
-from megatron_wlb.packing import PackingSettings
-from megatron_wlb.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.plan import Document, Span, StepPlan
-from megatron_wlb.planner import Planner, Units
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
+from megatron_wlb.planning.planner import Planner, Units
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.planning.slicing import STEPS_A_SWEEP, TOLERANCE, Slicer
-from megatron_wlb.schedule.graph import graph_of, slice_graph
 from megatron_wlb.simulator.step import Simulator
 
 COST = DocumentCost(1, 0.01, 2, 0.02)

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from megatron_wlb.packing import PACKINGS, reads
-from megatron_wlb.packing.settings import PackingSettings, _configured
 from megatron_wlb.planning import guards
+from megatron_wlb.planning.packing import PACKINGS, reads
+from megatron_wlb.planning.packing.settings import PackingSettings, _configured
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import WlbConfig, flag_of
 

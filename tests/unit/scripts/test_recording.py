@@ -15,10 +15,10 @@ from _quickstart.recording import RecordedStep, Recording, chained, make, progre
 from helpers.fuzz import RECORDING
 from rich.console import Console
 
+from megatron_wlb.cost.schedule.order import one_f_one_b, sliced
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.schedule.order import one_f_one_b, sliced
 
 
 def test_progress_is_lines_at_once_where_there_is_no_terminal() -> None:

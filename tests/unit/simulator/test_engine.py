@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_wlb.cost.schedule.graph import Graph
+from megatron_wlb.cost.schedule.order import Action, one_f_one_b, schedule
 from megatron_wlb.errors import PlanError
-from megatron_wlb.schedule.graph import Graph
-from megatron_wlb.schedule.order import Action, one_f_one_b, schedule
 from megatron_wlb.simulator.engine import Interval, Timeline, check_times, timeline
 
 F, B = "F", "B"

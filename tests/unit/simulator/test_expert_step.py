@@ -11,13 +11,13 @@ import pytest
 from megatron_wlb.cost import DocumentCost, Execution, Parallelism, Recompute, load_hardware
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PlanError
-from megatron_wlb.packing import PackingSettings
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
-from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator, slowest_us
 from megatron_wlb.simulator.step_timeline import StepTimeline
 

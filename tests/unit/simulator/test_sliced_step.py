@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, ModelShape, Parallelism
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
-from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.simulator.step import Simulator, slowest_us
 from megatron_wlb.simulator.trace import program, trace
 from megatron_wlb.study import page

@@ -10,13 +10,13 @@ from megatron_wlb.cost import AnalyticModel, Execution, MemoryModel, ModelShape,
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, StepPlan
+from megatron_wlb.plan.strategy.costs import ReplicaCosts, replica_costs
+from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
+from megatron_wlb.plan.strategy.store import ExchangeTimes, ParameterStore
 from megatron_wlb.planning.assign import Assigner, step_plan
 from megatron_wlb.planning.dispatch import Candidate
 from megatron_wlb.simulator.replica_steps import StrategySimulator, StrategyTimeline
 from megatron_wlb.simulator.step import Simulator
-from megatron_wlb.strategy.costs import ReplicaCosts, replica_costs
-from megatron_wlb.strategy.layout import Cluster, Scheme, Strategy
-from megatron_wlb.strategy.store import ExchangeTimes, ParameterStore
 
 SHAPE = ModelShape(
     1024, 2816, 8, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, ModelShape, Parallelism
+from megatron_wlb.cost.schedule.order import Action
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
-from megatron_wlb.schedule.order import Action
 from megatron_wlb.simulator.engine import Interval, Timeline
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.trace import trace

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study import tune as tuning
 from megatron_wlb.study.advice import Option, by_part, check_max_delay, gain, recommended

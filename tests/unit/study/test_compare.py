@@ -9,7 +9,7 @@ from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import Lengths
 from megatron_wlb.errors import ConfigError, WLBError
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.study.compare import Outcome, compare
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from megatron_wlb.cost import DocumentCost, Parallelism, ProfiledCost
+from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.table import Row
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PACKINGS, PackingSettings, packer
-from megatron_wlb.packing.metrics import measure
-from megatron_wlb.packing.reference import REFERENCE_COST
-from megatron_wlb.planner import Planner
+from megatron_wlb.planning.packing import PACKINGS, PackingSettings, packer
+from megatron_wlb.planning.packing.metrics import measure
+from megatron_wlb.planning.packing.reference import REFERENCE_COST
+from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.reading import MOST_TOKENS
-from megatron_wlb.schedule.graph import graph_of
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.simulator.engine import timeline
 from megatron_wlb.study.evaluate import evaluate, more_us

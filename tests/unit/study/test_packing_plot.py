@@ -5,7 +5,7 @@ import pytest
 
 from megatron_wlb.cost import DocumentCost
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study import plot_packings as module
 from megatron_wlb.study.evaluate import Evaluation, evaluate

@@ -11,7 +11,7 @@ import pytest
 from megatron_wlb.cost import Execution, ModelShape, Parallelism, load_hardware
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.length_statistics import LengthStatistics
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.study.compare import Outcome, compare
 from megatron_wlb.study.page import Page, examples, fastest

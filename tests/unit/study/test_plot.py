@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
+from megatron_wlb.cost.schedule.graph import graph_of
+from megatron_wlb.cost.schedule.order import Action
 from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.schedule.graph import graph_of
-from megatron_wlb.schedule.order import Action
 from megatron_wlb.simulator.engine import Interval, Timeline, timeline
 from megatron_wlb.study import plot
 from megatron_wlb.study.plot import plot_lengths, plot_timelines

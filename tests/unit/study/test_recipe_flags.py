@@ -13,8 +13,8 @@ from megatron_wlb.cost import Execution, ModelShape, Parallelism, Recompute, loa
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.parts import Experts, Latent
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.packing import PackingSettings
 from megatron_wlb.planning import from_config as planning
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.settings.command_line import parse

@@ -5,8 +5,8 @@ import pytest
 
 from megatron_wlb.cost import Execution, ModelShape, load_hardware
 from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning.propose import StrategySpace
-from megatron_wlb.strategy.layout import Scheme
 from megatron_wlb.study.strategy_search import SAMPLE_STEPS, StrategyStudy, sample_steps, study
 
 SHAPE = ModelShape(

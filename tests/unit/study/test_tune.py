@@ -11,7 +11,7 @@ import pytest
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, PackingError
-from megatron_wlb.packing import PackingSettings
+from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study import tune as module
 from megatron_wlb.study.evaluate import Evaluation, evaluate

@@ -15,7 +15,7 @@ The first exchange may have a *head start*: see
 :mod:`megatron_wlb.runtime.gpt.attention.head_start`.
 
 With a sliding window a rank sends only what others see, where that is less
-(:attr:`megatron_wlb.sharding.RankLayout.sent`), and takes its own keys from itself.
+(:attr:`megatron_wlb.plan.sharding.RankLayout.sent`), and takes its own keys from itself.
 
 A layer with multi-latent attention exchanges *latents* instead, which have one small head, and
 projects what it receives up to keys and values (:class:`LatentRows`).
@@ -43,12 +43,12 @@ import torch.nn.functional as F
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_wlb.errors import PlanError
+from megatron_wlb.plan.sharding import RankLayout
 from megatron_wlb.runtime.gpt.attention.head_start import JoinedCall, NearKeys, pays
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
 from megatron_wlb.runtime.gpt.attention.slices import KernelCall, LayerSlice, halves
 from megatron_wlb.runtime.ranks.transfer import to_device
-from megatron_wlb.sharding import RankLayout
 
 # Their names from torch 2.13 on; the old ones warn there.
 _all_gather, _reduce_scatter = (

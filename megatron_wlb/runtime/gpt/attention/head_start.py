@@ -20,11 +20,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from megatron_wlb.plan.sharding import RankLayout
 from megatron_wlb.runtime.gpt.attention.kernels import Demand, Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel, join
 from megatron_wlb.runtime.gpt.attention.kernels.choose import Problem, problems
 from megatron_wlb.runtime.ranks.transfer import to_device
-from megatron_wlb.sharding import RankLayout
 
 logger = logging.getLogger(__name__)
 

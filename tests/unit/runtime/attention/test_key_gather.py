@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.waits import recorded
 
-from megatron_wlb.sharding import Sharding, rank_layout
+from megatron_wlb.plan.sharding import Sharding, rank_layout
 
 
 def test_split_of_keys_waits_for_nothing_on_the_device() -> None:

@@ -1,0 +1,286 @@
+"""The frozen values that pass between planning and running: documents, micro-batches, steps.
+
+Everything that a training step needs to know before any tensor exists is here, in plain Python.
+
+Ranges are half-open. Lengths are in tokens. Times are in µs and *predicted* by a cost model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_wlb.errors import PlanError
+from megatron_wlb.plan.sharding.shard import Sharding
+from megatron_wlb.plan.strategy.layout import Replica, Strategy
+from megatron_wlb.reading import MAX_COUNT, MAX_SIZE, shown
+
+
+class Document(NamedTuple):
+    """A run of tokens that attends only to itself: what the packers place.
+
+    Usually one stored document of a corpus, whole. A stored document longer than the window may
+    reach the packers as several of these (one per piece), and ``original`` packing cuts them at
+    window boundaries as Megatron does. Positions start at 0 in each.
+
+    ``arrival`` numbers what the stream gives, in its order. Pieces of one stored document may
+    share it where nothing comes between them; they differ in ``offset``. So ``(arrival, offset)``
+    is the order of the stream, which breaks ties and orders queues.
+
+    It is a tuple, so that JSON takes it as it is: states of a hundred thousand waiting documents
+    are lists that are copied, and written only where a checkpoint is.
+    """
+
+    corpus: int
+    """The number of the run's corpus that it comes from."""
+    number: int
+    """The document's number in that corpus."""
+    offset: int
+    """First token, counted from the stored document's first token."""
+    length: int
+    """Number of tokens, at least 1."""
+    ends: bool
+    """Whether its last token is the stored document's last one, which then has no label."""
+    epoch: int
+    """The pass over the corpus in which it was drawn, from 0."""
+    arrival: int
+    """The document's number in the stream, from 0."""
+    step: int
+    """The step it arrives in: its delay is how far the step it runs in is from this one, which may
+    be the earlier one where a packing looks ahead."""
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that have a label: every one but the last of the stored document."""
+        return self.length - int(self.ends)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.arrival, self.offset)
+
+    def cut(self, at: int, tail_step: int) -> tuple[Document, Document]:
+        """Two documents of ``at`` and ``length - at`` tokens; the second arrives in ``tail_step``.
+
+        The first keeps a label for its last token (the second's first token), so that cutting
+        changes which tokens see each other but not which tokens are trained.
+        """
+        assert 0 < at < self.length, (at, self.length)
+        # Not by _replace, which is three times as slow: packings cut in every step.
+        common = self.epoch, self.arrival
+        head = Document(self.corpus, self.number, self.offset, at, False, *common, self.step)
+        start, rest = self.offset + at, self.length - at
+        tail = Document(self.corpus, self.number, start, rest, self.ends, *common, tail_step)
+        return head, tail
+
+    @classmethod
+    def from_list(cls, values: Sequence[int]) -> Document:
+        """Reads the list that JSON makes of a document. Raises ``ValueError`` for any other."""
+        corpus, number, offset, length, ends, epoch, arrival, step = values
+        numbers = corpus, number, offset, length, epoch, arrival, step
+        whole = all([type(one) is int and 0 <= one <= MAX_COUNT for one in numbers])
+        if not (whole and length and offset + length <= MAX_SIZE and ends in (False, True)):
+            raise ValueError(f"{shown(values)} is no document")
+        return cls(corpus, number, offset, length, bool(ends), epoch, arrival, step)
+
+
+class Span(NamedTuple):
+    """Tokens ``[start, stop)`` of a document: what a micro-batch runs.
+
+    WLB-LLM runs documents whole (``0, length``). A *slice* is a part of one: it attends to the
+    keys and values that the slices before it have left, too (SlimPack §4).
+    """
+
+    document: Document
+    start: int
+    stop: int
+
+    @property
+    def is_slice(self) -> bool:
+        return self.start > 0 or self.stop < self.document.length
+
+    def targets_ahead(self, depth: int) -> int:
+        """Tokens with a label ``depth`` tokens further on than :attr:`num_targets` has."""
+        return max(0, min(self.stop, self.document.num_targets - depth) - self.start)
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_targets(self) -> int:
+        ends = self.document.ends and self.stop == self.document.length
+        return self.length - int(ends)
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """One micro-batch: its spans one after another, then padding at the tail only.
+
+    At most the first span is a slice; whole documents follow it.
+    """
+
+    index: int
+    """Number within the step over all data-parallel ranks, ``0 … N-1``."""
+    spans: tuple[Span, ...]
+    padded_length: int
+    """Length of the tensors, in tokens, over all TP and CP ranks; padding is masked out."""
+    predicted_us: float
+    """Predicted forward plus backward time of the whole model, padding not counted; its share of
+    that on each of ``replicas``."""
+    sharding: Sharding = Sharding()  # noqa: RUF009  # frozen
+    """How its tokens are divided over context-parallel ranks, if there are several."""
+    replicas: tuple[int, ...] = ()
+    """Data-parallel ranks that run it together: their context-parallel ranks are one group for it
+    (DP-Merge, SlimPack §4). Empty: the rank that has it, alone."""
+
+    @cached_property
+    def length(self) -> int:
+        """Number of tokens without padding."""
+        return sum([stop - start for _, start, stop in self.spans])
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of each attention segment; the padding at the tail is one of its own."""
+        lengths = [stop - start for _, start, stop in self.spans]
+        padding = self.padded_length - sum(lengths)
+        return (*lengths, padding) if padding else tuple(lengths)
+
+    @cached_property
+    def prefixes(self) -> tuple[int, ...]:
+        """Keys before each attention segment, of slices that ran before; 0 for all but a slice."""
+        return tuple(s.start for s in self.spans) + (0,) * (len(self.lengths) - len(self.spans))
+
+    @property
+    def slice(self) -> Span | None:
+        """The part of a document that it runs, if it runs one."""
+        return self.spans[0] if self.spans and self.spans[0].is_slice else None
+
+    @cached_property
+    def num_targets(self) -> int:
+        """Tokens that count in the loss."""
+        return sum(span.num_targets for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """What one replica of a strategy does in a step: its layout and ranks, and what it runs."""
+
+    replica: Replica
+    micro_batches: tuple[MicroBatchPlan, ...]
+    """In running order; none where the replica only takes part in the exchange of parameters."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step, over all data-parallel ranks. Every rank computes the same one."""
+
+    step: int
+    packing: str
+    micro_batches: tuple[tuple[MicroBatchPlan, ...], ...]
+    """``[dp_size][num_micro_batches]``, in the order in which each rank runs them. Ranks that run
+    one together have it first, and each has it. With a ``strategy`` it is ``[replicas][…]``: as
+    many as each likes, also none."""
+    num_waiting: int
+    """Documents that have arrived but run in a later step."""
+    waiting_tokens: int
+    chains: tuple[tuple[int, ...], ...] = ()
+    """``[dp_size][chains]``: how many micro-batches, one after another, run the slices of one
+    document, or of all those that several ranks run together; 1 for one that runs whole documents
+    only. Their backward passes run last to first: the order is
+    :func:`megatron_wlb.cost.schedule.order.sliced`. Empty: Megatron's own schedule."""
+    strategy: Strategy | None = None
+    """The layout of each replica in this step. None: all have the run's own, which is equal."""
+
+    def __post_init__(self) -> None:
+        if self.strategy and len(self.strategy.replicas) != len(self.micro_batches):
+            raise PlanError(
+                f"step {self.step} has micro-batches of {len(self.micro_batches)} replicas, but "
+                f"its strategy {self.strategy} has {len(self.strategy.replicas)}; give a list to "
+                "each, empty where one rests"
+            )
+
+    @property
+    def replica_plans(self) -> tuple[ReplicaPlan, ...]:
+        """What each replica of the ``strategy`` runs; empty without one."""
+        replicas = self.strategy.replicas if self.strategy else ()
+        pairs = zip(replicas, self.micro_batches, strict=bool(replicas))
+        return tuple(ReplicaPlan(replica, own) for replica, own in pairs)
+
+    def __iter__(self) -> Iterator[MicroBatchPlan]:
+        """All micro-batches, rank by rank; each once."""
+        for rank, micro_batches in enumerate(self.micro_batches):
+            yield from (m for m in micro_batches if m.replicas[:1] in ((), (rank,)))
+
+    @property
+    def documents(self) -> Iterator[Document]:
+        """Each once, where its first token runs."""
+        for micro_batch in self:
+            for span in micro_batch.spans:
+                if not span.start:
+                    yield span.document
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(m.length for m in self)
+
+    @cached_property
+    def padding_tokens(self) -> int:
+        return sum(m.padded_length - m.length for m in self)
+
+    @cached_property
+    def num_targets(self) -> int:
+        """The loss normaliser: Σ token losses of the step is divided by this, once."""
+        return sum(m.num_targets for m in self)
+
+    def targets_ahead(self, depth: int) -> int:
+        """Tokens with a label ``depth`` tokens further on."""
+        return sum(span.targets_ahead(depth) for m in self for span in m.spans)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """``max · N / Σ`` of the predicted micro-batch times (WLB-LLM §3.2); 1 is perfect."""
+        costs = [m.predicted_us for m in self]
+        total = sum(costs)
+        return max(costs) * len(costs) / total if total else 1.0
+
+    @cached_property
+    def num_merged(self) -> int:
+        """Documents that several data-parallel ranks run together (DP-Merge)."""
+        return sum(not span.start for m in self if m.replicas for span in m.spans)
+
+    @cached_property
+    def delay_steps(self) -> float:
+        """Token-weighted mean of |this step - step of arrival| over the documents that run."""
+        if not self.num_tokens:
+            return 0.0
+        delayed = sum(d.length * abs(self.step - d.step) for d in self.documents)
+        return delayed / self.num_tokens
+
+    @cached_property
+    def shardings(self) -> Mapping[str, int]:
+        """Number of micro-batches of each kind of sharding."""
+        return Counter(m.sharding.kind for m in self)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over everything that must be equal on all ranks, as 64 hex digits."""
+        layout = f" {self.strategy.key}" if self.strategy else ""
+        sha = hashlib.sha256(f"{self.step} {self.packing}{self.chains or ''}{layout}".encode())
+        for rank, micro_batches in enumerate(self.micro_batches):
+            for m in micro_batches:
+                sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
+                sha.update(f"{m.sharding}{m.replicas or ''}".encode())
+                for s in m.spans:
+                    d = s.document
+                    sha.update(
+                        struct.pack(
+                            "<8q", d.corpus, d.number, d.offset, d.length, d.ends, d.epoch,
+                            s.start, s.stop,
+                        )
+                    )  # fmt: skip
+        return sha.hexdigest()

@@ -1,0 +1,101 @@
+"""What one replica of a scheme costs: its stages' times, its transfers, how much it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_wlb.cost.analytic import AnalyticModel
+from megatron_wlb.cost.memory import MemoryModel
+from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.step_costs import StepCosts, analytic_costs
+from megatron_wlb.plan.strategy.layout import Scheme
+
+LEAST_TOKENS = 1024
+"""Tokens of a micro-batch on each TP × CP rank below which kernels are too small (UtilLen of
+Appendix C). Assumed: the paper measures it, and prints a picture alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaCosts:
+    """Costs of a replica; compared by identity, as one is made for each scheme of a run."""
+
+    scheme: Scheme
+    max_tokens: int
+    """S_max, by memory; a multiple of the scheme's ``length_multiple``."""
+    costs: StepCosts
+    """Times of stages and transfers; exchange and update are the strategy's."""
+    least_tokens: int = 1
+    """Tokens of a micro-batch in the mean, at least, where documents are enough."""
+    memory: MemoryModel | None = None
+    group_size: int | None = None
+    """Micro-batches that a chunk runs one after another, with virtual stages; PP if not given."""
+
+    @property
+    def kind(self) -> tuple[Scheme, int]:
+        return self.scheme, self.max_tokens
+
+    @property
+    def number_multiple(self) -> int:
+        """What its number of micro-batches is a multiple of."""
+        scheme = self.scheme
+        return (self.group_size or scheme.pp_size) if scheme.vpp_size > 1 else 1
+
+    @property
+    def warm_up(self) -> float:
+        """How often the longest document counts besides the sum: (PP - 1) / VPP."""
+        return (self.scheme.pp_size - 1) / self.scheme.vpp_size
+
+    def rank_us(self, lengths: Sequence[int]) -> Floats:
+        """Forward plus backward of documents on each pipeline rank, ``[PP, documents]``, without
+        what every micro-batch costs.
+        """
+        times_us = self.costs.stages.times_us([*([length] for length in lengths), []]).sum(axis=0)
+        by_rank = times_us.reshape(self.scheme.vpp_size, self.scheme.pp_size, -1).sum(axis=0)
+        result: Floats = by_rank[:, :-1] - by_rank[:, -1:]
+        return result
+
+    @property
+    def num_parts(self) -> int:
+        """Layers of a pipeline rank: the parts in which its parameters are exchanged."""
+        if self.memory is None:
+            return 1
+        return max(1, self.memory.shape.num_layers // self.scheme.pp_size)
+
+    def waits_us(self, exchange_us: Floats, passes_us: Floats) -> Floats:
+        """What is waited for of an exchange beside a pass: one part, or what is longer."""
+        share = 1 / self.num_parts
+        waits: Floats = np.maximum(share * exchange_us, exchange_us - (1 - share) * passes_us)
+        return waits
+
+    @cached_property
+    def micro_batch_us(self) -> float:
+        """What a micro-batch takes on a pipeline rank besides its documents, at most."""
+        times_us = self.costs.stages.times_us([[]]).sum(axis=0)
+        by_rank = times_us.reshape(self.scheme.vpp_size, self.scheme.pp_size).sum(axis=0)
+        return float(by_rank.max())
+
+
+def replica_costs(model: AnalyticModel, memory: MemoryModel, limit_bytes: float) -> ReplicaCosts:
+    """Costs of one replica alone, modelled; both models' layout is its scheme, with DP 1.
+
+    Raises :class:`ConfigError` where the layout does not divide the model, or memory does not hold
+    the shortest micro-batch.
+    """
+    p = model.parallelism
+    scheme = Scheme(p.tp_size, p.cp_size, p.pp_size, p.vpp_size)
+    whole = analytic_costs(model, memory)
+    return ReplicaCosts(
+        scheme,
+        # Twice as many as are in flight at once: longer steps only repeat that.
+        memory.max_tokens(limit_bytes, 2 * p.pp_size, multiple=scheme.length_multiple),
+        replace(
+            whole, reduce_us=(), reduce_buckets=(), overlap_reduce=False, embedding_us=0.0,
+            update_us=(), fixed_us=0.0,
+        ),
+        LEAST_TOKENS * p.tp_size * p.cp_size,
+        memory,
+    )  # fmt: skip

@@ -1,0 +1,282 @@
+"""A packing with its settings: its short name, its training flags, its title, and the packer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any, Literal
+
+from megatron_wlb.cost import CostModel
+from megatron_wlb.data.ramp import Ramp
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.packing.base import MOST_STEPS_AHEAD, Limits, Packer
+from megatron_wlb.planning.packing.fixed import Grouping
+from megatron_wlb.planning.packing.solver import SOLVER_LIMIT
+from megatron_wlb.reading import shown, unknown
+from megatron_wlb.settings.config import WlbConfig, flag_of
+from megatron_wlb.settings.packings import PACKINGS
+
+SHAPED, AUTO = "+shape", "+auto"
+_SUFFIXES: dict[str, tuple[str, Any]] = {SHAPED: ("shaped", True), AUTO: ("micro_batches", "auto")}
+
+_CONFIGURED = {"name": "wlb_packing", "tau": "wlb_hold_tau", "shaped": "wlb_shape"}
+"""What a field is called in :class:`WlbConfig`, where that is not ``wlb_`` and its name."""
+
+
+def kind_of(name: str) -> type[Packer]:
+    """The packing called ``name``. Raises :class:`ConfigError` for an unknown one."""
+    if name not in PACKINGS:
+        raise unknown("packing", name, PACKINGS)
+    module, _, kind = PACKINGS[name].kind.partition(":")
+    found: type[Packer] = getattr(import_module(module), kind)
+    return found
+
+
+def reads(packing: str, name: str, micro_batches: str = "fixed") -> bool:
+    """Whether a packing reads a field of :class:`PackingSettings`."""
+    kind = kind_of(packing)
+    return name in kind.reads or (micro_batches == "auto" and name in kind.reads_if_numbered)
+
+
+def unread(config: WlbConfig) -> dict[str, str]:
+    """Settings that are not the default's, and that the packing does not read: which one does."""
+    default = WlbConfig()
+    return {
+        configured: "--wlb-packing " + " or ".join(p for p in PACKINGS if reads(p, f.name))
+        for f in fields(PackingSettings)[1:]
+        if getattr(config, configured := _configured(f.name)) != getattr(default, configured)
+        and not reads(config.wlb_packing, f.name, config.wlb_micro_batches)
+    }
+
+
+def check_shaping(name: str) -> None:
+    """Raises :class:`ConfigError` for a packing whose steps may not be shaped.
+
+    Shaping makes micro-batches of any size up to S_max, so it would end fixed windows; slices have
+    sizes of their own.
+    """
+    if not reads(name, "shaped"):
+        raise ConfigError(kind_of(name).unshaped.format(name))
+
+
+def check_numbers(name: str) -> None:
+    """Raises :class:`ConfigError` for a packing whose numbers of micro-batches may not be chosen
+    step by step.
+    """
+    if not reads(name, "micro_batches"):
+        raise ConfigError(kind_of(name).unnumbered.format(name))
+
+
+def numbers_by_step(config: WlbConfig) -> bool:
+    """Whether a plan, and not the batch size, says how many micro-batches its step has."""
+    return kind_of(config.wlb_packing).slices or config.wlb_micro_batches == "auto"
+
+
+def simulates(config: WlbConfig) -> bool:
+    """Whether steps are simulated to plan them."""
+    return config.wlb_shape == "on" or numbers_by_step(config)
+
+
+def kind_in(text: str) -> type[Packer]:
+    """The packing in ``NAME:K+shape``."""
+    return kind_of(text.partition("+")[0].partition(":")[0])
+
+
+def sliced() -> list[str]:
+    """The packings that cut documents in slices."""
+    return [name for name in PACKINGS if kind_of(name).slices]
+
+
+def run_with(
+    pp_size: int | None, vpp_size: int | None, names: Iterable[str], has: Collection[str] = ()
+) -> list[str]:
+    """Lists the packings that are worth a trial in such a pipeline of a model that ``has`` some of
+    :data:`OBSTACLES`; None is 1. Slices are for pipelines.
+    """
+    has = {*has, *(["virtual stages"] if (vpp_size or 1) > 1 else [])}
+    not_worth = sliced() if (pp_size or 1) == 1 else ()
+    return [name for name in names if kind_in(name).name not in not_worth and runs_with(name, has)]
+
+
+def runs_with(text: str, has: Collection[str]) -> bool:
+    """Whether the packing in ``NAME:K+shape`` can run with all that a run ``has``."""
+    return kind_in(text).cannot.isdisjoint(has)
+
+
+@dataclass(frozen=True, slots=True)
+class PackingSettings:
+    """A packing and all that it is told, as :class:`WlbConfig` has it.
+
+    Raises :class:`ConfigError` for shaped steps of a packing that has none.
+    """
+
+    name: str
+    """One of :data:`PACKINGS`; :attr:`kind` finds an unknown one."""
+    max_tokens: int
+    """S_max."""
+    fixed_batches: int = 1
+    queue_thresholds: tuple[int, ...] = ()
+    """L_1 L_2 … of `wlb`, which derives them if none are given."""
+    tau: float = 1.0
+    delay_price: float | None = None
+    look_ahead: int = 0
+    solver_limit: float = SOLVER_LIMIT
+    fixed_grouping: Grouping = "sorted"
+    shaped: bool = False
+    max_age: int = 12
+    max_step_tokens: int | None = None
+    units: int | None = None
+    slice_multiple: int | None = None
+    dp_merge: Literal["auto", "off"] = "auto"
+    micro_batches: Literal["fixed", "auto"] = "fixed"
+    """Whether N is that of the batch size or, with a pipeline, chosen step by step."""
+
+    def __post_init__(self) -> None:
+        if self.shaped:
+            check_shaping(self.name)
+        if self.micro_batches == "auto":
+            check_numbers(self.name)
+
+    @property
+    def kind(self) -> type[Packer]:
+        return kind_of(self.name)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is Megatron's own packing, with which others are compared."""
+        return self.name == "original" and self.micro_batches == "fixed"
+
+    @property
+    def simulated(self) -> bool:
+        """Whether steps are simulated to plan them."""
+        return self.shaped or self.micro_batches == "auto" or self.kind.slices
+
+    @classmethod
+    def parse(cls, text: str, window: int, max_tokens: int, **settings: Any) -> PackingSettings:
+        """Reads ``NAME`` or ``NAME:K``, with ``+shape`` behind it for shaped steps, and ``+auto``
+        for numbers of micro-batches that are chosen step by step.
+
+        K is what :meth:`Packer.read` reads: global batches, queues, steps of look-ahead, units.
+        ``settings`` are for all.
+
+        Raises :class:`ConfigError` for a K that is none, and for shaped windows.
+        """
+        plain = text
+        while ending := next(filter(plain.endswith, _SUFFIXES), ""):
+            plain = plain.removesuffix(ending)
+            field_name, value = _SUFFIXES[ending]
+            settings[field_name] = value
+        name, colon, number = plain.partition(":")
+        said = shown(text)[1:-1]
+        if not colon:
+            return cls(name, max_tokens, **settings)
+        kind = kind_of(name)
+        short = number.isdecimal() and len(number) <= len(str(MOST_STEPS_AHEAD))
+        if not (short and kind.least <= int(number) <= MOST_STEPS_AHEAD):
+            raise ConfigError(
+                f"packing {said}: {shown(number)} is no number of batches, queues, steps or units, "
+                f"at most {MOST_STEPS_AHEAD}; write it like fixed-greedy:4, wlb:3, hold:2 or "
+                "slim:32"
+            )
+        if not kind.number:
+            raise ConfigError(f"packing {said}: it takes no number; leave it out")
+        try:
+            settings |= kind.read(int(number), window)
+        except ConfigError as error:
+            raise ConfigError(f"packing {said}: {error}") from None
+        return cls(name, max_tokens, **settings)
+
+    @classmethod
+    def of_config(cls, config: WlbConfig, max_tokens: int) -> PackingSettings:
+        """Takes the settings of a training run, whose S_max is ``max_tokens``."""
+        values = {f.name: getattr(config, _configured(f.name)) for f in fields(cls)}
+        values |= {"max_tokens": max_tokens, "shaped": config.wlb_shape == "on"}
+        return cls(**values)
+
+    def flags(self) -> list[str]:
+        """Lists what the training command needs to pack so: :meth:`of_config` reads it again."""
+        words = [flag_of(_configured("name")), self.name]
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in [*defaults][1:]:
+            value = getattr(self, name)
+            if reads(self.name, name, self.micro_batches) and value != defaults[name]:
+                values = value if isinstance(value, tuple) else (value,)
+                words += [flag_of(_configured(name)), *map(_word, values)]
+        return words
+
+    @property
+    def title(self) -> str:
+        """The packing and what of it is not the default, in a few words."""
+        parts = [self.name, *self.kind.said(self)]
+        if self.shaped:
+            parts.append("shaped")
+        if self.micro_batches == "auto":
+            parts.append("auto N")
+        return ", ".join(parts)
+
+    def packer(
+        self,
+        *,
+        num_micro_batches: int,
+        window: int,
+        cost: CostModel,
+        length_multiple: int = 1,
+        step_tokens: int | None = None,
+        micro_batch_size: int = 1,
+        ramp: Ramp | None = None,
+    ) -> Packer:
+        """Makes the packing, empty.
+
+        S_max is rounded down to a multiple of ``length_multiple``, so that padding leads to no
+        more. ``step_tokens`` arrive in a step: the windows of N micro-batches if not given. With a
+        ``ramp`` this N is that of its end.
+
+        Raises :class:`ConfigError` for an unknown name (the nearest one is named) or settings that
+        cannot work.
+        """
+        if length_multiple < 1:
+            raise ConfigError(f"length_multiple is {length_multiple}; give at least 1")
+        s_max, row = self.max_tokens, micro_batch_size * window
+        if row <= s_max < -(-row // length_multiple) * length_multiple:
+            windows = f"{micro_batch_size} windows" if micro_batch_size > 1 else "a window"
+            raise ConfigError(
+                f"max_tokens (S_max) {s_max} has no room for {windows} of {window} padded to a "
+                f"multiple of {length_multiple} (TP, 2 · CP, FP8); raise it"
+            )
+        limits = Limits(
+            num_micro_batches,
+            window,
+            s_max - s_max % length_multiple if s_max >= window else s_max,
+            num_micro_batches * row if step_tokens is None else step_tokens,
+            self.max_step_tokens,
+            self.max_age,
+            micro_batch_size,
+            ramp,
+        )
+        return self.kind.make(self, limits, cost)
+
+
+def packer(
+    name: str, *, num_micro_batches: int, window: int, cost: CostModel, **settings: Any
+) -> Packer:
+    """Makes the packing called ``name``: :meth:`PackingSettings.packer`, S_max twice the tokens
+    that a micro-batch stands for.
+    """
+    names = ("length_multiple", "step_tokens", "micro_batch_size", "ramp")
+    batch = {key: settings.pop(key) for key in names if key in settings}
+    max_tokens = settings.pop("max_tokens", None)
+    if max_tokens is None:
+        max_tokens = 2 * batch.get("micro_batch_size", 1) * window
+    chosen = PackingSettings(name, max_tokens, **settings)
+    return chosen.packer(num_micro_batches=num_micro_batches, window=window, cost=cost, **batch)
+
+
+def _configured(name: str) -> str:
+    return _CONFIGURED.get(name, f"wlb_{name}")
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:.15g}" if isinstance(value, float) else str(value)

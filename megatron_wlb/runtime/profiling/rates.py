@@ -1,0 +1,89 @@
+"""What this machine's first device reaches: the figures of a hardware file, measured.
+
+Takes seconds. Rates are the best of several runs: what the device can do, not what it does beside
+other work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from megatron_wlb.runtime.profiling.attention_rates import Clock
+
+NUM_REPEATS = 8
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured on one device (or the threads that torch uses), in one precision."""
+
+    device: str
+    dtype: str
+    num_threads: int
+    square_tflops: float
+    """Product of two square matrices."""
+    linear_tflops: float
+    """Product of a thousand tokens with a layer's weights, as in training."""
+    attention_tflops: float
+    """Causal attention of one document of 4,096 tokens; half of all pairs count."""
+    copy_gb_s: float
+    """Copying memory: bytes read and written."""
+    elementwise_gb_s: float
+    """An activation function: bytes read and written."""
+
+
+def measure_rates(device: str | None = None) -> Rates:
+    """The rates of the GPU in bf16 or of the CPU in fp32; of the GPU where there is one."""
+    cuda = torch.cuda.is_available() if device is None else device == "cuda"
+    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+    size = 8192 if cuda else 2048
+    num_tokens, hidden, ffn = (16384, 4096, 11008) if cuda else (1024, 1024, 4096)
+    num_heads, length = (32, 4096) if cuda else (8, 4096)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    clock = Clock(torch.device(device))
+
+    def best_s(run: Callable[[], object]) -> float:
+        run()
+        return min(clock(run) for _ in range(NUM_REPEATS)) / 1e6
+
+    square = random(size, size)
+    square_s = best_s(lambda: square @ square)
+    tokens, weight = random(num_tokens, hidden), random(hidden, ffn)
+    linear_s = best_s(lambda: tokens @ weight)
+    head_dim = 128 if cuda else 64
+    query, key, value = random(3, 1, num_heads, length, head_dim)
+    attention_s = best_s(lambda: scaled_dot_product_attention(query, key, value, is_causal=True))
+    numbers = random(2**28 if cuda else 2**25)
+    result = torch.empty_like(numbers)
+    copy_s = best_s(lambda: result.copy_(numbers))
+    elementwise_s = best_s(lambda: silu(numbers, inplace=True))
+    moved = 2 * numbers.numel() * numbers.element_size()
+    return Rates(
+        torch.cuda.get_device_name() if cuda else "cpu",
+        str(dtype).removeprefix("torch."),
+        torch.get_num_threads(),
+        2 * size**3 / square_s / 1e12,
+        2 * num_tokens * hidden * ffn / linear_s / 1e12,
+        2 * num_heads * head_dim * length**2 / attention_s / 1e12,
+        moved / copy_s / 1e9,
+        moved / elementwise_s / 1e9,
+    )
+
+
+def machine_name(device: str) -> str:
+    """The GPU, or the processors and how many threads torch uses, where Linux tells them."""
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processors = f"{len(names)} × {names[0]}" if names else "CPU"
+    return f"{processors}, torch {torch.__version__}, num_threads {torch.get_num_threads()}"

@@ -1,0 +1,68 @@
+import pytest
+from helpers.strategies import documents
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.packing.base import Limits
+from megatron_wlb.planning.packing.original import OriginalPacker
+
+
+def original(num_micro_batches, window):
+    return OriginalPacker(Limits(num_micro_batches, window, window, num_micro_batches * window))
+
+
+def shape(windows):
+    return [[(d.arrival, d.offset, d.length) for d in window] for window in windows]
+
+
+def test_original_cuts_at_windows_and_carries_the_rest():
+    packing = original(2, 10)
+    assert shape(packing.pack(documents([4, 9, 12]), 0)) == [
+        [(0, 0, 4), (1, 0, 6)],
+        [(1, 6, 3), (2, 0, 7)],
+    ]
+    assert shape([packing.waiting]) == [[(2, 7, 5)]]
+    assert shape(packing.pack(documents([20], 1, first=3), 1)) == [
+        [(2, 7, 5), (3, 0, 5)],
+        [(3, 5, 10)],
+    ]
+    assert shape(packing.flush(2)) == [[(3, 15, 5)], []]
+    assert not packing.waiting
+
+
+def test_original_counts_a_piece_as_arriving_in_the_step_it_runs_in():
+    packing = original(2, 10)
+    steps = [packing.pack(documents([55]), 0)]  # longer than two whole steps
+    steps += [packing.flush(1), packing.flush(2)]
+    assert shape(steps[2]) == [[(0, 40, 10)], [(0, 50, 5)]]
+    for step, windows in enumerate(steps):
+        assert {d.step for window in windows for d in window} == {step}
+
+
+def test_original_keeps_every_label():
+    """Cutting changes which tokens see each other, not which are trained."""
+    packing = original(3, 4)
+    windows = packing.pack(documents([5, 7]), 0)
+    assert sum(d.num_targets for window in windows for d in window) == 5 - 1 + 7 - 1
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20), window=st.integers(1, 12))
+def test_original_is_the_concatenated_stream_cut_at_every_window(lengths, window):
+    packing = original(2, window)
+    windows = packing.pack(documents(lengths), 0)
+    step = 1
+    while packing.waiting:
+        windows += packing.flush(step)
+        step += 1
+    got = [[(d.arrival, d.offset + i) for d in w for i in range(d.length)] for w in windows]
+    stream = [(a, i) for a, length in enumerate(lengths) for i in range(length)]
+    assert [w for w in got if w] == [
+        stream[start : start + window] for start in range(0, len(stream), window)
+    ]
+
+
+def test_original_refuses_more_tokens_a_step_than_it_runs():
+    with pytest.raises(ConfigError, match="runs 2 windows of 10 tokens a step, but 21 tokens"):
+        OriginalPacker(Limits(2, 10, 20, 21))

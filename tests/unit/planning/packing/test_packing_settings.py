@@ -1,0 +1,78 @@
+"""The settings of a packing: short names and flags are read back as what they were made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.packing import PACKINGS, PackingSettings
+from megatron_wlb.settings.command_line import parse
+from megatron_wlb.settings.config import Config
+
+WINDOW = 4096
+
+
+def read_back(settings: PackingSettings) -> PackingSettings:
+    """As the training command would."""
+    return PackingSettings.of_config(parse(settings.flags()).wlb, settings.max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("fixed-greedy", {"fixed_batches": 3, "fixed_grouping": "arrival"}),
+        ("fixed-solver", {"fixed_batches": 2, "solver_limit": 0.25}),
+        ("wlb", {"queue_thresholds": (100, 200), "max_age": 7, "max_step_tokens": 40000}),
+        ("wlb", {"shaped": True}),
+        ("hold", {"tau": 1.0234567, "delay_price": 0.07, "look_ahead": 2, "shaped": True}),
+        ("slim", {"units": 24, "slice_multiple": 64}),
+    ],
+)
+def test_settings_come_back_from_their_own_flags(name: str, changes: dict[str, Any]) -> None:
+    settings = PackingSettings(name, 2 * WINDOW, **changes)
+    assert read_back(settings) == settings != PackingSettings(name, 2 * WINDOW)
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_flags_leave_out_what_the_packing_does_not_read(name: str) -> None:
+    balanced = name in ("wlb", "hold")
+    changes = {"shaped": balanced, "max_age": 7, "max_step_tokens": 40000, "delay_price": 0.5}
+    changes |= {"fixed_batches": 4, "queue_thresholds": (9,), "solver_limit": 0.5, "look_ahead": 1}
+    changes |= {"units": 24, "slice_multiple": 64}
+    flags = PackingSettings(name, 2 * WINDOW, **changes).flags()  # type: ignore[arg-type]
+    given = {flag for flag in flags if flag.startswith("--")}
+    assert ("--wlb-max-tokens" in given) == (balanced or name == "slim")
+    assert ("--wlb-shape" in given) == balanced
+    assert ("--wlb-units" in given) == ("--wlb-slice-multiple" in given) == (name == "slim")
+    assert ("--wlb-max-age" in given) == ("--wlb-max-step-tokens" in given) == balanced
+    assert ("--wlb-fixed-batches" in given) == name.startswith("fixed-")
+    assert ("--wlb-queue-thresholds" in given) == (name == "wlb")
+    assert ("--wlb-solver-limit" in given) == (name == "fixed-solver")
+    assert ("--wlb-look-ahead" in given) == ("--wlb-delay-price" in given) == (name == "hold")
+
+
+def test_original_reads_s_max_where_its_micro_batches_are_no_windows() -> None:
+    chosen = PackingSettings.parse("original+auto", WINDOW, 3 * WINDOW)
+    assert read_back(chosen) == chosen
+    assert "--wlb-max-tokens" in chosen.flags()
+    assert PackingSettings("original", 3 * WINDOW).flags() == ["--wlb-packing", "original"]
+
+
+def test_defaults_are_those_of_training() -> None:
+    assert PackingSettings.of_config(Config().wlb, 9) == PackingSettings("hold", 9)
+
+
+def test_short_name_tells_packing_number_and_shape() -> None:
+    settings = PackingSettings.parse("hold:4+shape", WINDOW, 2 * WINDOW, max_age=3)
+    assert settings == PackingSettings("hold", 2 * WINDOW, look_ahead=4, max_age=3, shaped=True)
+    assert settings.title == "hold, look-ahead 4, shaped"
+    with pytest.raises(ConfigError, match=r"packing wlb:x\+shape: 'x' is no number"):
+        PackingSettings.parse("wlb:x+shape", WINDOW, WINDOW)
+    assert PackingSettings.parse("slim:24", WINDOW, WINDOW).title == "slim, 24 units"
+    with pytest.raises(ConfigError, match="chooses sizes and order itself"):
+        PackingSettings.parse("slim+shape", WINDOW, WINDOW)
+    for text in ("original+shape", "fixed-greedy:2+shape"):
+        with pytest.raises(ConfigError, match="windows, so they cannot be shaped"):
+            PackingSettings.parse(text, WINDOW, WINDOW)
