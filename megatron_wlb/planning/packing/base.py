@@ -167,9 +167,12 @@ class Packer(ABC):
     micro-batches."""
     cannot: ClassVar[frozenset[str]] = frozenset()
     """What it cannot run with: names of :data:`~megatron_wlb.planning.packing.needs.OBSTACLES`."""
-    unshaped: ClassVar[str] = ""
-    unnumbered: ClassVar[str] = ""
-    """Why, and what instead, where it does not read ``shaped`` or ``micro_batches``."""
+    unshaped: ClassVar[str] = "{} packing has no shaped steps; leave --wlb-shape (+shape) out"
+    unnumbered: ClassVar[str] = (
+        "{} packing has as many micro-batches as the batch size says; leave --wlb-micro-batches "
+        "auto (+auto) out"
+    )
+    """Why not, and what instead, where it does not read ``shaped`` or ``micro_batches``."""
 
     look_ahead: int = 0
     """How many steps after the present one have their documents given already. They may run

@@ -39,10 +39,10 @@ def test_json_has_a_row_for_each_packing_and_n(capsys) -> None:
     found = rows(capsys, *REFERENCE, "--steps", "8", "--num-micro-batches", "4,6")
     by_n = {n: [row for row in found if row["num_micro_batches"] == n] for n in (4, 6)}
     for of_n in by_n.values():
-        assert [(row["packing"], row["fixed_batches"]) for row in of_n] == [
-            ("original", 1), *(("fixed-greedy", k) for k in (1, 2, 4, 8)), ("wlb", 1), ("hold", 1),
-        ]  # fmt: skip
-        original, hold = of_n[0], of_n[-1]
+        shown = [(row["packing"], row["fixed_batches"]) for row in of_n]
+        usual = [("original", 1), *(("fixed-greedy", k) for k in (1, 2, 4, 8)), ("wlb", 1)]
+        assert shown[:7] == [*usual, ("hold", 1)]
+        original, hold = of_n[0], of_n[6]
         assert original["imbalance_mean"] > hold["imbalance_mean"] >= 1
         assert original["delay_mean"] == 0 < hold["delay_mean"] <= hold["delay_max"]
         assert original["work_speedup"] == 1 < hold["work_speedup"]

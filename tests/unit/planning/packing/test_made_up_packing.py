@@ -29,7 +29,6 @@ class RoundRobin(Packer):
     name = "round-robin"
     reads = frozenset({"max_tokens", "look_ahead"})
     number = "look_ahead"
-    unshaped = "{} packing deals documents in turn; leave --wlb-shape (+shape) out"
 
     def __init__(self, limits: Limits, in_a_row: int = 1) -> None:
         self.limits, self.in_a_row = limits, max(1, in_a_row)
@@ -100,7 +99,7 @@ def test_its_planner_resumes_where_it_stopped() -> None:
 
 
 def test_what_it_cannot_do_is_refused_everywhere() -> None:
-    with pytest.raises(ConfigError, match="round-robin packing deals documents in turn; leave"):
+    with pytest.raises(ConfigError, match="round-robin packing has no shaped steps; leave"):
         PackingSettings.parse("round-robin+shape", 1024, 2048)
     flags = [
         "--wlb-packing",
@@ -110,7 +109,7 @@ def test_what_it_cannot_do_is_refused_everywhere() -> None:
         "--pipeline-model-parallel-size",
         "2",
     ]
-    with pytest.raises(ConfigError, match="round-robin packing deals documents in turn; leave"):
+    with pytest.raises(ConfigError, match="round-robin packing has no shaped steps; leave"):
         check(parse(flags), 2)
     assert unread(parse([*flags, "--wlb-hold-tau", "2"]).wlb)["wlb_hold_tau"].endswith(" hold")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.packing import PACKINGS, PackingSettings
+from megatron_wlb.planning.packing import PACKINGS, PackingSettings, reads
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 
@@ -43,8 +43,8 @@ def test_flags_leave_out_what_the_packing_does_not_read(name: str) -> None:
     changes |= {"units": 24, "slice_multiple": 64}
     flags = PackingSettings(name, 2 * WINDOW, **changes).flags()  # type: ignore[arg-type]
     given = {flag for flag in flags if flag.startswith("--")}
-    assert ("--wlb-max-tokens" in given) == (balanced or name == "slim")
-    assert ("--wlb-shape" in given) == balanced
+    assert ("--wlb-max-tokens" in given) == reads(name, "max_tokens")
+    assert ("--wlb-shape" in given) == balanced == reads(name, "shaped")
     assert ("--wlb-units" in given) == ("--wlb-slice-multiple" in given) == (name == "slim")
     assert ("--wlb-max-age" in given) == ("--wlb-max-step-tokens" in given) == balanced
     assert ("--wlb-fixed-batches" in given) == name.startswith("fixed-")
