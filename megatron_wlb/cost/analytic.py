@@ -72,6 +72,8 @@ class ForwardTimes:
     routed_us: float = 0.0
     """What of ``matrix_us`` and ``elementwise_us`` experts do: each rank's for all that exchange
     tokens with it."""
+    kernels_us: float = 0.0
+    """What kernels take besides their work, a micro-batch."""
 
     @property
     def linear_us(self) -> float:
@@ -125,13 +127,16 @@ class AnalyticModel(Executed):
             shape.hidden_size * sum(part.routed_numbers for part in layer.parts),
             precisions.matrix,
         ) + self._elementwise_us(routed / p.tp_size * precisions.elementwise.element_bytes)
+        products = sum(part.product_numbers(shape.hidden_size, p) for part in layer.parts)
         return ForwardTimes(
-            self._matrix_us(weights, precisions.matrix) + (p.cp_size - 1) * up_us,
+            self._matrix_us(weights, precisions.matrix)
+            + (p.cp_size - 1) * up_us
+            + self._traffic_us(products, precisions.matrix),
             self._elementwise_us(
                 (spread + copied + (local + routed) / p.tp_size)
                 * precisions.elementwise.element_bytes
             ),
-            self._tp_us(2 * num_parts, precisions.collective.element_bytes),
+            self._tp_forward_us(2 * num_parts, weights, precisions),
             self._tp_backward_us(num_parts, num_parts, columns, precisions),
             (1 - machine.cp_overlap * self._beside_attention(layer)) * exchange_us,
             machine.memory_us(ordered * attention.element_bytes),
@@ -140,14 +145,27 @@ class AnalyticModel(Executed):
             p.cp_size * up_us if p.cp_size > 1 else 0.0,
             self._exchange_us(sent * precisions.collective.element_bytes),
             routed_us,
+            machine.kernel_us * sum(part.num_kernels(p) for part in layer.parts),
         )
+
+    def _traffic_us(self, numbers: float, precision: Precision) -> float:
+        """What matrix products wait for their inputs and outputs, and the casts of these.
+
+        Outputs have the dtype of training. A cast reads that and writes the other, and once more
+        transposed; those of backward are two thirds of all.
+        """
+        num_bytes = self.element_bytes * 1.0
+        if precision.element_bytes < self.element_bytes:
+            num_bytes += (self.element_bytes + 2 * precision.element_bytes) / 3
+        return (1 - self.hardware.product_overlap) * self._elementwise_us(numbers * num_bytes)
 
     def _exchange_us(self, num_bytes: float) -> float:
         """Time in which so many bytes of a token over CP go to experts, and back."""
         p, machine = self.parallelism, self.hardware
         each, tp_size = num_bytes / p.cp_size, p.expert_tp_size
         gathered_us = machine.transfer_us((tp_size - 1) * each, tp_size, tp_size)
-        return 2 * (machine.all_to_all_us(each, p.ep_size, tp_size) + gathered_us)
+        shown = 1 - machine.tp_overlap if self.execution.ep_overlapped else 1.0
+        return 2 * (shown * machine.all_to_all_us(each, p.ep_size, tp_size) + gathered_us)
 
     def embedding(self) -> ForwardTimes:
         """What the first stage has besides its layers."""
@@ -209,6 +227,9 @@ class AnalyticModel(Executed):
         ]
         linear_us += sum(num * part.linear_us for num, part in ends)
         backward_us += sum(num * part.backward_linear_us for num, part in ends)
+        kernels_us, again_kernels_us = (
+            sum(num * self.layer(one).kernels_us for num, one in runs) for runs in (layers, again)
+        )
         if recompute.of_predictors:
             again_us += sum(num * part.linear_us for num, part in joining)
         if (
@@ -220,7 +241,7 @@ class AnalyticModel(Executed):
             attention_us,
             backward_us + again_us,
             BACKWARD_ATTENTION * attention_us + again_attention_us,
-            0.0,
+            (1 + BACKWARD_LINEAR) * kernels_us + again_kernels_us,
             unseen_us,
             BACKWARD_ATTENTION * unseen_us + again_unseen_us,
             self.shape.reach_tokens,
@@ -296,6 +317,16 @@ class AnalyticModel(Executed):
         received = num_collectives * hidden_bytes * (p.tp_size - 1) / p.tp_size
         return self.hardware.transfer_us(received, p.tp_size, p.tp_size)
 
+    def _tp_forward_us(
+        self, num_collectives: int, num_weights: int, precisions: Precisions
+    ) -> float:
+        """What of a layer's collectives of forward is not hidden by its products."""
+        tp_us = self._tp_us(num_collectives, precisions.collective.element_bytes)
+        if not self.execution.tp_overlapped:
+            return tp_us
+        products_us = self._matrix_us(num_weights, precisions.matrix)
+        return tp_us - self.hardware.tp_overlap * min(tp_us, products_us)
+
     def _tp_backward_us(
         self, num_outputs: int, num_inputs: int, num_weights: int, precisions: Precisions
     ) -> float:
@@ -308,5 +339,7 @@ class AnalyticModel(Executed):
         gathered = num_outputs if self.parallelism.sequence_parallel else 0
         beside_us = self._tp_us(2 * num_inputs, element_bytes)
         products_us = BACKWARD_LINEAR * self._matrix_us(num_weights, precisions.matrix)
-        hidden_us = self.hardware.tp_overlap * min(beside_us, products_us)
-        return self._tp_us(gathered, element_bytes) + beside_us - hidden_us
+        alone_us = self._tp_us(gathered, element_bytes)
+        if self.execution.tp_overlapped:
+            alone_us, beside_us = 0.0, alone_us + beside_us
+        return alone_us + beside_us - self.hardware.tp_overlap * min(beside_us, products_us)

@@ -33,6 +33,12 @@ class Execution:
     master weights, moments and summed gradients of the whole model are spread over them evenly,
     whatever the layout is."""
     overlap_grad_reduce: bool = True
+    tp_overlapped: bool = False
+    """Whether all tensor-parallel collectives run beside the matrix product before or behind them
+    (``--tp-comm-overlap``); else only those of :attr:`.Hardware.tp_overlap`."""
+    ep_overlapped: bool = False
+    """Whether the exchange with experts runs beside the work of another micro-batch
+    (``--overlap-moe-expert-parallel-comm``)."""
     kernels: Kernels = "fused"
     """Norms and activations as single kernels, as on a GPU; torch's keep more."""
     attention_kernel: str | None = None

@@ -63,6 +63,12 @@ class Hardware:
     cp_overlap: float
     """Share that is hidden of those context-parallel exchanges of K and V which run beside
     attention: of all head groups but one."""
+    product_overlap: float = 1.0
+    """Share that matrix products' arithmetic hides of the time of the bytes that they read and
+    write, and that are cast for them; 1 if not given."""
+    kernel_us: float = 0.0
+    """Time of a kernel besides its work: its first and last wave, and the gap before it; 0 if not
+    given."""
     latency_us: float = 10.0
     """Time that a message between devices takes besides its bytes; 10 if not given."""
     context_mib: float = 0.0

@@ -146,6 +146,16 @@ class Part(ABC):
     def elementwise_numbers(self) -> int:
         """Read and written a token, over TP, by what is neither norm nor residual."""
 
+    def product_numbers(self, hidden_size: int, p: Parallelism) -> float:
+        """Numbers a token that matrix products take and give on a rank."""
+        return 2 * hidden_size + (self.columns + self.rows) / p.tp_size if self.columns else 0.0
+
+    def num_kernels(self, p: Parallelism) -> int:
+        """Kernels of its forward: norm, two products, their casts, what is between, the addition
+        to the residual stream. About what TransformerEngine's layers launch, not counted.
+        """
+        return 10
+
     @abstractmethod
     def operations(self, on: Blocks) -> list[Operation]:
         """What runs from the norm's output to the second product, with the bytes that it keeps."""

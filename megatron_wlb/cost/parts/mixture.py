@@ -83,6 +83,15 @@ class Experts(Part):
         """Read and written a token by its experts' activations."""
         return self.routed_numbers
 
+    def product_numbers(self, hidden_size: int, p: Parallelism) -> float:
+        each = 2 * hidden_size + (self.expert_columns + self.expert_hidden_size) / p.expert_tp_size
+        shared = Part.product_numbers(self, hidden_size, p)
+        return shared + hidden_size + self.num_experts + self.topk * each
+
+    def num_kernels(self, p: Parallelism) -> int:
+        """Besides a dense MLP's: the router, permutations, and each expert's products."""
+        return 30 + 4 * self.num_experts // p.ep_size
+
     def divided(self, p: Parallelism) -> Divided:
         yield "num_experts", self.num_experts, "EP", p.ep_size
         yield "expert_hidden_size", self.expert_hidden_size, "expert TP", p.expert_tp_size

@@ -222,3 +222,42 @@ def test_analytic_cost_is_the_whole_model() -> None:
 def test_layers_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="32 layers do not divide over 3 model chunks"):
         model(parallelism=Parallelism(pp_size=3)).cost()
+
+
+def test_kernels_cost_a_micro_batch_whatever_its_length() -> None:
+    """20 kernels a dense layer forward, twice as many backward; once more where recomputed."""
+    slow = dataclasses.replace(H100, kernel_us=5.0)
+    execution = Execution(REFERENCE_LAYOUT)
+    cost = AnalyticModel(LLAMA2_7B, execution, slow).cost()
+    assert cost.micro_batch_us == pytest.approx(3 * 20 * 32 * 5.0)
+    assert dataclasses.replace(cost, micro_batch_us=0.0) == model().cost()
+    again = dataclasses.replace(execution, recompute=Recompute("full", "uniform", 1))
+    assert AnalyticModel(LLAMA2_7B, again, slow).cost().micro_batch_us == pytest.approx(
+        4 * 20 * 32 * 5.0
+    )
+
+
+def test_products_wait_for_what_their_arithmetic_does_not_hide() -> None:
+    """Of TP 8 × CP 2, a token: each product's input and output, 2 bytes a number, at 3 TB/s."""
+    shown = dataclasses.replace(H100, product_overlap=0.25)
+    layer = AnalyticModel(LLAMA2_7B, Execution(REFERENCE_LAYOUT), shown).layer()
+    numbers = 4 * 4096 + (3 * 4096 + 4096 + 3 * 11008) / 8
+    waited_us = 0.75 * numbers * 2 / 2 / (3350 * 0.896 * 1e3)
+    assert layer.matrix_us - model().layer().matrix_us == pytest.approx(waited_us)
+
+
+def test_overlap_of_all_tensor_parallel_collectives_leaves_a_tenth() -> None:
+    """``--tp-comm-overlap``, with links on which products last longer than collectives."""
+    fast = dataclasses.replace(H100, node_link_gb_s=10 * H100.node_link_gb_s)
+    execution = Execution(REFERENCE_LAYOUT)
+    plain = AnalyticModel(LLAMA2_7B, execution, fast).layer()
+    overlapped = dataclasses.replace(execution, tp_overlapped=True)
+    layer = AnalyticModel(LLAMA2_7B, overlapped, fast).layer()
+    assert layer.tp_us == pytest.approx(0.1 * plain.tp_us)
+    # Of six collectives, two of which are never hidden otherwise.
+    assert plain.tp_backward_us == pytest.approx((2 + 0.1 * 4) / 4 * plain.tp_us)
+    assert layer.tp_backward_us == pytest.approx(0.1 * 6 / 4 * plain.tp_us)
+    # On slower links it hides no more than products last.
+    slow = dataclasses.replace(H100, node_link_gb_s=H100.node_link_gb_s / 10)
+    layer = AnalyticModel(LLAMA2_7B, overlapped, slow).layer()
+    assert layer.tp_us > 0.5 * AnalyticModel(LLAMA2_7B, execution, slow).layer().tp_us

@@ -24,7 +24,7 @@ def write(tmp_path: Path, **changes: object) -> str:
 
 
 def test_names_are_those_of_the_files() -> None:
-    assert hardware_names() == ["a100", "a800", "cpu", "h100-sxm", "h200"]
+    assert hardware_names() == ["a100", "a800", "cpu", "h100-fitted", "h100-sxm", "h200"]
     assert hardware_names() == sorted(path.stem for path in FOLDER.iterdir())
 
 
@@ -36,7 +36,7 @@ def test_file_says_where_each_figure_is_from(name: str) -> None:
     for figure, value in content.items():
         if figure != "description":
             assert getattr(hardware, figure) == value["value"]
-            kinds = "data sheet:", "measured", "assumed", "counted"
+            kinds = "data sheet:", "measured", "assumed", "counted", "fitted"
             assert value["source"].startswith(kinds) or name == "cpu", figure
 
 
@@ -70,11 +70,11 @@ def test_rates_are_shares_of_peaks() -> None:
     ("name", "complaint"),
     [
         (
-            "h100",
-            r"unknown hardware h100; did you mean h100-sxm\? There are a100, .* a YAML file",
+            "h100-xm",
+            r"unknown hardware h100-xm; did you mean h100-sxm\? There are a100, .* a YAML file",
         ),
         ("h20O", "unknown hardware h20O; did you mean h200"),
-        ("abacus", "use one of a100, a800, cpu, h100-sxm, h200, or give"),
+        ("abacus", "use one of a100, a800, cpu, h100-fitted, h100-sxm, h200, or give"),
         ("nowhere/to/be/found.yaml", "No such file"),
     ],
 )

@@ -1,0 +1,37 @@
+"""The simulator is judged by runs that nobody here made; see `scripts/evidence/published_runs.py`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts/evidence/published_runs.py"
+
+
+def judged(*arguments):
+    command = [sys.executable, str(SCRIPT), "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_published_runs_are_predicted_within_the_errors_wanted():
+    code, found = judged()
+    assert code == 0
+    fitted, others = found["errors"]["fitted"], found["errors"]["judged"]
+    assert fitted["runs"] + others["runs"] >= 24
+    assert others["mean"] <= 0.08 and others["worst"] <= 0.20
+    for half in ("fitted", "judged"):
+        layouts = " ".join(row["layout"] for row in found["runs"] if row["half"] == half)
+        assert all(name in layouts for name in ("EP", "CP", "VP"))
+
+
+def test_machine_file_is_what_fitting_gives(tmp_path):
+    _, found = judged("--fit", "--out", str(tmp_path / "fitted.yaml"))
+    _, shipped = judged()
+    assert found["values"] == shipped["values"]
+
+
+def test_assumed_machine_is_seen_to_be_wrong():
+    code, found = judged("--hardware", "h100-sxm")
+    assert code == 1 and found["errors"]["judged"]["mean"] > 0.08
