@@ -6,7 +6,10 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import cast
 
 from rich.table import Table
@@ -121,7 +124,8 @@ def _run(args: argparse.Namespace) -> int:
         )
     packings = _packings(job, job.max_tokens(base))
     shardings = _shardings(args, base.parallelism.cp_size)
-    num_cases = len(packings) * args.num_seeds
+    stock = [base.overlapped] if base.more_overlap and len(packings) > 1 else []
+    num_cases = (len(packings) + len(stock)) * args.num_seeds
     most, default = base.step_tokens, (WARM_UP_STEPS, STEPS)
     warm_up, steps = num_steps(
         args,
@@ -132,30 +136,44 @@ def _run(args: argparse.Namespace) -> int:
         default=default,
     )
     with counting_bar("simulating", num_cases * (warm_up + steps)) as on_step:
-        outcomes = compare(
-            base,
-            documents,
-            packings,
-            shardings,
+        compared = partial(
+            compare,
+            source=documents,
             steps=steps,
             warm_up=warm_up,
             seeds=[args.seed + number for number in range(args.num_seeds)],
             long_documents=args.long_documents,
             on_step=on_step,
         )
+        outcomes = compared(base, settings=packings, shardings=shardings)
+        best = [compared(run, settings=packings[:1], shardings=shardings[:1])[0] for run in stock]
     heading = scenario.machine_title(args.model, job.config.wlb.wlb_hardware, base.num_devices)
     written = _write(args, base, documents, outcomes, heading)
     original = outcomes[0]
     if args.json:
         rows = [outcome.row(original) for outcome in outcomes]
-        print(json.dumps({"simulated": True, "rows": rows}, indent=1))
+        stocks = [one.row(original) for one in best]
+        print(json.dumps({"simulated": True, "rows": rows, "overlapped": stocks}, indent=1))
         return 0
     out = console()
     out.print(_table(args, base, outcomes, heading))
     too_large = [f"{one.title}, {one.out_of_memory}" for one in outcomes if one.out_of_memory]
-    for line in [*too_large[:1], *written]:
+    for line in [*too_large[:1], *_net(base, outcomes, best), *written]:
         say(out, line)
     return 0
+
+
+def _net(base: Run, outcomes: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str]:
+    """What is left of the gains over stock Megatron with all that it may overlap."""
+    for stock in best:
+        gains = (
+            f"{title} {max(one.speedup(stock) for one in alike):.2f}×"
+            for title, alike in groupby(outcomes[1:], attrgetter("title"))
+        )
+        yield (
+            f"original with {base.more_overlap}, which plans turn off: "
+            f"{stock.speedup(outcomes[0]):.2f}×; net of that {', '.join(gains)}"
+        )
 
 
 def _packings(job: Job, max_tokens: int) -> list[PackingSettings]:

@@ -376,6 +376,24 @@ class Run(Executed, _Batch):
         rows = self.shape.row_multiple(spread=spread)
         return length_multiple(p.tp_size, p.cp_size, p.sequence_parallel, rows)
 
+    @property
+    def overlapped(self) -> Run:
+        """The same with all communication overlapped that Megatron can overlap and plans cannot:
+        tensor-parallel collectives, and the exchange with experts. Lengths that vary forbid both.
+        """
+        p = self.parallelism
+        return self.executed(tp_overlapped=p.tp_size > 1, ep_overlapped=p.ep_size > 1)
+
+    @property
+    def more_overlap(self) -> str:
+        """The flags by which Megatron does that; empty where it has no more to overlap."""
+        execution = self.overlapped.execution
+        flags = {
+            "--tp-comm-overlap": execution.tp_overlapped,
+            "--overlap-moe-expert-parallel-comm": execution.ep_overlapped,
+        }
+        return " and ".join(flag for flag, has in flags.items() if has)
+
     @cached_property
     def model(self) -> AnalyticModel:
         return AnalyticModel(self.shape, self.execution, self.hardware)

@@ -1,4 +1,4 @@
-"""The simulator is judged by runs that nobody here made; see `scripts/evidence/published_runs.py`."""
+"""The simulator is judged by runs that nobody here made: `scripts/evidence/published_runs.py`."""
 
 import json
 import subprocess
