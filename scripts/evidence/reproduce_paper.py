@@ -26,6 +26,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from _common import add_seeds, parser_of
@@ -41,7 +42,7 @@ from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
 
 PAPERS: dict[str, Paper] = {"wlb-llm": WLB_LLM, "slimpack": SLIMPACK, "hydraulis": HYDRAULIS}
-SMALL = Effort(2, (1,), warm_up=1)
+SMALL = Effort(2, (1,), warm_up=1, solver=False)
 
 
 def main() -> int:
@@ -49,7 +50,9 @@ def main() -> int:
     paper = PAPERS[options.paper]
     options.hardware = options.hardware or paper.hardware
     steps = paper.steps if options.steps is None else options.steps
-    effort = Effort(steps, tuple(options.seeds), paper.warm_up, hardware=options.hardware)
+    effort = Effort(
+        steps, tuple(options.seeds), paper.warm_up, options.solver, hardware=options.hardware
+    )
     if options.small:
         effort = replace(SMALL, hardware=options.hardware)
     for flag, value in (("steps", steps), ("jobs", options.jobs)):
@@ -79,10 +82,8 @@ def main() -> int:
         ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool,
     ):  # fmt: skip
         bar = bars.add_task("", total=len(keys))
-        num, solver = len(keys), options.solver and not options.small
-        for section, took_s in pool.map(
-            _make, [options.paper] * num, keys, [effort] * num, [solver] * num
-        ):
+        make = partial(_make, options.paper, effort=effort)
+        for section, took_s in pool.map(make, keys):
             plot(section, images / f"{paper.page}-{section.key}.png")
             sections.append(section)
             seconds += took_s
@@ -119,10 +120,10 @@ def _command(options: argparse.Namespace, effort: Effort) -> str:
     return shlex.join(words)
 
 
-def _make(paper: str, key: str, effort: Effort, solver: bool) -> tuple[Section, float]:
+def _make(paper: str, key: str, effort: Effort) -> tuple[Section, float]:
     """A section, and the CPU seconds that it took."""
     started_s = time.process_time()
-    section = PAPERS[paper].makers[key](effort, solver)
+    section = PAPERS[paper].makers[key](effort)
     return section, time.process_time() - started_s
 
 

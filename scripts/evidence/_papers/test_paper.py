@@ -33,7 +33,7 @@ def test_layouts_are_table_1s() -> None:
 
 def test_table_2_ranks_the_packings_as_the_paper_does() -> None:
     names = ["original", "fixed-greedy:2", "fixed-greedy:8", "wlb:2"]
-    found = paper.table_2(QUICK, names, lambda: None)
+    found = paper.table_2(QUICK, names)
     degrees = [found[name][0].metrics.imbalance_mean for name in names]
     assert degrees == sorted(degrees, reverse=True)
     # The paper's is 1.44: here collectives that nothing hides are even already.
@@ -41,7 +41,7 @@ def test_table_2_ranks_the_packings_as_the_paper_does() -> None:
 
 
 def test_figure_6_is_of_attention_alone() -> None:
-    found = paper.figure_6(QUICK, (1, 4), lambda: None)
+    found = paper.figure_6(QUICK, (1, 4))
     one, four = (found[number][0].metrics.imbalance_mean for number in (1, 4))
     assert one > 1.5 > four > 1
 
@@ -49,7 +49,7 @@ def test_figure_6_is_of_attention_alone() -> None:
 def test_figure_15_gains_more_at_the_longer_window() -> None:
     ratios = []
     for window in (64 * K, 128 * K):
-        times = {name: us[0] for name, us in paper.figure_15(window, QUICK, lambda: None).items()}
+        times = {name: us[0] for name, us in paper.figure_15(window, QUICK).items()}
         assert times["paper-adaptive"] <= min(
             times["per-sequence"], times["per-document-remainder"]
         )
@@ -104,4 +104,4 @@ def test_script_refuses_no_steps(tmp_path: Path) -> None:
 def test_script_takes_the_machine_that_is_given(key: str) -> None:
     script, effort = importlib.import_module("reproduce_paper"), Effort(1, (1,), hardware="no-such")
     with pytest.raises(ConfigError, match="unknown hardware no-such"):
-        script._make("wlb-llm", key, effort, False)
+        script._make("wlb-llm", key, effort)
