@@ -35,6 +35,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_wlb.cli import output
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
@@ -432,36 +433,21 @@ def _steps(
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=("balance", "speed", "stream"))
+    about = f"of {', '.join(PACKINGS)}"
     parser.add_argument(
         "--packing", nargs="+", choices=PACKINGS, default=list(FAST), metavar="NAME",
-        help=f"of {', '.join(PACKINGS)} (default: all but the solver)",
+        help=f"{about} (default: all but the solver)",
     )  # fmt: skip
-    parser.add_argument(
-        "--num-micro-batches", nargs="+", type=int, metavar="N", help="default: all that apply"
-    )
-    parser.add_argument(
-        "--max-windows", type=float, default=2.0, metavar="X",
-        help="speed, stream: S_max in windows (default: 2)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--look-ahead",
-        nargs="+",
-        type=int,
-        default=[0, 4],
-        metavar="K",
-        help="speed, stream: of hold (default: 0 4)",
-    )
+    flag(parser, "--num-micro-batches N", "default: all that apply", of=int)
+    flag(parser, "--max-windows X", "speed, stream: S_max in windows", 2.0)
+    flag(parser, "--look-ahead K", "speed, stream: of hold", [0, 4], of=int)
     add_distribution(parser)
     add_seeds(parser, "; others use the 1st")
-    parser.add_argument(
-        "--steps", type=int, default=400, help="balance: steps that count (default: 400)"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="speed: best of these (default: 5)")
-    parser.add_argument(
-        "--documents", type=int, default=1_000_000, help="stream: how many (default: 1000000)"
-    )
+    flag(parser, "--steps N", "balance: steps that count", 400)
+    flag(parser, "--repeats N", "speed: best of these", 5)
+    flag(parser, "--documents N", "stream: how many", 1_000_000)
+    flag(parser, "--plot FILE", "speed: time and memory over N, PNG")
     parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="speed: time and memory over N")
     options = parser.parse_args()
     console.stderr = options.json
     rows = {"balance": balance, "speed": speed, "stream": stream}[options.what](options)

@@ -38,6 +38,7 @@ from _common import add_distribution, add_seeds, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output, scenario
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
@@ -329,12 +330,12 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="of Megatron-LM, branch main or dev")
     scenario.add_model(parser)
     scenario.add_layout(parser)
-    parser.add_argument("--window", type=int, default=131_072, help="tokens (default: 131072)")
-    parser.add_argument("--max-windows", type=float, help="S_max of wlb and hold, in windows")
+    flag(parser, "--window TOKENS", "of a document at most", 131_072)
+    flag(parser, "--max-windows X", "S_max of wlb and hold, in windows")
     add_distribution(parser)
     add_seeds(parser)
-    parser.add_argument("--steps", type=int, default=40, help="of each seed; default: 40")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP_STEPS, help="steps before them")
+    flag(parser, "--steps N", "of each seed", 40)
+    flag(parser, "--warm-up N", "steps before them", WARM_UP_STEPS)
     parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
     options = parser.parse_args()
     whole_number("--steps", options.steps, 1, 10_000)
