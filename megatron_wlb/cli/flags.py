@@ -33,7 +33,7 @@ def flag(
     if value:
         options["metavar"] = value
     if default:
-        said = ",".join(default) if isinstance(default, list) else default
+        said = ",".join(map(str, default)) if isinstance(default, list) else default
         help += f" (default: {said:g})" if isinstance(said, float) else f" (default: {said})"
     group.add_argument(name, default=default, help=help, **options)
 

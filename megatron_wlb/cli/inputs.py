@@ -117,15 +117,15 @@ def numbers_of_micro_batches(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
-def source(args: argparse.Namespace, window: int) -> LengthSource:
-    """The one that the flags name, or that of a ``--model`` whose file says ``--mock-data``.
+def source(args: argparse.Namespace, window: int, config: Config | None = None) -> LengthSource:
+    """The one that the flags name, or that of settings of ``--model`` that say ``--mock-data``.
 
     Raises :class:`ConfigError` for none or several.
     """
     given = [bool(args.prefixes), args.distribution is not None, args.lengths is not None]
-    name = getattr(args, "model", None)
-    model = Config() if any(given) or name is None else read_model(name).config
-    mock = model.wlb.wlb_mock_lengths or LENGTHS if model.data.mock_data else None
+    mock = None
+    if config is not None and config.data.mock_data and not any(given):
+        mock = config.wlb.wlb_mock_lengths or LENGTHS
     if sum(given) != 1 and mock is None:
         raise ConfigError(
             f"{'several sources of documents' if any(given) else 'no documents'}; give one of a "

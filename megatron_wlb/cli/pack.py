@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
     job = inputs.read_job(args)
-    documents = inputs.source(args, job.window)
+    documents = inputs.source(args, job.window, job.config)
     runs = {number: job.known_run(number) for number in job.numbers}
     max_tokens = job.max_tokens(runs[max(job.numbers)])
     cases = [

@@ -151,7 +151,7 @@ def _run(args: argparse.Namespace) -> int:
     config = inputs.asked(args, model)
     hardware = config.wlb.wlb_hardware
     machine_name = machine_title(args.model, hardware, args.num_devices)
-    documents = inputs.source(args, config.data.seq_length)
+    documents = inputs.source(args, config.data.seq_length, config)
     space = _space(args, model, config, packings)
     if args.strategies:
         check_shape(space.shape, f"--model {args.model}")

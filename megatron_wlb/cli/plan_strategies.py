@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def _where(found: StrategyStudy) -> Table:
     for number, one in enumerate(found.outcomes, start=1):
         for use in one.uses:
             table.add_row(
-                str(number), use.name, f"{use.num_documents:,}", f"{use.shortest:,}",
+                str(number), use.replicas, f"{use.num_documents:,}", f"{use.shortest:,}",
                 f"{use.longest:,}", f"{use.token_share:.1%}",
             )  # fmt: skip
     return table
@@ -193,14 +194,5 @@ def _row(one: StrategyOutcome, found: StrategyStudy) -> dict[str, Any]:
         "speedup_in_its_steps": one.equal_us / one.chosen_us if one.num_chosen else None,
         "speedup_alone": found.equal_us / one.alone_us if one.alone_us else None,
         "exchange_ms": one.exchange_us / 1e3,
-        "documents": [
-            {
-                "replicas": use.name,
-                "num_documents": use.num_documents,
-                "shortest": use.shortest,
-                "longest": use.longest,
-                "token_share": use.token_share,
-            }
-            for use in one.uses
-        ],
+        "documents": [asdict(use) for use in one.uses],
     }

@@ -158,7 +158,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def _plot(out: Path, profiles: Sequence[AttentionProfile]) -> list[str]:
-    from megatron_wlb.study.plot_attention import plot_attention
+    from megatron_wlb.study.plot import plot_attention
 
     paths = []
     for profile in profiles:

@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
     check_file("--trace", args.trace)
     check_picture("--plot", args.plot)
     job = scenario.read_job(args)
-    documents, base = source(args, job.window), scenario.run_of(job)
+    documents, base = source(args, job.window, job.config), scenario.run_of(job)
     documents.check(window=base.window, long_documents=args.long_documents)
     whole_number("--num-seeds", args.num_seeds, 1, 1000)
     if base.hardware.attention and base.measured_attention is None:

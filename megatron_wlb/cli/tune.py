@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     check_picture("--plot", args.plot)
     check_max_delay(args.max_delay)
     job = inputs.read_job(args)
-    documents = inputs.source(args, job.window)
+    documents = inputs.source(args, job.window, job.config)
     number, *others = job.numbers
     if others:
         raise ConfigError(f"--num-micro-batches {number}, {others[0]}: tune one at a time")

@@ -1,4 +1,4 @@
-"""Pictures of what balancing changes: lengths, micro-batches, timelines; PNG or SVG.
+"""Pictures: lengths, timelines, what a measured attention kernel reaches; PNG or SVG.
 
 Drawn on ``Figure`` objects, without pyplot, so no global state is read or left changed and no
 display is needed. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -26,6 +27,7 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
+from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.data.length_statistics import LengthStatistics, attention_work
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import replacing
@@ -37,6 +39,9 @@ SLICES = ("#009E73", "#CC79A7", "#56B4E9", "#B8A800")
 GREY, INK, PALE_INK = "#E4E4E4", "#222222", "#666666"
 
 Path: TypeAlias = str | os.PathLike[str]
+
+MAX_LINES = 6
+"""The most key lengths of attention to draw; more could not be told apart."""
 
 FORMATS: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}}
 """Metadata that is written into a picture, by the ending of the file's name."""
@@ -160,6 +165,55 @@ def plot_timelines(
         *([Patch(color=SLICES[0], label="slices of one document")] if has_slices else []),
         Patch(color=GREY, label="bubble"),
         Line2D([], [], color=INK, lw=1.2, label="end of the step"),
+    )
+    save(figure, path)
+
+
+def plot_attention(profile: AttentionProfile, path: Path) -> None:
+    """Figure 10 of WLB-LLM for a measured kernel: latency and achieved TFLOP/s over query length.
+
+    One line a key length, of chunks with keys before their first query; only measured points are
+    drawn. The latency is a chunk's share of a call that fills the device.
+    """
+    lengths = profile.lengths
+    like = replace(profile, unlike_forward_us=0.0, unlike_backward_us=0.0)
+    keys = [n for n in lengths if n >= 64] or list(lengths)
+    at = np.unique(np.linspace(0, len(keys) - 1, MAX_LINES).round().astype(int))
+    keys = [keys[i] for i in at]
+    figure = new_figure("Attention by query and key length (measured)", height=8)
+    axes = figure.subplots(2, 2, sharex=True)
+    for row, (name, backward) in enumerate((("Forward", False), ("Backward", True))):
+        left, right = axes[row]
+        for number, k in enumerate(keys):
+            queries = [q for q in lengths if q < k] or [k]
+            at = np.array(queries)
+            times_us = like.chunk_us(at, np.full_like(at, k))[row]
+            rates = [profile.tflops(q, k, backward=backward) for q in queries]
+            style = {
+                "color": colormaps["viridis_r"](0.08 + 0.92 * number / max(1, len(keys) - 1)),
+                "marker": "o", "ms": 3.5, "lw": 1.8,
+            }  # fmt: skip
+            left.plot(queries, times_us, **style, label=shown_tokens(k))
+            right.plot(queries, rates, **style)
+        left.set_ylabel("µs a chunk")
+        left.set_yscale("log")
+        right.set_ylabel("TFLOP/s of causal pairs")
+        right.set_ylim(bottom=0)
+        set_title(left, f"{name}: latency")
+        set_title(right, f"{name}: achieved rate")
+        for panel in (left, right):
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter(lambda value, _: shown_tokens(value))
+            panel.grid(axis="y", color=GREY, lw=0.8)
+    for panel in axes[1]:
+        panel.set_xlabel("queries of a chunk (tokens)")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, title="keys", loc="outside right upper")
+    figure.supxlabel(
+        f"{profile.kernel}, {profile.dtype}, {profile.num_heads} query and {profile.num_groups} "
+        f"key/value heads of {profile.head_dim}; {profile.machine}",
+        fontsize=8.5,
+        color=INK,
     )
     save(figure, path)
 

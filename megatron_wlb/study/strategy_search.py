@@ -27,7 +27,7 @@ SAMPLE_STEPS = 16
 class Use:
     """The documents that replicas of one scheme ran in all steps of one strategy."""
 
-    name: str
+    replicas: str
     """Such as ``2*tp4:32k``."""
     num_documents: int
     shortest: int

@@ -16,7 +16,7 @@ from megatron_wlb.cli.main import main as wlb
 from megatron_wlb.cost.attention import AttentionProfile
 from megatron_wlb.cost.hardware import FIGURES
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.study.plot_attention import plot_attention
+from megatron_wlb.study.plot import plot_attention
 
 LONGEST, TINY_LONGEST = 160 * 1024, 512
 """The longest window of Figure 14, in tokens."""

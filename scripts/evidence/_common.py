@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.data.lengths import DISTRIBUTIONS
 from megatron_wlb.settings.command_line import Parser
 
@@ -20,16 +21,12 @@ def parser_of(description: str | None) -> Parser:
 
 def add_seeds(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Of the random lengths."""
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[1, 2, 3], help=f"default: 1 2 3{more}"
-    )
+    flag(parser, "--seeds N", f"of the random lengths{more}", [1, 2, 3], of=int)
 
 
 def add_distribution(parser: argparse.ArgumentParser) -> None:
     """Which random lengths."""
-    parser.add_argument(
-        "--distribution", choices=DISTRIBUTIONS, default="reference", help="default: reference"
-    )
+    flag(parser, "--distribution", "of the lengths", "reference", choices=DISTRIBUTIONS)
 
 
 def verdict(misses: Sequence[str]) -> str:

@@ -59,8 +59,8 @@ class Paper:
     title: str
     page: str
     """Name of the page, and how its pictures' names begin."""
-    makers: Mapping[str, Callable[[Effort, bool], Section]]
-    """The sections by key; told the effort, and whether the slow solver runs."""
+    makers: Mapping[str, Callable[[Effort], Section]]
+    """The sections by key."""
     notes: Callable[[Effort], Sequence[str]]
     """What all sections assume."""
     steps: int

@@ -26,7 +26,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +35,7 @@ from _shardings import plot_shardings
 from rich.table import Table
 
 from megatron_wlb.cli import output
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.attention import (
     AnalyticAttention,
@@ -336,25 +336,21 @@ def table_of(figures: dict[str, Any]) -> Table:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--small", action="store_true", help="sizes that a CPU can run")
-    parser.add_argument("--modelled", action="store_true", help="predict, and measure nothing")
-    parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8], help="default: 2 4 8")
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument(
-        "--windows", type=int, nargs="+", default=list(WINDOWS), metavar="N",
-        help=f"in tokens; --small divides by {SMALL_SCALE} (default: 65536 131072)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--micro-batches", type=int, metavar="N", help="a case (default: 12; small: 4)"
-    )
-    parser.add_argument("--repeats", type=int, metavar="N", default=10, help="default: 10")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="of `wlb profile`")
-    parser.add_argument("--profile-repeats", type=int, metavar="N", default=10, help="default: 10")
-    parser.add_argument("--kernel", default="auto", metavar="NAME", help="default: auto")
-    parser.add_argument("--seed", type=int, default=1, help="default: 1")
+    flag(parser, "--device", "where to measure", "auto", choices=("auto", "cuda", "cpu"))
+    flag(parser, "--small", "sizes that a CPU can run")
+    flag(parser, "--modelled", "predict, and measure nothing")
+    flag(parser, "--cp N", "ranks", [2, 4, 8], of=int)
+    flag(parser, "--models", "heads of these", list(MODELS), choices=tuple(MODELS), nargs="+")
+    about = f"in tokens; --small divides by {SMALL_SCALE}"
+    flag(parser, "--windows N", about, list(WINDOWS), of=int)
+    flag(parser, "--micro-batches N", "a case (default: 12; small: 4)")
+    flag(parser, "--repeats N", "of each call", 10)
+    flag(parser, "--profile FILE", "of `wlb profile`")
+    flag(parser, "--profile-repeats N", "of each point", 10)
+    flag(parser, "--kernel NAME", "as for `wlb profile`", "auto")
+    flag(parser, "--seed N", "of lengths and inputs", 1)
+    flag(parser, "--plot FILE", "picture (PNG)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON to stdout")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture (PNG)")
     options = parser.parse_args()
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -35,13 +35,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_wlb.cli import output
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.data.documents import DocumentStream
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import replacing
 from megatron_wlb.plan import Document
-from megatron_wlb.planning.packing import PACKINGS, Packer, PackingMetrics, PackingSettings
+from megatron_wlb.planning.packing import PACKINGS, Packer, PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.run import Workload
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, evaluate
@@ -130,10 +131,9 @@ def make_packer(case: Case) -> Packer:
     return workload_of(case).packer(settings_of(case))
 
 
-def metrics_of(case: Case, distribution: str, steps: int, seed: int) -> PackingMetrics:
+def figures_of(case: Case, distribution: str, steps: int, seed: int) -> dict[str, Any]:
     """Of ``steps`` steps after the warm-up, in which queues fill."""
-    workload = workload_of(case, distribution, seed)
-    return evaluate(workload, settings_of(case), steps, warm_up=WARM_UP_STEPS).metrics
+    return evaluate(workload_of(case, distribution, seed), settings_of(case), steps).row()
 
 
 def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
         for case in cases:
             runs = []
             for seed in options.seeds:
-                runs.append(metrics_of(case, options.distribution, options.steps, seed))
+                runs.append(figures_of(case, options.distribution, options.steps, seed))
                 progress.advance(task)
             row = summary(case, runs)
             rows.append(row)
@@ -163,11 +163,11 @@ def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
                 str(case.num_micro_batches),
                 f"{case.max_windows:g}",
                 case.title,
-                *spread([m.imbalance_mean for m in runs], 4),
-                *spread([m.imbalance_weighted for m in runs], 4),
+                spread(runs, "imbalance_mean", 4),
+                spread(runs, "imbalance_time_weighted", 4),
                 f"{row['imbalance_p95']:.3f}",
                 f"{row['imbalance_worst']:.2f}",
-                *spread([m.delay_mean_steps for m in runs], 3),
+                spread(runs, "delay_mean", 3),
                 str(row["delay_p99"]),
                 str(row["delay_max"]),
                 f"{row['tokens_cv']:.2f}",
@@ -177,36 +177,34 @@ def balance(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def summary(case: Case, runs: Sequence[PackingMetrics]) -> dict[str, Any]:
-    def mean(name: str) -> float:
-        return float(np.mean([getattr(run, name) for run in runs]))
+MEANS = (
+    "imbalance_mean", "imbalance_time_weighted", "imbalance_p95", "delay_mean", "tokens_cv",
+    "padding",
+)  # fmt: skip
+WORST = ("imbalance_worst", "delay_p99", "delay_max")
 
-    def most(name: str) -> Any:
-        return max(getattr(run, name) for run in runs)
 
+def named(case: Case) -> dict[str, Any]:
+    """What every row says of its case."""
+    names = "packing", "num_micro_batches", "max_windows", "look_ahead"
+    return {name: getattr(case, name) for name in names}
+
+
+def summary(case: Case, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "packing": case.packing,
-        "num_micro_batches": case.num_micro_batches,
-        "max_windows": case.max_windows,
+        **named(case),
         "step_windows": case.step_windows,
-        "look_ahead": case.look_ahead,
         "fixed_batches": case.fixed_batches,
-        "imbalance_mean": mean("imbalance_mean"),
-        "imbalance_time_weighted": mean("imbalance_weighted"),
-        "imbalance_p95": mean("imbalance_p95"),
-        "imbalance_worst": most("imbalance_worst"),
-        "delay_mean": mean("delay_mean_steps"),
-        "delay_p99": most("delay_p99_steps"),
-        "delay_max": most("delay_max_steps"),
-        "tokens_cv": mean("tokens_cv"),
-        "padding": mean("padding_share"),
-        "documents": sum(run.num_documents for run in runs),
+        **{name: float(np.mean([run[name] for run in runs])) for name in MEANS},
+        **{name: max(run[name] for run in runs) for name in WORST},
+        "documents": sum(run["documents"] for run in runs),
         "wanted": dict(case.wanted),
     }
 
 
-def spread(values: Sequence[float], digits: int) -> list[str]:
-    return [f"{np.mean(values):.{digits}f} ({max(values):.{digits}f})"]
+def spread(runs: Sequence[dict[str, Any]], name: str, digits: int) -> str:
+    values = [run[name] for run in runs]
+    return f"{np.mean(values):.{digits}f} ({max(values):.{digits}f})"
 
 
 def judged(row: dict[str, Any], case: Case) -> str:
@@ -297,10 +295,7 @@ def time_of(case: Case, distribution: str, repeats: int, seed: int) -> dict[str,
     tracemalloc.stop()
     ms_per_step = float(cpu_s.min(axis=0).mean()) * 1e3
     return {
-        "packing": case.packing,
-        "num_micro_batches": case.num_micro_batches,
-        "max_windows": case.max_windows,
-        "look_ahead": case.look_ahead,
+        **named(case),
         "documents_per_step": num_documents,
         "ms_per_step": ms_per_step,
         "ms_per_step_median": float(np.median(cpu_s.mean(axis=1))) * 1e3,
@@ -408,10 +403,7 @@ def run_through(case: Case, lengths: npt.NDArray[np.int64]) -> dict[str, Any]:
         tracemalloc.stop()
     first = max(1, len(peaks) // 10)
     return {
-        "packing": case.packing,
-        "num_micro_batches": case.num_micro_batches,
-        "max_windows": case.max_windows,
-        "look_ahead": case.look_ahead,
+        **named(case),
         "documents": len(lengths),
         "documents_run": ledger.num_documents,
         "tokens": ledger.num_tokens,
@@ -441,36 +433,21 @@ def _steps(
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=("balance", "speed", "stream"))
+    about = f"of {', '.join(PACKINGS)}"
     parser.add_argument(
         "--packing", nargs="+", choices=PACKINGS, default=list(FAST), metavar="NAME",
-        help=f"of {', '.join(PACKINGS)} (default: all but the solver)",
+        help=f"{about} (default: all but the solver)",
     )  # fmt: skip
-    parser.add_argument(
-        "--num-micro-batches", nargs="+", type=int, metavar="N", help="default: all that apply"
-    )
-    parser.add_argument(
-        "--max-windows", type=float, default=2.0, metavar="X",
-        help="speed, stream: S_max in windows (default: 2)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--look-ahead",
-        nargs="+",
-        type=int,
-        default=[0, 4],
-        metavar="K",
-        help="speed, stream: of hold (default: 0 4)",
-    )
+    flag(parser, "--num-micro-batches N", "default: all that apply", of=int)
+    flag(parser, "--max-windows X", "speed, stream: S_max in windows", 2.0)
+    flag(parser, "--look-ahead K", "speed, stream: of hold", [0, 4], of=int)
     add_distribution(parser)
     add_seeds(parser, "; others use the 1st")
-    parser.add_argument(
-        "--steps", type=int, default=400, help="balance: steps that count (default: 400)"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="speed: best of these (default: 5)")
-    parser.add_argument(
-        "--documents", type=int, default=1_000_000, help="stream: how many (default: 1000000)"
-    )
+    flag(parser, "--steps N", "balance: steps that count", 400)
+    flag(parser, "--repeats N", "speed: best of these", 5)
+    flag(parser, "--documents N", "stream: how many", 1_000_000)
+    flag(parser, "--plot FILE", "speed: time and memory over N, PNG")
     parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="speed: time and memory over N")
     options = parser.parse_args()
     console.stderr = options.json
     rows = {"balance": balance, "speed": speed, "stream": stream}[options.what](options)

@@ -31,6 +31,7 @@ from _common import add_distribution, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.data.length_source import LengthSource
@@ -110,19 +111,14 @@ def plan_bytes(planner: Planner) -> int:
         tracemalloc.stop()
 
 
-def measure(
-    dp_size: int,
-    packings: Sequence[str],
-    options: argparse.Namespace,
-    on_step: Callable[[], object],
-) -> list[Row]:
+def measure(dp_size: int, options: argparse.Namespace, on_step: Callable[[], object]) -> list[Row]:
     """One size, each packing."""
     run, source = run_of(dp_size), LengthSource.of_distribution(options.distribution)
     max_tokens = min(2 * WINDOW, run.max_tokens())
     total = options.warm_up + options.steps + 2
     result: list[Row] = []
     original = 1.0
-    for name in packings:
+    for name in options.packing:
         setting = PackingSettings.parse(name, WINDOW, max_tokens)
         steps: list[tuple[float, float, float, float, float]] = []
         num_bytes = []
@@ -169,29 +165,15 @@ def table_of(rows: Sequence[Row], options: argparse.Namespace) -> Table:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--dp-sizes",
-        nargs="+",
-        type=int,
-        default=[*DP_SIZES],
-        help=f"replicas of 64 GPUs; default: {' '.join(map(str, DP_SIZES))}",
-    )
-    parser.add_argument(
-        "--packing",
-        default="original,wlb,hold,slim",
-        help="as for wlb pack; the first is compared with (default: %(default)s)",
-    )
+    flag(parser, "--dp-sizes N", "replicas of 64 GPUs", [*DP_SIZES], of=int)
+    packings = ["original", "wlb", "hold", "slim"]
+    flag(parser, "--packing a,b", "as for wlb pack; the first is compared with", packings)
     add_distribution(parser)
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[1], help="of the random lengths; default: 1"
-    )
-    parser.add_argument("--steps", type=int, default=3, help="of each seed; default: %(default)s")
-    parser.add_argument(
-        "--warm-up", type=int, default=10, help="steps before, in which queues fill; default: 10"
-    )
-    about = "without Python's collector of cycles, as Megatron's flag has it"
-    parser.add_argument("--manual-gc", action="store_true", help=about)
-    parser.add_argument("--small", action="store_true", help="1 and 2 replicas, one step, seed 1")
+    flag(parser, "--seeds N", "of the random lengths", [1], of=int)
+    flag(parser, "--steps N", "of each seed", 3)
+    flag(parser, "--warm-up N", "steps before, in which queues fill", 10)
+    flag(parser, "--manual-gc", "without Python's collector of cycles, as Megatron's flag has it")
+    flag(parser, "--small", "1 and 2 replicas, one step, seed 1")
     parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
     options = parser.parse_args()
     if options.manual_gc:
@@ -202,12 +184,11 @@ def main() -> int:
     whole_number("--warm-up", options.warm_up, 0, 1000)
     for dp_size in options.dp_sizes:
         whole_number("--dp-sizes", dp_size, 1, DP_SIZES[-1])
-    packings = options.packing.split(",")
-    each = len(packings) * len(options.seeds) * (options.warm_up + options.steps + 1)
+    each = len(options.packing) * len(options.seeds) * (options.warm_up + options.steps + 1)
     rows: list[Row] = []
     with output.counting_bar("planning", each * len(options.dp_sizes)) as on_step:
         for dp_size in options.dp_sizes:
-            rows += measure(dp_size, packings, options, on_step)
+            rows += measure(dp_size, options, on_step)
     output.console(stderr=True).print(table_of(rows, options))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,6 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_wlb.cli import output
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost import DocumentCost, Parallelism
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.documents import DocumentStream
@@ -40,6 +40,7 @@ from megatron_wlb.plan import Document, MicroBatchPlan
 from megatron_wlb.planning.packing import packer
 from megatron_wlb.planning.planner import Planner
 from megatron_wlb.planning.shaping import Shaper
+from megatron_wlb.reading import whole_number
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.plot import plot_timelines
 
@@ -226,9 +227,8 @@ def cases_of(options: argparse.Namespace) -> Sequence[Case]:
     if given == (None,) * 4:
         return CASES
     sizes = [own if size is None else size for size, own in zip(given, (16, 4, 1, 1), strict=True)]
-    for flag, size in zip(("num-micro-batches", "pp", "vpp", "dp"), sizes, strict=True):
-        if size < 1:
-            raise ConfigError(f"--{flag} is {size}; give at least 1")
+    for name, size in zip(("num-micro-batches", "pp", "vpp", "dp"), sizes, strict=True):
+        whole_number(f"--{name}", size, 1)
     case = Case(*sizes)
     if case.num_micro_batches % case.dp:
         raise ConfigError(
@@ -240,24 +240,21 @@ def cases_of(options: argparse.Namespace) -> Sequence[Case]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--num-micro-batches", type=int, metavar="N", help="over all DP ranks")
-    parser.add_argument("--pp", type=int, help="pipeline ranks (default: 4)")
-    parser.add_argument("--vpp", type=int, help="chunks a pipeline rank (default: 1)")
-    parser.add_argument("--dp", type=int, help="data-parallel ranks (default: 1)")
-    parser.add_argument(
-        "--max-windows", type=float, default=2.0, metavar="X", help="S_max (default: 2)"
-    )
+    flag(parser, "--num-micro-batches N", "over all DP ranks")
+    flag(parser, "--pp N", "pipeline ranks (default: 4)")
+    flag(parser, "--vpp N", "chunks a pipeline rank (default: 1)")
+    flag(parser, "--dp N", "data-parallel ranks (default: 1)")
+    flag(parser, "--max-windows X", "S_max", 2.0)
     add_distribution(parser)
     add_seeds(parser)
-    parser.add_argument("--steps", type=int, default=60, help="of each seed (default: 60)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG or SVG of one step")
+    flag(parser, "--steps N", "of each seed", 60)
+    flag(parser, "--plot FILE", "PNG or SVG of one step")
     parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
     options = parser.parse_args()
     table = Table("N", "PP", "VPP", "DP", "over packed", "seeds", "over small ends",
                   "worst step", "imbalance", "ms (p95)", "wanted")  # fmt: skip
     table.title = f"shaped steps, simulated: how much faster ({options.distribution} lengths)"
-    if options.steps < 1:
-        raise ConfigError(f"--steps is {options.steps}; give at least 1")
+    whole_number("--steps", options.steps, 1)
     rows = []
     for case in track(cases_of(options), "shaping", console=console, transient=True):
         row = measure(case, options)

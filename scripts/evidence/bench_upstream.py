@@ -31,13 +31,14 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from _common import add_distribution, add_seeds, parser_of
 from rich.table import Table
 
 from megatron_wlb.cli import output, scenario
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
@@ -114,7 +115,9 @@ class Upstream:
             if made is not None:
                 group = (p.group_size or p.pp_size) if p.vpp_size > 1 else None
                 it = made(rank_tokens, p.cp_size, p.dp_size, group)
-                result[title] = lambda lengths: self._packed(it, lengths)
+                result[title] = lambda lengths: self._parts(
+                    it.get_groups_and_subsamples([*enumerate(lengths)])
+                )
 
         each = -(-window // p.cp_size)
         add("dp_balanced", "DpBalancedScheduler", each)
@@ -125,7 +128,9 @@ class Upstream:
         if p.pp_size == 1 and hasattr(self._module, "BalancedCPScheduler"):
             group = SimpleNamespace(size=lambda: self.num_ranks)
             hybrid = self._module.BalancedCPScheduler(each, group)
-            result["hybrid-context-parallel"] = lambda lengths: self._alone(hybrid, lengths)
+            result["hybrid-context-parallel"] = lambda lengths: self._parts(
+                hybrid.get_groups_and_subsamples([*enumerate(lengths)], None)[1], alone=True
+            )
         if not result:
             raise ConfigError(
                 f"{self._module.__file__} has no packing for PP {p.pp_size}; give a checkout of "
@@ -133,27 +138,18 @@ class Upstream:
             )
         return result
 
-    def _packed(self, scheduler: Any, lengths: Sequence[int]) -> list[list[Part]]:
-        groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)))
-        return self._parts(groups)
-
-    def _parts(self, groups: Iterable[Sequence[Sequence[int]]]) -> list[list[Part]]:
+    def _parts(
+        self, groups: Iterable[Sequence[Sequence[int]]], *, alone: bool = False
+    ) -> list[list[Part]]:
+        """Each rank's documents of a group in one micro-batch, or each ``alone`` in one, as the
+        hybrid schedule runs them.
+        """
         ranks: list[list[Part]] = [[] for _ in range(self.num_ranks)]
         for group in groups:
             for rank, documents in enumerate(group):
-                sharers = sum(documents[0] in other for other in group)
-                ranks[rank].append(Part(tuple(documents), sharers))
-        return ranks
-
-    def _alone(self, scheduler: Any, lengths: Sequence[int]) -> list[list[Part]]:
-        """Each document a micro-batch, as the hybrid schedule runs them."""
-        _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
-        ranks: list[list[Part]] = [[] for _ in range(self.num_ranks)]
-        for group in groups:
-            for rank, documents in enumerate(group):
-                for document in documents:
-                    sharers = sum(document in other for other in group)
-                    ranks[rank].append(Part((document,), sharers))
+                for own in [(one,) for one in documents] if alone else [tuple(documents)]:
+                    sharers = sum(own[0] in other for other in group)
+                    ranks[rank].append(Part(own, sharers))
         return ranks
 
 
@@ -334,12 +330,12 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="of Megatron-LM, branch main or dev")
     scenario.add_model(parser)
     scenario.add_layout(parser)
-    parser.add_argument("--window", type=int, default=131_072, help="tokens (default: 131072)")
-    parser.add_argument("--max-windows", type=float, help="S_max of wlb and hold, in windows")
+    flag(parser, "--window TOKENS", "of a document at most", 131_072)
+    flag(parser, "--max-windows X", "S_max of wlb and hold, in windows")
     add_distribution(parser)
     add_seeds(parser)
-    parser.add_argument("--steps", type=int, default=40, help="of each seed; default: 40")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP_STEPS, help="steps before them")
+    flag(parser, "--steps N", "of each seed", 40)
+    flag(parser, "--warm-up N", "steps before them", WARM_UP_STEPS)
     parser.add_argument("--json", action="store_true", help='print {"rows": […]} to stdout')
     options = parser.parse_args()
     whole_number("--steps", options.steps, 1, 10_000)

@@ -32,6 +32,7 @@ from _quickstart.corpus import EXCLUDED
 from _quickstart.recording import SMALL_MODEL
 from rich.console import Console
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.data.corpus import build_corpus
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
@@ -137,10 +138,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder")
     parser.add_argument("--packings", nargs="+", choices=PACKINGS, default=list(PACKINGS))
     add_seeds(parser)
-    parser.add_argument("--tokens", type=float, default=4e6, help="of each run; default: 4e6")
-    parser.add_argument("--minutes", type=float, default=0, help="of each run on two cores")
-    parser.add_argument("--looks", type=int, default=8, help="at held-out documents; default: 8")
-    parser.add_argument("--jobs", type=int, default=0, help="runs at once; default: one a core")
+    flag(parser, "--tokens X", "of each run", 4e6)
+    flag(parser, "--minutes X", "of each run on two cores", 0.0)
+    flag(parser, "--looks N", "at held-out documents", 8)
+    flag(parser, "--jobs N", "runs at once (default: one a core)", 0)
     parser.add_argument(
         "--page", type=Path, help="page to write, its runs beside it, its picture in images/"
     )

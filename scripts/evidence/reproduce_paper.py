@@ -26,22 +26,25 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from _common import add_seeds, parser_of
 from _papers.hydraulis_page import HYDRAULIS
-from _papers.paper import HARDWARE, Effort
+from _papers.paper import Effort
 from _papers.slimpack_page import SLIMPACK
 from _papers.wlb_llm_page import WLB_LLM
 from _sections import Paper, Section, json_of, lines_of, plot, wrapped
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.files import write_text
+from megatron_wlb.reading import whole_number
 
 PAPERS: dict[str, Paper] = {"wlb-llm": WLB_LLM, "slimpack": SLIMPACK, "hydraulis": HYDRAULIS}
-SMALL = Effort(2, (1,), warm_up=1)
+SMALL = Effort(2, (1,), warm_up=1, solver=False)
 
 
 def main() -> int:
@@ -49,16 +52,17 @@ def main() -> int:
     paper = PAPERS[options.paper]
     options.hardware = options.hardware or paper.hardware
     steps = paper.steps if options.steps is None else options.steps
-    effort = Effort(steps, tuple(options.seeds), paper.warm_up, hardware=options.hardware)
+    effort = Effort(
+        steps, tuple(options.seeds), paper.warm_up, options.solver, hardware=options.hardware
+    )
     if options.small:
         effort = replace(SMALL, hardware=options.hardware)
-    for flag, value in (("steps", steps), ("jobs", options.jobs)):
-        if value < 1:
-            raise ConfigError(f"--{flag} is {value}; give at least 1")
-    for flag in ("only", "small"):
-        if getattr(options, flag) and options.out is None:
+    whole_number("--steps", steps, 1)
+    whole_number("--jobs", options.jobs, 1)
+    for name in ("only", "small"):
+        if getattr(options, name) and options.out is None:
             raise ConfigError(
-                f"--{flag} makes a page of less; give it a folder of its own with --out"
+                f"--{name} makes a page of less; give it a folder of its own with --out"
             )
     for key in options.only or ():
         if key not in paper.makers:
@@ -79,10 +83,8 @@ def main() -> int:
         ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool,
     ):  # fmt: skip
         bar = bars.add_task("", total=len(keys))
-        num, solver = len(keys), options.solver and not options.small
-        for section, took_s in pool.map(
-            _make, [options.paper] * num, keys, [effort] * num, [solver] * num
-        ):
+        make = partial(_make, options.paper, effort=effort)
+        for section, took_s in pool.map(make, keys):
             plot(section, images / f"{paper.page}-{section.key}.png")
             sections.append(section)
             seconds += took_s
@@ -119,38 +121,27 @@ def _command(options: argparse.Namespace, effort: Effort) -> str:
     return shlex.join(words)
 
 
-def _make(paper: str, key: str, effort: Effort, solver: bool) -> tuple[Section, float]:
+def _make(paper: str, key: str, effort: Effort) -> tuple[Section, float]:
     """A section, and the CPU seconds that it took."""
     started_s = time.process_time()
-    section = PAPERS[paper].makers[key](effort, solver)
+    section = PAPERS[paper].makers[key](effort)
     return section, time.process_time() - started_s
 
 
 def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--paper", choices=PAPERS, default="wlb-llm", help="whose experiments (default: wlb-llm)"
-    )
-    parser.add_argument(
-        "--steps", type=int,
-        help=f"of each seed (default: {WLB_LLM.steps}; of slimpack {SLIMPACK.steps}, of hydraulis "
-        f"{HYDRAULIS.steps})",
-    )  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument(
-        "--only", nargs="+", metavar="KEY",
-        help="; ".join(f"of {name}: {', '.join(one.makers)}" for name, one in PAPERS.items()),
-    )  # fmt: skip
-    parser.add_argument(
-        "--small", action="store_true",
-        help=f"{SMALL.steps} steps of one seed, without the solver: to look at, not to quote",
-    )  # fmt: skip
+    flag(parser, "--paper", "whose experiments", "wlb-llm", choices=PAPERS)
+    steps = ", ".join(f"{one.steps} of {name}" for name, one in PAPERS.items())
+    flag(parser, "--steps N", f"of each seed (default: {steps})")
+    flag(parser, "--jobs N", "processes", 2)
+    keys = "; ".join(f"of {name}: {', '.join(one.makers)}" for name, one in PAPERS.items())
+    flag(parser, "--only KEY", keys, of=str)
+    about = "steps of one seed, without the solver: to look at, not to quote"
+    flag(parser, "--small", f"{SMALL.steps} {about}")
     add_seeds(parser)
-    parser.add_argument(
-        "--hardware", metavar="NAME|FILE",
-        help="such as one with attention that wlb profile measured (default: "
-        f"{HARDWARE}; of hydraulis {HYDRAULIS.hardware})",
-    )  # fmt: skip
+    machines = ", ".join(f"{one.hardware} of {name}" for name, one in PAPERS.items())
+    about = f"such as one with attention that wlb profile measured (default: {machines})"
+    flag(parser, "--hardware NAME|FILE", about)
     parser.add_argument(
         "--no-solver", dest="solver", action="store_false", help="leave the slow packing out"
     )

@@ -38,6 +38,7 @@ from _validation.judge import FEWEST_ROUNDS, summarize
 from rich.table import Table
 
 from megatron_wlb.cli import output
+from megatron_wlb.cli.flags import flag
 from megatron_wlb.errors import ConfigError, run_program
 from megatron_wlb.planning import guards
 from megatron_wlb.planning.packing.settings import SHAPED
@@ -220,23 +221,15 @@ def main() -> int:
         choices=[*PACKINGS, "fixed-greedy", f"hold{SHAPED}", f"wlb{SHAPED}"], metavar="NAME",
         help=f"default: {' '.join(PACKINGS)} (slim not with VPP); {SHAPED}: with --wlb-shape on",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=18, help="timed steps of each (default: 18)")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="times that these are run (default: 3)"
-    )
-    parser.add_argument(
-        "--memory-rounds", type=int, default=3, help="more, that count bytes (default: 3)"
-    )
-    parser.add_argument(
-        "--seq-length", type=int, default=4096, help="the window, in tokens (default: 4096)"
-    )
-    parser.add_argument(
-        "--micro-batches", type=int, default=8, metavar="N", help="a step (default: 8)"
-    )
-    parser.add_argument("--seed", type=int, default=1234, help="of weights and document order")
-    parser.add_argument("--corpus", metavar="PREFIX", help="a .bin/.idx corpus to train on instead")
+    flag(parser, "--rounds N", "timed steps of each", 18)
+    flag(parser, "--repeats N", "times that these are run", 3)
+    flag(parser, "--memory-rounds N", "more, that count bytes", 3)
+    flag(parser, "--seq-length N", "the window, in tokens", 4096)
+    flag(parser, "--micro-batches N", "a step", 8)
+    flag(parser, "--seed N", "of weights and document order", 1234)
+    flag(parser, "--corpus PREFIX", "a .bin/.idx corpus to train on instead")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keeps recordings and logs")
-    parser.add_argument("--reuse", action="store_true", help="judges the recordings in --keep")
+    flag(parser, "--reuse", "judges the recordings in --keep")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON to stdout")
     options = parser.parse_args()
     summary = run(options)

@@ -14,7 +14,9 @@ from megatron_wlb.errors import CorpusError, PackingError, run_program
 
 PROJECT = Path(__file__).parents[2]
 FOLDERS = (PROJECT / "scripts", PROJECT / "scripts" / "evidence")
-SCRIPTS = sorted(path for folder in FOLDERS for path in folder.glob("[a-z]*.py"))
+SCRIPTS = sorted(
+    path for folder in FOLDERS for path in folder.glob("[a-z]*.py") if "test_" not in path.name
+)
 
 
 def raising(error: BaseException):

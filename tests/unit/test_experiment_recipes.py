@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.index import write_index
 
-from megatron_wlb.cli.main import main
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
@@ -132,14 +132,7 @@ def test_forecast_of_original_gains_nothing() -> None:
         (["--wlb-memory-gib", "30"], r"need \d\d\.\d GiB .* above the 30\.0 GiB"),
         (["--wlb-memory-gib", "2"], "weights, gradients and optimizer of pipeline rank 0 take"),
         (
-            [
-                "--seq-length",
-                "524288",
-                "--max-position-embeddings",
-                "524288",
-                "--wlb-max-tokens",
-                "600000",
-            ],
+            ["--seq-length=524288", "--max-position-embeddings=524288", "--wlb-max-tokens=600000"],
             "lower --seq-length, recompute",
         ),
         (["--tensor-model-parallel-size", "16"], "64 processes were started, but TP 16"),
@@ -201,116 +194,89 @@ def test_layers_per_virtual_stage_are_understood() -> None:
         settings_of([*other, "--num-layers-per-virtual-pipeline-stage=3"])
 
 
-def test_dry_run_command_prints_the_forecast(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def dry_run(wlb, monkeypatch: pytest.MonkeyPatch):
+    """The forecast of a recipe with more flags, or the error where there is a ``status``."""
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
-    path = str(FOLDER / "550m-64k.yaml")
-    assert main(["recipe", "run", path, "--dry-run", "--json", "--", "--wlb-packing", "wlb"]) == 0
-    found = json.loads(capsys.readouterr().out)
+
+    def run(path: Path, words: str = "", status: int = 0) -> Any:
+        argv = "recipe run", path, "--dry-run --json --", words
+        return wlb.refusal(*argv, status=status) if status else json.loads(wlb(*argv).out)
+
+    return run
+
+
+def recipe_with(old: str, new: str) -> Path:
+    """The recipe of 550M at 64K, changed."""
+    path, text = Path("recipe.yaml"), (FOLDER / "550m-64k.yaml").read_text()
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_dry_run_command_prints_the_forecast(wlb, dry_run) -> None:
+    path = FOLDER / "550m-64k.yaml"
+    found = dry_run(path, "--wlb-packing wlb")
     assert (found["packing"], found["dp_size"], found["parsed_by"]) == ("wlb", 2, None)
     assert "CHECKPOINT_PATH" in found["unresolved"]
-    assert main(["recipe", "run", path, "--dry-run"]) == 0
-    captured = capsys.readouterr()
-    assert "modelled" in captured.out and "TP 2 × CP 2 × PP 4 × DP 2" in captured.out
-    assert "not set in the environment" in captured.err
-    assert main(["recipe", "run", "--dry-run", path, "--nnodes", "3"]) == 2
-    assert "24 processes do not divide by TP × PP × CP = 16" in capsys.readouterr().err
-
-
-def dry_run(capsys: pytest.CaptureFixture[str], path: Path, *extra: str) -> tuple[int, str]:
-    status = main(["recipe", "run", str(path), "--dry-run", "--json", "--", *extra])
-    captured = capsys.readouterr()
-    return status, captured.err if status else captured.out
+    out, err = wlb("recipe run", path, "--dry-run")
+    assert "modelled" in out and "TP 2 × CP 2 × PP 4 × DP 2" in out
+    assert "not set in the environment" in err
+    error = wlb.refusal("recipe run --dry-run", path, "--nnodes 3")
+    assert "24 processes do not divide by TP × PP × CP = 16" in error
 
 
 def test_dry_run_reads_the_environment_of_the_recipe(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    dry_run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     monkeypatch.delenv("NCCL_ALGO", raising=False)
-    text = (FOLDER / "550m-64k.yaml").read_text()
-    plain, with_algorithm = tmp_path / "plain.yaml", tmp_path / "with.yaml"
-    plain.write_text(text)
-    with_algorithm.write_text(text.replace("ENV_VARS:", "ENV_VARS:\n  NCCL_ALGO: Ring"))
-    status, said = dry_run(capsys, plain, "--deterministic-mode")
-    assert status == 2 and "NCCL_ALGO=None" in said
-    assert dry_run(capsys, with_algorithm, "--deterministic-mode")[0] == 0
+    plain = FOLDER / "550m-64k.yaml"
+    assert "NCCL_ALGO=None" in dry_run(plain, "--deterministic-mode", status=2)
+    dry_run(recipe_with("ENV_VARS:", "ENV_VARS:\n  NCCL_ALGO: Ring"), "--deterministic-mode")
 
 
-def test_dry_run_reads_the_file_of_settings(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
-    settings, recipe = tmp_path / "settings.yaml", tmp_path / "recipe.yaml"
-    text = (FOLDER / "550m-64k.yaml").read_text()
-    recipe.write_text(text.replace("  --wlb-packing: hold\n", f"  --wlb-config: {settings}\n"))
-    settings.write_text("wlb_packing: wlb\n")
-    status, said = dry_run(capsys, recipe)
-    assert status == 0 and json.loads(said)["packing"] == "wlb"
-    settings.write_text("wlb_packing: wlb\nsft: true\n")
-    status, said = dry_run(capsys, recipe)
-    assert status == 2 and "--sft does not work" in said
+def test_dry_run_reads_the_file_of_settings(dry_run) -> None:
+    recipe = recipe_with("  --wlb-packing: hold\n", "  --wlb-config: settings.yaml\n")
+    Path("settings.yaml").write_text("wlb_packing: wlb\n")
+    assert dry_run(recipe)["packing"] == "wlb"
+    Path("settings.yaml").write_text("wlb_packing: wlb\nsft: true\n")
+    assert "--sft does not work" in dry_run(recipe, status=2)
 
 
-def test_dry_run_takes_megatrons_default_of_attention_dropout(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
-    path = tmp_path / "recipe.yaml"
-    text = (FOLDER / "550m-64k.yaml").read_text()
-    path.write_text(text.replace("  --attention-dropout: 0.0\n", ""))
-    status, said = dry_run(capsys, path)
-    assert status == 0 and json.loads(said)["packing"]
+def test_dry_run_takes_megatrons_default_of_attention_dropout(dry_run) -> None:
+    assert dry_run(recipe_with("  --attention-dropout: 0.0\n", ""))["packing"]
 
 
-def test_dry_run_is_of_the_corpora_that_are_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+def test_dry_run_is_of_the_corpora_that_are_there(dry_run) -> None:
     path = FOLDER / "550m-64k.yaml"
-    short, long = str(tmp_path / "short"), str(tmp_path / "long")
-    write_index(short, [2048] * 600)
-    write_index(long, [700, 65536, 3000, 20000] * 100)
-    found = {}
-    for words in ((short,), (long,), ("0.5", short, "0.5", long)):
-        status, said = dry_run(capsys, path, "--data-path", *words)
-        assert status == 0, said
-        found[words] = json.loads(said)
-    assert [one["documents"] for one in found.values()] == [
-        f"of {short}",
-        f"of {long}",
-        f"of {short}, {long}",
-    ]
+    write_index("short", [2048] * 600)
+    write_index("long", [700, 65536, 3000, 20000] * 100)
+    short, long, both = (
+        dry_run(path, f"--data-path {words}") for words in ("short", "long", "0.5 short 0.5 long")
+    )
+    assert [one["documents"] for one in (short, long, both)] == [
+        "of short", "of long", "of short, long",
+    ]  # fmt: skip
     # Equal documents are balanced already.
-    assert found[short,]["speedup"] == pytest.approx(1, abs=0.05)
-    assert found[long,]["speedup"] > 1.1
-    assert found[short,]["tokens_per_s"] > found[long,]["tokens_per_s"]
-    Path(f"{long}.bin").unlink()
-    status, said = dry_run(capsys, path, "--data-path", short, long)
-    assert status == 0
-    assert json.loads(said)["documents"] == f"drawn from 'reference'; no corpus is at {long}"
-    status, said = dry_run(capsys, path)  # a variable that is not set
-    assert json.loads(said)["documents"] == "drawn from 'reference'; no corpus is at ${DATA_PATH}"
-    Path(f"{short}.bin").write_bytes(b"")
-    status, said = dry_run(capsys, path, "--data-path", short)
-    assert status != 0 and "short.idx" in said
+    assert short["speedup"] == pytest.approx(1, abs=0.05)
+    assert long["speedup"] > 1.1
+    assert short["tokens_per_s"] > long["tokens_per_s"]
+    Path("long.bin").unlink()
+    drawn = dry_run(path, "--data-path short long")["documents"]
+    assert drawn == "drawn from 'reference'; no corpus is at long"
+    drawn = dry_run(path)["documents"]  # a variable that is not set
+    assert drawn == "drawn from 'reference'; no corpus is at ${DATA_PATH}"
+    Path("short.bin").write_bytes(b"")
+    assert "short.idx" in dry_run(path, "--data-path short", status=3)
 
 
-def test_dry_run_is_of_the_mock_data_that_the_run_makes_up(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
-    lengths = tmp_path / "even.txt"
-    lengths.write_text("2048\n" * 600)
-    path = tmp_path / "recipe.yaml"
-    text = (FOLDER / "550m-64k.yaml").read_text()
-    path.write_text(text.replace("--data-path: ${DATA_PATH}", "--mock-data: true"))
-    status, said = dry_run(capsys, path)
-    assert (status, json.loads(said)["documents"]) == (0, "of mock data (distribution reference)")
-    assert json.loads(said)["speedup"] > 1.1
-    status, said = dry_run(capsys, path, "--wlb-mock-lengths", str(lengths))
-    assert json.loads(said)["documents"] == "of mock data (even.txt)"
-    assert json.loads(said)["speedup"] == pytest.approx(1, abs=0.05)
-    status, said = dry_run(capsys, path, "--data-path", "a")
-    assert status != 0 and "--mock-data" in said and "leave one of them out" in said
+def test_dry_run_is_of_the_mock_data_that_the_run_makes_up(dry_run) -> None:
+    Path("even.txt").write_text("2048\n" * 600)
+    path = recipe_with("--data-path: ${DATA_PATH}", "--mock-data: true")
+    found = dry_run(path)
+    assert found["documents"] == "of mock data (distribution reference)"
+    assert found["speedup"] > 1.1
+    found = dry_run(path, "--wlb-mock-lengths even.txt")
+    assert found["documents"] == "of mock data (even.txt)"
+    assert found["speedup"] == pytest.approx(1, abs=0.05)
+    error = dry_run(path, "--data-path a", status=2)
+    assert "--mock-data" in error and "leave one of them out" in error

@@ -28,8 +28,7 @@ OTHER_HARDWARE = "h200"
 """TP and PP alone hold a window there."""
 
 
-def _end_to_end(effort: Effort, solver: bool) -> Section:
-    del solver
+def _end_to_end(effort: Effort) -> Section:
     rows, over = [], {}
     for case in CASES:
         found = hydraulis.end_to_end(case, effort)
@@ -85,8 +84,7 @@ def _end_to_end(effort: Effort, solver: bool) -> Section:
     )  # fmt: skip
 
 
-def _ablation(effort: Effort, solver: bool) -> Section:
-    del solver
+def _ablation(effort: Effort) -> Section:
     rows, gains = [], []
     gaps: dict[str, list[float]] = {"packed": [], "chosen": []}
     for name in ("F1", "F2"):
@@ -129,8 +127,7 @@ def _ablation(effort: Effort, solver: bool) -> Section:
     )  # fmt: skip
 
 
-def _breakdown(effort: Effort, solver: bool) -> Section:
-    del solver
+def _breakdown(effort: Effort) -> Section:
     rows: list[Row] = []
     parts = {}
     for one_adapter, said in ((False, "all adapters"), (True, "one adapter")):
@@ -204,8 +201,7 @@ def _short_heavy() -> LengthSource:
     return LengthSource.of_lengths("short-heavy", lengths.astype(np.int64))
 
 
-def _other_lengths(effort: Effort, solver: bool) -> Section:
-    del solver
+def _other_lengths(effort: Effort) -> Section:
     shape = padded_vocabulary(load_model("7b"), 8)
     hardware = load_hardware(OTHER_HARDWARE)
     plain = tuple(Scheme(tp, 1, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))

@@ -8,7 +8,7 @@ Figure 3, stands for them. What the paper does not say is assumed here, in one p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -22,8 +22,6 @@ from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run, Workload
 from megatron_wlb.study.compare import Outcome, compare
 from megatron_wlb.study.evaluate import Evaluation, evaluate
-
-Progress: TypeAlias = Callable[[], object]
 
 K = 1024
 VPP_SIZE = 2
@@ -85,6 +83,8 @@ class Effort:
     steps: int
     seeds: tuple[int, ...]
     warm_up: int = 30
+    solver: bool = True
+    """Whether the solver runs, which takes seconds a step."""
     solver_steps: int = 20
     solver_limit: float = 1.0
     """Seconds a search of the fixed-length solver may take."""
@@ -128,19 +128,15 @@ def forward_cost(base: Run) -> DocumentCost:
     )
 
 
-def table_2(
-    effort: Effort, packings: Sequence[str], on_step: Progress
-) -> dict[str, list[Evaluation]]:
+def table_2(effort: Effort, packings: Sequence[str]) -> dict[str, list[Evaluation]]:
     """Imbalance of packings at 7B-128K, one evaluation a seed."""
     base = scenario("7b", 128 * K, TABLE_1["7b", 128 * K], hardware=effort.hardware)
     cost = forward_cost(base)
     limit = max_tokens(base)
-    return {name: _evaluate(base, cost, name, limit, effort, on_step) for name in packings}
+    return {name: _evaluate(base, cost, name, limit, effort) for name in packings}
 
 
-def figure_6(
-    effort: Effort, batches: Sequence[int], on_step: Progress
-) -> dict[int, list[Evaluation]]:
+def figure_6(effort: Effort, batches: Sequence[int]) -> dict[int, list[Evaluation]]:
     """Imbalance of attention alone (§3.3), by how many global batches are packed together.
 
     The paper does it on its 550M model and says neither window nor N: those of 550M-128K.
@@ -148,18 +144,13 @@ def figure_6(
     base = scenario("550m", 128 * K, TABLE_1["550m", 128 * K], hardware=effort.hardware)
     attention = DocumentCost(0.0, 1e-6, 0.0, 2e-6)
     return {
-        number: _evaluate(base, attention, f"fixed-greedy:{number}", base.window, effort, on_step)
+        number: _evaluate(base, attention, f"fixed-greedy:{number}", base.window, effort)
         for number in batches
     }
 
 
 def _evaluate(
-    base: Run,
-    cost: DocumentCost,
-    packing: str,
-    limit: int,
-    effort: Effort,
-    on_step: Progress,
+    base: Run, cost: DocumentCost, packing: str, limit: int, effort: Effort
 ) -> list[Evaluation]:
     setting = PackingSettings.parse(packing, base.window, limit, solver_limit=effort.solver_limit)
     steps, warm_up = effort.steps, effort.warm_up
@@ -170,7 +161,7 @@ def _evaluate(
         Workload(documents, base.window, base.num_micro_batches, cost, seed)
         for seed in effort.seeds
     ]
-    return [evaluate(one, setting, steps, warm_up=warm_up, on_step=on_step) for one in workloads]
+    return [evaluate(one, setting, steps, warm_up=warm_up) for one in workloads]
 
 
 Pair: TypeAlias = tuple[str, Mode | Kind]
@@ -179,9 +170,7 @@ PLAIN: Pair = ("original", "per-sequence")
 """Plain-4D."""
 
 
-def speedups(
-    base: Run, pairs: Sequence[Pair], effort: Effort, on_step: Progress
-) -> dict[Pair, Outcome]:
+def speedups(base: Run, pairs: Sequence[Pair], effort: Effort) -> dict[Pair, Outcome]:
     """What each pair does, :data:`PLAIN` included."""
     limit = max_tokens(base)
     shardings: dict[str, list[Mode | Kind]] = {}
@@ -197,7 +186,6 @@ def speedups(
             steps=effort.steps,
             seeds=effort.seeds,
             warm_up=effort.warm_up,
-            on_step=on_step,
         )
         found |= {(packing, mode): one for mode, one in zip(modes, outcomes, strict=True)}
     return found
@@ -208,7 +196,7 @@ LAYER_SHARDINGS: tuple[Mode | Kind, ...] = (
 )  # fmt: skip
 
 
-def figure_15(window: int, effort: Effort, on_step: Progress) -> dict[str, list[float]]:
+def figure_15(window: int, effort: Effort) -> dict[str, list[float]]:
     """Times one 7B layer with CP 4, both passes, per sharding and seed: µs over all steps.
 
     ``paper-adaptive`` chooses between per-sequence and §5.1's per-document, ``adaptive`` between
@@ -232,7 +220,6 @@ def figure_15(window: int, effort: Effort, on_step: Progress) -> dict[str, list[
             layers["paper-adaptive"] = min(layers["per-sequence"], layers["per-document-remainder"])
             for name, us in layers.items():
                 totals[name][-1] += us
-            on_step()
     return totals
 
 

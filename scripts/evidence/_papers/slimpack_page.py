@@ -24,8 +24,7 @@ CHUNKS = (
 """Packings and V of the comparison beyond the paper."""
 
 
-def _throughput(effort: Effort, solver: bool) -> Section:
-    del solver
+def _throughput(effort: Effort) -> Section:
     first = [Case(model, context) for model in MODELS for context in CONTEXTS]
     cases = [*first, *(Case("13b", context, data) for data in [*DATA][1:] for context in CONTEXTS)]
     cases += [Case("13b", 128 * K, documents=number) for number in (1024, 2048)]
@@ -101,8 +100,7 @@ def _layout(result: Result) -> str:
     return f"{result.run.parallelism.cp_size}{full}"
 
 
-def _spread(effort: Effort, solver: bool) -> Section:
-    del solver
+def _spread(effort: Effort) -> Section:
     rows, value = [], {}
     for data in DATA:
         case = Case("13b", 128 * K, data)
@@ -142,8 +140,7 @@ def _spread(effort: Effort, solver: bool) -> Section:
     )
 
 
-def _backward(effort: Effort, solver: bool) -> Section:
-    del solver
+def _backward(effort: Effort) -> Section:
     rows, own, due = [], [], []
     for number in FEW_AND_MANY:
         found = unlike(number, effort)
@@ -177,8 +174,7 @@ def _backward(effort: Effort, solver: bool) -> Section:
     )
 
 
-def _hold(effort: Effort, solver: bool) -> Section:
-    del solver
+def _hold(effort: Effort) -> Section:
     rows = []
     bars: dict[str, list[Row]] = {}
     over_chunks = []

@@ -15,13 +15,9 @@ VPP_SIZES = (1, 2, 4)
 BATCHES = (1, 2, 4, 8, 16)
 
 
-def _step() -> None:
-    return None
-
-
-def _table_2(effort: Effort, solver: bool) -> Section:
-    names = [name for name in paper.TABLE_2 if solver or "solver" not in name]
-    found = paper.table_2(effort, [*names, "hold"], _step)
+def _table_2(effort: Effort) -> Section:
+    names = [name for name in paper.TABLE_2 if effort.solver or "solver" not in name]
+    found = paper.table_2(effort, [*names, "hold"])
     rows, value = [], {}
     for name, evaluations in found.items():
         degree, ms = paper.TABLE_2.get(name, (None, None))
@@ -63,9 +59,8 @@ def _table_2(effort: Effort, solver: bool) -> Section:
     )
 
 
-def _figure_6(effort: Effort, solver: bool) -> Section:
-    del solver
-    found = paper.figure_6(effort, BATCHES, _step)
+def _figure_6(effort: Effort) -> Section:
+    found = paper.figure_6(effort, BATCHES)
     rows = [
         row_of(f"{number} global batch{'es' * (number > 1)}",
              [e.metrics.imbalance_mean for e in found[number]],
@@ -88,8 +83,7 @@ def _figure_6(effort: Effort, solver: bool) -> Section:
     )  # fmt: skip
 
 
-def _figure_12(effort: Effort, solver: bool) -> Section:
-    del solver
+def _figure_12(effort: Effort) -> Section:
     systems: dict[str, list[Row]] = {
         "Fixed-4D": [],
         "WLB-LLM": [],
@@ -108,7 +102,6 @@ def _figure_12(effort: Effort, solver: bool) -> Section:
                 ("hold+shape", "adaptive"),
             ],
             effort,
-            _step,
         )
         plain = found[paper.PLAIN]
         fixed = max(
@@ -116,7 +109,7 @@ def _figure_12(effort: Effort, solver: bool) -> Section:
             key=lambda outcome: outcome.mfu,
         )
         one_chunk = paper.scenario(model, window, layout, 1, effort.hardware)
-        slim = paper.speedups(one_chunk, [("slim", "adaptive")], effort, _step)["slim", "adaptive"]
+        slim = paper.speedups(one_chunk, [("slim", "adaptive")], effort)["slim", "adaptive"]
         outcomes = (fixed, found["wlb:2", "adaptive"], found["hold+shape", "adaptive"], slim)
         for (system, of), outcome in zip(systems.items(), outcomes, strict=True):
             name = f"{model.upper()}-{window // K}K"
@@ -178,8 +171,7 @@ def _figure_12(effort: Effort, solver: bool) -> Section:
     )
 
 
-def _figure_13(effort: Effort, solver: bool) -> Section:
-    del solver
+def _figure_13(effort: Effort) -> Section:
     names: dict[str, paper.Pair] = {
         "CP per-document": ("original", "per-document"),
         "CP adaptive": ("original", "adaptive"),
@@ -193,7 +185,7 @@ def _figure_13(effort: Effort, solver: bool) -> Section:
         base = paper.scenario(
             "7b", 128 * K, paper.TABLE_1["7b", 128 * K], vpp_size, effort.hardware
         )
-        found = paper.speedups(base, list(names.values()), effort, _step)
+        found = paper.speedups(base, list(names.values()), effort)
         plain = found[paper.PLAIN]
         by_vpp[vpp_size] = {
             name: (found[key].speedup(plain), *found[key].speedup_by_seed(plain))
@@ -235,12 +227,11 @@ def _figure_13(effort: Effort, solver: bool) -> Section:
     )
 
 
-def _figure_14(effort: Effort, solver: bool) -> Section:
-    del solver
+def _figure_14(effort: Effort) -> Section:
     rows = []
     for window in paper.WINDOWS:
         base = paper.scenario("7b", window, paper.TABLE_1["7b", 128 * K], hardware=effort.hardware)
-        found = paper.speedups(base, [("wlb:2", "adaptive"), ("hold", "adaptive")], effort, _step)
+        found = paper.speedups(base, [("wlb:2", "adaptive"), ("hold", "adaptive")], effort)
         plain = found[paper.PLAIN]
         ours, hold = found["wlb:2", "adaptive"], found["hold", "adaptive"]
         extra = (f"{hold.speedup(plain):.2f}", f"{plain.packing_imbalance:.2f}",
@@ -263,8 +254,7 @@ def _figure_14(effort: Effort, solver: bool) -> Section:
     )
 
 
-def _figure_15(effort: Effort, solver: bool) -> Section:
-    del solver
+def _figure_15(effort: Effort) -> Section:
     rows = []
     named = {
         "per-document, §5.1": "per-document-remainder",
@@ -277,7 +267,7 @@ def _figure_15(effort: Effort, solver: bool) -> Section:
     both: list[list[float]] = []
     more = replace(effort, steps=4 * effort.steps)  # A step is one micro-batch here.
     for window in (64 * K, 128 * K):
-        totals = paper.figure_15(window, more, _step)
+        totals = paper.figure_15(window, more)
         plain = totals["per-sequence"]
         for name, key in named.items():
             ratios = [a / b for a, b in zip(plain, totals[key], strict=True)]

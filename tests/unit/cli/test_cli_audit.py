@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from helpers.long_soak import soak_of
 
-from megatron_wlb.cli.main import main
 from megatron_wlb.errors import CheckpointError
 from megatron_wlb.planning.ledger.lines import NAME, read, seal
 from megatron_wlb.planning.ledger.writer import StepLedger
@@ -24,23 +23,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_audit_says_what_it_cannot_know(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_says_what_it_cannot_know(folder: Path, wlb) -> None:
     with (folder / NAME).open("ab") as stream:
         stream.write(b"torn")
-    assert main(["audit", str(folder)]) == 0
-    out, err = capsys.readouterr()
+    out, err = wlb("audit", folder)
     assert "waiting    not known: there is no checkpoint\n" in out
     assert "steps      5 (1 to 5), 0 restarts" in out
     assert err.startswith("note: the last line is torn")
 
 
-def test_audit_names_what_is_wrong_and_fails(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_names_what_is_wrong_and_fails(folder: Path, wlb) -> None:
     lines = [line.values for line in read(folder / NAME) if line is not None]
     (folder / NAME).write_bytes(b"".join(map(seal, [*lines[:3], lines[2], *lines[4:]])))
-    assert main(["audit", str(folder)]) == CheckpointError.exit_code
-    out = capsys.readouterr().out.splitlines()
+    out = wlb("audit", folder, status=CheckpointError.exit_code).out.splitlines()
     at = next(number for number, line in enumerate(out) if line.startswith("lost "))
     assert out[at : at + 2] == ["lost       1", "           the line of step 3"]
     assert out[at + 2].startswith("twice      ")
@@ -49,8 +44,6 @@ def test_audit_names_what_is_wrong_and_fails(
     assert out[-1].strip() == "and more"
 
 
-def test_audit_without_a_ledger_says_which_folder_to_give(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["audit", str(tmp_path)]) == CheckpointError.exit_code
-    assert "give the folder of a --save" in capsys.readouterr().err
+def test_audit_without_a_ledger_says_which_folder_to_give(tmp_path: Path, wlb) -> None:
+    error = wlb.refusal("audit", tmp_path, status=CheckpointError.exit_code)
+    assert "give the folder of a --save" in error

@@ -12,10 +12,9 @@ from megatron_wlb import __version__
 from megatron_wlb.cli.main import COMMANDS, main
 
 
-@pytest.fixture
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "texts"
+@pytest.fixture(autouse=True)
+def texts(wlb) -> Path:
+    folder = Path("texts")
     (folder / "old").mkdir(parents=True)
     (folder / "a.txt").write_text("first\n")
     (folder / "b.jsonl").write_text('{"body": "second one"}\n{"body": "third, the longest"}\n')
@@ -24,29 +23,18 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_build_prints_a_table_of_what_it_wrote(
-    texts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status = main(["corpus", "build", "texts", "--out", "c", "--json-key", "body"])
-    out, err = capsys.readouterr()
-    assert status == 0 and all(line.startswith("building: ") for line in err.splitlines())
-    rows = {
-        cells[1].strip(): cells[2].strip()
-        for cells in (line.split("│") for line in out.splitlines())
-        if len(cells) == 4
-    }
+def test_build_prints_a_table_of_what_it_wrote(wlb) -> None:
+    said = wlb("corpus build texts --out c --json-key body")
+    assert all(line.startswith("building: ") for line in said.err.splitlines())
+    rows = {cells[1]: cells[2] for cells in said.cells if len(cells) == 4}
     assert rows["documents"] == "4"
     assert rows["tokens"] == str(7 + 11 + 19 + 8)
     assert rows["length in tokens, max"] == "19"
     assert (rows["vocabulary"], rows["skipped: binary files"]) == ("256", "1")
 
 
-def test_build_json_is_one_object_and_nothing_else(
-    texts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--json-key", "body", "--exclude", "old", "new", "--json"]
-    assert main(["corpus", "build", "texts", "--out", "c", *arguments]) == 0
-    out, err = capsys.readouterr()
+def test_build_json_is_one_object_and_nothing_else(wlb) -> None:
+    out, err = wlb("corpus build texts --out c --json-key body --exclude old new --json")
     result = json.loads(out)
     assert all(line.startswith("building: ") for line in err.splitlines())
     assert out.count("\n") == 1
@@ -55,59 +43,46 @@ def test_build_json_is_one_object_and_nothing_else(
     assert (lengths["mean"], lengths["p50"], lengths["max"]) == (37 / 3, 11, 19)
 
 
-def test_build_passes_every_option_on(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_passes_every_option_on(texts: Path, wlb) -> None:
     (texts / "e.py").write_text("X = 1\ndef f(): pass\ndef g(): pass\n")
-    command = ["corpus", "build", "texts/e.py", "--out", "c", "--json", "--python-definitions"]
-    bpe = ["--tokenizer", "bpe", "--vocab-size", "258"]
-    assert main([*command, *bpe]) == 0
-    built = json.loads(capsys.readouterr().out)
+    command = "corpus build texts/e.py --out c --python-definitions"
+    bpe = f"{command} --tokenizer bpe --vocab-size 258"
+    built = wlb.json(bpe)
     assert (built["num_documents"], built["vocab_size"]) == (2, 258)
-    assert main([*command, *bpe]) == 3
-    assert capsys.readouterr().err.startswith("error: c.tokenizer.json exists")
-    assert main([*command, *bpe, "--reuse"]) == 0
-    assert json.loads(capsys.readouterr().out) == built
-    assert main([*command, "--force"]) == 0
-    assert json.loads(capsys.readouterr().out)["vocab_size"] == 256
+    assert wlb.refusal(bpe, status=3).startswith("c.tokenizer.json exists")
+    assert wlb.json(bpe, "--reuse") == built
+    assert wlb.json(command, "--force")["vocab_size"] == 256
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
+    ("words", "status", "message"),
     [
-        (["nowhere", "--out", "c"], 3, "error: no such file or folder: nowhere\n"),
-        (["texts", "--out", "c", "--vocab-size", "512"], 2, "error: a vocabulary size is for "),
-        (["texts", "--out", "c"], 3, "error: texts/b.jsonl:1 has no key 'text' (it has 'body')"),
+        ("nowhere --out c", 3, "no such file or folder: nowhere"),
+        ("texts --out c --vocab-size 512", 2, "a vocabulary size is for "),
+        ("texts --out c", 3, "texts/b.jsonl:1 has no key 'text' (it has 'body')"),
     ],
 )
 def test_errors_are_one_line_with_the_status_of_their_class(
-    texts: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    status: int,
-    message: str,
+    words: str, status: int, message: str, wlb
 ) -> None:
-    assert main(["corpus", "build", *arguments]) == status
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(message) and err.count("\n") == 1
+    assert wlb.refusal("corpus build", words, status=status).startswith(message)
 
 
-def test_traceback_is_shown_when_asked_for(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traceback_is_shown_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WLB_TRACEBACK", "1")
     with pytest.raises(Exception, match="no such file or folder"):
         main(["corpus", "build", "nowhere", "--out", "c"])
 
 
-def test_interrupt_exits_with_130_and_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupt_exits_with_130_and_one_line(wlb, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("megatron_wlb.cli.corpus.configure", interrupt)
-    assert main(["corpus"]) == 130
-    assert capsys.readouterr() == ("", "error: interrupted\n")
+    assert wlb("corpus", status=130) == ("", "error: interrupted\n")
 
 
-def test_closed_pipe_is_quiet(texts: Path) -> None:
+def test_closed_pipe_is_quiet() -> None:
     command = ["corpus", "build", "texts/a.txt", "--out", "c", "--reuse", "--json"]
     assert main(command) == 0
     reader, writer = os.pipe()
@@ -122,13 +97,9 @@ def test_closed_pipe_is_quiet(texts: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_help_lists_every_command_with_an_example_and_imports_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert caught.value.code == 0 and "example" in text
+def test_help_lists_every_command_with_an_example_and_imports_none(wlb) -> None:
+    text = wlb.help("")
+    assert "example" in text
     assert all(f"\n    {name}" in text for name in COMMANDS)
     code = (
         "import sys; from megatron_wlb.cli.main import main\n"
@@ -139,24 +110,18 @@ def test_help_lists_every_command_with_an_example_and_imports_none(
     assert done.stdout.endswith("\n[]\n")
 
 
-def test_version_and_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_wrong_usage(wlb, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"megatron-wlb {__version__}\n"
-    assert main(["corpse"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: argument COMMAND: invalid choice: 'corpse'")
-    assert err.count("\n") == 1
-    assert main([]) == 2
-    assert "COMMAND" in capsys.readouterr().err
+    assert wlb.refusal("corpse").startswith("argument COMMAND: invalid choice: 'corpse'")
+    assert "COMMAND" in wlb(status=2).err
 
 
-def test_wrong_flags_are_a_line_each_that_names_the_nearest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["pack", "corpus", "--num-micro-batchs", "4", "--windw=8", "--window", "64"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
+def test_wrong_flags_are_a_line_each_that_names_the_nearest(wlb) -> None:
+    words = "pack corpus --num-micro-batchs 4 --windw=8 --window 64"
+    assert wlb(words, status=2).err.splitlines() == [
         "error: unknown flag --num-micro-batchs; did you mean --num-micro-batches?",
         "error: unknown flag --windw; did you mean --window?",
     ]

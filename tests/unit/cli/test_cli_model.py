@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers.index import write_index
 
-from megatron_wlb.cli.main import main
 from megatron_wlb.cli.model import read_model
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
@@ -24,37 +22,30 @@ LENGTHS = [100, 900, 30, 2000, 700, 50, 1500, 60] * 20
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def folder(wlb) -> None:
     write_index("corpus", LENGTHS)
     Path("training.yaml").write_text(yaml.safe_dump(TRAINING))
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    return tmp_path
 
 
 COMMANDS = {
-    "pack": ["--steps", "2", "--packing", "original"],
-    "tune": ["--steps", "2", "--packing", "hold"],
-    "simulate": ["--steps", "2", "--num-seeds", "1", "--packing", "original"],
-    "plan": ["--steps", "1", "--refine", "1", "--packing", "original", "--num-devices", "4"],
+    "pack": "--steps 2 --packing original",
+    "tune": "--steps 2 --packing hold",
+    "simulate": "--steps 2 --num-seeds 1 --packing original",
+    "plan": "--steps 1 --refine 1 --packing original --num-devices 4",
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    "model", ["550m", str(SHAPES / "550m.yaml"), "training.yaml", "recipe.yaml"]
-)
-def test_model_is_a_name_or_any_file_of_one(command: str, model: str, capsys) -> None:
-    batch = ["--num-micro-batches", "4", "--window", "2048"]
-    argv = [command, "corpus", "--model", model, *batch, *COMMANDS[command], "--json"]
-    assert main(argv) == 0, capsys.readouterr().err
-    json.loads(capsys.readouterr().out)
+@pytest.mark.parametrize("model", ["550m", SHAPES / "550m.yaml", "training.yaml", "recipe.yaml"])
+def test_model_is_a_name_or_any_file_of_one(command: str, model: str | Path, wlb) -> None:
+    batch = "--num-micro-batches 4 --window 2048"
+    wlb.json(command, "corpus --model", model, batch, COMMANDS[command])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_unknown_model_lists_all_names(command: str, capsys) -> None:
-    assert main([command, "corpus", "--model", "7bb", *COMMANDS[command]]) == 2
-    error = capsys.readouterr().err
+def test_unknown_model_lists_all_names(command: str, wlb) -> None:
+    error = wlb.refusal(command, "corpus --model 7bb", COMMANDS[command])
     assert "unknown model 7bb; did you mean 7b? There are 550m, 7b, mixtral-8x7b, " in error
 
 
@@ -62,13 +53,11 @@ def test_name_and_its_file_are_the_same_model() -> None:
     assert read_model("7b").shape == read_model(str(SHAPES / "7b.yaml")).shape == load_model("7b")
 
 
-def test_settings_give_window_and_batch_to_every_command(capsys) -> None:
-    for model in ("training.yaml", "recipe.yaml"):
-        model_read = read_model(model)
-        assert {"--seq-length", "--global-batch-size"} <= model_read.written
-        for command in ("pack", "simulate"):
-            assert main([command, "corpus", "--model", model, *COMMANDS[command]]) == 0
-            assert "window 2,048" in capsys.readouterr().out
+@pytest.mark.parametrize("model", ["training.yaml", "recipe.yaml"])
+def test_settings_give_window_and_batch_to_every_command(model: str, wlb) -> None:
+    assert {"--seq-length", "--global-batch-size"} <= read_model(model).written
+    for command in ("pack", "simulate"):
+        assert "window 2,048" in wlb(command, "corpus --model", model, COMMANDS[command]).out
 
 
 @pytest.mark.parametrize(
@@ -87,13 +76,11 @@ def test_settings_that_cannot_be_are_refused_before_they_are_used(setting) -> No
         read_model("odd.yaml")
 
 
-@pytest.mark.parametrize("words", [["2,3"], ["2", "3"], ["2,", "3"], ["2,3", "corpus"]])
-def test_lists_are_written_with_blanks_or_commas(words: list[str], capsys) -> None:
-    corpus = [] if "corpus" in words else ["corpus"]
-    argv = ["pack", *corpus, "--json", "--window", "2048", "--steps", "2"]
-    argv += ["--packing", "original", "hold", "--num-micro-batches", *words]
-    assert main(argv) == 0, capsys.readouterr().err
-    rows = json.loads(capsys.readouterr().out)["rows"]
+@pytest.mark.parametrize("words", ["2,3", "2 3", "2, 3", "2,3 corpus"])
+def test_lists_are_written_with_blanks_or_commas(words: str, wlb) -> None:
+    corpus = "" if "corpus" in words else "corpus"
+    given = "--window 2048 --steps 2 --packing original hold --num-micro-batches"
+    rows = wlb.json("pack", corpus, given, words)["rows"]
     assert [(row["num_micro_batches"], row["packing"]) for row in rows] == [
         (2, "original"), (2, "hold"), (3, "original"), (3, "hold"),
     ]  # fmt: skip
@@ -125,19 +112,14 @@ def test_batches_that_grow_by_a_schedule_are_those_of_its_end() -> None:
         model.num_micro_batches(3)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "slices"), [("delayed", False), ("tensorwise", True)], ids=["delayed", "tensorwise"]
-)
-def test_slices_are_no_advice_for_delayed_scaling(recipe: str, slices: bool, capsys) -> None:
+@pytest.mark.parametrize(("recipe", "slices"), [("delayed", False), ("tensorwise", True)])
+def test_slices_are_no_advice_for_delayed_scaling(recipe: str, slices: bool, wlb) -> None:
     """The launcher refuses them."""
-    path = Path("fp8.yaml")
     given = {"--fp8-format": "e4m3", "--fp8-recipe": recipe, "--pipeline-model-parallel-size": 2}
-    path.write_text(yaml.safe_dump({"MODEL_ARGS": RECIPE["MODEL_ARGS"] | given}))
+    Path("fp8.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": RECIPE["MODEL_ARGS"] | given}))
+    words = "corpus --model fp8.yaml"
     for command in ("pack", "tune", "simulate"):
-        argv = [command, "corpus", "--model", str(path), "--steps", "2", "--json"]
-        assert main(argv) == 0, capsys.readouterr().err
-        assert ('"slim' in capsys.readouterr().out) == slices, command
-    argv = ["plan", "corpus", "--model", str(path), "--packing", "slim", "--pp-size", "2"]
-    argv += ["--num-devices", "2", "--steps", "1", "--refine", "1"]
-    assert main(argv) == (0 if slices else 2)
-    assert ("which has experts or FP8's delayed scaling" in capsys.readouterr().err) != slices
+        assert ('"slim' in wlb(command, words, "--steps 2 --json").out) == slices, command
+    plan = f"plan {words} --packing slim --pp-size 2 --num-devices 2 --steps 1 --refine 1"
+    err = wlb(plan, status=0 if slices else 2).err
+    assert ("which has experts or FP8's delayed scaling" in err) != slices

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -8,17 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_wlb.cli.main import main
 from megatron_wlb.settings.command_line import parse
 
 SIZES = {
     "hidden_size": 1024, "ffn_hidden_size": 2560, "num_layers": 6, "num_attention_heads": 8,
     "num_query_groups": 8, "kv_channels": 128, "vocab_size": 1000, "gated": True,
 }  # fmt: skip
-QUICK = ["--steps", "2", "--refine", "2"]
-BASE = ["plan", "--distribution", "reference", "--window", "4096", "--num-micro-batches", "4"]
-SMALL = [*BASE, "--model", "small.yaml", "--num-devices", "4", "--memory-gib", "1.2", *QUICK]
-N_32 = ["--num-micro-batches", "32"]
+SMALL = (
+    "plan --distribution reference --window 4096 --num-micro-batches 4 --model small.yaml "
+    "--num-devices 4 --memory-gib 1.2 --steps 2 --refine 2"
+)
 KEYS = {
     "tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "num_micro_batches", "recompute",
     "coarse_mfu", "mfu", "fits", "packing", "max_tokens", "peak_gib", "step_ms", "tokens_per_s",
@@ -27,19 +25,17 @@ KEYS = {
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def folder(wlb) -> None:
     Path("small.yaml").write_text(yaml.safe_dump(SIZES))
-    return tmp_path
 
 
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    assert main([*SMALL, *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def plan(wlb):
+    return lambda *words: wlb.json(SMALL, *words)
 
 
-def test_json_has_the_ranking_the_rejected_and_the_command(capsys) -> None:
-    found = plan(capsys)
+def test_json_has_the_ranking_the_rejected_and_the_command(plan) -> None:
+    found = plan()
     assert found["simulated"] is True
     ranked = found["ranked"]
     assert all(row.keys() >= KEYS for row in ranked)
@@ -57,8 +53,8 @@ def test_json_has_the_ranking_the_rejected_and_the_command(capsys) -> None:
     assert all(one["reason"] for one in found["rejected"])
 
 
-def test_command_and_recipe_are_those_of_the_best(capsys) -> None:
-    found = plan(capsys, "--out", "best.yaml", "--num-micro-batches", "4", "8")
+def test_command_and_recipe_are_those_of_the_best(plan) -> None:
+    found = plan("--out best.yaml --num-micro-batches 4 8")
     best = found["ranked"][0]
     words = shlex.split(found["command"])
     config = parse(words[words.index("$MEGATRON_LM_PATH/pretrain_gpt.py") + 1 :])
@@ -79,9 +75,8 @@ def test_command_and_recipe_are_those_of_the_best(capsys) -> None:
     )
 
 
-def test_table_ranks_and_says_what_cannot_run(capsys) -> None:
-    assert main([*SMALL, "--rows", "2"]) == 0
-    out = capsys.readouterr().out
+def test_table_ranks_and_says_what_cannot_run(wlb) -> None:
+    out = wlb(SMALL, "--rows 2").out
     assert "What cannot run" in out and "do not divide" in out and "Fastest within " in out
     assert "simulated: 2 steps of each, seed 1; mean delay up to 0.5 steps (--max-delay)" in out
     assert "memory up to 1.1 GiB (5% left free)" in out
@@ -90,12 +85,9 @@ def test_table_ranks_and_says_what_cannot_run(capsys) -> None:
     assert f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 {launcher}" in out
 
 
-def test_table_has_a_row_for_each_layout_and_for_each_packing_of_the_best(capsys) -> None:
-    ranked = plan(capsys)["ranked"]
-    assert main([*SMALL, "--rows", "99"]) == 0
-    out = capsys.readouterr().out
-    cells = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "│" in line]
-    rows = [row for row in cells if len(row) == 16]
+def test_table_has_a_row_for_each_layout_and_for_each_packing_of_the_best(wlb, plan) -> None:
+    ranked = plan()["ranked"]
+    rows = [row for row in wlb(SMALL, "--rows 99").cells if len(row) == 16]
     layouts = [tuple(row[2:5]) for row in rows if row[1]]
     sizes = ("tp_size", "cp_size", "pp_size", "vpp_size", "dp_size", "recompute")
     assert len(layouts) == len(set(layouts)) == len({tuple(r[s] for s in sizes) for r in ranked})
@@ -107,115 +99,98 @@ def test_table_has_a_row_for_each_layout_and_for_each_packing_of_the_best(capsys
     )
 
 
-def test_what_is_above_a_limit_is_seen_without_colour(capsys) -> None:
-    assert main([*SMALL, "--rows", "99", "--max-delay", "0"]) == 0
-    out = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "│" in line]
-    delays = [row[-2] for row in rows if len(row) == 16]
+def test_what_is_above_a_limit_is_seen_without_colour(wlb) -> None:
+    said = wlb(SMALL, "--rows 99 --max-delay 0")
+    delays = [row[-2] for row in said.cells if len(row) == 16]
     marked = [one for one in delays if one.startswith("! ")]
     assert marked and marked == [one for one in delays if float(one.strip("! ")) > 0]
-    assert "! is above the limit" in " ".join(out.split())
+    assert "! is above the limit" in " ".join(said.out.split())
 
 
-def test_table_counts_the_layouts_that_were_simulated(capsys) -> None:
-    assert main(SMALL) == 0
-    out = capsys.readouterr().out
+def test_table_counts_the_layouts_that_were_simulated(wlb) -> None:
+    out = wlb(SMALL).out
     simulated, possible = map(int, re.findall(r"(\d+) simulated of (\d+) that can run", out)[0])
     slower = int(re.findall(r"slower by the coarse pass │ +(\d+)", out)[0])
     assert simulated >= 2 and simulated + slower == possible
 
 
-def test_slices_are_tried_where_they_can_run(capsys) -> None:
-    assert "slim" in {row["packing"] for row in plan(capsys, "--pp-size", "4")["ranked"]}
-    virtual = plan(capsys, "--pp-size", "2", "--vpp-size", "3")
-    assert "slim" not in {row["packing"] for row in virtual["ranked"]}
+def test_slices_are_tried_where_they_can_run(wlb, plan) -> None:
+    def packings(words: str) -> set[str]:
+        return {row["packing"] for row in plan(words)["ranked"]}
+
+    assert "slim" in packings("--pp-size 4")
+    assert "slim" not in packings("--pp-size 2 --vpp-size 3")
     Path("small.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4}))
-    experts = plan(capsys, "--pp-size", "4", "--memory-gib", "20")
-    assert "slim" not in {row["packing"] for row in experts["ranked"]}
-    assert main([*SMALL, "--packing", "slim"]) == 2
-    assert "--packing slim cannot train" in capsys.readouterr().err
+    assert "slim" not in packings("--pp-size 4 --memory-gib 20")
 
 
-def test_limit_of_delay_bounds_what_is_ranked_first(capsys) -> None:
-    for limit in ("0", "0.1", "3"):
-        ranked = plan(capsys, "--max-delay", limit)["ranked"]
-        assert ranked[0]["delay_steps"] <= float(limit)
-        for row in ranked:
-            if row["delay_steps"] <= float(limit) and row["fits"]:
-                assert round(ranked[0]["speedup"], 3) >= round(row["speedup"], 3)
+@pytest.mark.parametrize("limit", ["0", "0.1", "3"])
+def test_limit_of_delay_bounds_what_is_ranked_first(limit: str, plan) -> None:
+    ranked = plan("--max-delay", limit)["ranked"]
+    assert ranked[0]["delay_steps"] <= float(limit)
+    for row in ranked:
+        if row["delay_steps"] <= float(limit) and row["fits"]:
+            assert round(ranked[0]["speedup"], 3) >= round(row["speedup"], 3)
 
 
-def test_command_has_what_becomes_of_long_documents(capsys) -> None:
-    found = plan(capsys, "--long-documents", "truncate")
+def test_command_has_what_becomes_of_long_documents(plan) -> None:
+    found = plan("--long-documents truncate")
     assert "--wlb-long-documents truncate" in found["command"]
 
 
-def test_the_same_command_gives_the_same_ranking(capsys) -> None:
-    assert plan(capsys) == plan(capsys)
-    assert plan(capsys) != plan(capsys, "--seed", "2")
+def test_the_same_command_gives_the_same_ranking(plan) -> None:
+    assert plan() == plan() != plan("--seed 2")
 
 
-def test_n_without_a_number_is_what_has_four_million_tokens(capsys) -> None:
-    arguments = ["plan", "--distribution", "reference", "--model", "small.yaml", "--num-devices",
-                 "2", "--tp-size", "2", "--steps", "1", "--refine", "1", "--json"]  # fmt: skip
-    assert main([*arguments, "--packing", "original"]) == 0
-    row = json.loads(capsys.readouterr().out)["ranked"][0]
+def test_n_without_a_number_is_what_has_four_million_tokens(wlb) -> None:
+    words = "plan --distribution reference --model small.yaml --num-devices 2 --tp-size 2"
+    row = wlb.json(words, "--steps 1 --refine 1 --packing original")["ranked"][0]
     assert row["num_micro_batches"] * 131072 == 1 << 22
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("words", "says"),
     [
-        (["--memory-gib", "0.05"], "no layout of 4 devices can run"),
-        (
-            ["--memory-gib", "0.68", "--packing", "slim:1", *N_32, "--pp-size", "4"],
-            "that was simulated fits memory: the least is 0.66 GiB (PP 4",
-        ),
-        (["--memory-gib", "-1"], "--memory-gib is -1.0"),
-        (["--num-devices", "0"], "--num-devices is 0; give at least 1"),
-        (["--num-devices", "63"], "63 are no whole nodes of 8"),
-        (["--tp-size", "3"], "no layout of 4 devices has tp_size 3"),
-        (["--num-micro-batches", "0"], "--num-micro-batches is 0"),
-        (["--packing", "hodl"], "did you mean hold"),
-        (["--packing", ","], "--packing names none"),
-        (["--packing", "hold,fixed-greedy+shape", "--pp-size", "2"], "cannot be shaped"),
-        (["--packing", "fixed-solver:2+shape", "--pp-size", "1"], "cannot be shaped"),
-        (["--hardware", "h1000"], "unknown hardware h1000"),
-        (["--refine", "0"], "--refine is 0"),
-        (["--max-delay", "-1"], "--max-delay is -1; give at least 0"),
-        (["--headroom", "1"], "--headroom is 1; give a share"),
-        (["--cost", "cost.json"], "holds for the layout it was measured with"),
-        (["--window", "0"], "--window is 0"),
-        (["--out", "."], "is a folder"),
+        ("--memory-gib 0.05", "no layout of 4 devices can run"),
+        ("--memory-gib 0.68 --packing slim:1 --num-micro-batches 32 --pp-size 4",
+         "that was simulated fits memory: the least is 0.66 GiB (PP 4"),
+        ("--memory-gib -1", "--memory-gib is -1.0"),
+        ("--num-devices 0", "--num-devices is 0; give at least 1"),
+        ("--num-devices 63", "63 are no whole nodes of 8"),
+        ("--tp-size 3", "no layout of 4 devices has tp_size 3"),
+        ("--num-micro-batches 0", "--num-micro-batches is 0"),
+        ("--packing hodl", "did you mean hold"),
+        ("--packing ,", "--packing names none"),
+        ("--packing hold,fixed-greedy+shape --pp-size 2", "cannot be shaped"),
+        ("--packing fixed-solver:2+shape --pp-size 1", "cannot be shaped"),
+        ("--packing hold,slim --model experts.yaml",
+         "--packing slim cannot train --model experts.yaml, which has experts"),
+        ("--expert-imbalance 0.5 --model experts.yaml", "--expert-imbalance is 0.5"),
+        ("--hardware h1000", "unknown hardware h1000"),
+        ("--refine 0", "--refine is 0"),
+        ("--max-delay -1", "--max-delay is -1; give at least 0"),
+        ("--headroom 1", "--headroom is 1; give a share"),
+        ("--cost cost.json", "holds for the layout it was measured with"),
+        ("--window 0", "--window is 0"),
+        ("--out .", "is a folder"),
     ],
-)
-def test_bad_input_is_one_line_and_leaves_no_file(
-    arguments: list[str], says: str, capsys, folder: Path
-) -> None:
-    before = sorted(folder.rglob("*"))
-    assert main([*SMALL, "--out", "r.yaml", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    error = captured.err.splitlines()[-1]
-    assert error.startswith("error: ") and says in error, error
-    assert sorted(folder.rglob("*")) == before
+)  # fmt: skip
+def test_bad_input_is_one_line_and_leaves_no_file(words: str, says: str, wlb) -> None:
+    Path("experts.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4}))
+    before = sorted(Path().rglob("*"))
+    assert says in wlb.refusal(SMALL, "--out r.yaml", words)
+    assert sorted(Path().rglob("*")) == before
 
 
-def test_layouts_of_experts_are_searched_and_written(capsys) -> None:
+def test_layouts_of_experts_are_searched_and_written(plan) -> None:
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 640, "moe_layer_freq": "[0]+[1]*5"}
     Path("small.yaml").write_text(yaml.safe_dump(SIZES | experts | {"linear_bias": False}))
-    found = plan(capsys, "--out", "best.yaml", "--tp-size", "1", "--packing", "wlb")
+    found = plan("--out best.yaml --tp-size 1 --packing wlb")
     sizes = {row["ep_size"] for row in [*found["coarse"], *found["rejected"]]}
     assert sizes == {1, 2, 4}
     arguments = yaml.safe_load(Path("best.yaml").read_text())["MODEL_ARGS"]
     best = found["ranked"][0]
     assert arguments["--expert-model-parallel-size"] == best["ep_size"]
     assert arguments["--num-experts"] == 4 and arguments["--moe-layer-freq"] == "([0]*1+[1]*5)"
-    only = plan(capsys, "--ep-size", "2", "--packing", "wlb")
+    only = plan("--ep-size 2 --packing wlb")
     assert {row["ep_size"] for row in only["coarse"]} == {2}
-    assert main([*SMALL, "--expert-imbalance", "0.5"]) == 2
-    assert "--expert-imbalance is 0.5" in capsys.readouterr().err
-    assert main([*SMALL, "--packing", "hold,slim"]) == 2
-    assert "--packing slim cannot train --model small.yaml, which has experts" in (
-        capsys.readouterr().err
-    )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_wlb.cli.main import main
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.strategy.layout import read_strategies
 from megatron_wlb.planning.strategy_run import StrategyRun
@@ -23,14 +21,15 @@ SIZES = {
     "tied_embeddings": False,
 }  # fmt: skip
 WINDOW = 32768
-SMALL = ["plan", "--model", "small.yaml", "--num-devices", "8", "--strategies", "--steps", "6",
-         "--window", str(WINDOW), "--num-micro-batches", "2", "--memory-gib", "2.4",
-         "--hardware", "a100"]  # fmt: skip
+SMALL = (
+    f"plan --model small.yaml --num-devices 8 --strategies --steps 6 --window {WINDOW} "
+    "--num-micro-batches 2 --memory-gib 2.4 --hardware a100"
+)
+MIXED = f"{SMALL} --lengths mixed.npy"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def folder(wlb) -> None:
     Path("small.yaml").write_text(yaml.safe_dump(SIZES))
     random = np.random.default_rng(3)
     lengths = np.clip(random.lognormal(np.log(700), 1.0, 4000), 16, 6000).astype(np.int64)
@@ -38,10 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("mixed.npy", lengths)
 
 
-def test_strategies_are_shown_with_their_gain_and_documents(capsys) -> None:
-    command = [*SMALL, "--lengths", "mixed.npy"]
-    assert main([*command, "--json", "--out", "found.yaml"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_strategies_are_shown_with_their_gain_and_documents(wlb) -> None:
+    found = wlb.json(MIXED, "--out found.yaml")
     assert found["simulated"] is True and found["speedup"] > 1
     assert found["speedup"] == pytest.approx(found["equal_ms"] / found["dynamic_ms"])
     rows = found["strategies"]
@@ -57,27 +54,23 @@ def test_strategies_are_shown_with_their_gain_and_documents(capsys) -> None:
         assert all(a <= b for a, b in zip(longest, limits, strict=True))
     read = read_strategies("found.yaml")
     assert [str(strategy) for strategy in read] == [row["strategy"] for row in rows]
-    assert main(command) == 0
-    shown = capsys.readouterr().out
+    shown = wlb(MIXED).out
     assert "Which documents go where" in shown and "simulated" in shown
     assert found["best_equal"] in shown and rows[0]["strategy"] in shown
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found  # the same each time
+    assert wlb.json(MIXED) == found  # the same each time
 
 
-def test_strategies_of_fp32_fit_a_run_without_bf16(capsys) -> None:
-    command = [*SMALL, "--lengths", "mixed.npy", "--memory-gib", "4"]
+def test_strategies_of_fp32_fit_a_run_without_bf16(wlb) -> None:
+    command = f"{MIXED} --memory-gib 4"
     schemes = {}
-    for dtype, more in {"bf16": [], "fp32": ["--fp32"]}.items():
-        assert main([*command, *more, "--json", "--out", f"{dtype}.yaml"]) == 0
-        found = json.loads(capsys.readouterr().out)
+    for dtype, more in {"bf16": "", "fp32": "--fp32"}.items():
+        found = wlb.json(command, more, f"--out {dtype}.yaml")
         schemes[dtype] = found["schemes"]
         assert found["bf16"] is (dtype == "bf16")
     shared = schemes["bf16"].keys() & schemes["fp32"].keys()
     assert shared and all(schemes["fp32"][name] < schemes["bf16"][name] for name in shared)
-    assert main([*command, "--fp32", "--out", "fp32.yaml"]) == 0
     # The line that is shown can be trained, and says all that it depends on.
-    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    words = shlex.split(wlb(command, "--fp32 --out fp32.yaml").out.splitlines()[-1])
     config = parse(words[words.index("megatron_wlb.pretrain_gpt") + 1 :])
     assert not config.training.bf16 and config.wlb.wlb_strategies == "fp32.yaml"
     corpora: Any = SimpleNamespace(vocab_size=SIZES["vocab_size"])
@@ -88,44 +81,34 @@ def test_strategies_of_fp32_fit_a_run_without_bf16(capsys) -> None:
         StrategyRun.of(dataclasses.replace(config, wlb=wlb), corpora, 8)
 
 
-def test_no_gain_is_said_plainly(capsys) -> None:
+def test_no_gain_is_said_plainly(wlb) -> None:
     np.save("long.npy", np.full(400, WINDOW, dtype=np.int64))  # each step has the same
-    assert main([*SMALL, "--lengths", "long.npy"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(wlb(SMALL, "--lengths long.npy").out.split())
     assert "Strategies gain nothing on these documents, simulated" in shown
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("words", "said"),
     [
-        (["--num-micro-batches", "2", "4"], "--num-micro-batches 2 4 are several sizes of a step"),
-        (["--tp-size", "4"], "--tp-size gives all replicas one size"),
-        (["--memory-gib", "0.3"], "no replica on 8 devices takes a document of 30000 tokens"),
+        (f"{MIXED} --num-micro-batches 2 4", "--num-micro-batches 2 4 are several sizes of a step"),
+        (f"{MIXED} --tp-size 4", "--tp-size gives all replicas one size"),
+        (f"{MIXED} --memory-gib 0.3", "no replica on 8 devices takes a document of 30000 tokens"),
+        (f"{MIXED.replace('--strategies', '--fp32')}", "--fp32 is for --strategies"),
     ],
 )
-def test_strategies_that_cannot_be_are_refused(more: list[str], said: str, capsys) -> None:
-    assert main([*SMALL, "--lengths", "mixed.npy", *more]) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert said in error[-1] and error[-1].startswith("error: ")
+def test_strategies_that_cannot_be_are_refused(words: str, said: str, wlb) -> None:
+    assert said in wlb.refusal(words)
 
 
-def test_models_that_do_not_run_with_strategies_are_refused(capsys) -> None:
+def test_models_that_do_not_run_with_strategies_are_refused(wlb) -> None:
     latent = {"kv_lora_rank": 64, "qk_head_dim": 96, "qk_pos_emb_head_dim": 32, "v_head_dim": 96}
     more = {"num_experts": 4, "mtp_num_layers": 1, "latent": latent, "dropout": True}
     Path("small.yaml").write_text(yaml.safe_dump(SIZES | more))
-    assert main([*SMALL, "--lengths", "mixed.npy"]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "strategies: " in line]
+    lines = [line for line in wlb(MIXED, status=2).err.splitlines() if "strategies: " in line]
     names = ["num-experts", "multi-latent-attention", "mtp-num-layers", "hidden-dropout"]
     for name, line in zip(names, lines, strict=True):
         assert f"--model small.yaml has --{name}, which does not work with strategies" in line
     run = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "bf16": True}
     sizes = "num_layers: 4\nhidden_size: 1024\nnum_attention_heads: 8\n"
     Path("small.yaml").write_text(sizes + yaml.safe_dump(run))
-    assert main([*SMALL, "--lengths", "mixed.npy"]) == 2
-    assert "has --fp8-format, which does not" in capsys.readouterr().err
-
-
-def test_fp32_without_strategies_is_refused(capsys) -> None:
-    command = [word for word in SMALL if word != "--strategies"]
-    assert main([*command, "--lengths", "mixed.npy", "--fp32"]) == 2
-    assert "--fp32 is for --strategies" in capsys.readouterr().err.splitlines()[-1]
+    assert "has --fp8-format, which does not" in wlb.refusal(MIXED)

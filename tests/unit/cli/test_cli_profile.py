@@ -1,9 +1,8 @@
-import json
+from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron_wlb.cli.main import main
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.attention import AnalyticAttention, AttentionProfile
 from megatron_wlb.cost.hardware import read_hardware
@@ -29,16 +28,12 @@ def quick(monkeypatch):
     monkeypatch.setattr(rates, "measure_rates", lambda device: RATES)
 
 
-def run(*arguments):
-    small = "--device cpu --small --longest 16 --repeats 1"
-    return main(["profile", *small.split(), *map(str, arguments)])
+PROFILE = "profile --device cpu --small --longest 16 --repeats 1"
 
 
-def test_profile_writes_a_hardware_file_that_planning_reads(tmp_path, capsys, quick):
-    out = tmp_path / "new" / "machine.yaml"
-    assert run("--out", out, "--heads", "2/1x16", "2/2x16", "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    hardware = load_hardware(str(out))
+def test_profile_writes_a_hardware_file_that_planning_reads(wlb, quick):
+    said = wlb.json(PROFILE, "--out new/machine.yaml --heads 2/1x16 2/2x16")
+    hardware = load_hardware("new/machine.yaml")
     assert [(p.num_heads, p.num_groups, p.kernel) for p in hardware.attention] == [
         (2, 1, "torch-cpu"),
         (2, 2, "torch-cpu"),
@@ -46,45 +41,39 @@ def test_profile_writes_a_hardware_file_that_planning_reads(tmp_path, capsys, qu
     assert hardware.peak_tflops == said["peak_tflops"]["value"] == 0.2
     assert hardware.linear_share == 0.75
     assert hardware.network_gb_s == load_hardware("cpu").network_gb_s
-    pictures = sorted(path.name for path in out.parent.glob("*.png"))
-    assert pictures == ["machine-2-1x16.png", "machine-2-2x16.png"]
-    assert sorted(p.name for p in out.parent.iterdir()) == [*pictures, "machine.yaml"]
+    assert sorted(path.name for path in Path("new").iterdir()) == [
+        "machine-2-1x16.png", "machine-2-2x16.png", "machine.yaml",
+    ]  # fmt: skip
 
 
-def test_profile_keeps_the_tables_of_its_base(tmp_path, quick):
-    out = tmp_path / "machine.yaml"
-    run("--out", out, "--heads", "2/1x16", "--no-plot")
-    assert run("--out", out, "--base", out, "--force", "--heads", "4/1x16", "--no-plot") == 0
-    assert [p.num_heads for p in load_hardware(str(out)).attention] == [2, 4]
-    assert list(tmp_path.glob("*.png")) == []
-
-
-def test_profile_shows_a_table(tmp_path, capsys, quick):
-    assert run("--out", tmp_path / "machine.yaml", "--no-plot") == 0
-    assert "attention_share" in capsys.readouterr().out
+def test_profile_keeps_the_tables_of_its_base(wlb, quick):
+    words = f"{PROFILE} --no-plot --out machine.yaml"
+    assert "attention_share" in wlb(words, "--heads 2/1x16").out
+    wlb(words, "--base machine.yaml --force --heads 4/1x16")
+    assert [p.num_heads for p in load_hardware("machine.yaml").attention] == [2, 4]
+    assert [path.name for path in Path().iterdir()] == ["machine.yaml"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("words", "complaint"),
     [
-        (["--out", "machine.json"], "is no YAML file"),
-        (["--out", "there.yaml"], "exists; choose another name, or --force"),
-        (["--out", "a.yaml", "--heads", "32x128"], "--heads 32x128 is not query heads"),
-        (["--out", "a.yaml", "--heads", "3/2x64"], "--heads 3/2x64"),
-        (["--out", "a.yaml", "--base", "tpu"], "unknown hardware tpu"),
-        (["--out", "a.yaml", "--kernel", "flash-attn-3"], "flash-attn-3 cannot run"),
-        (["--out", "a.yaml", "--longest", "0"], "--longest is 0; give at least 16"),
-        (["--out", "a.yaml", "--longest", "2"], "--longest is 2; give at least 16"),
-        (["--out", "a.yaml", "--repeats", "0"], "--repeats is 0; give at least 1"),
-        (["--out", "a.yaml", "--device", "cuda"], "torch sees no GPU"),
+        ("--out machine.json", "is no YAML file"),
+        ("--out there.yaml", "exists; choose another name, or --force"),
+        ("--out a.yaml --heads 32x128", "--heads 32x128 is not query heads"),
+        ("--out a.yaml --heads 3/2x64", "--heads 3/2x64"),
+        ("--out a.yaml --base tpu", "unknown hardware tpu"),
+        ("--out a.yaml --kernel flash-attn-3", "flash-attn-3 cannot run"),
+        ("--out a.yaml --longest 0", "--longest is 0; give at least 16"),
+        ("--out a.yaml --longest 2", "--longest is 2; give at least 16"),
+        ("--out a.yaml --repeats 0", "--repeats is 0; give at least 1"),
+        ("--out a.yaml --device cuda", "torch sees no GPU"),
     ],
 )
-def test_profile_refuses_before_it_measures(tmp_path, monkeypatch, capsys, arguments, complaint):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.yaml").write_text("")
-    assert run(*arguments) != 0
-    assert complaint in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
+def test_profile_refuses_before_it_measures(words, complaint, wlb):
+    Path("there.yaml").write_text("")
+    status = 7 if "flash-attn-3" in words else 2
+    assert complaint in wlb.refusal(PROFILE, words, status=status)
+    assert [path.name for path in Path().iterdir()] == ["there.yaml"]
 
 
 def content(device="cpu", base="cpu", **more):
@@ -124,12 +113,10 @@ def test_analytic_attention_is_no_measured_table():
     assert AnalyticAttention(4, 64, 1.0).call_us == (0.0, 0.0)
 
 
-def test_profile_keeps_a_base_without_latency(tmp_path, capsys, quick):
-    base = tmp_path / "base.yaml"
+def test_profile_keeps_a_base_without_latency(wlb, quick):
     figures = yaml.safe_load(read_hardware("cpu")[0].read_text())
     del figures["latency_us"]
-    base.write_text(yaml.safe_dump(figures))
-    out = tmp_path / "machine.yaml"
-    assert run("--out", out, "--base", base, "--heads", "2/2x16", "--no-plot") == 0
-    assert "latency_us" not in yaml.safe_load(out.read_text())
-    assert load_hardware(str(out)).latency_us == 10.0
+    Path("base.yaml").write_text(yaml.safe_dump(figures))
+    wlb(PROFILE, "--out machine.yaml --base base.yaml --heads 2/2x16 --no-plot")
+    assert "latency_us" not in yaml.safe_load(Path("machine.yaml").read_text())
+    assert load_hardware("machine.yaml").latency_us == 10.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -29,12 +28,11 @@ BEFORE_SCRIPT: rm -rf /
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def recipe(wlb, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     monkeypatch.setenv("OUT", "/out")
-    path = tmp_path / "model_config.yaml"
-    path.write_text(RECIPE)
-    return str(path)
+    Path("model_config.yaml").write_text(RECIPE)
+    return "model_config.yaml"
 
 
 @pytest.fixture
@@ -44,11 +42,8 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "Megatron-LM"
 
 
-def test_show_prints_a_command_for_the_shell(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["recipe", "show", recipe, "--megatron", "/m", "--", "--lr", "1e-4"]) == 0
-    captured = capsys.readouterr()
+def test_show_prints_a_command_for_the_shell(recipe: str, wlb) -> None:
+    captured = wlb("recipe show", recipe, "--megatron /m -- --lr 1e-4")
     exports, command = captured.out.split("python", 1)
     assert exports == "export GPUS_PER_NODE=2\nexport GREETING='hello world'\n"
     assert shlex.split(command.replace("\\\n", "")) == [
@@ -60,10 +55,8 @@ def test_show_prints_a_command_for_the_shell(
     assert captured.err == f"note: BEFORE_SCRIPT of the recipe is not run; see {recipe}\n"
 
 
-def test_show_prints_json(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["recipe", "show", recipe, "--json", "--nnodes", "4", "--rdzv-endpoint", "a:1"]
-    assert main(argv) == 0
-    shown = json.loads(capsys.readouterr().out)
+def test_show_prints_json(recipe: str, wlb) -> None:
+    shown = wlb.json("recipe show", recipe, "--nnodes 4 --rdzv-endpoint a:1")
     assert shown["arguments"][:3] == ["--num-layers", "4", "--bf16"]
     command = " ".join(shown["command"])
     assert "--nnodes 4 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a:1" in command
@@ -93,48 +86,30 @@ def test_run_becomes_torchrun(recipe: str, checkout: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--megatron is missing; give the Megatron-LM checkout"),
-        (["--megatron", "/nowhere"], "/nowhere/pretrain_gpt.py is no file"),
-        (["--megatron", "CHECKOUT", "--script", "train_rl.py"], "train_rl.py is no file"),
-        (["--megatron", "CHECKOUT", "--nnodes", "2"], "runs on 2 nodes; give --rdzv-endpoint"),
-        (["--megatron", "CHECKOUT", "--nproc-per-node", "0"], "--nproc-per-node is 0; give at"),
-        (
-            ["--dry-run", "--megatron", "/nowhere", "--", "--wlb-packing", "hold"],
-            "--megatron /nowhere has no megatron/training",
-        ),
-        (["--dry-run"], "has no --wlb-… flag: it runs as stock Megatron does"),
+        ("", "--megatron is missing; give the Megatron-LM checkout"),
+        ("--megatron /nowhere", "/nowhere/pretrain_gpt.py is no file"),
+        ("--megatron Megatron-LM --script train_rl.py", "train_rl.py is no file"),
+        ("--megatron Megatron-LM --nnodes 2", "runs on 2 nodes; give --rdzv-endpoint"),
+        ("--megatron Megatron-LM --nproc-per-node 0", "--nproc-per-node is 0; give at"),
+        ("--dry-run --megatron /nowhere -- --wlb-packing hold",
+         "--megatron /nowhere has no megatron/training"),
+        ("--dry-run", "has no --wlb-… flag: it runs as stock Megatron does"),
+        ("--megatron Megatron-LM -- unset", "has variables that are not set: OUT"),
     ],
-)
+)  # fmt: skip
 def test_run_refuses_what_cannot_start(
-    recipe: str,
-    checkout: Path,
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe: str, checkout: Path, options: str, message: str, wlb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("started"))
-    options = [str(checkout) if option == "CHECKOUT" else option for option in options]
-    assert main(["recipe", "run", recipe, *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_run_refuses_unset_variables(
-    recipe: str,
-    checkout: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("OUT")
-    assert main(["recipe", "run", recipe, "--megatron", str(checkout)]) == 2
-    assert "has variables that are not set: OUT" in capsys.readouterr().err
+    if "unset" in options:
+        monkeypatch.delenv("OUT")
+    assert message in wlb("recipe run", recipe, options, status=2).err
 
 
 def test_shown_command_expands_unset_variables_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    wlb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
+    Path("recipe.yaml").write_text(
         "ENV_VARS: {RUN: one, LOGS: '${ROOT}/logs', NUM_NODES: 2}\n"
         "MODEL_ARGS:\n"
         "  --save: ${ROOT}/it's/$RUN/`x`\n"
@@ -144,8 +119,7 @@ def test_shown_command_expands_unset_variables_and_nothing_else(
     )
     monkeypatch.setenv("SET", "a $HOME `ls` b")
     monkeypatch.delenv("ROOT", raising=False)
-    assert main(["recipe", "show", str(path), "--megatron", "/m"]) == 0
-    captured = capsys.readouterr()
+    captured = wlb("recipe show recipe.yaml --megatron /m")
     assert "note: not set in the environment: ROOT" in captured.err
     shown = captured.out.replace("python -m", "printf '%s\\0' \"$LOGS\"", 1)
     done = subprocess.run(

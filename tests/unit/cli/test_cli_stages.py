@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron_wlb.cli.main import main
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.planning.from_words import settings_of
@@ -21,8 +19,7 @@ LAST = "decoder_last_pipeline_num_layers"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def folder(wlb) -> None:
     for name, more in {
         "even": {}, "uneven": {"num_layers": 8, LAST: 2, "decoder_first_pipeline_num_layers": 1},
         "last": {LAST: 5}, "layout": {"pipeline_model_parallel_layout": "Et|t|t|t*5L"},
@@ -30,55 +27,55 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"{name}.yaml").write_text(yaml.safe_dump(SETTINGS | more))
 
 
-def step_ms(capsys: pytest.CaptureFixture[str], *arguments: str) -> float:
-    common = ["simulate", "--distribution", "reference", "--packing", "original", "--json"]
-    assert main([*common, "--steps", "3", "--num-seeds", "1", *arguments]) == 0
-    return float(json.loads(capsys.readouterr().out)["rows"][0]["step_ms"])
+@pytest.fixture
+def step_ms(wlb):
+    def run(words: str) -> float:
+        common = "simulate --distribution reference --packing original --steps 3 --num-seeds 1"
+        return float(wlb.json(common, "--model", words)["rows"][0]["step_ms"])
+
+    return run
 
 
-def test_flags_say_what_a_file_of_settings_says(capsys: pytest.CaptureFixture[str]) -> None:
-    even = step_ms(capsys, "--model", "even.yaml")
-    last = step_ms(capsys, "--model", "last.yaml")
+def test_flags_say_what_a_file_of_settings_says(step_ms) -> None:
+    even, last = step_ms("even.yaml"), step_ms("last.yaml")
     # The head and five layers run on one rank.
     assert last > 1.05 * even
-    assert step_ms(capsys, "--model", "layout.yaml") == last
-    five = ["--decoder-last-pipeline-num-layers", "5"]
-    assert step_ms(capsys, "--model", "even.yaml", *five) == last
-    whole = ["--pipeline-model-parallel-layout", "Et*2|tt|tt|ttL"]
-    assert step_ms(capsys, "--model", "last.yaml", *whole) == even
+    assert step_ms("layout.yaml") == last
+    assert step_ms("even.yaml --decoder-last-pipeline-num-layers 5") == last
+    assert step_ms("last.yaml --pipeline-model-parallel-layout 'Et*2|tt|tt|ttL'") == even
     # Of another pipeline the file says nothing.
-    two = ["--pp-size", "2", "--dp-size", "1"]
-    assert step_ms(capsys, "--model", "last.yaml", *two) == step_ms(
-        capsys, "--model", "even.yaml", *two
-    )
+    two = "--pp-size 2 --dp-size 1"
+    assert step_ms(f"last.yaml {two}") == step_ms(f"even.yaml {two}")
 
 
-def test_layout_gives_virtual_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    layout = ["--pipeline-model-parallel-layout", "Et|t|t|t|t|t|t|tL"]
-    assert step_ms(capsys, "--model", "even.yaml", *layout) == step_ms(
-        capsys, "--model", "even.yaml", "--vpp-size", "2"
-    )
+def test_layout_gives_virtual_stages(step_ms) -> None:
+    layout = "--pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|tL'"
+    assert step_ms(f"even.yaml {layout}") == step_ms("even.yaml --vpp-size 2")
 
 
-def test_packings_are_tried_on_the_stages_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_packings_are_tried_on_the_stages_of_a_file(wlb) -> None:
     gains = []
     for name in ("even", "last", "layout"):
-        argv = ["pack", "--distribution", "reference", "--model", f"{name}.yaml", "--steps", "3"]
-        assert main([*argv, "--packing", "original", "hold", "--json"]) == 0
-        gains.append(json.loads(capsys.readouterr().out)["rows"][1]["work_speedup"])
-        assert main([*argv, "--packing", "original", "hold", "--json", "--pp-size", "4"]) == 0
-        asked = json.loads(capsys.readouterr().out)["rows"][1]["work_speedup"]
-        assert asked == gains[-1]  # the pipeline of the file, said again
+        words = f"pack --distribution reference --model {name}.yaml --steps 3"
+        found, asked = (
+            wlb.json(words, "--packing original hold", more)["rows"][1]["work_speedup"]
+            for more in ("", "--pp-size 4")
+        )
+        assert asked == found  # the pipeline of the file, said again
+        gains.append(found)
     assert gains[0] != gains[1] == gains[2]
 
 
-def test_stages_that_divide_nothing_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["simulate", "--distribution", "reference", "--model"]
-    assert main([*argv, "even.yaml", "--decoder-first-pipeline-num-layers", "3"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "--decoder-first-pipeline-num-layers 3 of --num-layers 8 leave 5 layers" in error
-    assert main([*argv, "uneven.yaml"]) == 2
-    assert "leave 5 layers for 2 other stages of PP 4" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("even.yaml --decoder-first-pipeline-num-layers 3",
+         "--decoder-first-pipeline-num-layers 3 of --num-layers 8 leave 5 layers"),
+        ("uneven.yaml", "leave 5 layers for 2 other stages of PP 4"),
+    ],
+)  # fmt: skip
+def test_stages_that_divide_nothing_are_one_line(words: str, said: str, wlb) -> None:
+    assert said in wlb.refusal("simulate --distribution reference --model", words)
 
 
 def test_layers_of_a_virtual_stage_count_the_ends() -> None:

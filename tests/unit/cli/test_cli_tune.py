@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,34 +7,25 @@ import pytest
 from helpers.index import write_index
 
 from megatron_wlb.cli import tune as command
-from megatron_wlb.cli.main import main
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.study import tune as module
 
-OPTIONS = ["--window", "65536", "--steps", "12"]
-REFERENCE = ["tune", "--distribution", "reference", *OPTIONS]
+OPTIONS = "--window 65536 --steps 12"
+REFERENCE = f"tune --distribution reference {OPTIONS}"
 
 
 @pytest.fixture(autouse=True)
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def quick(wlb, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WARM_UP_STEPS", 4)
     monkeypatch.setattr(command, "WARM_UP_STEPS", 4)
     monkeypatch.setattr(module, "THRESHOLDS", (1 / 4, 1 / 2))
     monkeypatch.setattr(module, "DELAY_PRICES", (0.05, 0.4))
     monkeypatch.setattr(module, "TAUS", (1.0,))
     monkeypatch.setattr(module, "NUM_REFINED", 1)
-    return tmp_path
 
 
-def tuned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    assert main([*arguments, "--json"]) == 0
-    result: dict = json.loads(capsys.readouterr().out)
-    return result
-
-
-def test_json_has_the_recommendation_and_what_it_was_judged_against(capsys) -> None:
-    found = tuned(capsys, *REFERENCE, "--max-delay", "0.4")
+def test_json_has_the_recommendation_and_what_it_was_judged_against(wlb) -> None:
+    found = wlb.json(REFERENCE, "--max-delay 0.4")
     assert found["max_delay"] == 0.4
     best = found["recommended"]
     assert best["delay_mean"] <= 0.4 and best["flags"] == found["flags"]
@@ -44,100 +34,83 @@ def test_json_has_the_recommendation_and_what_it_was_judged_against(capsys) -> N
         assert row["delay_mean"] > 0.4 or row["efficiency"] <= best["efficiency"]
     assert [row["packing"] for row in found["baselines"]] == ["original", *["fixed-greedy"] * 2]
     assert len(found["tried"]) > len(found["frontier"]) > 1
-    again = tuned(capsys, *REFERENCE, "--max-delay", "0.4")
+    again = wlb.json(REFERENCE, "--max-delay 0.4")
     for result in (found, again):
         del result["recommended"]["ms_per_step"]  # Nothing else is measured.
     assert again["recommended"] == best
 
 
-def test_last_line_is_what_the_training_command_takes(capsys) -> None:
-    assert main([*REFERENCE, "--packing", "wlb", "--max-delay", "3"]) == 0
-    out, err = capsys.readouterr()
-    flags = out.splitlines()[-1].split()
-    wlb = parse(flags).wlb
-    assert wlb.wlb_packing == "wlb" and wlb.wlb_max_tokens is not None
-    assert wlb.wlb_max_tokens <= 131072
+def test_last_line_is_what_the_training_command_takes(wlb) -> None:
+    out, err = wlb(REFERENCE, "--packing wlb --max-delay 3")
+    own = parse(out.splitlines()[-1].split()).wlb
+    assert own.wlb_packing == "wlb" and own.wlb_max_tokens is not None
+    assert own.wlb_max_tokens <= 131072
     assert all(line.startswith("trying settings: ") for line in err.splitlines())
     assert "held-out" in out and "original" in out and "default" in out
     assert "modelled" in out
 
 
-def test_other_seeds_are_other_samples(capsys) -> None:
+def test_other_seeds_are_other_samples(wlb) -> None:
     first, second = (
-        tuned(capsys, *REFERENCE, "--packing", "hold", "--seed", seed)["baselines"][0]
-        for seed in ("1", "5")
+        wlb.json(REFERENCE, "--packing hold --seed", seed)["baselines"][0] for seed in (1, 5)
     )
     assert first["imbalance_mean"] != second["imbalance_mean"]
 
 
-def test_corpus_is_parted_and_too_small_a_one_is_said(capsys, quick: Path) -> None:
+def test_corpus_is_parted_and_too_small_a_one_is_said(wlb) -> None:
     lengths = np.random.default_rng(1).lognormal(7, 1.6, 900).astype(int).clip(1, 80000)
     write_index("corpus", lengths.tolist())
-    assert main(["tune", "corpus", *OPTIONS, "--packing", "hold"]) == 0
-    out, err = capsys.readouterr()
+    out, err = wlb("tune corpus", OPTIONS, "--packing hold")
     assert "documents repeat, in another order each time" in err
     assert "longer than the window of 65,536 tokens and cut" in err
     assert "too few to part" not in err and "corpus, N=4" in out
     write_index("few", lengths[:20].tolist())
-    assert main(["tune", "few", *OPTIONS, "--packing", "hold"]) == 0
-    assert "20 documents are too few to part" in capsys.readouterr().err
+    err = wlb("tune few", OPTIONS, "--packing hold").err
+    assert "20 documents are too few to part" in err
 
 
-def test_plot_is_written_whole_and_alone(quick: Path, capsys) -> None:
-    assert main([*REFERENCE, "--packing", "hold", "--plot", "curve.png"]) == 0
-    assert [path.name for path in quick.iterdir()] == ["curve.png"]
+def test_plot_is_written_whole_and_alone(wlb) -> None:
+    out = wlb(REFERENCE, "--packing hold --plot curve.png").out
+    assert [path.name for path in Path().iterdir()] == ["curve.png"]
     assert Path("curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert capsys.readouterr().out.endswith("picture: curve.png\n")
+    assert out.endswith("picture: curve.png\n")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
+    ("words", "status", "message"),
     [
-        (["--max-delay", "-1"], 2, "--max-delay is -1; give at least 0"),
-        (["--packing", "original"], 2, "original has nothing to tune; use wlb or hold"),
-        (["--packing", "wlb", "--max-delay", "0"], 4, "no setting of wlb keeps the mean delay"),
-        (["--steps", "0"], 2, "--steps is 0"),
-        (["--num-micro-batches", "0"], 2, "--num-micro-batches is 0; give at least 1"),
-        (["--num-micro-batches", "4,8"], 2, "--num-micro-batches 4, 8: tune one at a time"),
-        (["--max-windows", "0.9"], 2, "--max-windows is 0.9; give at least 1"),
-        (["--plot", "/proc/none/x.png"], 2, "cannot write --plot /proc/none/x.png"),
-        (["--look-ahead", "-1"], 2, "look_ahead is -1"),
+        ("--max-delay -1", 2, "--max-delay is -1; give at least 0"),
+        ("--packing original", 2, "original has nothing to tune; use wlb or hold"),
+        ("--packing wlb --max-delay 0", 4, "no setting of wlb keeps the mean delay"),
+        ("--steps 0", 2, "--steps is 0"),
+        ("--num-micro-batches 0", 2, "--num-micro-batches is 0; give at least 1"),
+        ("--num-micro-batches 4,8", 2, "--num-micro-batches 4, 8: tune one at a time"),
+        ("--max-windows 0.9", 2, "--max-windows is 0.9; give at least 1"),
+        ("--plot /proc/none/x.png", 2, "cannot write --plot /proc/none/x.png"),
+        ("--look-ahead -1", 2, "look_ahead is -1"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], status: int, message: str, capsys) -> None:
-    assert main([*REFERENCE, *arguments]) == status
-    out, err = capsys.readouterr()
-    *progress, line = err.splitlines()
-    assert out == "" and line.startswith(f"error: {message}")
-    assert all(said.startswith("trying settings: ") for said in progress)  # after a second
+def test_bad_input_is_one_line(words: str, status: int, message: str, wlb) -> None:
+    assert wlb.refusal(REFERENCE, words, status=status).startswith(message)
 
 
-def test_help_teaches_by_examples(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["tune", "--help"])
-    assert "examples:\n  wlb tune --distribution reference" in capsys.readouterr().out
-
-
-def test_original_is_recommended_where_nothing_is_faster(capsys) -> None:
+def test_original_is_recommended_where_nothing_is_faster(wlb) -> None:
     # Documents of a window and more leave nothing to balance their pieces with.
     Path("long.txt").write_text("1724\n" * 40)
-    tune = ["tune", "--lengths", "long.txt", "--window", "1024", "--steps", "8"]
-    found = tuned(capsys, *tune)
+    tune = "tune --lengths long.txt --window 1024 --steps 8"
+    found, out = wlb.json(tune), wlb(tune).out
     assert found["flags"] == ["--wlb-packing", "original"]
     assert all(row["work_speedup"] < 0.99 for row in found["defaults"])
-    assert main(tune) == 0
-    out = capsys.readouterr().out
     limit = "a mean delay of 0.5 steps (--max-delay)"
     assert f"Nothing that was tried within {limit} is faster than original here" in out
     assert out.splitlines()[-1] == "--wlb-packing original"
 
 
-def test_default_that_is_recommended_is_said_to_be_one(capsys, monkeypatch) -> None:
+def test_default_that_is_recommended_is_said_to_be_one(wlb, monkeypatch) -> None:
     monkeypatch.setattr(module, "DELAY_PRICES", (0.15,))
     monkeypatch.setattr(module, "NEIGHBOUR", 1.0)
-    tune = [*REFERENCE, "--packing", "hold", "--max-delay", "5"]
-    assert tuned(capsys, *tune)["is_default"] is True
-    assert main(tune) == 0
-    out = capsys.readouterr().out
+    tune = f"{REFERENCE} --packing hold --max-delay 5"
+    assert wlb.json(tune)["is_default"] is True
+    out = wlb(tune).out
     assert "The defaults cannot be bettered here" in out
     assert "default: hold" not in out and "recommended: hold" in out

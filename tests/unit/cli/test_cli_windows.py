@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from megatron_wlb.cli.main import main
 
 MODEL = "num_layers: 8\nhidden_size: 1024\nnum_attention_heads: 8\nbf16: true\n"
 SIZES = (
@@ -34,32 +30,22 @@ MODEL_ARGS:
 """
 
 
-def said(capsys: pytest.CaptureFixture[str], argv: list[Any]) -> dict[str, Any]:
-    assert main([*map(str, argv), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def files(folder: Path, text: str, *windows: str) -> list[Path]:
-    paths = []
-    for number, window in enumerate(windows):
-        paths.append(folder / f"{number}.yaml")
-        paths[-1].write_text(text + window)
+def files(text: str, *windows: str) -> list[Path]:
+    paths = [Path(f"{number}.yaml") for number in range(len(windows))]
+    for path, window in zip(paths, windows, strict=True):
+        path.write_text(text + window)
     return paths
 
 
-def test_dry_run_of_a_recipe_with_windows_is_faster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_of_a_recipe_with_windows_is_faster(wlb, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     every = "  --window-size: (511,0)\n"
     some = f"{every}  --window-attn-skip-freq: ([1]*3+[0])*2\n"
-    paths = files(tmp_path, RECIPE, "", some, every)
-    steps_ms = [said(capsys, ["recipe", "run", path, "--dry-run"])["step_ms"] for path in paths]
+    paths = files(RECIPE, "", some, every)
+    steps_ms = [wlb.json("recipe run", path, "--dry-run")["step_ms"] for path in paths]
     assert steps_ms[0] > 1.02 * steps_ms[1] > 1.02 * steps_ms[2]
-    argv = ["recipe", "run", str(paths[1]), "--dry-run", "--", "--window-size", "511,3"]
-    assert main(argv) != 0
-    assert "--window-size is 511,3; give W,0" in capsys.readouterr().err
+    error = wlb.refusal("recipe run", paths[1], "--dry-run -- --window-size 511,3")
+    assert "--window-size is 511,3; give W,0" in error
 
 
 @pytest.mark.parametrize(
@@ -70,26 +56,24 @@ def test_dry_run_of_a_recipe_with_windows_is_faster(
     ],
     ids=["settings", "sizes"],
 )
-def test_simulated_step_with_windows_is_faster(
-    text: str, windows: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    speeds = []
-    for path in files(tmp_path, text, "", *windows):
-        argv = ["simulate", "--distribution", "reference", "--model", path, "--window", 32768,
-                "--cp-size", 2, "--num-micro-batches", 4, "--steps", 2, "--num-seeds", 1,
-                "--packing", "hold", "--sharding", "adaptive"]  # fmt: skip
-        rows = said(capsys, argv)["rows"]
-        speeds.append(rows[-1]["tokens_per_s"])
+def test_simulated_step_with_windows_is_faster(text: str, windows: tuple[str, ...], wlb) -> None:
+    words = (
+        "simulate --distribution reference --window 32768 --cp-size 2 --num-micro-batches 4 "
+        "--steps 2 --num-seeds 1 --packing hold --sharding adaptive --model"
+    )
+    rows = [wlb.json(words, path)["rows"] for path in files(text, "", *windows)]
+    speeds = [own[-1]["tokens_per_s"] for own in rows]
     assert sorted(speeds) == speeds and speeds[-1] > 1.03 * speeds[0]
 
 
-def test_packing_of_a_model_with_windows_is_balanced_by_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packing_of_a_model_with_windows_is_balanced_by_them(wlb) -> None:
     """Fixed windows of tokens are more even, as work is nearly that of tokens."""
-    found = []
-    for path in files(tmp_path, MODEL, "", "window_size: 511,0\n"):
-        argv = ["pack", "--distribution", "reference", "--model", path, "--window", 32768,
-                "--packing", "original", "--num-micro-batches", 4, "--steps", 20]  # fmt: skip
-        found.append(said(capsys, argv)["rows"][0]["imbalance_mean"])
-    assert found[1] - 1 < 0.5 * (found[0] - 1)
+    words = (
+        "pack --distribution reference --window 32768 --packing original --num-micro-batches 4 "
+        "--steps 20 --model"
+    )
+    plain, windowed = (
+        wlb.json(words, path)["rows"][0]["imbalance_mean"]
+        for path in files(MODEL, "", "window_size: 511,0\n")
+    )
+    assert windowed - 1 < 0.5 * (plain - 1)

@@ -12,22 +12,8 @@ def test_value_is_read_as_its_name_says() -> None:
         flag(parser, words, "of a step")
     flag(parser, "--thresholds L", "in tokens", [], of=int)
     flag(parser, "--force", "replace it")
-    args = parser.parse_args(
-        [
-            "--steps",
-            "3",
-            "--share",
-            "0.5",
-            "--plot",
-            "p.png",
-            "--model",
-            "7b",
-            "--packing",
-            "wlb,hold",
-            "--thresholds",
-            "1,2",
-        ]
-    )
+    words = "--steps 3 --share 0.5 --plot p.png --model 7b --packing wlb,hold --thresholds 1,2"
+    args = parser.parse_args(words.split())
     assert (args.steps, args.share, args.plot, args.model) == (3, 0.5, Path("p.png"), "7b")
     assert (args.packing, args.thresholds, args.force) == (["wlb", "hold"], [1, 2], False)
 

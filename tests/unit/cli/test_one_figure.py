@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from helpers.index import write_index
 
-from megatron_wlb.cli.main import main
 from megatron_wlb.cli.plan import HEADROOM
 
 RECIPE = """
@@ -47,31 +44,27 @@ MODEL_ARGS:
   --lr: 1.0e-4
   --wlb-packing: hold
 """
-BOTH = ("corpus", "--model", "recipe.yaml", "--packing", "original,hold", "--steps", "40")
-LAYOUT = "--tp-size 2 --cp-size 1 --pp-size 4 --vpp-size 1 --dp-size 2 --recompute none"
+LAYOUT = (
+    "--num-devices 16 --num-micro-batches 16 --tp-size 2 --cp-size 1 --pp-size 4 --vpp-size 1 "
+    "--dp-size 2 --recompute none"
+)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def folder(wlb) -> None:
     lengths = np.random.default_rng(1).lognormal(7.2, 1.7, 3000).astype(int).clip(1, 40_000)
     write_index("corpus", lengths.tolist())
     Path("recipe.yaml").write_text(RECIPE)
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_all_commands_say_the_same_gain(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_commands_say_the_same_gain(wlb) -> None:
     """They fill queues over 10 to 50 steps before 40 that count, so they see other documents."""
-    packed = said(capsys, "pack", *BOTH)["rows"]
-    simulated = said(capsys, "simulate", *BOTH, "--num-seeds", "1")["rows"]
-    tuned = said(capsys, "tune", *BOTH[:4], "hold", *BOTH[5:])["defaults"]
-    layout = ("--num-devices", "16", "--num-micro-batches", "16", *LAYOUT.split())
-    planned = said(capsys, "plan", *BOTH, *layout)["ranked"]
-    forecast = said(capsys, "recipe", "run", "recipe.yaml", "--dry-run")
+    one = "corpus --model recipe.yaml --steps 40 --packing"
+    packed = wlb.json("pack", one, "original,hold")["rows"]
+    simulated = wlb.json("simulate", one, "original,hold --num-seeds 1")["rows"]
+    tuned = wlb.json("tune", one, "hold")["defaults"]
+    planned = wlb.json("plan", one, "original,hold", LAYOUT)["ranked"]
+    forecast = wlb.json("recipe run recipe.yaml --dry-run")
     assert all(row["stage_layers"] is None for row in planned)
     (of_plan,) = (
         row["speedup"] for row in planned if (row["packing"], row["max_tokens"]) == ("hold", 16384)
@@ -83,36 +76,34 @@ def test_all_commands_say_the_same_gain(capsys: pytest.CaptureFixture[str]) -> N
     assert {forecast["dp_size"], planned[0]["dp_size"]} == {2}
 
 
-def test_s_max_is_what_fits_wherever_the_layout_is_known(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def max_tokens(wlb):
+    def of(command: str, words: str) -> set[int]:
+        """S_max of `hold`."""
+        rows = wlb.json(command, "--model recipe.yaml --steps 3", words)["rows"]
+        return {row["max_tokens"] for row in rows if row["packing"] == "hold"}
+
+    return of
+
+
+def test_s_max_is_what_fits_wherever_the_layout_is_known(max_tokens) -> None:
     text = RECIPE.replace("16\n  --hidden-size: 2048", "64\n  --hidden-size: 8192")
     text = text.replace("--seq-length: 8192", "--seq-length: 65536")
     Path("recipe.yaml").write_text(text.replace("--max-position-embeddings: 8192", ""))
-    given = ("--model", "recipe.yaml", "--dp-size", "16", "--distribution", "reference")
-    steps = ("--packing", "original,hold", "--steps", "3", "--hardware", "h200")
-    found = {}
-    for command in (("pack",), ("simulate", "--num-seeds", "1")):
-        rows = said(capsys, *command, *given, *steps)["rows"]
-        (found[command[0]],) = (row["max_tokens"] for row in rows if row["packing"] == "hold")
-    assert found["pack"] == found["simulate"] and 65536 <= found["pack"] < 2 * 65536
+    words = "--dp-size 16 --distribution reference --packing original,hold --hardware h200"
+    (packed,), (simulated,) = max_tokens("pack", words), max_tokens("simulate --num-seeds 1", words)
+    assert packed == simulated and 65536 <= packed < 2 * 65536
 
 
-def test_flags_of_a_recipe_count_unless_others_are_given(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_flags_of_a_recipe_count_unless_others_are_given(wlb, max_tokens) -> None:
     ours = "--wlb-max-tokens: 12288\n  --wlb-hardware: a100\n  --wlb-memory-gib: 50\n  --seq-length"
     Path("recipe.yaml").write_text(RECIPE.replace("--seq-length", ours))
-    short = ("corpus", "--model", "recipe.yaml", "--packing", "hold", "--steps", "3")
-    for command in (("pack",), ("simulate", "--num-seeds", "1")):
-        rows = said(capsys, *command, *short)["rows"]
-        assert {row["max_tokens"] for row in rows if row["packing"] == "hold"} == {12288}
-        rows = said(capsys, *command, *short, "--max-windows", "2")["rows"]
-        assert {row["max_tokens"] for row in rows if row["packing"] == "hold"} == {16384}
-    layout = ("--num-devices", "16", "--num-micro-batches", "16", *LAYOUT.split())
-    others = ("--hardware", "h100-sxm", "--memory-gib", "60")
-    for command, share in ((("simulate", *short), 1.0), (("plan", *short, *layout), 1 - HEADROOM)):
-        for more, machine, gib in (((), "16 × a100", 50), (others, "16 × h100-sxm", 60)):
-            assert main([*command, *more]) == 0
-            out = " ".join(capsys.readouterr().out.split())
+    for command in ("pack", "simulate --num-seeds 1"):
+        assert max_tokens(command, "corpus --packing hold") == {12288}
+        assert max_tokens(command, "corpus --packing hold --max-windows 2") == {16384}
+    words = "corpus --model recipe.yaml --packing hold --steps 3"
+    others = "--hardware h100-sxm --memory-gib 60"
+    for command, share in ((f"simulate {words}", 1.0), (f"plan {words} {LAYOUT}", 1 - HEADROOM)):
+        for more, machine, gib in (("", "16 × a100", 50), (others, "16 × h100-sxm", 60)):
+            out = " ".join(wlb(command, more).out.split())
             assert machine in out and f"{share * gib:.1f} GiB" in out

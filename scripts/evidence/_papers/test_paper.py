@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from _running import run_script
+
 from _papers import paper
 from _papers.paper import Effort, K
+from megatron_wlb.errors import ConfigError
 
-PROJECT = Path(__file__).parents[2]
+run = partial(run_script, "reproduce_paper.py")
 QUICK = Effort(20, (1,), warm_up=20)
 
 
@@ -30,7 +33,7 @@ def test_layouts_are_table_1s() -> None:
 
 def test_table_2_ranks_the_packings_as_the_paper_does() -> None:
     names = ["original", "fixed-greedy:2", "fixed-greedy:8", "wlb:2"]
-    found = paper.table_2(QUICK, names, lambda: None)
+    found = paper.table_2(QUICK, names)
     degrees = [found[name][0].metrics.imbalance_mean for name in names]
     assert degrees == sorted(degrees, reverse=True)
     # The paper's is 1.44: here collectives that nothing hides are even already.
@@ -38,7 +41,7 @@ def test_table_2_ranks_the_packings_as_the_paper_does() -> None:
 
 
 def test_figure_6_is_of_attention_alone() -> None:
-    found = paper.figure_6(QUICK, (1, 4), lambda: None)
+    found = paper.figure_6(QUICK, (1, 4))
     one, four = (found[number][0].metrics.imbalance_mean for number in (1, 4))
     assert one > 1.5 > four > 1
 
@@ -46,7 +49,7 @@ def test_figure_6_is_of_attention_alone() -> None:
 def test_figure_15_gains_more_at_the_longer_window() -> None:
     ratios = []
     for window in (64 * K, 128 * K):
-        times = {name: us[0] for name, us in paper.figure_15(window, QUICK, lambda: None).items()}
+        times = {name: us[0] for name, us in paper.figure_15(window, QUICK).items()}
         assert times["paper-adaptive"] <= min(
             times["per-sequence"], times["per-document-remainder"]
         )
@@ -68,12 +71,7 @@ def test_papers_figures_are_those_of_table_2() -> None:
 
 
 def test_script_writes_page_and_pictures(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/evidence/reproduce_paper.py", "--only", "table-2", "figure-15",
-         "--steps", "6", "--seeds", "1", "2", "--no-solver", "--out", str(tmp_path),
-         "--json"],
-        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=300,
-    )  # fmt: skip
+    done = run("--only table-2 figure-15 --steps 6 --seeds 1 2 --no-solver --json --out", tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "paper.md").read_text()
     assert "Every speed-up and imbalance here is simulated" in " ".join(page.split())
@@ -96,32 +94,14 @@ def test_script_writes_page_and_pictures(tmp_path: Path) -> None:
 
 
 def test_script_refuses_no_steps(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/evidence/reproduce_paper.py", "--steps", "0", "--out",
-         str(tmp_path / "x")],
-        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
-    )  # fmt: skip
+    done = run("--steps", 0, "--out", tmp_path / "x")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --steps is 0; give at least 1\n"
     assert not (tmp_path / "x").exists()
 
 
-def test_script_does_not_write_a_part_over_the_whole_page() -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/evidence/reproduce_paper.py", "--only", "figure-15"],
-        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "give it a folder of its own with --out" in done.stderr
-
-
 @pytest.mark.parametrize("key", ["figure-6", "figure-12", "figure-13", "figure-14", "figure-15"])
 def test_script_takes_the_machine_that_is_given(key: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c",
-         "import sys; sys.path.insert(0, 'scripts/evidence'); import reproduce_paper as script\n"
-         "from _papers.paper import Effort\n"
-         f"script._make('wlb-llm', {key!r}, Effort(1, (1,), hardware='no-such-machine'), False)"],
-        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=60,
-    )  # fmt: skip
-    assert "unknown hardware no-such-machine" in done.stderr
+    script, effort = importlib.import_module("reproduce_paper"), Effort(1, (1,), hardware="no-such")
+    with pytest.raises(ConfigError, match="unknown hardware no-such"):
+        script._make("wlb-llm", key, effort)

@@ -1,45 +1,30 @@
 """The script that puts documents through Megatron's packings, with those of the installed core."""
 
-import importlib.util
+import importlib
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import megatron.core
 import numpy as np
 import pytest
+from _running import run_script
 
 from megatron_wlb.cost import Execution, Parallelism, load_hardware
 from megatron_wlb.cost.model_file import load_model
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.run import Run
 
-SCRIPT = Path(__file__).parents[2] / "scripts/evidence/bench_upstream.py"
+run = partial(run_script, "bench_upstream.py")
 CORE = Path(megatron.core.__file__).parents[2]
 """It has the hybrid scheduler, and no other."""
-LAYOUT = [
-    "--model",
-    "550m",
-    "--tp-size",
-    "2",
-    "--cp-size",
-    "2",
-    "--dp-size",
-    "2",
-    "--num-micro-batches",
-    "4",
-]
-SHORT = ("--model", "550m", "--seeds", 1, "--steps", 2, "--warm-up", 2, "--json")
+LAYOUT = "--model 550m --tp-size 2 --cp-size 2 --dp-size 2 --num-micro-batches 4"
+SHORT = "--seeds 1 --steps 2 --warm-up 2 --json"
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    spec = importlib.util.spec_from_file_location("bench_upstream", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_upstream", module)
-    spec.loader.exec_module(module)
-    return module
+def bench():
+    return importlib.import_module("bench_upstream")
 
 
 def test_a_rank_runs_its_share_padded_and_the_slowest_tells(bench):
@@ -67,13 +52,8 @@ def test_a_schedule_that_loses_or_repeats_a_document_is_refused(bench, ranks):
     bench.check("theirs", whole, 3)
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, *map(str, words)]
-    return subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
-
-
 def test_bench_upstream_compares_megatrons_scheduler_with_ours():
-    done = run(CORE, *LAYOUT, *SHORT)
+    done = run(CORE, LAYOUT, SHORT)
     assert done.returncode == 0, done.stderr
     rows = {row["packing"]: row for row in json.loads(done.stdout)["rows"]}
     assert next(iter(rows)) == "original" and rows["original"]["speed"] == 1
@@ -88,6 +68,6 @@ def test_bench_upstream_compares_megatrons_scheduler_with_ours():
 def test_bench_upstream_refuses_a_checkout_without_packings(tmp_path):
     (tmp_path / "megatron/core").mkdir(parents=True)
     (tmp_path / "megatron/core/__init__.py").touch()
-    done = run(tmp_path, *LAYOUT, *SHORT)
+    done = run(tmp_path, LAYOUT, SHORT)
     assert done.returncode != 0 and "branch main or dev" in done.stderr
     assert "Traceback" not in done.stderr

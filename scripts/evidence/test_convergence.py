@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "scripts/evidence/convergence.py"
+from _running import run_script
 
 
 def run(folder: Path) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, str(SCRIPT), "--out", str(folder), "--json", "--seeds", "1"]
-    command += ["--packings", "original", "hold", "--tokens", "3e4", "--looks", "1"]
-    env = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=env
+    done = run_script(
+        "convergence.py",
+        "--out",
+        folder,
+        "--json --seeds 1 --packings original hold --tokens 3e4 --looks 1",
+        COLUMNS="200",
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr

@@ -1,16 +1,11 @@
 """The script of `docs/scale.md` runs, and its figures are what they are called."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
-SCRIPT = Path(__file__).parents[2] / "scripts/evidence/bench_scale.py"
+from _running import run_script
 
-
-def run(*arguments):
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+run = partial(run_script, "bench_scale.py")
 
 
 def test_bench_scale_compares_packings_at_each_size():

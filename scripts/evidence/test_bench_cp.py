@@ -1,14 +1,10 @@
 """The benchmark runs and says what it should; its figures are not judged here."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from _running import run_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts/evidence/bench_cp.py"
 SHARDINGS = {
     "per-sequence", "per-document", "per-document-remainder", "adaptive", "hybrid", "best-of",
 }  # fmt: skip
@@ -16,13 +12,7 @@ SMALL = "--device cpu --small --models 70B --windows 32768 --cp 2 4 --micro-batc
 
 
 def bench(*arguments):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return run_script("bench_cp.py", *arguments, OMP_NUM_THREADS="1")
 
 
 def check(figures):
@@ -44,7 +34,7 @@ def check(figures):
 
 def test_bench_cp_prints_its_figures(tmp_path):
     plot = tmp_path / "cp.png"
-    done = bench(*SMALL.split(), "--profile-repeats", "1", "--json", "--plot", str(plot))
+    done = bench(SMALL, "--profile-repeats", "1", "--json", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     check(figures)
@@ -82,6 +72,6 @@ def test_bench_cp_says_what_is_wrong_in_one_line(tmp_path):
         done.returncode == 2
         and done.stderr == "error: a CPU would take days at full size; add --small, or --modelled\n"
     )
-    done = bench(*SMALL.split(), "--profile", "cpu")
+    done = bench(SMALL, "--profile", "cpu")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --profile cpu has no table of 8/1x32 in float32")

@@ -1,7 +1,7 @@
 """Tiers: a test's folder says what it needs, and the summary counts what each tier did.
 
-Tests of the launcher, which need a checkout of Megatron-LM, are a tier of their own wherever they
-stand.
+Tests of studies stand beside them. Tests of the launcher, which need a checkout of Megatron-LM, are
+a tier of their own wherever they stand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from helpers.gloo import GlooPool
 
 from megatron_wlb.data.corpus import build_corpus
 
-TESTS = Path(__file__).parent
+FOLDERS = {
+    "unit": "tests/unit/",
+    "distributed": "tests/distributed/",
+    "integration": "tests/integration/",
+    "gpu": "tests/gpu/",
+    "evidence": "scripts/evidence/",
+}
 TIERS = ("unit", "distributed", "integration", "launcher", "gpu", "evidence")
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 OUTCOMES = {
@@ -37,8 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--must-run", choices=TIERS, help="fail if no test of this tier runs")
 
 
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0]
+def _folder(nodeid: str) -> str | None:
+    """The tier of the folder that the test is in."""
+    return next((tier for tier, folder in FOLDERS.items() if nodeid.startswith(folder)), None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,7 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks each test with its folder; skips what needs a checkout or a GPU where there is none."""
     for item in items:
-        item.add_marker(_folder(item))
+        if tier := _folder(item.nodeid):
+            item.add_marker(tier)
         if not CHECKOUT and item.get_closest_marker("launcher"):
             item.add_marker(pytest.mark.skip(reason="MEGATRON_LM_PATH names no checkout"))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -88,14 +96,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Ends the ranks with their tier: idle ones take a third of a core, looking for messages."""
     pool = item.config.stash.get(_POOL, None)
-    if pool is not None and nextitem is not None and _folder(item) != _folder(nextitem):
+    if (
+        pool is not None
+        and nextitem is not None
+        and _folder(item.nodeid) != _folder(nextitem.nodeid)
+    ):
         pool.close()
 
 
 def _tier(report: pytest.TestReport | pytest.CollectReport) -> str | None:
     if "launcher" in getattr(report, "keywords", ()):
         return "launcher"
-    return next((tier for tier in TIERS if f"tests/{tier}/" in report.nodeid), None)
+    return _folder(report.nodeid)
 
 
 def _missing(config: pytest.Config) -> str:

@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from _validation.fit import StageSample, fit_stage
 
+from _validation.fit import StageSample, fit_stage
 from megatron_wlb.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts/evidence/published_runs.py"
+SCRIPT = Path(__file__).parent / "published_runs.py"
 
 
 def judged(*arguments):

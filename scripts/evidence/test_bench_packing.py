@@ -1,13 +1,12 @@
 """The benchmark runs and says what it should; its figures are not judged here."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
+from _running import run_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts/evidence/bench_packing.py"
+run = partial(run_script, "bench_packing.py")
 COMMON = {"packing", "num_micro_batches", "max_windows", "documents"}
 
 
@@ -34,8 +33,7 @@ COMMON = {"packing", "num_micro_batches", "max_windows", "documents"}
     ids=["balance", "speed", "stream"],
 )  # fmt: skip
 def test_bench_packing_prints_its_figures(arguments, columns):
-    command = [sys.executable, str(SCRIPT), *arguments, "--packing", "hold", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(*arguments, "--packing", "hold", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert rows
@@ -49,12 +47,10 @@ def test_bench_packing_prints_its_figures(arguments, columns):
 
 def test_bench_packing_draws_growth_over_n(tmp_path):
     plot = tmp_path / "speed.png"
-    command = [
-        sys.executable, str(SCRIPT), "speed", "--packing", "hold", "--repeats", "1",
-        "--num-micro-batches", "4", "8", "--distribution", "slimpack", "--look-ahead", "0", "1",
-        "--plot", str(plot), "--json",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(
+        "speed", "--packing", "hold", "--repeats", 1, "--num-micro-batches", 4, 8,
+        "--distribution", "slimpack", "--look-ahead", 0, 1, "--plot", plot, "--json",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(done.stdout)["rows"]
@@ -64,15 +60,16 @@ def test_bench_packing_draws_growth_over_n(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["speed.png"]
 
 
-def test_bench_packing_says_what_is_wrong_in_one_line(tmp_path):
-    command = [sys.executable, str(SCRIPT), "stream", "--documents", "10", "--max-windows", "0.5"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: max_tokens (S_max) 65536 is below the window")
-
-
-def test_bench_packing_refuses_an_n_that_no_set_up_has():
-    command = [sys.executable, str(SCRIPT), "balance", "--num-micro-batches", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("stream --documents 10 --max-windows 0.5",
+         "error: max_tokens (S_max) 65536 is below the window"),
+        ("balance --num-micro-batches 5",
+         "error: no set-up has such a packing and N; give N of [4, 16, 64]"),
+    ],
+)  # fmt: skip
+def test_bench_packing_says_what_is_wrong_in_one_line(words, error):
+    done = run(words)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no set-up has such a packing and N; give N of [4, 16, 64]" in done.stderr
+    assert done.stderr.startswith(error)

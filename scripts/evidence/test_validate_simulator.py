@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from _running import run_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts/evidence/validate_simulator.py"
-SHORT = (
-    "--rounds",
-    "6",
-    "--repeats",
-    "2",
-    "--memory-rounds",
-    "1",
-    "--seq-length",
-    "256",
-    "--micro-batches",
-    "4",
-)
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "COLUMNS": "160"},
-    )
+run = partial(run_script, "validate_simulator.py", COLUMNS="160")
+SHORT = "--rounds 6 --repeats 2 --memory-rounds 1 --seq-length 256 --micro-batches 4"
 
 
 @pytest.fixture(scope="module")
 def kept(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("validation")
     done = run(
-        "--layouts", "pp2", "--packings", "original", "hold+shape", "slim",
-        "--corpus", str(corpus), "--keep", str(folder), *SHORT, "--json",
+        "--layouts pp2 --packings original hold+shape slim --json", SHORT,
+        "--corpus", corpus, "--keep", folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (folder / "figures.json").write_text(done.stdout)
@@ -75,20 +52,17 @@ def test_validation_judges_again_what_was_kept(kept: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (("--rounds", "5"), "error: --rounds is 5; use at least 6"),
-        (("--repeats", "0"), "error: --repeats is 0; use at least 1"),
-        (("--reuse",), "error: --reuse needs the folder of the recordings; give --keep FOLDER"),
-        (("--corpus", "none", *SHORT, "--layouts", "pp4", "--micro-batches", "0"), "error: "),
-        (
-            ("--corpus", "none", *SHORT, "--layouts", "pp2-vpp2", "--packings", "slim"),
-            "error: slim packing does not run with PP=2, VPP=2; give others",
-        ),
+        ("--rounds 5", "error: --rounds is 5; use at least 6"),
+        ("--repeats 0", "error: --repeats is 0; use at least 1"),
+        ("--reuse", "error: --reuse needs the folder of the recordings; give --keep FOLDER"),
+        (f"--corpus none {SHORT} --layouts pp4 --micro-batches 0", "error: "),
+        (f"--corpus none {SHORT} --layouts pp2-vpp2 --packings slim",
+         "error: slim packing does not run with PP=2, VPP=2; give others"),
     ],
-)
-def test_validation_refuses_before_it_trains(arguments: tuple[str, ...], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
+)  # fmt: skip
+def test_validation_refuses_before_it_trains(words: str, message: str) -> None:
+    done = run(words)
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(message)
-    assert not done.stdout

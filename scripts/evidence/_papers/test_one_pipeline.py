@@ -3,6 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+
 from _papers.one_pipeline import (
     BACKWARD,
     BOTH,

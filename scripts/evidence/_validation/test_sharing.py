@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from _validation.sharing import replay_shared
 
+from _validation.sharing import replay_shared
 from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.simulator.engine import timeline

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
+from _running import run_script
+
 from _papers import hydraulis
 from _papers.hydraulis import BREAKDOWN, CASES, HARDWARE, Case
 from _papers.paper import Effort, K
 
-PROJECT = Path(__file__).parents[2]
-SCRIPT = "scripts/evidence/reproduce_paper.py"
 QUICK = Effort(4, (1,), 0, hardware=HARDWARE)
 SMALL = Case("7b", 8, "GitHub", "F1")
 
@@ -72,20 +69,17 @@ def test_breakdown_has_the_exchange_hidden_and_not() -> None:
     assert parts["equal"].propagation_us > parts["unlike"].propagation_us
 
 
-@pytest.mark.parametrize("key", ["breakdown"])
-def test_script_makes_a_small_page_of_hydraulis(key: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--paper", "hydraulis", "--small", "--only",
-         key, "--out", str(tmp_path), "--json"],
-        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=120,
-    )  # fmt: skip
+def test_script_makes_a_small_page_of_hydraulis(tmp_path: Path) -> None:
+    done = run_script(
+        "reproduce_paper.py", "--paper hydraulis --small --only breakdown --json --out", tmp_path
+    )
     assert done.returncode == 0, done.stderr
     page = " ".join((tmp_path / "hydraulis.md").read_text().split())
     assert page.startswith("# Hydraulis's experiments, simulated") and "`a800`" in page
-    assert f"--paper hydraulis --small --only {key}` in" in page
+    assert "--paper hydraulis --small --only breakdown` in" in page
     (section,) = json.loads(done.stdout)["sections"]
     printed = [row["paper"] for row in section["rows"]]
     assert printed == [1.58, 1.31, 1.44] * 2
     all_adapters, one_adapter = (section["rows"][at]["simulated"] for at in (0, 3))
     assert one_adapter > 3 * all_adapters > 3  # TP 16 over two nodes is slower by one
-    assert (tmp_path / "images" / f"hydraulis-{key}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "images" / "hydraulis-breakdown.png").read_bytes().startswith(b"\x89PNG")

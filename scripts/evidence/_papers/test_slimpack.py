@@ -2,21 +2,19 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from _running import run_script
+
 from _papers import slimpack
 from _papers.paper import Effort, K
 from _papers.slimpack import BEST_FIT, Case
-
 from megatron_wlb.errors import ConfigError
 
-PROJECT = Path(__file__).parents[2]
-SCRIPT = "scripts/evidence/reproduce_paper.py"
 _LAYOUTS = slimpack.layouts
 QUICK = Effort(3, (1,), warm_up=2)
 
@@ -98,11 +96,9 @@ def test_layout_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_script_makes_a_small_page_of_slimpack(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--paper", "slimpack", "--small", "--only",
-         "backward", "hold", "--out", str(tmp_path), "--json"],
-        capture_output=True, text=True, check=False, cwd=PROJECT, timeout=300,
-    )  # fmt: skip
+    done = run_script(
+        "reproduce_paper.py", "--paper slimpack --small --only backward hold --json --out", tmp_path
+    )
     assert done.returncode == 0, done.stderr
     page = " ".join((tmp_path / "slimpack.md").read_text().split())
     assert page.startswith("# SlimPack's experiments, simulated")
@@ -136,4 +132,4 @@ def test_script_refuses_parts_that_are_none(
     script = importlib.import_module("reproduce_paper")
     with pytest.raises(ConfigError, match=error):
         script.main()
-    assert not (PROJECT / "none").exists()
+    assert not Path("none").exists()

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from _quickstart.recording import RecordedStep, Recording, chained, core_of
+
 from _validation import judge as validation
 from _validation.fit import fit_stage
 from _validation.judge import (
@@ -20,7 +21,6 @@ from _validation.judge import (
     summarize,
 )
 from _validation.sharing import replay_shared
-
 from megatron_wlb.cost.schedule.graph import graph_of, slice_graph
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning.from_config import run_of
