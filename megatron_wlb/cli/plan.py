@@ -44,7 +44,7 @@ from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.study import write_recipe as recipe
 from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
 from megatron_wlb.study.compare import WARM_UP_STEPS
-from megatron_wlb.study.search import Rejected, Search, Space, by_reason, search
+from megatron_wlb.study.search import PASSES, Rejected, Search, Space, by_reason, search
 
 STEP_TOKENS = 1 << 22
 """Tokens of a step if N is not given."""
@@ -172,7 +172,6 @@ def _run(args: argparse.Namespace) -> int:
         default=(WARM_UP_STEPS, STEPS),
     )
     with progress_bar("searching") as progress:
-        passes = {"memory": 0, "coarse": 1, "refined": 2, "tuned": 3}
         found = search(
             space,
             documents,
@@ -184,7 +183,7 @@ def _run(args: argparse.Namespace) -> int:
             long_documents=args.long_documents,
             # Each pass takes about as long as the others.
             progress=lambda what, done, total: progress(
-                passes[what] * 100 + 100 * done // total, 100 * len(passes)
+                PASSES.index(what) * 100 + 100 * done // total, 100 * len(PASSES)
             ),
         )
     best = found.best
@@ -211,7 +210,8 @@ def _run(args: argparse.Namespace) -> int:
     out = console()
     out.print(_table(args, machine_name, space, found))
     out.print(_rejected(found))
-    say(out, _verdict(found))
+    for line in [_verdict(found), *_best_of_each(found)]:
+        say(out, line)
     out.print(f"\ntrain it with Megatron-LM, left to add: {recipe.TO_ADD}")
     out.print(command, soft_wrap=True)
     if args.out:
@@ -367,6 +367,17 @@ def _rejected(found: Search) -> Table:
             f"{found.candidates[0].mfu:.1%}",
         )
     return table
+
+
+def _best_of_each(found: Search) -> list[str]:
+    """A line of each packing: the best layout that was simulated with it."""
+    base = (found.original or found.best).outcome
+    return [
+        f"{choice.outcome.title}: best on {title(choice.candidate.scenario.parallelism)}, MFU "
+        f"{choice.outcome.mfu:.1%}, {choice.outcome.speedup(base):.2f} × original's best"
+        for choice in found.of_each
+        if choice.fits
+    ]
 
 
 def _verdict(found: Search) -> str:

@@ -6,6 +6,9 @@ Three passes, each over fewer candidates and each more exact::
                 ──▶ one step of even micro-batches each            (coarse)
                 ──▶ many steps of real documents of the best       (refined)
 
+Slices need less memory than whole windows, so other layouts are best for them. They have a coarse
+pass of their own, of few steps of real documents, also in layouts where no window fits.
+
 Stages have as many layers each. Where that cannot be, they are balanced by time; and the best
 layouts are also tried so, where the coarse pass gains by it.
 
@@ -29,7 +32,7 @@ from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.cost.shape import Stage
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import AUTO, SHAPED, kind_in, run_with
@@ -43,6 +46,8 @@ from megatron_wlb.study.strategy_search import sample_steps
 T = TypeVar("T")
 Why: TypeAlias = Literal["topology", "divisibility", "batch and schedule", "memory"]
 
+PASSES = ("memory", "slices", "coarse", "refined", "tuned")
+"""What :func:`search` tells of its progress, in order."""
 MAX_WINDOWS = (1.25, 1.5, 2.0, 3.0)
 """S_max in windows that are tried on the best layouts, besides the most that fits."""
 DEFAULT_WINDOWS = 2.0
@@ -54,6 +59,8 @@ SAMPLE_WINDOWS = 64
 FULL = Recompute("full", "uniform", 1)
 MOST_UNLIKE_CHUNKS = 4
 """The most VPP that is tried where layers do not divide over the pipeline ranks."""
+SLICED_STEPS = 2
+"""Steps of documents that the coarse pass of slices simulates."""
 LEAST_GAIN = 1.002
 """By how much the coarse pass must gain by unlike stages for these to be refined too."""
 
@@ -108,7 +115,10 @@ class Candidate:
     max_tokens: int
     """The largest S_max that fits."""
     mfu: float
-    """The MFU of even micro-batches of an average mix of documents; only ranks layouts."""
+    """The MFU of even micro-batches of an average mix of documents, or of the first steps in
+    slices; only ranks layouts."""
+    slices: bool = False
+    """Whether it is a layout for slices."""
 
     @property
     def windows(self) -> float:
@@ -163,6 +173,14 @@ class Search:
         return [*first.values()]
 
     @cached_property
+    def of_each(self) -> list[Choice]:
+        """The best that was simulated with each packing, in whichever layout."""
+        first: dict[str, Choice] = {}
+        for choice in self.ranked:
+            first.setdefault(choice.outcome.title, choice)
+        return [*first.values()]
+
+    @cached_property
     def packings(self) -> list[Choice]:
         """The other packings on the best layout, each with its best S_max."""
         first = {self.best.outcome.title: self.best}
@@ -210,12 +228,19 @@ def search(
             yield item
             progress(what, number, len(items))
 
-    layouts = told("memory", [*_layouts(space)])
+    layouts = [*_layouts(space)]
     sample = _sample(source, space.window, seeds[0], long_documents)
-    runs = [one for layout in layouts for one in _runs(space, layout, sample)]
-    rejected = [one for one in runs if isinstance(one, Rejected)]
+    tried = [[*_tried(space, layout, sample)] for layout in layouts]
+    runs = [one for some in told("memory", tried) for one in _fitting(space, some)]
+    cut = [
+        one
+        for some in told("slices", tried)
+        for one in _sliced(space, some, source, seeds[0], long_documents)
+    ]
+    rejected = [one for one in (*runs, *cut) if isinstance(one, Rejected)]
     possible = [one for one in runs if not isinstance(one, Rejected)]
-    if not possible:
+    sliced = [one for one in cut if not isinstance(one, Rejected)]
+    if not possible and not sliced:
         raise ConfigError(_nothing(space, rejected))
     candidates = [
         Candidate(scenario, max_tokens, _coarse_mfu(space, scenario, sample))
@@ -225,7 +250,9 @@ def search(
     refining = candidates[:num_refined]
     balanced = [better for one in refining if (better := _balanced(space, one, sample))]
     refining += sorted(balanced, key=_coarse_order)[: -(-num_refined // 2)]
-    candidates = sorted([*candidates, *balanced], key=_coarse_order)
+    sliced.sort(key=_coarse_order)
+    refining += sliced[:num_refined]
+    candidates = sorted([*candidates, *balanced, *sliced], key=_coarse_order)
 
     def simulate(candidate: Candidate, variants: Sequence[PackingSettings]) -> list[Choice]:
         sharding = space.sharding if candidate.scenario.parallelism.cp_size > 1 else "per-sequence"
@@ -241,25 +268,38 @@ def search(
         )
         return [Choice(candidate, outcome) for outcome in outcomes]
 
-    plain = [name for name in space.packings if SHAPED not in name]
     refined: list[Choice] = []
     for candidate in told("refined", refining):
-        p = candidate.scenario.parallelism
-        for packing in _of_layout(space, p, plain or space.packings)[-1:]:
+        packings = _of_candidate(space, candidate)
+        plain = [name for name in packings if SHAPED not in name]
+        for packing in (plain or packings)[-1:]:
             refined += simulate(candidate, [_variant(packing, candidate, candidate.windows)])
     refined = _ranked(refined, max_delay)
-    for choice in told("tuned", _of_unlike_layouts(refined)[:num_tuned]):
-        known = choice.outcome.setting  # and what has a few tokens of S_max more or less
-        new = [
-            v for v in _variants(space, choice.candidate)
-            if replace(v, max_tokens=known.max_tokens) != known
-            or abs(v.max_tokens / known.max_tokens - 1) >= 0.05
-        ]  # fmt: skip
-        refined += simulate(choice.candidate, new)
+    best = refined[0].candidate
+    whole = [choice for choice in refined if not choice.candidate.slices]
+    tuned = [choice.candidate for choice in _of_unlike_layouts(whole)[:num_tuned]]
+    # And what keeps documents whole, in the layout that is best for slices.
+    tuned += [one for one in candidates if best.slices and one.scenario == best.scenario]
+    known = {(choice.candidate, choice.outcome.setting) for choice in refined}
+    for candidate in told("tuned", [one for one in dict.fromkeys(tuned) if not one.slices]):
+        variants = _variants(space, candidate)
+        refined += simulate(candidate, [v for v in variants if not _is_known(known, candidate, v)])
     ranked = _ranked(refined, max_delay)
     if not ranked[0].fits:
         raise ConfigError(_none_fits(space, ranked))
     return Search(tuple(ranked), tuple(candidates), tuple(rejected), max_delay)
+
+
+def _is_known(
+    known: set[tuple[Candidate, PackingSettings]], candidate: Candidate, variant: PackingSettings
+) -> bool:
+    """Whether it was simulated there, or the same with a few tokens of S_max more or less."""
+    return any(
+        one == candidate
+        and replace(variant, max_tokens=setting.max_tokens) == setting
+        and abs(variant.max_tokens / setting.max_tokens - 1) < 0.05
+        for one, setting in known
+    )
 
 
 def _ranked(choices: Sequence[Choice], max_delay: float) -> list[Choice]:
@@ -314,12 +354,16 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
     if fits > 1.05 * max(windows, default=0.0) and fits < MAX_WINDOWS[-1]:
         windows.append(fits)
     variants = []
-    p = candidate.scenario.parallelism
-    for packing in _of_layout(space, p, space.packings):
-        kind = kind_in(packing)
-        for number in [candidate.windows] if kind.windows or kind.slices else windows:
+    for packing in _of_candidate(space, candidate):
+        for number in [candidate.windows] if kind_in(packing).windows else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
+
+
+def _of_candidate(space: Space, candidate: Candidate) -> list[str]:
+    """The packings that may run there: slices, or what keeps documents whole."""
+    packings = _of_layout(space, candidate.scenario.parallelism, space.packings)
+    return [name for name in packings if kind_in(name).slices == candidate.slices]
 
 
 def _of_layout(space: Space, p: Parallelism, packings: Sequence[str]) -> list[str]:
@@ -359,10 +403,8 @@ def _with_experts(shape: ModelShape, layout: Parallelism) -> Iterator[Parallelis
             yield replace(layout, ep_size=ep_size, etp_size=1)
 
 
-def _runs(
-    space: Space, layout: Parallelism, sample: Sequence[int]
-) -> Iterator[tuple[Run, int] | Rejected]:
-    """Each N with a layout: what can run, with the S_max that fits, or why it cannot."""
+def _tried(space: Space, layout: Parallelism, sample: Sequence[int]) -> Iterator[Run | Rejected]:
+    """Each N and recomputation with a layout, or why it cannot run; memory is not looked at."""
     shape = padded_vocabulary(space.shape, layout.tp_size)
     max_tp = space.max_tp or space.hardware.devices_per_node
     if layout.tp_size > max_tp:
@@ -399,19 +441,73 @@ def _runs(
             except ConfigError as error:
                 yield Rejected(layout, number, recompute, "batch and schedule", str(error))
                 break  # The same with every recompute setting.
+            yield run
+
+
+def _fitting(space: Space, tried: Sequence[Run | Rejected]) -> Iterator[tuple[Run, int] | Rejected]:
+    """What keeps documents whole: each that fits memory, with the S_max that does, or why not."""
+    roomy: set[int] = set()
+    for run in tried:
+        if isinstance(run, Rejected):
+            yield run
+            continue
+        number = run.num_micro_batches
+        if number in roomy or not _whole(space, run.parallelism):
+            continue  # More recomputation only takes time.
+        try:
+            max_tokens = run.max_tokens()
+            if max_tokens < space.window:
+                raise ConfigError(
+                    f"micro-batches of {max_tokens} tokens fit {run.limit_gib:.1f} GiB, but a "
+                    f"window has {space.window}"
+                )
+        except ConfigError as error:
+            yield Rejected(run.parallelism, number, run.recompute, "memory", str(error))
+            continue
+        yield run, max_tokens
+        if max_tokens >= DEFAULT_WINDOWS * space.window:
+            roomy.add(number)
+
+
+def _whole(space: Space, layout: Parallelism) -> list[str]:
+    """The packings without slices that can run in a layout."""
+    return [one for one in _of_layout(space, layout, space.packings) if not kind_in(one).slices]
+
+
+def _sliced(
+    space: Space,
+    tried: Sequence[Run | Rejected],
+    source: LengthSource,
+    seed: int,
+    long_documents: LongDocuments,
+) -> Iterator[Candidate | Rejected]:
+    """Each N in slices, with the least recomputation that fits memory, by its first steps. Where
+    nothing else can run, also why it does not fit.
+    """
+    done: set[int] = set()
+    for run in tried:
+        if isinstance(run, Rejected) or run.num_micro_batches in done:
+            continue
+        p, most = run.parallelism, int(DEFAULT_WINDOWS * space.window)
+        for packing in [one for one in _of_layout(space, p, space.packings) if kind_in(one).slices]:
+            setting = PackingSettings.parse(packing, space.window, most)
+            simulator = Simulator(run.costs, p, memory=run.memory)
+            workload = run.workload(source, seed=seed, long_documents=long_documents)
             try:
-                max_tokens = run.max_tokens()
-                if max_tokens < space.window:
-                    raise ConfigError(
-                        f"micro-batches of {max_tokens} tokens fit {run.limit_gib:.1f} GiB, but a "
-                        f"window has {space.window}"
-                    )
-            except ConfigError as error:
-                yield Rejected(layout, number, recompute, "memory", str(error))
+                planner = workload.planner(setting, SLICED_STEPS, costs=run.costs)
+                plans = [*planner.plans(SLICED_STEPS)]
+                for plan in plans:
+                    for used in simulator.plan_memory(plan):
+                        used.check(run.limit_gib * GIB, "")
+            except WLBError as error:
+                if not _whole(space, p):
+                    yield Rejected(p, run.num_micro_batches, run.recompute, "memory", str(error))
                 continue
-            yield run, max_tokens
-            if max_tokens >= DEFAULT_WINDOWS * space.window:
-                break  # More recomputation only takes time.
+            total_us = sum(simulator.step(plan, with_memory=False).step_us for plan in plans)
+            flops = sum(run.flops([d.length for d in plan.documents]) for plan in plans)
+            peak = run.num_devices * run.hardware.peak_tflops * 1e6
+            yield Candidate(run, most, flops / (total_us * peak), slices=True)
+            done.add(run.num_micro_batches)
 
 
 def _needs_unlike_stages(shape: ModelShape, layout: Parallelism) -> bool:

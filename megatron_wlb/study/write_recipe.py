@@ -15,6 +15,7 @@ import yaml
 
 from megatron_wlb.cost.shape import ModelShape, Recompute
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning.packing import kind_of
 from megatron_wlb.planning.run import Run
 from megatron_wlb.planning.sliding import pattern_of
 from megatron_wlb.settings import allocator
@@ -172,13 +173,16 @@ def batch_flags(scenario: Run) -> Flags:
 
 
 def balance_flags(scenario: Run, packing: Sequence[str], sharding: str, hardware: str) -> Flags:
-    """The words of ``packing``, sharding, and the machine that costs are for."""
+    """The words of ``packing``, sharding, slices' memory, and the machine that costs are for."""
     flags: dict[str, Value] = {}
     for at, word in enumerate(packing):
         if word.startswith("--"):
             values = [*takewhile(lambda text: not text.startswith("--"), packing[at + 1 :])]
             numbers = [int(text) if text.isdecimal() else text for text in values]
             flags[word] = numbers[0] if len(numbers) == 1 else numbers
+    if kind_of(str(flags["--wlb-packing"])).slices and scenario.memory_gib is not None:
+        # Or training would choose them by time alone.
+        flags["--wlb-memory-gib"] = int(10 * scenario.memory_gib) / 10
     if scenario.parallelism.cp_size > 1:
         flags["--wlb-cp-sharding"] = sharding
     flags["--wlb-hardware"] = hardware

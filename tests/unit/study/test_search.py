@@ -6,12 +6,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import Execution, ModelShape, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.cost.parts import Experts
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.errors import ConfigError
-from megatron_wlb.study.search import Search, Space, by_reason, search
+from megatron_wlb.errors import ConfigError, WLBError
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.run import Run
+from megatron_wlb.study.compare import compare
+from megatron_wlb.study.search import PASSES, Search, Space, by_reason, search
 
 WINDOW = 16384
 SHAPE = ModelShape(
@@ -61,6 +65,8 @@ def test_every_layout_can_run_or_has_its_reason(found: Search) -> None:
 def test_candidates_fit_and_what_memory_rejects_does_not(found: Search) -> None:
     for candidate in found.candidates:
         scenario = candidate.scenario
+        if candidate.slices:
+            continue
         assert candidate.max_tokens >= WINDOW
         num = scenario.num_micro_batches // scenario.parallelism.dp_size
         lengths = [candidate.max_tokens] * num
@@ -182,7 +188,7 @@ def test_empty_space_is_an_error(changes: dict) -> None:
 def test_progress_comes_to_the_end_of_each_pass() -> None:
     said: dict[str, tuple[int, int]] = {}
     find(space(), num_refined=2, steps=1, progress=lambda what, n, of: said.update({what: (n, of)}))
-    assert list(said) == ["memory", "coarse", "refined", "tuned"]
+    assert tuple(said) == PASSES
     assert all(done == total for done, total in said.values())
 
 
@@ -194,7 +200,7 @@ def test_coarse_pass_is_of_whole_windows_however_few_or_long_the_documents() -> 
         found = search(
             space(), LengthSource("stored", lengths), num_refined=1, num_tuned=0, steps=1
         )
-        by_layout = {repr(c.scenario.parallelism): c.mfu for c in found.candidates}
+        by_layout = {repr(c.scenario.parallelism): c.mfu for c in found.candidates if not c.slices}
         return [by_layout[layout] for layout in sorted(by_layout)]
 
     assert mfu(few) == pytest.approx(mfu(np.tile(few, 300)), rel=0.05)
@@ -208,3 +214,34 @@ def test_layouts_that_no_packing_can_run_are_rejected() -> None:
     assert {(p.pp_size, p.vpp_size) for p in layouts} == {(2, 1)}
     reasons = {one.reason for one in found.rejected if one.parallelism.vpp_size > 1}
     assert any("slices need pipeline stages, none that are virtual" in r for r in reasons)
+
+
+def test_slices_are_searched_where_no_window_fits_and_as_well_as_by_trying_all() -> None:
+    """Each layout and recomputation simulated with slices, against what the search finds."""
+    where = space(memory_gib=3.5, packings=("slim",))
+    found = find(where, num_refined=4, steps=8)
+    best = found.best
+    assert best.outcome.setting.name == "slim" and best.fits
+    assert found.of_each[0].outcome.setting.name == "slim"
+    every = []
+    for tp, cp, pp in ((1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)):
+        for recompute in where.recomputes:
+            layout = Parallelism(tp, cp, pp, 1, 4 // (tp * cp * pp), sequence_parallel=tp > 1)
+            run = Run(
+                padded_vocabulary(SHAPE, tp), Execution(layout, recompute), H100, WINDOW, 6,
+                memory_gib=where.limit_gib(layout),
+            )  # fmt: skip
+            slim = PackingSettings("slim", 2 * WINDOW)
+            shardings = ["adaptive"] if cp > 1 else ["per-sequence"]
+            try:
+                every += compare(run, REFERENCE, [slim], shardings, steps=8, seeds=(1,))
+            except WLBError:
+                continue
+    fitting = [outcome for outcome in every if not outcome.out_of_memory]
+    assert len(fitting) > 2
+    assert best.outcome.mfu >= max(outcome.mfu for outcome in fitting)
+    # A layout that whole windows could not have.
+    assert best.candidate.scenario.max_tokens() < WINDOW or any(
+        choice.candidate.slices and choice.candidate.scenario.max_tokens() < WINDOW
+        for choice in found.ranked
+    )
