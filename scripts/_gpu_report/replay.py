@@ -70,18 +70,18 @@ def of_layout(
 ) -> list[dict[str, Any]]:
     """A row a packing: Figure 12, and this project's packings."""
     base = paper.scenario(model, window, layout, hardware=effort.hardware)
-    found = paper.speedups(base, list(PACKINGS.values()), effort, _step)
+    found = paper.speedups(base, list(PACKINGS.values()), effort)
     plain = found[paper.PLAIN]
     rows = [row(name, plain, found[pair]) for name, pair in PACKINGS.items()]
     one_chunk = paper.scenario(model, window, layout, 1, effort.hardware)
-    slim = paper.speedups(one_chunk, [SLIM], effort, _step)[SLIM]
+    slim = paper.speedups(one_chunk, [SLIM], effort)[SLIM]
     return [*rows, row("slim, adaptive, one chunk a rank", plain, slim)]
 
 
 def of_techniques(window: int, effort: Effort) -> list[dict[str, Any]]:
     """Figure 13: each technique by itself, at 7B-128K."""
     base = paper.scenario("7b", window, paper.TABLE_1[OF_7B], hardware=effort.hardware)
-    found = paper.speedups(base, [pair for pair, _ in TECHNIQUES.values()], effort, _step)
+    found = paper.speedups(base, [pair for pair, _ in TECHNIQUES.values()], effort)
     plain = found[paper.PLAIN]
     # What the paper prints is of its own window.
     printed = {name: said if window == 128 * K else None for name, (_, said) in TECHNIQUES.items()}
@@ -92,13 +92,9 @@ def of_window(window: int, scaled: int, effort: Effort) -> list[dict[str, Any]]:
     """Figure 14: 7B by window, in the layout of 128K."""
     base = paper.scenario("7b", scaled, paper.TABLE_1[OF_7B], hardware=effort.hardware)
     pair: Pair = ("wlb:2", "adaptive")
-    found = paper.speedups(base, [pair], effort, _step)
+    found = paper.speedups(base, [pair], effort)
     printed = paper.FIGURE_14.get(scaled)
     return [row(shown_tokens(scaled), found[paper.PLAIN], found[pair], printed)]
-
-
-def _step() -> None:
-    return None
 
 
 def lines(figures: Mapping[str, Any], pictures: Pictures) -> list[str]:

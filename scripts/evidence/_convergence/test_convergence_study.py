@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from _convergence import study
 from megatron_wlb.errors import ConfigError
 
 
-@pytest.fixture
-def study() -> Any:
-    return importlib.import_module("_convergence.study")
-
-
-def runs(study: Any, last: dict[tuple[str, int], float]) -> dict[tuple[str, int], Any]:
+def runs(last: dict[tuple[str, int], float]) -> dict[tuple[str, int], Any]:
     return {
         key: study.Run(
             tokens=[0, 50, 100],
@@ -30,11 +25,11 @@ def runs(study: Any, last: dict[tuple[str, int], float]) -> dict[tuple[str, int]
     }
 
 
-def test_differences_are_taken_seed_by_seed(study: Any) -> None:
+def test_differences_are_taken_seed_by_seed() -> None:
     # Seeds differ by 1, the packings by 0.1 in each: the interval is of the latter.
     last = {("original", s): 2.0 + s for s in (1, 2, 3)}
     last |= {("hold", 1): 3.09, ("hold", 2): 4.10, ("hold", 3): 5.11}
-    found = study.Study(runs(study, last))
+    found = study.Study(runs(last))
     figures = found.summary()["packings"]["hold"]["at the end"]
     assert figures["loss"] == pytest.approx(4.1)
     assert figures["difference"] == pytest.approx(0.1)
@@ -52,13 +47,13 @@ def test_differences_are_taken_seed_by_seed(study: Any) -> None:
         ((0.10,), "no difference seen"),  # one seed says nothing
     ],
 )
-def test_verdict_is_of_the_interval(study: Any, values: tuple[float, ...], verdict: str) -> None:
+def test_verdict_is_of_the_interval(values: tuple[float, ...], verdict: str) -> None:
     assert study.Difference.of(list(values)).verdict == verdict
 
 
-def test_page_takes_the_table_between_its_marks(study: Any, tmp_path: Path) -> None:
+def test_page_takes_the_table_between_its_marks(tmp_path: Path) -> None:
     last = {("original", 1): 2.0, ("original", 2): 2.2, ("slim", 1): 2.1, ("slim", 2): 2.3}
-    found = study.Study(runs(study, last))
+    found = study.Study(runs(last))
     page, picture = tmp_path / "page.md", tmp_path / "images/learning.png"
     picture.parent.mkdir()
     page.write_text("Before\n<!-- 100 -->old<!-- end of 100 -->\nAfter\n")
@@ -73,21 +68,21 @@ def test_page_takes_the_table_between_its_marks(study: Any, tmp_path: Path) -> N
         found.write(page, picture, "200")
 
 
-def test_study_without_original_is_refused(study: Any) -> None:
+def test_study_without_original_is_refused() -> None:
     with pytest.raises(ConfigError, match="no run is of original, with which all are compared"):
-        study.Study(runs(study, {("hold", 1): 2.0}))
+        study.Study(runs({("hold", 1): 2.0}))
 
 
-def test_packing_is_compared_by_the_seeds_that_it_ran_with(study: Any) -> None:
+def test_packing_is_compared_by_the_seeds_that_it_ran_with() -> None:
     last = {("original", 1): 2.0, ("original", 2): 2.2, ("hold", 2): 2.3, ("hold", 3): 9.0}
-    found = study.Study(runs(study, last | {("slim", 3): 2.0}))
+    found = study.Study(runs(last | {("slim", 3): 2.0}))
     assert found.packings == ["original", "hold"]
     assert found.difference("hold", study.COLUMNS["at the end"]).mean == pytest.approx(0.1)
     assert [row[1] for row in found.rows()] == ["2", "1"]
 
 
-def test_runs_beside_a_page_are_there_again(study: Any, tmp_path: Path) -> None:
-    found = study.Study(runs(study, {("original", 1): 2.0, ("fixed-greedy:8", 12): 2.2}))
+def test_runs_beside_a_page_are_there_again(tmp_path: Path) -> None:
+    found = study.Study(runs({("original", 1): 2.0, ("fixed-greedy:8", 12): 2.2}))
     path = tmp_path / "learning-100.json"
     assert study.kept(path) == {}
     found.keep(path)

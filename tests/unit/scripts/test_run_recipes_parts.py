@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import importlib
 import os
 import shlex
 import signal
@@ -15,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _run_recipes import outcome, pages, scaling
+from _run_recipes.ranks import run_ranks
+from _run_recipes.recipes import Trained, differences
+from _run_recipes.results import Results
 
 from megatron_wlb.errors import ConfigError
-
-
-@pytest.fixture
-def module() -> Any:
-    return lambda name: importlib.import_module(f"_run_recipes.{name}")
-
 
 RECIPE = shlex.split(
     """--num-layers 32 --hidden-size 4096 --num-attention-heads 48 --group-query-attention
@@ -35,14 +32,13 @@ RECIPE = shlex.split(
 )
 
 
-def scaled(module: Any, *more: str, num_devices: int = 8) -> tuple[Any, dict[str, Any]]:
-    scaling = module("scaling")
+def scaled(*more: str, num_devices: int = 8) -> tuple[Any, dict[str, Any]]:
     found = scaling.scale([*RECIPE, *more], num_devices, "/corpus")
     return found, scaling.grouped(found.words)
 
 
-def test_small_recipe_keeps_ratios_and_flags(module: Any) -> None:
-    found, flags = scaled(module, "--log-params-norm", "--split", "949,50,1")
+def test_small_recipe_keeps_ratios_and_flags() -> None:
+    found, flags = scaled("--log-params-norm", "--split", "949,50,1")
     heads, groups = (int(flags[f"--num-{name}"][0]) for name in ("attention-heads", "query-groups"))
     hidden, ffn, kv = (
         int(flags[f"--{name}"][0]) for name in ("hidden-size", "ffn-hidden-size", "kv-channels")
@@ -59,10 +55,10 @@ def test_small_recipe_keeps_ratios_and_flags(module: Any) -> None:
     assert found.num_processes == 4 and found.layout == "TP2 PP2"
 
 
-def test_small_latents_keep_ratios_and_divide_over_tp(module: Any) -> None:
+def test_small_latents_keep_ratios_and_divide_over_tp() -> None:
     sizes = {"kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
     words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    _, flags = scaled(module, "--multi-latent-attention", *words)
+    _, flags = scaled("--multi-latent-attention", *words)
     head = int(flags["--qk-head-dim"][0])  # 128 where it is not given
     for name, size in sizes.items():
         assert int(flags[f"--{name}"][0]) * 128 == size * head
@@ -70,34 +66,34 @@ def test_small_latents_keep_ratios_and_divide_over_tp(module: Any) -> None:
     assert int(flags["--kv-lora-rank"][0]) % 4 == 0
 
 
-def test_every_changed_flag_is_told(module: Any) -> None:
+def test_every_changed_flag_is_told() -> None:
     """With what it was and what it is; no other flag differs."""
-    found, flags = scaled(module, "--wandb-project", "one", "--error-injection-rate", "100")
-    given = module("scaling").grouped([*RECIPE, "--wandb-project", "one"])
+    found, flags = scaled("--wandb-project", "one", "--error-injection-rate", "100")
+    given = scaling.grouped([*RECIPE, "--wandb-project", "one"])
     given["--error-injection-rate"] = ("100",)
     told = {change.flag: change for change in found.changes}
     differing = {flag for flag in given.keys() | flags.keys() if given.get(flag) != flags.get(flag)}
     assert told.keys() == differing
     assert (told["--fp8-format"].before, told["--fp8-format"].after) == ("hybrid", "")
     assert told["--fp8-format"].kind == "needs a GPU" and told["--bf16"].kind == "fp32"
-    change = {c.flag: c for c in scaled(module, "--cross-entropy-fusion-impl", "te")[0].changes}
+    change = {c.flag: c for c in scaled("--cross-entropy-fusion-impl", "te")[0].changes}
     assert change["--cross-entropy-fusion-impl"].after == "native"
     assert told["--data-path"].before == "0.3 /a 0.7 /b"
     assert told["--error-injection-rate"].kind == "faults"
 
 
-def test_middles_have_tokens_that_are_no_bytes_of_the_corpus(module: Any) -> None:
-    found, flags = scaled(module, "--fim-data")
+def test_middles_have_tokens_that_are_no_bytes_of_the_corpus() -> None:
+    found, flags = scaled("--fim-data")
     tokens = {name: int(flags[f"--fim-{name}-token"][0]) for name in ("prefix", "middle", "suffix")}
     assert len({*tokens.values()}) == 3 and all(255 < t < 512 for t in tokens.values())
     kinds = {change.flag: change.kind for change in found.changes}
     assert kinds["--fim-prefix-token"] == kinds["--fim-eod-token"] == "data"
-    assert "--fim-prefix-token" not in scaled(module)[1]
+    assert "--fim-prefix-token" not in scaled()[1]
 
 
-def test_one_process_has_no_layout_and_the_same_batch(module: Any) -> None:
-    found, flags = scaled(module)
-    alone = module("scaling").grouped(found.alone)
+def test_one_process_has_no_layout_and_the_same_batch() -> None:
+    found, flags = scaled()
+    alone = scaling.grouped(found.alone)
     gone = flags.keys() - alone.keys()
     assert {"--tensor-model-parallel-size", "--recompute-granularity"} <= gone
     assert {flag: flags[flag] for flag in alone} == alone
@@ -115,18 +111,18 @@ def test_one_process_has_no_layout_and_the_same_batch(module: Any) -> None:
     ],
 )
 def test_layout_loses_replicas_first_and_then_halves_the_largest(
-    module: Any, tp: int, pp: int, cp: int, num_devices: int, layout: str, reduced: bool
+    tp: int, pp: int, cp: int, num_devices: int, layout: str, reduced: bool
 ) -> None:
     flags = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     flags += ["--context-parallel-size", str(cp)]
-    found, _ = scaled(module, *flags, num_devices=num_devices)
+    found, _ = scaled(*flags, num_devices=num_devices)
     assert found.layout == layout
     assert any(change.kind == "layout" for change in found.changes) == reduced
 
 
-def test_layout_that_cannot_be_halved_does_not_fit(module: Any) -> None:
-    with pytest.raises(module("scaling").DoesNotFitError, match="TP × PP × CP = 10 cannot"):
-        scaled(module, "--pipeline-model-parallel-size", "5")
+def test_layout_that_cannot_be_halved_does_not_fit() -> None:
+    with pytest.raises(scaling.DoesNotFitError, match="TP × PP × CP = 10 cannot"):
+        scaled("--pipeline-model-parallel-size", "5")
 
 
 @pytest.mark.parametrize(
@@ -139,26 +135,24 @@ def test_layout_that_cannot_be_halved_does_not_fit(module: Any) -> None:
         (["--pipeline-model-parallel-layout", "Et*20|t*12L"], 32),
     ],
 )
-def test_layers_fill_the_stages_that_the_recipe_has(
-    module: Any, flags: list[str], num_layers: int
-) -> None:
-    assert scaled(module, *flags)[1]["--num-layers"] == (str(num_layers),)
+def test_layers_fill_the_stages_that_the_recipe_has(flags: list[str], num_layers: int) -> None:
+    assert scaled(*flags)[1]["--num-layers"] == (str(num_layers),)
 
 
-def test_ramp_of_the_batch_happens_within_the_steps(module: Any) -> None:
+def test_ramp_of_the_batch_happens_within_the_steps() -> None:
     ramp = ["--rampup-batch-size", "64", "64", "97656250", "--train-samples", "19531250"]
-    flags = scaled(module, *ramp)[1]
+    flags = scaled(*ramp)[1]
     batch = int(flags["--global-batch-size"][0])
     assert flags["--rampup-batch-size"] == (str(batch // 2),) * 3
     assert flags["--train-samples"] == (str(batch // 2 + 2 * batch),)
 
 
-def trained(module: Any) -> Any:
-    return module("recipes").Trained((6.5, 6.25), (2.0, 1.5), ([[0, 4, 0, 9]], [[0, 2, 0, 7]]))
+def trained() -> Any:
+    return Trained((6.5, 6.25), (2.0, 1.5), ([[0, 4, 0, 9]], [[0, 2, 0, 7]]))
 
 
-def test_rounding_is_equal_and_more_is_not(module: Any) -> None:
-    differences, one = module("recipes").differences, trained(module)
+def test_rounding_is_equal_and_more_is_not() -> None:
+    one = trained()
     rounded = dataclasses.replace(one, losses=(6.5 * (1 + 5e-7), 6.25), norms=(2.0, 1.50005))
     assert differences(rounded, one) == []
     (line,) = differences(dataclasses.replace(one, losses=(6.5, 6.2501)), one)
@@ -171,8 +165,7 @@ def test_rounding_is_equal_and_more_is_not(module: Any) -> None:
     assert line == "step 2: other documents"
 
 
-def results_of(module: Any, version: str = "0.16.1") -> Any:
-    outcome = module("outcome")
+def results_of(version: str = "0.16.1") -> Any:
     refused = "--fim-data does not work with --wlb-packing: it rewrites; leave it out"
     changes = [{"flag": "--fp8-format", "before": "hybrid", "after": "", "kind": "needs a GPU"}]
     some = [
@@ -182,20 +175,20 @@ def results_of(module: Any, version: str = "0.16.1") -> Any:
         outcome.Outcome("d", outcome.FAILED, why=["TP2: rank 1 ended with 1"]),
         outcome.Outcome("e", outcome.UNFIT),
     ]
-    return module("results").Results("gpt", version, {one.recipe: one for one in some})
+    return Results("gpt", version, {one.recipe: one for one in some})
 
 
-def test_results_go_on_where_they_were_but_for_failures(module: Any, tmp_path: Path) -> None:
-    results, path = results_of(module), tmp_path / "new" / "results.json"
+def test_results_go_on_where_they_were_but_for_failures(tmp_path: Path) -> None:
+    results, path = results_of(), tmp_path / "new" / "results.json"
     assert str(results.counts) == (
         "4 of 5 recipes train; 3 are accepted, 2 fit, 1 ran, 1 equals one process"
     )
     results.write(path)
-    again = module("results").Results("gpt", "0.16.1")
+    again = Results("gpt", "0.16.1")
     again.resume(path)
     assert again.outcomes == {k: one for k, one in results.outcomes.items() if k != "d"}
     with pytest.raises(ConfigError, match=r"results of gpt 0\.16\.1, these recipes are gpt 0\.17"):
-        module("results").Results("gpt", "0.17.1").resume(path)
+        Results("gpt", "0.17.1").resume(path)
     path.write_text('{"kind": "gpt"}')
     with pytest.raises(
         ConfigError, match=r"has no results of recipes \(recipes .*\); give another --out"
@@ -203,12 +196,11 @@ def test_results_go_on_where_they_were_but_for_failures(module: Any, tmp_path: P
         again.resume(path)
 
 
-def test_pages_hold_one_section_a_version(module: Any, tmp_path: Path) -> None:
-    pages = module("pages")
+def test_pages_hold_one_section_a_version(tmp_path: Path) -> None:
     for name in (pages.COUNTS_PAGE, pages.RECIPES_PAGE):
         (tmp_path / name).write_text(f"# Page of {{runs}}\n\n{pages.BEGIN}\n{pages.END}\n\nEnd.\n")
     for version in ("0.17.1", "0.16.1", "0.17.1"):
-        pages.write(results_of(module, version), tmp_path)
+        pages.write(results_of(version), tmp_path)
     counts = (tmp_path / pages.COUNTS_PAGE).read_text()
     assert counts.startswith("# Page of {runs}\n") and counts.endswith("\n\nEnd.\n")
     rows = [line for line in counts.splitlines() if line.startswith("| gpt ")]
@@ -223,7 +215,7 @@ def test_pages_hold_one_section_a_version(module: Any, tmp_path: Path) -> None:
     assert "`--fim-data` does not work with `--wlb-packing`" in recipes
     (tmp_path / pages.COUNTS_PAGE).write_text("# Page\n")
     with pytest.raises(ConfigError, match="has no place for results"):
-        pages.write(results_of(module), tmp_path)
+        pages.write(results_of(), tmp_path)
 
 
 def hang_with_a_child() -> int:
@@ -245,10 +237,7 @@ def fail() -> int:
     return 0
 
 
-def test_processes_end_at_the_limit_and_with_the_first_that_fails(
-    module: Any, tmp_path: Path
-) -> None:
-    run_ranks = module("ranks").run_ranks
+def test_processes_end_at_the_limit_and_with_the_first_that_fails(tmp_path: Path) -> None:
     ended = run_ranks(hang_with_a_child, 2, tmp_path, limit_s=2.0, environment={})
     assert ended.why == "no end after 2 s"
     child = Path("/proc", (tmp_path / "child").read_text())
@@ -276,8 +265,8 @@ def meet() -> int:
     return 0
 
 
-def test_port_is_taken_before_any_rank_is_told_of_it(module: Any, tmp_path: Path) -> None:
-    ended = module("ranks").run_ranks(meet, 2, tmp_path, limit_s=60.0, environment={})
+def test_port_is_taken_before_any_rank_is_told_of_it(tmp_path: Path) -> None:
+    ended = run_ranks(meet, 2, tmp_path, limit_s=60.0, environment={})
     assert ended.why == "", ended.tail
 
 
@@ -299,11 +288,11 @@ EXPERTS = shlex.split(
     ],
 )
 def test_experts_are_few_and_their_losses_and_layers_count(
-    module: Any, layout: tuple[int, int], ep: str, etp: tuple[str] | None
+    layout: tuple[int, int], ep: str, etp: tuple[str] | None
 ) -> None:
     sizes = zip(("tensor", "pipeline"), layout, strict=True)
     given = [f"--{name}-model-parallel-size={size}" for name, size in sizes]
-    found, flags = scaled(module, *EXPERTS, *given)
+    found, flags = scaled(*EXPERTS, *given)
     num_layers = int(flags["--num-layers"][0])
     assert flags["--moe-layer-freq"] == (f"[0]+[1]*{num_layers - 1}",)
     assert (flags["--num-experts"], flags["--expert-model-parallel-size"]) == (("8",), (ep,))
@@ -315,19 +304,19 @@ def test_experts_are_few_and_their_losses_and_layers_count(
     kinds = {change.flag: change.kind for change in found.changes}
     assert kinds["--moe-router-load-balancing-type"] == "routing"
     assert kinds["--optimizer"] == "needs a package"
-    assert "--expert-model-parallel-size" not in module("scaling").grouped(found.alone)
+    assert "--expert-model-parallel-size" not in scaling.grouped(found.alone)
 
 
-def test_groups_of_few_experts_have_as_many_as_a_token_takes(module: Any) -> None:
+def test_groups_of_few_experts_have_as_many_as_a_token_takes() -> None:
     experts = "--num-experts 64 --moe-router-num-groups 8 --moe-router-group-topk 4"
-    _, flags = scaled(module, *experts.split(), "--moe-router-topk", "8")
+    _, flags = scaled(*experts.split(), "--moe-router-topk", "8")
     names = ("num-groups", "group-topk", "topk")
     assert [flags[f"--moe-router-{name}"] for name in names] == [("4",), ("2",), ("4",)]
-    _, flags = scaled(module, *experts.split(), "--moe-router-topk", "4")
+    _, flags = scaled(*experts.split(), "--moe-router-topk", "4")
     assert [flags[f"--moe-router-{name}"] for name in names] == [("8",), ("4",), ("4",)]
 
 
-def test_experts_activations_are_computed_again_without_grouped_kernels(module: Any) -> None:
+def test_experts_activations_are_computed_again_without_grouped_kernels() -> None:
     modules = ["--recompute-modules", "moe_act", "layernorm", "moe"]
-    _, flags = scaled(module, "--num-experts", "8", "--moe-grouped-gemm", *modules)
+    _, flags = scaled("--num-experts", "8", "--moe-grouped-gemm", *modules)
     assert flags["--recompute-modules"] == ("moe", "layernorm")
