@@ -25,11 +25,10 @@ from heapq import heapify, heapreplace
 from itertools import product
 from typing import Literal, TypeAlias, TypeVar
 
-from megatron_wlb.cost import AnalyticModel, Execution, Hardware, ModelShape, Parallelism, Recompute
+from megatron_wlb.cost import ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import padded_vocabulary
-from megatron_wlb.cost.shape import Stage
 from megatron_wlb.data.documents import LongDocuments
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError, WLBError
@@ -41,6 +40,7 @@ from megatron_wlb.reading import real_number
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
 from megatron_wlb.study.compare import WARM_UP_STEPS, Outcome, compare
+from megatron_wlb.study.stages import balanced_layers
 from megatron_wlb.study.strategy_search import sample_steps
 
 T = TypeVar("T")
@@ -518,44 +518,6 @@ def _needs_unlike_stages(shape: ModelShape, layout: Parallelism) -> bool:
     short, few = -shape.num_layers % layout.num_stages, layout.vpp_size <= MOST_UNLIKE_CHUNKS
     divides = shape.num_layers % layout.pp_size == 0 or shape.num_layers < layout.pp_size
     return not divides and (layout.vpp_size == 1 or (short <= 2 and few))
-
-
-def balanced_layers(
-    shape: ModelShape,
-    hardware: Hardware,
-    layout: Parallelism,
-    recompute: Recompute,
-    lengths: Sequence[int],
-) -> tuple[int, ...]:
-    """Layers of each virtual stage such that the slowest pipeline rank is as fast as whole layers
-    allow, by the modelled time of documents of ``lengths``.
-
-    Of ranks that are as fast, the later gets a layer more, as fewer micro-batches are in flight
-    there. Every rank between the first and the last has at least one. Unlike layers count as their
-    mean.
-    """
-    undivided = replace(layout, pp_size=1, vpp_size=1, group_size=None, stage_layers=None)
-    model = AnalyticModel(shape, Execution(undivided, recompute), hardware)
-    all_layers = Stage(shape.runs, first=False, last=False)
-    layer_us = model.stage_cost(all_layers).total_us(lengths) / shape.num_layers
-    ends_us = [0.0] * layout.num_stages
-    ends_us[0] = model.stage_cost(Stage((), first=True, last=False)).total_us(lengths)
-    ends_us[-1] += model.stage_cost(Stage((), first=False, last=True)).total_us(lengths)
-    layers = [0] * layout.num_stages
-
-    def rank_us(rank: int) -> tuple[bool, float, int]:
-        own = slice(rank, None, layout.pp_size)
-        has = sum(layers[own])
-        needs_one = not has and 0 < rank < layout.pp_size - 1
-        return not needs_one, sum(ends_us[own]) + has * layer_us, -rank
-
-    def chunk_us(stage: int) -> float:
-        return ends_us[stage] + layers[stage] * layer_us
-
-    for _ in range(shape.num_layers):
-        rank = min(range(layout.pp_size), key=rank_us)
-        layers[min(range(rank, layout.num_stages, layout.pp_size), key=chunk_us)] += 1
-    return tuple(layers)
 
 
 def _balanced(space: Space, candidate: Candidate, sample: Sequence[int]) -> Candidate | None:

@@ -13,7 +13,7 @@ from megatron_wlb.cost.step_costs import analytic_costs
 from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.split import flags_of
-from megatron_wlb.study.search import balanced_layers
+from megatron_wlb.study.stages import balanced_layers
 from megatron_wlb.study.write_recipe import model_flags
 
 FLAGS = (

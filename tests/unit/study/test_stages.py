@@ -14,7 +14,8 @@ from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.planning.sliding import with_windows
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.megatron import ModelConfig
-from megatron_wlb.study.search import Search, Space, balanced_layers, search
+from megatron_wlb.study.search import Search, Space, search
+from megatron_wlb.study.stages import balanced_layers
 
 H100 = load_hardware("h100-sxm")
 SHAPE = ModelShape(
