@@ -270,7 +270,7 @@ def search(
 
     refined: list[Choice] = []
     for candidate in told("refined", refining):
-        packings = _of_candidate(space, candidate)
+        packings = _of_layout(space, candidate.scenario.parallelism, slices=candidate.slices)
         plain = [name for name in packings if SHAPED not in name]
         for packing in (plain or packings)[-1:]:
             refined += simulate(candidate, [_variant(packing, candidate, candidate.windows)])
@@ -354,20 +354,16 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
     if fits > 1.05 * max(windows, default=0.0) and fits < MAX_WINDOWS[-1]:
         windows.append(fits)
     variants = []
-    for packing in _of_candidate(space, candidate):
+    for packing in _of_layout(space, candidate.scenario.parallelism, slices=candidate.slices):
         for number in [candidate.windows] if kind_in(packing).windows else windows:
             variants.append(_variant(packing, candidate, number))
     return list(dict.fromkeys(variants))
 
 
-def _of_candidate(space: Space, candidate: Candidate) -> list[str]:
-    """The packings that may run there: slices, or what keeps documents whole."""
-    packings = _of_layout(space, candidate.scenario.parallelism, space.packings)
-    return [name for name in packings if kind_in(name).slices == candidate.slices]
-
-
-def _of_layout(space: Space, p: Parallelism, packings: Sequence[str]) -> list[str]:
-    return run_with(p.pp_size, p.vpp_size, packings, ["experts"] if space.shape.experts else [])
+def _of_layout(space: Space, p: Parallelism, *, slices: bool) -> list[str]:
+    """The packings that can run there: those of slices, or those that keep documents whole."""
+    names = [name for name in space.packings if kind_in(name).slices == slices]
+    return run_with(p.pp_size, p.vpp_size, names, ["experts"] if space.shape.experts else [])
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:
@@ -411,7 +407,7 @@ def _tried(space: Space, layout: Parallelism, sample: Sequence[int]) -> Iterator
         reason = f"TP {layout.tp_size} is above the limit of {max_tp} (a node)"
         yield Rejected(layout, 0, space.recomputes[0], "topology", reason)
         return
-    if not _of_layout(space, layout, space.packings):
+    if not any(_of_layout(space, layout, slices=slices) for slices in (False, True)):
         reason = (
             "slices need pipeline stages, none that are virtual, and a model without experts; give "
             "other packings too"
@@ -452,7 +448,7 @@ def _fitting(space: Space, tried: Sequence[Run | Rejected]) -> Iterator[tuple[Ru
             yield run
             continue
         number = run.num_micro_batches
-        if number in roomy or not _whole(space, run.parallelism):
+        if number in roomy or not _of_layout(space, run.parallelism, slices=False):
             continue  # More recomputation only takes time.
         try:
             max_tokens = run.max_tokens()
@@ -467,11 +463,6 @@ def _fitting(space: Space, tried: Sequence[Run | Rejected]) -> Iterator[tuple[Ru
         yield run, max_tokens
         if max_tokens >= DEFAULT_WINDOWS * space.window:
             roomy.add(number)
-
-
-def _whole(space: Space, layout: Parallelism) -> list[str]:
-    """The packings without slices that can run in a layout."""
-    return [one for one in _of_layout(space, layout, space.packings) if not kind_in(one).slices]
 
 
 def _sliced(
@@ -489,7 +480,7 @@ def _sliced(
         if isinstance(run, Rejected) or run.num_micro_batches in done:
             continue
         p, most = run.parallelism, int(DEFAULT_WINDOWS * space.window)
-        for packing in [one for one in _of_layout(space, p, space.packings) if kind_in(one).slices]:
+        for packing in _of_layout(space, p, slices=True):
             setting = PackingSettings.parse(packing, space.window, most)
             simulator = Simulator(run.costs, p, memory=run.memory)
             workload = run.workload(source, seed=seed, long_documents=long_documents)
@@ -500,7 +491,7 @@ def _sliced(
                     for used in simulator.plan_memory(plan):
                         used.check(run.limit_gib * GIB, "")
             except WLBError as error:
-                if not _whole(space, p):
+                if not _of_layout(space, p, slices=False):
                     yield Rejected(p, run.num_micro_batches, run.recompute, "memory", str(error))
                 continue
             total_us = sum(simulator.step(plan, with_memory=False).step_us for plan in plans)
