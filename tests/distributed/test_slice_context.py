@@ -186,13 +186,65 @@ def low_precision_errors(cp_size: int, sharding: Sharding) -> list[list[float]]:
     ]
 
 
-def faulty_errors(cp_size: int) -> list[float]:
+def faulty_errors(cp_size: int, fault: bool = True, **options: Any) -> list[float]:
     import torch
 
     tokens = Tokens.of(cp_size, 2, torch.float64)
-    *mine, local = run(tokens, SHARDINGS[1], fault=True)
+    *mine, local = run(tokens, SHARDINGS[1], fault=fault, **options)
     expected = tokens.definition(torch.float64)
     return [float((a - b[local]).abs().max()) for a, b in zip(mine, expected, strict=True)]
+
+
+def calls_of_kernel(cp_size: int) -> list[tuple[int, int, int]]:
+    """Of the slices of the second document: calls forward and backward, and rows of their dK.
+
+    They run alone, so all calls are theirs.
+    """
+    import torch
+
+    from megatron_wlb.runtime.gpt.attention.context_parallel import (
+        ContextParallel,
+        context_attention,
+    )
+    from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
+    from megatron_wlb.runtime.gpt.attention.kernels.torch_cpu import torch_cpu_varlen
+    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice, SliceStore
+
+    assert isinstance(torch_cpu_varlen, LseKernel)
+    rows: list[tuple[str, int]] = []
+
+    def forward(query: Any, key: Any, *rest: Any, **options: Any) -> Any:
+        rows.append(("forward", len(key)))
+        return torch_cpu_varlen.forward(query, key, *rest, **options)
+
+    def backward(grad: Any, query: Any, key: Any, *rest: Any, **options: Any) -> Any:
+        rows.append(("backward", len(key)))
+        return torch_cpu_varlen.backward(grad, query, key, *rest, **options)
+
+    store, done, found = SliceStore(), [], []
+    for start in (0, 16):
+        unit = ((1, start, start + 16),)
+        here, params = params_of(unit, 16, Sharding("per-document"), store)
+        leaves = [
+            torch.randn(len(np.arange(16)[here]), 2, HEAD_DIM).requires_grad_() for _ in "qkv"
+        ]
+        layer = LayerSlice(params.slice, 1, LseKernel(forward, backward), SCALE)
+        parallel = ContextParallel(torch.distributed.group.WORLD)
+        rest = (params.segments, params.gather, layer.kernel, SCALE, parallel, layer)
+        rows.clear()
+        out = context_attention(*leaves, *rest)
+        done.append((out, len(rows)))
+    for out, num_forward in reversed(done):
+        rows.clear()
+        out.sum().backward()
+        found.insert(0, (num_forward, len(rows), sum(keys for _, keys in rows)))
+    return found
+
+
+def errors_without_the_prefix(cp_size: int) -> list[float]:
+    """As where nothing is joined."""
+    with mock.patch("megatron_wlb.runtime.gpt.attention.slices.join"):
+        return faulty_errors(cp_size, fault=False, head_start_bytes=1 << 40)
 
 
 @contextlib.contextmanager
@@ -271,6 +323,20 @@ def test_slices_over_ranks_in_bf16_are_as_good_as_bf16_by_definition(
 def test_a_key_in_a_wrong_row_is_seen(gloo: GlooPool) -> None:
     for errors in gloo.run(2, faulty_errors, 2):
         assert min(errors) > 1e-3
+
+
+def test_a_prefix_that_is_not_joined_is_seen(gloo: GlooPool) -> None:
+    for errors in gloo.run(2, errors_without_the_prefix, 2):
+        assert max(errors) > 1e-3
+
+
+def test_chunks_of_a_slice_attend_to_its_prefix_in_one_call(gloo: GlooPool) -> None:
+    """Each key's gradient before the slice comes once, and of the slice's once a chunk."""
+    for rank, found in enumerate(gloo.run(2, calls_of_kernel, 2)):
+        # Of 16 tokens a rank has the 4s at 0 and 12, or the two that touch, from 4 to 12.
+        own = (4 + 16, 12)[rank]
+        assert [calls[:2] for calls in found] == ([(1, 1), (2, 2)], [(1, 1), (1, 1)])[rank]
+        assert [rows for *_, rows in found] == [own, 16 + own]
 
 
 @pytest.mark.parametrize("sharding", [Sharding("per-document"), Sharding("per-sequence")], ids=str)

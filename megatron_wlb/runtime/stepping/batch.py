@@ -129,7 +129,12 @@ def _cut_in_chunks(
         in_reach = k if reach_tokens is None else min(k, q + reach_tokens - 1)
         made.append(Segments.of([q], [in_reach], device, reach_tokens))
         first_keys.append(k - in_reach)
-    return replace(cut, chunks=tuple(made), first_keys=tuple(first_keys))
+    cut = replace(cut, chunks=tuple(made), first_keys=tuple(first_keys))
+    if len(chunks) < 2 or reach_tokens is not None:
+        return cut
+    queries, keys = zip(*chunks, strict=True)
+    before = Segments.of_unlike([sum(queries)], [cut.start], device) if cut.start else None
+    return replace(cut, own=Segments.of(queries, keys, device), before=before)
 
 
 class Stage(NamedTuple):

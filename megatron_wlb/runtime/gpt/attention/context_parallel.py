@@ -47,7 +47,7 @@ from megatron_wlb.plan.sharding import RankLayout
 from megatron_wlb.runtime.gpt.attention.head_start import JoinedCall, NearKeys, pays
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
 from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel
-from megatron_wlb.runtime.gpt.attention.slices import KernelCall, LayerSlice, halves
+from megatron_wlb.runtime.gpt.attention.slices import KernelCall, LayerSlice, PrefixCall, halves
 from megatron_wlb.runtime.ranks.transfer import to_device
 
 # Their names from torch 2.13 on; the old ones warn there.
@@ -209,7 +209,7 @@ class LatentRows:
 class _Part:
     """One head group between forward and backward."""
 
-    calls: list[KernelCall | JoinedCall]
+    calls: list[KernelCall | JoinedCall | PrefixCall]
     """Calls for the slice's chunks, and then one for all other tokens, if there are any."""
     pair: torch.Tensor
     """``[Tk, 2, G/g, D]``: key and value of the last call are its :func:`halves`."""
@@ -320,7 +320,7 @@ class _Run:
         kept = keep and self.parallel.keep_gathered
         pairs = self._gathered(key, value, begin, parts is not None, opened=opened, keep=kept)
         for number, (group_query, pair) in enumerate(zip(self._heads(query), pairs, strict=True)):
-            calls: list[KernelCall | JoinedCall] = []
+            calls: list[KernelCall | JoinedCall | PrefixCall] = []
             if self.cut is not None:
                 own = group_query[: self._num_own]
                 calls += self.cut.attend(opened[number], own, keep=keep)
@@ -366,10 +366,8 @@ class _Run:
         ):
             own, own_rows = [], None
             if self.cut is not None:
-                calls = part.calls[: len(self.cut.slice.chunks)]
-                own = self.cut.differentiate(
-                    cast(list[KernelCall], calls), grad_out[: self._num_own], opened[number]
-                )
+                calls = cast(list[KernelCall | PrefixCall], part.calls[: self.cut.num_calls])
+                own = self.cut.differentiate(calls, grad_out[: self._num_own], opened[number])
                 own_rows = self.cut.rows(opened[number])
             far: list[torch.Tensor] = []
             near: list[torch.Tensor] = []
@@ -380,7 +378,7 @@ class _Run:
                     grad_query, far, near = call.backward(rest, pair)
                     gather = gather.split[1]
                 else:
-                    grad_query, *far = call.backward(rest)
+                    grad_query, *far = cast(KernelCall, call).backward(rest)
                 own.append(grad_query)
             _free(pair)
             grads_query.append(_joined(own, dim=0))

@@ -218,11 +218,15 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
     ) -> torch.Tensor:
         run, options = None, self.options
         if params.slice is not None:
-            known = kernel, self.softmax_scale, self.value_dim
+            # On a GPU a head start tells that the kernel was seen to give the same in two parts.
+            joins = options.head_start_bytes is not None or query.device.type == "cpu"
+            known = kernel, self.softmax_scale, self.value_dim, joins
             run = LayerSlice(params.slice, self.layer_number, *known)
         if group is None or params.gather is None:
             assert value is not None
             return self._alone(query, key, value, params.segments, run, kernel)
+        # Little is exchanged of a slice behind many: one group, so that fewer calls do more.
+        behind = params.slice is not None and params.slice.start > params.gather.layout.num_tokens
         return context_attention(
             query,
             key,
@@ -233,7 +237,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
             self.softmax_scale,
             ContextParallel(
                 group,
-                options.num_head_groups,
+                1 if behind else options.num_head_groups,
                 options.keep_gathered,
                 options.reduce_in_fp32,
                 options.head_start_bytes,

@@ -5,7 +5,12 @@ layer a buffer has room for the keys and values of the whole document. A slice's
 writes its rows, and its queries attend to a view of all rows up to its last, or with a sliding
 window of those in reach. Its backward pass adds the gradients of all these rows to a running sum,
 and hands out those of its own, which are then complete: every slice behind it has added its part.
-Nothing is concatenated, and autograd holds no key or value but views of the buffer.
+Autograd holds no key or value but views of the buffer.
+
+A rank of several has chunks of a slice. If each were a call of its own, short queries would meet
+the whole prefix in one call after another, which leaves a GPU idle. So where the kernel tells
+log-sum-exps, all of the slice's local queries attend to the rows before the slice in one call, and
+in another to the slice's own (:class:`PrefixCall`).
 
 A layer of a document of ``L`` tokens holds ``2·L·G·D`` numbers in the activations' dtype from its
 first forward to its last backward, and as many of at least fp32 from its first backward on.
@@ -16,8 +21,9 @@ Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -25,6 +31,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Span
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
+from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel, join
 
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
@@ -100,6 +107,10 @@ class Slice:
     the document up to its own."""
     first_keys: tuple[int, ...] | None = None
     """The row of each chunk's first key; 0 if not given."""
+    own: Segments | None = None
+    """The same queries, to the slice's own keys alone, where there are several chunks."""
+    before: Segments | None = None
+    """All of them, to the rows before the slice, if there are any."""
 
     @property
     def num_queries(self) -> int:
@@ -141,6 +152,61 @@ class KernelCall(NamedTuple):
         return torch.autograd.grad(self.out, self.inputs, grad)
 
 
+class PrefixCall:
+    """A slice's queries to its own rows, and to all rows before it: two calls, joined by their
+    log-sum-exps. In backward each gives its part of the gradients by the joint output.
+    """
+
+    def __init__(
+        self,
+        kernel: LseKernel,
+        cut: Slice,
+        query: torch.Tensor,
+        halves: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> None:
+        """``query`` ``[q, H, D]``; ``halves`` are keys and values ``[L, G, D]`` of the document."""
+        assert cut.own is not None
+        self.kernel, self.cut, self.own, self.scale = kernel, cut, cut.own, scale
+        self.query, self.halves = query.detach(), halves
+        key, value = self._own()
+        self.out, self.lse = kernel.forward(self.query, key, value, self.own, scale, causal=True)
+        if cut.before is not None:
+            key, value = self._before(halves)
+            part, lse = kernel.forward(self.query, key, value, cut.before, scale, causal=False)
+            join(self.out, self.lse.t(), part, lse.t())
+
+    def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gradients of the queries. Those of keys and values are added to ``sums``
+        ``[L, G, D]``.
+        """
+        joint = self.out, self.lse
+        key, value = self._own()
+        grad_query, *own = self.kernel.backward(
+            grad, self.query, key, value, *joint, self.own, self.scale, causal=True
+        )
+        for half, total in zip(own, sums, strict=True):
+            for part in torch.split(half, list(self.own.lengths_k)):
+                total[self.cut.start : self.cut.start + len(part)] += part
+        if self.cut.before is not None:
+            key, value = self._before(self.halves)
+            part, *before = self.kernel.backward(
+                grad, self.query, key, value, *joint, self.cut.before, self.scale, causal=False
+            )
+            grad_query += part
+            for half, total in zip(before, self._before(sums), strict=True):
+                total += half
+        return grad_query
+
+    def _own(self) -> list[torch.Tensor]:
+        """Keys and values of each chunk, of the slice alone; few, so they are copied."""
+        start, lengths = self.cut.start, self.own.lengths_k
+        return [torch.cat([half[start : start + n] for n in lengths]) for half in self.halves]
+
+    def _before(self, halves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [half[: self.cut.start] for half in halves]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSlice:
     """Attention of a slice in one layer.
@@ -156,6 +222,8 @@ class LayerSlice:
     scale: float
     value_dim: int | None = None
     """Numbers of a value's head; None: as many as a key's."""
+    joins: bool = True
+    """Whether a kernel that tells log-sum-exps may attend in two parts."""
 
     def fill(self, key: torch.Tensor) -> Buffer:
         """The buffer for the slice's rows; ``key`` is any ``[…, G, D]`` of the right dtype.
@@ -193,8 +261,25 @@ class LayerSlice:
             else:
                 torch.index_select(values, 0, index, out=rows)
 
-    def attend(self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool) -> list[KernelCall]:
-        """Each chunk's queries to the buffer's rows that it sees: ``[q, H, D]`` each."""
+    @property
+    def num_calls(self) -> int:
+        """Calls that :meth:`attend` makes."""
+        return 1 if self._is_joined else len(self.slice.chunks)
+
+    @property
+    def _is_joined(self) -> bool:
+        has_parts = self.slice.own is not None and self.joins
+        return has_parts and isinstance(self.kernel, LseKernel)
+
+    def attend(
+        self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool
+    ) -> list[KernelCall | PrefixCall]:
+        """Each chunk's queries to the buffer's rows that it sees: ``[q, H, D]`` each, or those of
+        all chunks.
+        """
+        if self._is_joined:
+            kernel = cast(LseKernel, self.kernel)
+            return [PrefixCall(kernel, self.slice, query, self.halves(pair), self.scale)]
         queries = torch.split(query, [chunk.max_q for chunk in self.slice.chunks])
         return [
             KernelCall.of(self.kernel, own, *self.halves(pair[rows]), chunk, self.scale, keep)
@@ -226,12 +311,15 @@ class LayerSlice:
         return buffer, buffer.grad
 
     def differentiate(
-        self, calls: list[KernelCall], grad_out: torch.Tensor, grad: torch.Tensor
+        self, calls: Sequence[KernelCall | PrefixCall], grad_out: torch.Tensor, grad: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Gradients of each chunk's queries; those of keys and values are added to ``grad``."""
+        """Gradients of each call's queries; those of keys and values are added to ``grad``."""
         grads_query = []
         parts = torch.split(grad_out, [len(call.out) for call in calls])
-        for call, part, rows in zip(calls, parts, self.slice.key_rows, strict=True):
+        for call, part, rows in zip(calls, parts, self.slice.key_rows, strict=False):
+            if isinstance(call, PrefixCall):
+                grads_query.append(call.backward(part, self.halves(grad)))
+                continue
             grad_query, *own = call.backward(part)
             grads_query.append(grad_query)
             for half, total in zip(own, self.halves(grad[rows]), strict=True):
@@ -307,5 +395,6 @@ def _forward(
         run.write(rows, half)
     with torch.set_grad_enabled(keep):
         (call,) = run.attend(buffer.pair, query, keep=keep)
+    assert isinstance(call, KernelCall)  # of one chunk
     run.filled()
     return call
