@@ -37,6 +37,7 @@ from megatron_wlb.cost.execution import Executed
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer, Precision, Precisions, Runs, slices
 from megatron_wlb.cost.shape import Stage
+from megatron_wlb.cost.slices import PrefixCosts
 
 BACKWARD_LINEAR, BACKWARD_ATTENTION = 2.0, 2.5
 """Work of the backward pass, in forwards."""
@@ -74,6 +75,8 @@ class ForwardTimes:
     tokens with it."""
     kernels_us: float = 0.0
     """What kernels take besides their work, a micro-batch."""
+    launches_us: float = 0.0
+    """What the host takes to launch them."""
 
     @property
     def linear_us(self) -> float:
@@ -128,6 +131,7 @@ class AnalyticModel(Executed):
             precisions.matrix,
         ) + self._elementwise_us(routed / p.tp_size * precisions.elementwise.element_bytes)
         products = sum(part.product_numbers(shape.hidden_size, p) for part in layer.parts)
+        num_kernels = sum(part.num_kernels(p) for part in layer.parts)
         return ForwardTimes(
             self._matrix_us(weights, precisions.matrix)
             + (p.cp_size - 1) * up_us
@@ -145,7 +149,8 @@ class AnalyticModel(Executed):
             p.cp_size * up_us if p.cp_size > 1 else 0.0,
             self._exchange_us(sent * precisions.collective.element_bytes),
             routed_us,
-            machine.kernel_us * sum(part.num_kernels(p) for part in layer.parts),
+            machine.kernel_us * num_kernels,
+            machine.launch_us * num_kernels,
         )
 
     def _traffic_us(self, numbers: float, precision: Precision) -> float:
@@ -252,6 +257,33 @@ class AnalyticModel(Executed):
         stages = self.parallelism.stages(self.shape)
         costs = {stage: self.stage_cost(stage) for stage in set(stages)}
         return tuple(costs[stage] for stage in stages)
+
+    def launches_us(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What the host takes for a micro-batch's forward and backward in each virtual stage."""
+        forward, backward = [], []
+        for stage in self.parallelism.stages(self.shape):
+            once_us, again_us = (
+                sum((num * self.layer(layer).launches_us for num, layer in runs), 0.0)
+                for runs in self._runs(stage)
+            )
+            forward.append(once_us)
+            backward.append(BACKWARD_LINEAR * once_us + again_us)
+        return tuple(forward), tuple(backward)
+
+    def prefix_costs(self) -> PrefixCosts:
+        """What slices take for the rows before them; layers of a sliding window see few."""
+        p = self.parallelism
+        row_us: list[float] = []
+        for stage in p.stages(self.shape):
+            us = 0.0
+            for num, layer in self._runs(stage)[0]:
+                keys = sum(part.key_size for part in layer.parts if part.reach_tokens is None)
+                own = (layer.precisions or Precisions.same(self.element_bytes)).attention
+                num_bytes = 2 * own.element_bytes + 2 * max(_FP32, own.element_bytes)
+                us += num * self.hardware.memory_us(2 * keys / p.tp_size * num_bytes)
+            row_us.append(us)
+        num_heads = -(-self.shape.num_attention_heads // p.tp_size)
+        return PrefixCosts(num_heads, p.cp_size, self.hardware.num_processors, tuple(row_us))
 
     def _runs(self, stage: Stage) -> tuple[Runs, Runs]:
         """All layers of a virtual stage, and those that run forward once more in backward."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
@@ -30,6 +30,32 @@ MAX_LENGTH = 1 << 24
 """The longest that a profile may hold, in tokens: each has its place in memory."""
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass in forwards: flash attention computes the scores again."""
+
+
+TILE = 128
+"""Queries of a block: what one processor of the device works on at a time (FlashAttention 2, 3)."""
+MOST_KEY_PARTS = 4
+"""The most parts in which queries attend to the rows before them: each is joined to the rest."""
+WORTH_A_PART = 0.03
+"""Share of the device's processors that another part must fill."""
+
+
+def filled(num_blocks: int, num_processors: int) -> float:
+    """The share of processors that work, in the mean, while equal blocks run in waves."""
+    waves = num_blocks / num_processors
+    return waves / math.ceil(waves)
+
+
+@cache
+def key_parts(num_blocks: int, num_processors: int) -> int:
+    """In how many parts of the keys few blocks of queries attend, so that they fill the device.
+
+    Forward only: backward has a block for each tile of keys.
+    """
+    return max(
+        range(1, MOST_KEY_PARTS + 1),
+        key=lambda parts: filled(num_blocks * parts, num_processors) - WORTH_A_PART * parts,
+    )
 
 
 class AttentionLatency(Protocol):
@@ -85,7 +111,7 @@ class AnalyticAttention:
     head_dim: int
     tflops: float
     """10¹² FLOP/s that attention of long documents reaches."""
-    tile: int = 128
+    tile: int = TILE
     row_overhead: float = 1.0
 
     @property

@@ -69,6 +69,12 @@ class Hardware:
     kernel_us: float = 0.0
     """Time of a kernel besides its work: its first and last wave, and the gap before it; 0 if not
     given."""
+    launch_us: float = 0.0
+    """Time that the host takes to launch a kernel, Python's and autograd's part included: a pass
+    lasts as long as its launches at least. 0 if not given."""
+    num_processors: int = 1
+    """Multiprocessors, each of which works on one block of a kernel; 1 if not given, which are
+    always busy."""
     latency_us: float = 10.0
     """Time that a message between devices takes besides its bytes; 10 if not given."""
     context_mib: float = 0.0
@@ -87,7 +93,7 @@ class Hardware:
             what, value = f"hardware: {name}", getattr(self, name)
             if value is None and name.startswith("fp8_"):
                 continue
-            if name == "devices_per_node":
+            if name in ("devices_per_node", "num_processors"):
                 whole_number(what, value, 1, MOST_DEVICES)
             else:
                 least = 0 if name.endswith(("_overlap", "_us", "_mib")) else LEAST

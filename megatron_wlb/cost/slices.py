@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_wlb.cost.attention import TILE, filled, key_parts
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.tape import Operation, Tape
 
@@ -44,6 +45,26 @@ class Unit(NamedTuple):
     slice: Slice | None = None
     ranks: tuple[int, ...] = ()
     """Data-parallel ranks that run it together; none of one that runs on its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCosts:
+    """What attention of slices takes besides the pairs of tokens, for the rows before them."""
+
+    num_heads: int
+    """Query heads of a device."""
+    cp_size: int
+    num_processors: int
+    """Blocks of a kernel that a device runs at once."""
+    gradient_us: tuple[float, ...]
+    """µs a row before the slice, in the backward of each virtual stage: gradients are written,
+    read, and added to what is there."""
+
+    def idle(self, num_tokens: int) -> float:
+        """By how much longer the forward of so many queries takes than on a device that is full."""
+        blocks = self.num_heads * -(-num_tokens // (self.cp_size * TILE))
+        parts = key_parts(blocks, self.num_processors)
+        return 1 / filled(blocks * parts, self.num_processors)
 
 
 def _buffers(backward: bool, start: Floats, stop: Floats, length: Floats) -> tuple[Floats, ...]:

@@ -24,6 +24,7 @@ from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.shape import Parallelism
+from megatron_wlb.cost.slices import PrefixCosts
 from megatron_wlb.errors import ConfigError
 
 BACKWARD_OVERHEAD = 2 / 3
@@ -55,6 +56,11 @@ class StageCosts:
     """
 
     stages: tuple[StageCost, ...]
+    prefixes: PrefixCosts | None = None
+    """What slices take for the rows before them, besides pairs of tokens."""
+    launches_us: tuple[tuple[float, ...], ...] = ()
+    """What the host takes to launch a forward and a backward of each stage. A pass takes no less,
+    whatever it runs: that the host runs ahead of the device from one to the next is not counted."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -96,7 +102,7 @@ class StageCosts:
         whole, stages = model.cost(), model.stage_costs()
         if whole.reach_tokens is not None and not isinstance(cost, DocumentCost):
             known = {stage: _Like(cost, stage, whole, 1 / len(stages)) for stage in set(stages)}
-            return cls(tuple(known[stage] for stage in stages))
+            return cls(tuple(known[stage] for stage in stages), model.prefix_costs())
         names = [f.name for f in fields(DocumentCost)][:-1]
         parts: dict[tuple[float, ...], StageCost] = {}
         result = []
@@ -110,7 +116,7 @@ class StageCosts:
             if shares not in parts:
                 parts[shares] = _part(cost, *shares)
             result.append(parts[shares])
-        return cls(tuple(result))
+        return cls(tuple(result), model.prefix_costs())
 
     def times_us(
         self,
@@ -120,8 +126,9 @@ class StageCosts:
     ) -> Floats:
         """Times of forwards and backwards, ``[2, S, N]``.
 
-        The attention of a document's slices adds up to the document's, exactly. All else goes by
-        the tokens that run, so that what a micro-batch takes besides them counts once a slice.
+        The pairs of a document's slices add up to the document's, exactly; :attr:`prefixes` says
+        what the rows before a slice take besides. All else goes by the tokens that run, so that
+        what a micro-batch takes besides them counts once a slice.
 
         Args:
             micro_batches: lengths of each micro-batch's attention segments.
@@ -136,7 +143,13 @@ class StageCosts:
         scale = np.ones((2, num))
         if attention_scale is not None:
             scale = np.broadcast_to(np.asarray(attention_scale, dtype=np.float64), (2, num))
-        squares = _pairs(micro_batches, scale, prefixes, lambda length: length * length)
+        idle, rows = np.ones(num), np.zeros(num)
+        if prefixes is not None and self.prefixes is not None:
+            rows = np.array([sum(before) for before in prefixes], dtype=np.float64)
+            for at in np.flatnonzero(rows):
+                lengths = zip(prefixes[at], micro_batches[at], strict=True)
+                idle[at] = self.prefixes.idle(sum(length for before, length in lengths if before))
+        squares = _pairs(micro_batches, scale, prefixes, lambda length: length * length, idle)
         saved: dict[int | None, Floats] = {None: 0 * squares}  # by reach
         result = np.empty((2, len(self.stages), num))
         seen: dict[int, Floats] = {}  # stages with one and the same cost
@@ -145,7 +158,7 @@ class StageCosts:
                 overhead_us, reach = cost.micro_batch_us, cost.reach_tokens
                 if reach not in saved:
                     beyond = partial(unseen, reach_tokens=reach)
-                    saved[reach] = _pairs(micro_batches, scale, prefixes, beyond)
+                    saved[reach] = _pairs(micro_batches, scale, prefixes, beyond, idle)
                 forward_us, _ = cost.attention_us(squares[0], saved[reach][0])
                 _, backward_us = cost.attention_us(squares[1], saved[reach][1])
                 result[0, stage] = (
@@ -158,8 +171,12 @@ class StageCosts:
                 )
                 continue
             if id(cost) not in seen:
-                seen[id(cost)] = _times(cost, micro_batches, scale, prefixes)
+                seen[id(cost)] = _times(cost, micro_batches, scale, prefixes, idle)
             result[:, stage] = seen[id(cost)]
+        if self.prefixes is not None:
+            result[1] += np.outer(self.prefixes.gradient_us, rows)
+        if self.launches_us:
+            result = np.maximum(result, np.array(self.launches_us)[:, :, None])
         return result
 
 
@@ -168,10 +185,12 @@ def _pairs(
     scale: Floats,
     prefixes: Sequence[Sequence[int]] | None,
     of: Callable[[int], int],
+    idle: Floats,
 ) -> Floats:
     """What grows with documents as ``of`` does, of both passes, ``[2, N]``.
 
-    ``scale`` and ``prefixes`` are as in :meth:`StageCosts.times_us`.
+    ``scale`` and ``prefixes`` are as in :meth:`StageCosts.times_us`; ``idle`` ``[N]`` is by how
+    much longer the forward of prefixes takes.
     """
     pairs = [sum([of(length) for length in lengths]) for lengths in micro_batches]
     result = np.array(pairs, dtype=np.float64) * scale
@@ -187,7 +206,7 @@ def _pairs(
         )
         for own, lengths in zip(prefixes, micro_batches, strict=True)
     ]
-    return result + np.array(before, dtype=np.float64)
+    return result + np.array(before, dtype=np.float64) * np.stack([idle, np.ones_like(idle)])
 
 
 def _times(
@@ -195,6 +214,7 @@ def _times(
     micro_batches: Sequence[Sequence[int]],
     scale: Floats,
     prefixes: Sequence[Sequence[int]] | None,
+    idle: Floats,
 ) -> Floats:
     rows = []
     for at, lengths in enumerate(micro_batches):
@@ -204,11 +224,12 @@ def _times(
         for keys, length in zip(prefixes[at], lengths, strict=True) if prefixes else ():
             if keys:  # what it takes more than as a document of its own
                 whole, *parts = (cost.work([n]) for n in (keys + length, keys, length))
-                forward_us += whole.forward_attention_us
+                before_us = whole.forward_attention_us
                 backward_us += whole.backward_attention_us
                 for part in parts:
-                    forward_us -= part.forward_attention_us
+                    before_us -= part.forward_attention_us
                     backward_us -= part.backward_attention_us
+                forward_us += before_us * float(idle[at])
         rows.append(
             (
                 work.forward_linear_us + forward_us + work.overhead_us * (1 - BACKWARD_OVERHEAD),
@@ -340,7 +361,7 @@ def analytic_costs(model: AnalyticModel, memory: MemoryModel) -> StepCosts:
     tied = (model.shape.tied_embeddings or model.shape.num_ahead > 0) and p.pp_size > 1
     embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
     return StepCosts(
-        StageCosts(model.stage_costs()),
+        StageCosts(model.stage_costs(), model.prefix_costs(), model.launches_us()),
         p2p_latency_us=machine.latency_us if p.pp_size > 1 else 0.0,
         p2p_us_per_token=machine.transfer_us(hidden_bytes, 2 * replicas) if p.pp_size > 1 else 0.0,
         reduce_us=tuple(

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Judges the simulator by runs on H100s that others have published.
 
-    scripts/evidence/published_runs.py                          # h100-fitted, as it comes
-    scripts/evidence/published_runs.py --hardware h100-sxm      # another machine file
+    scripts/evidence/published_runs.py                          # h100-sxm, as it comes
+    scripts/evidence/published_runs.py --hardware mine.yaml     # another machine file
     scripts/evidence/published_runs.py --fit --out fitted.yaml  # fits anew on every second run
 
 ``_published/runs.csv`` has tokens a second and GPU, printed by NVIDIA for DGX-H100: NeMo 24.07
@@ -246,10 +246,6 @@ def write(hardware: Hardware, base: str, path: Path) -> None:
     """The machine file ``base`` with what was fitted."""
     _, content = read_hardware(base)
     figures: dict[str, Any] = dict(content)
-    figures["description"] = (
-        "NVIDIA H100 SXM5 80 GB, 8 to a node: h100-sxm with shares fitted to published runs, which "
-        "scripts/evidence/published_runs.py lists. None was measured by this project."
-    )
     for name in PRIOR:
         source = "fitted: scripts/evidence/published_runs.py --fit"
         figures[name] = {"value": round(getattr(hardware, name), 3), "source": source}
@@ -258,21 +254,20 @@ def write(hardware: Hardware, base: str, path: Path) -> None:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--hardware", default=None, help="machine; default: h100-fitted")
+    parser.add_argument("--hardware", default="h100-sxm", help="machine; default: h100-sxm")
     parser.add_argument("--fit", action="store_true", help="fit its shares on one half of the runs")
     parser.add_argument("--swap", action="store_true", help="exchange the halves")
     parser.add_argument("--out", type=Path, metavar="FILE", help="machine file to write")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     args = parser.parse_args()
-    base = args.hardware or ("h100-sxm" if args.fit else "h100-fitted")
-    hardware = load_hardware(base)
+    hardware = load_hardware(args.hardware)
     fitted, judged, slower = published()
     if args.swap:
         fitted, judged = judged, fitted
     if args.fit:
         hardware = fit(fitted, hardware)
     if args.out:
-        write(hardware, base, args.out)
+        write(hardware, args.hardware, args.out)
     shown, rows = table({"fitted": fitted, "judged": judged, "slower": slower}, hardware)
     found = {half: np.abs(errors(runs, hardware))
              for half, runs in (("fitted", fitted), ("judged", judged))}  # fmt: skip

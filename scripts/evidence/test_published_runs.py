@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
+from megatron_wlb.cost.hardware import read_hardware
+
 SCRIPT = Path(__file__).parent / "published_runs.py"
 
 
@@ -32,6 +36,9 @@ def test_machine_file_is_what_fitting_gives(tmp_path):
     assert found["values"] == shipped["values"]
 
 
-def test_assumed_machine_is_seen_to_be_wrong():
-    code, found = judged("--hardware", "h100-sxm")
+def test_wrong_machine_is_seen(tmp_path):
+    _, content = read_hardware("h100-sxm")
+    rosy = {**content, "linear_share": {"value": 0.7, "source": "assumed: a test's"}}
+    (tmp_path / "rosy.yaml").write_text(yaml.safe_dump(rosy))
+    code, found = judged("--hardware", str(tmp_path / "rosy.yaml"))
     assert code == 1 and found["errors"]["judged"]["mean"] > 0.08

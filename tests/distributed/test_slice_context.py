@@ -247,6 +247,14 @@ def errors_without_the_prefix(cp_size: int) -> list[float]:
         return faulty_errors(cp_size, fault=False, head_start_bytes=1 << 40)
 
 
+def errors_in_parts(cp_size: int) -> tuple[list[float], int]:
+    """As on a device with processors to spare, three parts of the prefix at once; how often."""
+    where = "megatron_wlb.runtime.gpt.attention.slices"
+    with mock.patch(f"{where}.TILE", 4), mock.patch(f"{where}.key_parts", return_value=3) as chosen:
+        errors = faulty_errors(cp_size, fault=False, head_start_bytes=1 << 40)
+    return errors, chosen.call_count
+
+
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Counts the numbers that collectives give."""
@@ -328,6 +336,12 @@ def test_a_key_in_a_wrong_row_is_seen(gloo: GlooPool) -> None:
 def test_a_prefix_that_is_not_joined_is_seen(gloo: GlooPool) -> None:
     for errors in gloo.run(2, errors_without_the_prefix, 2):
         assert max(errors) > 1e-3
+
+
+def test_parts_of_a_prefix_give_what_the_whole_gives(gloo: GlooPool) -> None:
+    ranks = gloo.run(2, errors_in_parts, 2)
+    assert max(max(errors) for errors, _ in ranks) < 1e-12
+    assert sum(calls for _, calls in ranks) > 0
 
 
 def test_chunks_of_a_slice_attend_to_its_prefix_in_one_call(gloo: GlooPool) -> None:

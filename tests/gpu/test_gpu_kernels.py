@@ -145,11 +145,16 @@ def test_context_parallel_ranks_are_attention_by_definition(name: str, kind: str
 
 @pytest.mark.parametrize("name", CANDIDATES)
 @pytest.mark.parametrize("num_groups", [8, 2])
-def test_slices_are_the_whole_document(name: str, num_groups: int) -> None:
-    """Kernels take views of the buffer, and their gradients are summed in fp32."""
+@pytest.mark.parametrize("joined_from", [1, 2])
+def test_slices_are_the_whole_document(name: str, num_groups: int, joined_from: int) -> None:
+    """Kernels take views of the buffer, and their gradients are summed in fp32.
+
+    From one chunk on it is joined of parts, several of them where queries are few.
+    """
     kernel = kernel_called(name, demand(num_groups, 128))
     inputs = tensors(num_groups, 128, 2560, 2560)
-    found = in_slices(*inputs, [0, 128, 129, 700, 1500, 2560], kernel, SCALE)
+    cuts = [0, 128, 129, 700, 1500, 2560]
+    found = in_slices(*inputs, cuts, kernel, SCALE, joined_from=joined_from)
     assert_as_good_as_bf16(found, inputs, [2560])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -188,6 +189,7 @@ def in_slices(
     kernel: VarlenKernel,
     scale: float,
     reach_tokens: int | None = None,
+    joined_from: int = 2,
 ) -> list[torch.Tensor]:
     """Output, dQ, dK and dV of one document in slices: ``cuts`` are 0, where each stops, and ``L``.
 
@@ -200,7 +202,12 @@ def in_slices(
         in_reach = min(stop, stop - start + (reach_tokens or stop) - 1)
         chunk = Segments.of([stop - start], [in_reach], query.device, reach_tokens)
         cut = Slice(store, (0, 0), start, stop, cuts[-1], (chunk,), (stop - in_reach,))
-        out = slice_attention(q, k, v, LayerSlice(cut, 1, kernel, scale))
+        if joined_from == 1:
+            own = Segments.of([stop - start], device=query.device)
+            before = [stop - start], [start], query.device
+            cut = replace(cut, own=own, before=Segments.of_unlike(*before) if start else None)
+        run = LayerSlice(cut, 1, kernel, scale, joined_from=joined_from)
+        out = slice_attention(q, k, v, run)
         passes.append((out, (q, k, v), grad[start:stop]))
     gradients = [torch.autograd.grad(*of_slice) for of_slice in reversed(passes)]
     store.end()

@@ -130,7 +130,7 @@ def _cut_in_chunks(
         made.append(Segments.of([q], [in_reach], device, reach_tokens))
         first_keys.append(k - in_reach)
     cut = replace(cut, chunks=tuple(made), first_keys=tuple(first_keys))
-    if len(chunks) < 2 or reach_tokens is not None:
+    if reach_tokens is not None or len(chunks) < 2 - bool(cut.start):
         return cut
     queries, keys = zip(*chunks, strict=True)
     before = Segments.of_unlike([sum(queries)], [cut.start], device) if cut.start else None

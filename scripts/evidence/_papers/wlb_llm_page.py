@@ -311,7 +311,7 @@ def _figure_15(effort: Effort) -> Section:
 def _notes(effort: Effort) -> Sequence[str]:
     return [
         "- The paper's models, layouts (Table 1) and GPUs are modelled from `configs/model` and "
-        f"`{effort.hardware}` (`configs/hardware`), whose shares of the peaks are assumed.",
+        f"`{effort.hardware}` (`configs/hardware`), fitted to published runs.",
         "- TP and CP collectives overlap as this project's runtime lets them: in forward no TP "
         "collective is hidden (`--tp-comm-overlap` is turned off), and of the exchange of keys and "
         "values one head group never is. The authors' runs may hide more.",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.strategy.layout import read_strategies
 from megatron_wlb.planning.strategy_run import StrategyRun
@@ -23,7 +24,7 @@ SIZES = {
 WINDOW = 32768
 SMALL = (
     f"plan --model small.yaml --num-devices 8 --strategies --steps 6 --window {WINDOW} "
-    "--num-micro-batches 2 --memory-gib 2.4 --hardware a100"
+    "--num-micro-batches 2 --memory-gib 2.4 --hardware prompt.yaml"
 )
 MIXED = f"{SMALL} --lengths mixed.npy"
 
@@ -31,6 +32,9 @@ MIXED = f"{SMALL} --lengths mixed.npy"
 @pytest.fixture(autouse=True)
 def folder(wlb) -> None:
     Path("small.yaml").write_text(yaml.safe_dump(SIZES))
+    # A host that launches at once: so small a model lasts as long as its launches.
+    machine = {**read_hardware("a100")[1], "launch_us": {"value": 0, "source": ""}}
+    Path("prompt.yaml").write_text(yaml.safe_dump(machine))
     random = np.random.default_rng(3)
     lengths = np.clip(random.lognormal(np.log(700), 1.0, 4000), 16, 6000).astype(np.int64)
     lengths[::400] = 30000  # in some steps

@@ -12,6 +12,7 @@ import yaml
 from helpers.index import write_index
 
 from megatron_wlb.cost.attention import AttentionProfile
+from megatron_wlb.cost.hardware import read_hardware
 
 SIZES = {
     "hidden_size": 256, "ffn_hidden_size": 640, "num_layers": 8, "num_attention_heads": 8,
@@ -24,7 +25,7 @@ SETTINGS = {
 }  # fmt: skip
 VPP = {"num-virtual-stages-per-pipeline-rank": 2}
 QUICK = "simulate --distribution reference --steps 3 --num-seeds 1"
-SMALL = f"{QUICK} --model small.yaml --window 4096"
+SMALL = f"{QUICK} --model small.yaml --window 4096 --hardware prompt.yaml"
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
@@ -46,6 +47,8 @@ def write(name: str, content: dict[str, Any]) -> None:
 def folder(wlb) -> None:
     write("small.yaml", SIZES)
     write("settings.yaml", SETTINGS)
+    # A host that launches at once: on an H100 so small a model lasts as long as its launches.
+    write("prompt.yaml", {**read_hardware("h100-sxm")[1], "launch_us": {"value": 0, "source": ""}})
 
 
 def test_json_has_a_row_for_each_packing_and_sharding(rows) -> None:
@@ -270,7 +273,7 @@ def test_recipe_says_how_experts_are_divided(rows) -> None:
         "expert-model-parallel-size": 4, "disable-bias-linear": True,
     }  # fmt: skip
     write("experts.yaml", SETTINGS | experts)
-    words = f"{QUICK} --model experts.yaml --dp-size 2 --num-micro-batches 8"
+    words = f"{QUICK} --model experts.yaml --hardware prompt.yaml --dp-size 2 --num-micro-batches 8"
     (said, *_), (given, *_), (other, *_) = (
         rows(words, more) for more in ("", "--ep-size 4", "--ep-size 1")
     )

@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+from helpers.machines import H100
 
 from megatron_wlb.cost import (
     AnalyticModel,
@@ -9,7 +10,6 @@ from megatron_wlb.cost import (
     ModelShape,
     Parallelism,
     Recompute,
-    load_hardware,
 )
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.errors import ConfigError
@@ -27,7 +27,6 @@ LLAMA2_7B = ModelShape(
     linear_bias=False,
     tied_embeddings=False,
 )
-H100 = load_hardware("h100-sxm")
 WINDOW = 131072
 REFERENCE_LAYOUT = Parallelism(tp_size=8, cp_size=2, sequence_parallel=True)
 

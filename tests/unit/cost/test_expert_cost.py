@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.machines import H100
 
 from megatron_wlb.cost import (
     AnalyticModel,
@@ -13,7 +14,6 @@ from megatron_wlb.cost import (
     ModelShape,
     Parallelism,
     Recompute,
-    load_hardware,
 )
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.experts import ExpertGroups
@@ -24,7 +24,6 @@ from megatron_wlb.cost.parts import Experts
 from megatron_wlb.cost.step_costs import StepCosts, analytic_costs
 from megatron_wlb.errors import ConfigError
 
-H100 = load_hardware("h100-sxm")
 DENSE = ModelShape(
     512, 1408, 4, 8, 4, 64, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False
 )

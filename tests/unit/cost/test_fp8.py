@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.machines import H100
 
-from megatron_wlb.cost import AnalyticModel, Execution, Parallelism, load_hardware
+from megatron_wlb.cost import AnalyticModel, Execution, Parallelism
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.fp8 import ROWS, row_multiple
 from megatron_wlb.cost.layers import Layer
@@ -26,7 +27,6 @@ from megatron_wlb.planning.from_config import (
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
 
-H100 = load_hardware("h100-sxm")
 VOCAB = 1024
 HIDDEN, FFN, QUERIES, KEYS = 256, 640, 256, 128
 MODEL = (

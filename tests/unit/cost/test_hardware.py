@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.machines import H100
 
 from megatron_wlb.cost import Hardware, load_hardware
 from megatron_wlb.cost.hardware import hardware_names
@@ -24,7 +25,7 @@ def write(tmp_path: Path, **changes: object) -> str:
 
 
 def test_names_are_those_of_the_files() -> None:
-    assert hardware_names() == ["a100", "a800", "cpu", "h100-fitted", "h100-sxm", "h200"]
+    assert hardware_names() == ["a100", "a800", "cpu", "h100-sxm", "h200"]
     assert hardware_names() == sorted(path.stem for path in FOLDER.iterdir())
 
 
@@ -52,7 +53,7 @@ def test_machines_differ_where_their_data_sheets_do() -> None:
 
 
 def test_rates_are_shares_of_peaks() -> None:
-    hardware = load_hardware("h100-sxm")
+    hardware = H100
     assert hardware.linear_tflops == pytest.approx(600, rel=0.005)
     assert hardware.attention_tflops == pytest.approx(400, rel=0.005)
     assert hardware.memory_us(3e6) == pytest.approx(1, rel=0.005)  # 3 TB/s
@@ -74,7 +75,7 @@ def test_rates_are_shares_of_peaks() -> None:
             r"unknown hardware h100-xm; did you mean h100-sxm\? There are a100, .* a YAML file",
         ),
         ("h20O", "unknown hardware h20O; did you mean h200"),
-        ("abacus", "use one of a100, a800, cpu, h100-fitted, h100-sxm, h200, or give"),
+        ("abacus", "use one of a100, a800, cpu, h100-sxm, h200, or give"),
         ("nowhere/to/be/found.yaml", "No such file"),
     ],
 )

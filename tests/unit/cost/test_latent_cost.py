@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.machines import H100
 
-from megatron_wlb.cost import Execution, Parallelism, load_hardware
+from megatron_wlb.cost import Execution, Parallelism
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.layers import Precisions
@@ -21,7 +22,6 @@ from megatron_wlb.planning.from_config import model_shape
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.study.write_recipe import model_flags
 
-H100 = load_hardware("h100-sxm")
 FLAGS = (
     "--num-layers 3 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1024 --swiglu "
     "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from helpers.machines import H100
 
 from megatron_wlb.cost import (
     AnalyticModel,
@@ -14,7 +15,6 @@ from megatron_wlb.cost import (
     Parallelism,
     Recompute,
     check_model,
-    load_hardware,
 )
 from megatron_wlb.cost.activations import ActivationModel
 from megatron_wlb.cost.execution import Execution
@@ -24,7 +24,6 @@ from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import model_identity
 from megatron_wlb.errors import ConfigError
 
-H100 = load_hardware("h100-sxm")
 PLAIN = ModelShape(64, 160, 6, 4, 2, 16, 512, True, rms_norm=True, linear_bias=False)
 USUAL = PLAIN.layer
 ATTENTION, MLP = USUAL.parts

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from helpers.machines import H100
 
 from megatron_wlb.cost import (
     AnalyticModel,
     MemoryModel,
     ModelShape,
     Parallelism,
-    load_hardware,
 )
 from megatron_wlb.cost.blocks import Blocks
 from megatron_wlb.cost.execution import Executed, Execution
@@ -21,7 +21,6 @@ from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.study.search import Space, search
 
-H100 = load_hardware("h100-sxm")
 LAYOUT = Parallelism(tp_size=2, sequence_parallel=True)
 
 

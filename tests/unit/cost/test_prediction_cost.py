@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from helpers.machines import H100
 
-from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import MemoryModel, ModelShape, Parallelism, Recompute
 from megatron_wlb.cost.analytic import AnalyticModel
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.step_costs import analytic_costs
@@ -22,7 +23,6 @@ FLAGS = (
 )
 PLAIN = model_shape(parse(FLAGS.split()), 32000)
 TWO = model_shape(parse([*FLAGS.split(), "--mtp-num-layers", "2"]), 32000)
-H100 = load_hardware("h100-sxm")
 FULL = Recompute("full", "uniform", 1)
 LENGTHS = [4096, 300, 17]
 

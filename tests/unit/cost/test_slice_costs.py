@@ -7,7 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_wlb.cost import DocumentCost
+from megatron_wlb.cost import DocumentCost, Parallelism, load_hardware
+from megatron_wlb.cost.analytic import AnalyticModel
+from megatron_wlb.cost.attention import filled, key_parts
+from megatron_wlb.cost.execution import Execution
+from megatron_wlb.cost.model_file import load_model
+from megatron_wlb.cost.slices import PrefixCosts
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.cost.table import ProfiledCost, Row
 
@@ -60,3 +65,63 @@ def test_prefixes_of_nothing_change_no_bit():
     lengths, scale = [[40, 7], [5], [3, 3, 3]], [1.1, 1.3, 1.7]
     nothing = [[0] * len(own) for own in lengths]
     assert (costs.times_us(lengths, scale) == costs.times_us(lengths, scale, nothing)).all()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "parts", "busy"),
+    # Of 132 processors: one wave that is full enough, parts that fill three, two, or one of them.
+    [(132, 1, 1.0), (131, 1, 131 / 132), (80, 3, 240 / 264), (66, 2, 1.0), (30, 4, 120 / 132)],
+)
+def test_few_blocks_attend_in_parts(blocks: int, parts: int, busy: float) -> None:
+    assert key_parts(blocks, 132) == parts
+    assert filled(blocks * parts, 132) == pytest.approx(busy)
+
+
+def test_one_processor_is_always_busy() -> None:
+    assert {key_parts(blocks, 1) for blocks in range(1, 100)} == {1}
+    assert PrefixCosts(32, 2, 1, ()).idle(77) == 1
+
+
+def test_rows_before_a_slice_cost_by_hand() -> None:
+    """2,500 tokens of each of 2 ranks are 20 tiles of 4 heads: 80 blocks, in 3 parts."""
+    prefixes = PrefixCosts(4, 2, 132, (0.25, 0.0))
+    assert prefixes.idle(5000) == pytest.approx(264 / 240)
+    plain = StageCosts((COST, COST))
+    costs = StageCosts((COST, COST), prefixes)
+    lengths, before = [[5000, 20], [600]], [[300, 0], [0]]
+    assert (costs.times_us(lengths) == plain.times_us(lengths)).all()
+    more = costs.times_us(lengths, prefixes=before) - plain.times_us(lengths, prefixes=before)
+    forward_us = (264 / 240 - 1) * 0.5 * 2 * 300 * 5000
+    assert more[0] == pytest.approx(np.array([[forward_us, 0.0]] * 2))
+    assert more[1] == pytest.approx(np.array([[0.25 * 300, 0.0], [0.0, 0.0]]))
+
+    class Opaque:
+        def work(self, lengths):
+            return COST.work(lengths)
+
+    given = (lengths, None, before)
+    opaque = StageCosts((Opaque(), Opaque()), prefixes).times_us(*given)
+    assert opaque == pytest.approx(costs.times_us(*given))
+
+
+def test_a_pass_lasts_as_long_as_its_launches() -> None:
+    plain = StageCosts((COST, COST))
+    launched = StageCosts((COST, COST), launches_us=((0.0, 900.0), (0.0, 2000.0)))
+    times, least = (costs.times_us([[2], [40]]) for costs in (plain, launched))
+    assert times[:, 0, 0].max() < 900 < times[0, 0, 1] < times[1, 0, 1]
+    assert (least[:, 0] == times[:, 0]).all()
+    assert least[:, 1].tolist() == [[900.0, times[0, 1, 1]], [2000.0, times[1, 1, 1]]]
+
+
+def test_gradients_of_rows_pass_through_memory_by_hand() -> None:
+    """Of a layer of 7B on TP 8: 512 numbers of keys and as many of values, 12 bytes each."""
+    layout = Parallelism(tp_size=8, cp_size=2, pp_size=4, sequence_parallel=True)
+    machine = load_hardware("h100-sxm")
+    model = AnalyticModel(load_model("7b"), Execution(layout), machine)
+    costs = model.prefix_costs()
+    assert costs.gradient_us == (pytest.approx(8 * 1024 * 12 / 3e6, rel=0.01),) * 4
+    assert (costs.num_heads, costs.cp_size, costs.num_processors) == (4, 2, 132)
+    # 20 kernels a layer forward, and twice as many backward.
+    forward_us, backward_us = model.launches_us()
+    assert forward_us == (8 * 20 * machine.launch_us,) * 4
+    assert backward_us == (2 * 8 * 20 * machine.launch_us,) * 4

@@ -17,7 +17,7 @@ from megatron_wlb.planning.propose import StrategySpace, _rounded, propose, rela
 SHAPE = ModelShape(
     1024, 2816, 8, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False
 )
-HARDWARE = load_hardware("a100")
+HARDWARE = replace(load_hardware("a100"), launch_us=0.0)
 SCHEMES = tuple(map(Scheme.parse, ("tp1", "tp2", "tp4", "tp8")))
 SPACE = StrategySpace(SHAPE, Execution(), HARDWARE, 8, memory_gib=3.4, schemes=SCHEMES)
 LONGEST = max(tokens for _, tokens in SPACE.costs)

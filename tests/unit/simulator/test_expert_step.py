@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.machines import H100
 
-from megatron_wlb.cost import DocumentCost, Execution, Parallelism, Recompute, load_hardware
+from megatron_wlb.cost import DocumentCost, Execution, Parallelism, Recompute
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.schedule.graph import graph_of
@@ -28,7 +29,7 @@ MIXTRAL = Run(
         Parallelism(cp_size=2, pp_size=4, dp_size=8, ep_size=8, etp_size=1),
         Recompute("full", "uniform", 1),
     ),
-    load_hardware("h100-sxm"),
+    H100,
     WINDOW,
     32,
 )

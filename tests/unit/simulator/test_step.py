@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from helpers.machines import H100
 
 from megatron_wlb.cost import (
     AnalyticModel,
@@ -13,7 +14,6 @@ from megatron_wlb.cost import (
     MemoryModel,
     ModelShape,
     Parallelism,
-    load_hardware,
 )
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.memory import GIB
@@ -209,7 +209,7 @@ def test_plan_is_simulated_with_its_padding_which_is_no_tokens():
 def analytic(layout, *, sharded=False):
     execution = Execution(layout, distributed_optimizer=sharded)
     memory = MemoryModel(SHAPE, execution)
-    model = AnalyticModel(SHAPE, execution, load_hardware("h100-sxm"))
+    model = AnalyticModel(SHAPE, execution, H100)
     return analytic_costs(model, memory), memory
 
 
@@ -219,7 +219,7 @@ def test_analytic_costs_count_layers_ends_transfers_and_reduction():
     times = costs.stages.times_us([[500, 20]])[0, :, 0]
     middle = times[1]
     assert times[2] == middle
-    model = AnalyticModel(SHAPE, Execution(layout), load_hardware("h100-sxm"))
+    model = AnalyticModel(SHAPE, Execution(layout), H100)
     assert times[0] == pytest.approx(middle / 2 + 520 * model.embedding().linear_us)
     assert times[3] == pytest.approx(middle / 2 + 520 * model.head().linear_us)
     assert times[3] > times[0]
@@ -330,7 +330,7 @@ def test_thousand_steps_of_a_large_pipeline_take_less_than_a_minute():
     """PP=16, VPP=4, N=64 with times of stages, replay and memory timeline."""
     shape = dataclasses.replace(SHAPE, num_layers=64)
     layout = Parallelism(pp_size=16, vpp_size=4)
-    model = AnalyticModel(shape, Execution(layout), load_hardware("h100-sxm"))
+    model = AnalyticModel(shape, Execution(layout), H100)
     memory = MemoryModel(shape, Execution(layout))
     simulator = Simulator(analytic_costs(model, memory), layout, memory=memory)
     random = np.random.default_rng(1)

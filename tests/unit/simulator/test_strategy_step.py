@@ -21,7 +21,7 @@ from megatron_wlb.simulator.step import Simulator
 SHAPE = ModelShape(
     1024, 2816, 8, 8, 8, 128, 8192, True, rms_norm=True, linear_bias=False, tied_embeddings=False
 )
-CLUSTER, HARDWARE = Cluster(16, 8), load_hardware("a100")
+CLUSTER, HARDWARE = Cluster(16, 8), replace(load_hardware("a100"), launch_us=0.0)
 STORE = ParameterStore.of(SHAPE, CLUSTER)
 
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.machines import H100
 
-from megatron_wlb.cost import DocumentCost, Hardware, ModelShape, Parallelism, load_hardware
+from megatron_wlb.cost import DocumentCost, Hardware, ModelShape, Parallelism
 from megatron_wlb.cost.execution import Execution
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.length_source import LengthSource
@@ -24,7 +25,7 @@ REFERENCE = LengthSource.of_distribution("reference")
 
 def scenario(hardware: Hardware | None = None, **changes: object) -> Run:
     values: dict = {
-        "shape": SHAPE, "hardware": hardware or load_hardware("h100-sxm"),
+        "shape": SHAPE, "hardware": hardware or H100,
         "execution": Execution(Parallelism(cp_size=2, pp_size=2, dp_size=2)),
         "window": WINDOW, "num_micro_batches": 8,
     }  # fmt: skip

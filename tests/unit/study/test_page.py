@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.machines import H100
 
-from megatron_wlb.cost import Execution, ModelShape, Parallelism, load_hardware
+from megatron_wlb.cost import Execution, ModelShape, Parallelism
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.length_statistics import LengthStatistics
 from megatron_wlb.planning.packing import PackingSettings
@@ -29,7 +30,7 @@ def page() -> Page:
     base = Run(
         SHAPE,
         Execution(Parallelism(cp_size=2, pp_size=2, vpp_size=2)),
-        load_hardware("h100-sxm"),
+        H100,
         WINDOW,
         4,
     )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ SHAPE = ModelShape(
 SPACE = StrategySpace(
     SHAPE,
     Execution(),
-    load_hardware("a100"),
+    replace(load_hardware("a100"), launch_us=0.0),
     8,
     memory_gib=2.2,
     schemes=tuple(map(Scheme.parse, ("tp1", "tp2", "tp4", "tp8"))),

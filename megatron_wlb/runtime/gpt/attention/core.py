@@ -218,9 +218,12 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
     ) -> torch.Tensor:
         run, options = None, self.options
         if params.slice is not None:
-            # On a GPU a head start tells that the kernel was seen to give the same in two parts.
-            joins = options.head_start_bytes is not None or query.device.type == "cpu"
-            known = kernel, self.softmax_scale, self.value_dim, joins
+            # On a GPU a head start tells that the kernel was seen to give the same in two parts;
+            # there a single chunk attends to several parts of its prefix at once, too.
+            joined_from = 1 if options.head_start_bytes is not None else None
+            if query.device.type == "cpu":
+                joined_from = 2
+            known = kernel, self.softmax_scale, self.value_dim, joined_from
             run = LayerSlice(params.slice, self.layer_number, *known)
         if group is None or params.gather is None:
             assert value is not None

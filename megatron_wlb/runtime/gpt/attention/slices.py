@@ -22,12 +22,15 @@ Legend: ``n`` tokens of the slice, ``L`` of its document, ``H`` query heads, ``G
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from megatron_wlb.cost.attention import TILE, key_parts
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Span
 from megatron_wlb.runtime.gpt.attention.kernels import Segments, VarlenKernel
@@ -35,6 +38,14 @@ from megatron_wlb.runtime.gpt.attention.kernels.base import LseKernel, join
 
 Key: TypeAlias = tuple[int, int]
 """A document's arrival and offset: ``Document.key``."""
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Blocks of a kernel that run at once: multiprocessors of a GPU, 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def halves(pair: torch.Tensor, value_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,9 +119,21 @@ class Slice:
     first_keys: tuple[int, ...] | None = None
     """The row of each chunk's first key; 0 if not given."""
     own: Segments | None = None
-    """The same queries, to the slice's own keys alone, where there are several chunks."""
+    """The same queries, to the slice's own keys alone; None where there are no others."""
     before: Segments | None = None
     """All of them, to the rows before the slice, if there are any."""
+    _in_parts: dict[int, Segments] = field(default_factory=dict)
+
+    def before_in(self, parts: int) -> Segments:
+        """The same queries once for each of so many parts of these rows, in whole tiles."""
+        if parts not in self._in_parts:
+            assert self.before is not None
+            cuts = [self.start * at // parts // TILE * TILE for at in range(parts)]
+            keys = [stop - start for start, stop in pairwise([*cuts, self.start])]
+            device = self.before.cu_seqlens_q.device
+            queries = [self.before.max_q] * parts
+            self._in_parts[parts] = Segments.of_unlike(queries, keys, device)
+        return self._in_parts[parts]
 
     @property
     def num_queries(self) -> int:
@@ -155,6 +178,9 @@ class KernelCall(NamedTuple):
 class PrefixCall:
     """A slice's queries to its own rows, and to all rows before it: two calls, joined by their
     log-sum-exps. In backward each gives its part of the gradients by the joint output.
+
+    In forward a kernel has a block for each tile of queries and head. Where these leave processors
+    of the device idle, the queries attend to several parts of the rows before them at once.
     """
 
     def __init__(
@@ -172,9 +198,15 @@ class PrefixCall:
         key, value = self._own()
         self.out, self.lse = kernel.forward(self.query, key, value, self.own, scale, causal=True)
         if cut.before is not None:
-            key, value = self._before(halves)
-            part, lse = kernel.forward(self.query, key, value, cut.before, scale, causal=False)
-            join(self.out, self.lse.t(), part, lse.t())
+            num_queries, num_heads = self.query.shape[:2]
+            blocks = -(-num_queries // TILE) * num_heads
+            parts = min(key_parts(blocks, num_processors(query.device)), cut.start // TILE or 1)
+            repeated = self.query.expand(parts, *self.query.shape).flatten(0, 1)
+            outs, lses = kernel.forward(
+                repeated, *self._before(halves), cut.before_in(parts), scale, causal=False
+            )
+            for out, lse in zip(outs.split(num_queries), lses.t().split(num_queries), strict=True):
+                join(self.out, self.lse.t(), out, lse)
 
     def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gradients of the queries. Those of keys and values are added to ``sums``
@@ -222,8 +254,8 @@ class LayerSlice:
     scale: float
     value_dim: int | None = None
     """Numbers of a value's head; None: as many as a key's."""
-    joins: bool = True
-    """Whether a kernel that tells log-sum-exps may attend in two parts."""
+    joined_from: int | None = 2
+    """Chunks from which on a kernel that tells log-sum-exps attends in two parts; None: never."""
 
     def fill(self, key: torch.Tensor) -> Buffer:
         """The buffer for the slice's rows; ``key`` is any ``[…, G, D]`` of the right dtype.
@@ -268,8 +300,9 @@ class LayerSlice:
 
     @property
     def _is_joined(self) -> bool:
-        has_parts = self.slice.own is not None and self.joins
-        return has_parts and isinstance(self.kernel, LseKernel)
+        if self.slice.own is None or self.joined_from is None:
+            return False
+        return len(self.slice.chunks) >= self.joined_from and isinstance(self.kernel, LseKernel)
 
     def attend(
         self, pair: torch.Tensor, query: torch.Tensor, *, keep: bool
@@ -389,12 +422,11 @@ class _SliceAttention(torch.autograd.Function):
 
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: LayerSlice, *, keep: bool
-) -> KernelCall:
+) -> KernelCall | PrefixCall:
     buffer = run.fill(key)
     for half, rows in zip((key, value), run.halves(buffer.pair), strict=True):
         run.write(rows, half)
     with torch.set_grad_enabled(keep):
         (call,) = run.attend(buffer.pair, query, keep=keep)
-    assert isinstance(call, KernelCall)  # of one chunk
     run.filled()
     return call

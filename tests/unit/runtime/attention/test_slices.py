@@ -24,10 +24,15 @@ KERNELS = [sdpa_varlen, torch_cpu_varlen]
 Order = Sequence[tuple[str, int]]
 
 
-def run_of(store: SliceStore, span: Span, kernel: VarlenKernel = sdpa_varlen) -> LayerSlice:
+def run_of(
+    store: SliceStore, span: Span, kernel: VarlenKernel = sdpa_varlen, joined_from: int = 2
+) -> LayerSlice:
     cut = store.slice(span)
-    cut = replace(cut, chunks=(Segments.of([span.length], [span.stop]),))
-    return LayerSlice(cut, 3, kernel, SCALE)
+    before = Segments.of_unlike([span.length], [span.start], "cpu") if span.start else None
+    own = Segments.of([span.length])
+    chunks = (Segments.of([span.length], [span.stop]),)
+    cut = replace(cut, chunks=chunks, own=own, before=before)
+    return LayerSlice(cut, 3, kernel, SCALE, joined_from=joined_from)
 
 
 def document_of(number: int, length: int) -> Document:
@@ -46,6 +51,7 @@ class Sliced:
     kernel: VarlenKernel = sdpa_varlen
     again: bool = False
     """Whether activations are computed again in the backward pass."""
+    joined_from: int = 2
 
     def __post_init__(self) -> None:
         length = self.cuts[-1]
@@ -63,7 +69,7 @@ class Sliced:
 
     def forward(self, at: int) -> None:
         span = self.spans[at]
-        run = run_of(self.store, span, self.kernel)
+        run = run_of(self.store, span, self.kernel, self.joined_from)
         own = [t[span.start : span.stop] for t in self.inputs]
         if self.again:
             self.outs[at] = checkpoint(slice_attention, *own, run, use_reentrant=True)
@@ -99,6 +105,23 @@ def assert_equal(
     assert len(found) == len(expected) == 4
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_parts_of_the_rows_before_are_joined(
+    cuts: Sequence[int], again: bool, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = "megatron_wlb.runtime.gpt.attention.slices"
+    monkeypatch.setattr(f"{where}.TILE", 16)
+    monkeypatch.setattr(f"{where}.key_parts", lambda blocks, processors: num_parts)
+    given = Sliced(cuts, kernel=torch_cpu_varlen, again=again, joined_from=1)
+    assert_equal(given.run(), given.expected(), 1e-12)
+    span = given.spans[-1]
+    parts = run_of(given.store, span).slice.before_in(min(num_parts, max(1, span.start // 16)))
+    assert sum(parts.lengths_k) == span.start
+    assert set(parts.lengths_q) == {span.length}
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
@@ -271,7 +294,7 @@ def test_the_last_backward_frees_the_buffers() -> None:
             del document.outs[at]
         # Keys and values in bf16, their gradients in fp32; of two slices the output, its
         # log-sum-exp in fp32, and where segments start.
-        freed = pair * (2 + 4) + 500 * HEADS * (HEAD_DIM * 2 + 4) + 2 * 16
+        freed = pair * (2 + 4) + 500 * HEADS * (HEAD_DIM * 2 + 4) + 5 * 16
         assert held - live.live == freed
     assert not document.store.buffers
 
