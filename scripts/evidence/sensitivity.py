@@ -123,8 +123,8 @@ def main() -> int:
 PAGE = """# What the gain depends on
 
 Made by `scripts/evidence/sensitivity.py --page docs/sensitivity.md`; do not edit it by hand.
-**Every figure is simulated** ([how to read that](simulator.md)): {steps} steps of each of two seeds,
-on the reference lengths.
+**Every figure is simulated** ([how to read that](simulator.md)): {steps} steps of each of two
+seeds, on the reference lengths.
 
 *stock* is `original` with Megatron's own sharding over context-parallel ranks, as our flags need
 it. *overlapped* is stock with `--tp-comm-overlap`, which lengths that vary turn off. `hold` and

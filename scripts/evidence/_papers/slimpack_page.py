@@ -229,7 +229,7 @@ def _notes(effort: Effort) -> Sequence[str]:
         "PP 4 for 7B and 13B and 8 for the others, 128 channels a head and a vocabulary of "
         f"32,000. GPUs are `{effort.hardware}` "
         "(`configs/hardware`), fitted to published runs. TP and CP collectives overlap "
-        " as this project's runtime lets them: in forward no TP collective is hidden.",
+        "as this project's runtime lets them: in forward no TP collective is hidden.",
         f"- The paper's documents are not public. Synthetic lengths replace them. "
         f"{'; '.join(shapes)}. Common Crawl's are the shares that the paper prints for long-tailed "
         "corpora (`slimpack` in data/lengths.py). The others are ours: a lognormal of median 4K "
