@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -24,11 +25,13 @@ def train(argv: Sequence[str]) -> None:
     # Imports torch, and then Megatron under the device's conditions.
     from megatron_wlb.runtime.ranks import agreement
     from megatron_wlb.runtime.trainer import distributed
+    from megatron_wlb.simulator.choose import settled
 
     device = distributed.choose_device(config.wlb.wlb_device)
     allocator.tell(device)
     watchdog.watch(config.wlb.wlb_hang_seconds, end)
     agreement.compare_at_start(config.flat(), config.parallel.distributed_timeout_minutes)
+    config = settled(config, int(os.environ.get("WORLD_SIZE", "1")))
     distributed.initialize(config, device)
     trainer: Any
     if config.wlb.wlb_strategies is None:

@@ -50,7 +50,7 @@ from megatron_wlb.reading import (
 )
 from megatron_wlb.settings.config import Config, flag_of, from_flat
 from megatron_wlb.settings.split import PipelineSplit
-from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE
+from megatron_wlb.simulator.forecast import DEFAULT_VOCAB_SIZE
 
 SIZES = {
     "tp_size": "tensor_model_parallel_size",

@@ -17,7 +17,7 @@ from megatron_wlb.planning.from_words import settings_of
 from megatron_wlb.settings.command_line import yaml_arguments
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.recipe import Recipe, read_recipe
-from megatron_wlb.study.forecast import DEFAULT_VOCAB_SIZE
+from megatron_wlb.simulator.forecast import DEFAULT_VOCAB_SIZE
 
 MODELS = """\
 model:

@@ -9,20 +9,23 @@ import os
 import sys
 from collections.abc import Collection
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_wlb.cli.flags import add_command, flag
-from megatron_wlb.cli.output import facts
+from megatron_wlb.cli.output import facts, remark
 from megatron_wlb.errors import ConfigError
+from megatron_wlb.planning import guards
 from megatron_wlb.reading import MOST_DEVICES, text_of_flag, whole_number
-from megatron_wlb.runtime.megatron_lm import check_arguments, words
+from megatron_wlb.runtime.megatron_lm import check_arguments, refusals, words
 from megatron_wlb.runtime.megatron_lm.arguments import asks_for_plans
 from megatron_wlb.settings.command_line import with_settings_file
 from megatron_wlb.settings.recipe import Recipe, launch_command, quoted, read_recipe
-from megatron_wlb.study.forecast import Forecast, forecast
+from megatron_wlb.simulator.choose import settled
+from megatron_wlb.simulator.forecast import Forecast, forecast
 
 _EPILOG = """\
 FILE is a recipe of Megatron-LM (tests/functional_tests/test_cases/**/model_config.yaml) or one of
@@ -130,6 +133,9 @@ def _dry_run(args: argparse.Namespace, recipe: Recipe, checkout: Path | None) ->
     num_devices = math.prod(_machine(args, recipe))
     config = words.settings(arguments, num_devices)
     words.check(arguments, num_devices, {**os.environ, **recipe.environment})
+    given = words.Words(arguments, world_size=num_devices)
+    config = settled(config, num_devices, partial(refusals.of_packing, given), remark)
+    guards.check(config, num_devices)
     found = forecast(config, num_devices)
     if checkout is not None:
         check_arguments.check(checkout, num_devices, arguments, recipe.environment)

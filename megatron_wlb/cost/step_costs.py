@@ -146,7 +146,7 @@ class StageCosts:
         idle, rows = np.ones(num), np.zeros(num)
         if prefixes is not None and self.prefixes is not None:
             rows = np.array([sum(before) for before in prefixes], dtype=np.float64)
-            for at in np.flatnonzero(rows):
+            for at in np.flatnonzero(rows).tolist():
                 lengths = zip(prefixes[at], micro_batches[at], strict=True)
                 idle[at] = self.prefixes.idle(sum(length for before, length in lengths if before))
         squares = _pairs(micro_batches, scale, prefixes, lambda length: length * length, idle)

@@ -36,3 +36,11 @@ PACKINGS = {
         "megatron_wlb.planning.packing.slim:SlimPacker",
     ),
 }
+
+CHOSEN = "auto"
+"""The packing that is chosen at the start of a run, before anything else is done with it."""
+ASKED = {
+    **PACKINGS,
+    CHOSEN: Place("the fastest of original, hold and slim, by simulation at the start", ""),
+}
+"""What ``--wlb-packing`` may be."""

@@ -324,7 +324,7 @@ def test_the_command_under_torchrun_trains_as_forked_ranks_do(
 
 def test_help_shows_megatrons_flags_and_ours(tmp_path: Path) -> None:
     shown = finish(launch(tmp_path, 1, {"help": True})).output
-    packings = "{original,fixed-greedy,fixed-solver,wlb,hold,slim}"
+    packings = "{original,fixed-greedy,fixed-solver,wlb,hold,slim,auto}"
     assert f"--wlb-packing {packings}" in " ".join(shown.split())
     assert "--num-layers" in shown
 

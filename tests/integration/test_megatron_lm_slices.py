@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -79,3 +80,19 @@ def test_slices_go_on_from_a_checkpoint_and_run_again(corpus: Path, tmp_path: Pa
     # The third until Megatron-LM 0.18, the second from then on.
     assert list(expected) in ([1, 2, 4, 5, 6], [1, 3, 4, 5, 6])
     assert losses(tmp_path / "resumed") == {step: expected[step] for step in (5, 6)}
+
+
+def test_chosen_packing_trains_as_if_it_were_given(corpus: Path, tmp_path: Path) -> None:
+    """In Megatron-LM and here, and again where the same command goes on from a checkpoint."""
+    flags = BOTH | PP2 | {"data_path": corpus, "train_iters": 4, "seed": 7, "wlb_hardware": "cpu"}
+    chosen = flags | {"wlb_packing": "auto", "save": "ck", "save_interval": 2}
+    launched = finish(launch(tmp_path, 2, chosen | {"wlb_metrics": "launched"}))
+    (name,) = set(re.findall(r"--wlb-packing auto takes (\w+): work a second", launched.output))
+    given = {"wlb_packing": name, "wlb_metrics": "embedded"}
+    finish(start(tmp_path, 2, flags | given))
+    expected = losses(tmp_path / "embedded")
+    assert len(expected) == 4
+    assert losses(tmp_path / "launched") == pytest.approx(expected, rel=ROUNDING)
+    finish(launch(tmp_path, 2, chosen | {"load": "ck", "ckpt_step": 2, "wlb_metrics": "resumed"}))
+    again = {step: expected[step] for step in (3, 4)}
+    assert losses(tmp_path / "resumed") == pytest.approx(again, rel=ROUNDING)

@@ -19,7 +19,7 @@ from megatron_wlb.planning.from_words import settings_of
 from megatron_wlb.planning.run import MEMORY_SHARE
 from megatron_wlb.settings.command_line import megatron_flags
 from megatron_wlb.settings.recipe import read_recipe
-from megatron_wlb.study.forecast import Forecast, forecast
+from megatron_wlb.simulator.forecast import Forecast, forecast
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiment"
 TABLE_1 = {

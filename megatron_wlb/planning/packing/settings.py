@@ -15,7 +15,7 @@ from megatron_wlb.planning.packing.fixed import Grouping
 from megatron_wlb.planning.packing.solver import SOLVER_LIMIT
 from megatron_wlb.reading import shown, unknown
 from megatron_wlb.settings.config import WlbConfig, flag_of
-from megatron_wlb.settings.packings import PACKINGS
+from megatron_wlb.settings.packings import CHOSEN, PACKINGS
 
 SHAPED, AUTO = "+shape", "+auto"
 _SUFFIXES: dict[str, tuple[str, Any]] = {SHAPED: ("shaped", True), AUTO: ("micro_batches", "auto")}
@@ -25,7 +25,12 @@ _CONFIGURED = {"name": "wlb_packing", "tau": "wlb_hold_tau", "shaped": "wlb_shap
 
 
 def kind_of(name: str) -> type[Packer]:
-    """The packing called ``name``. Raises :class:`ConfigError` for an unknown one."""
+    """The packing called ``name``; of one that is still to be chosen, what all have.
+
+    Raises :class:`ConfigError` for an unknown one.
+    """
+    if name == CHOSEN:
+        return Packer
     if name not in PACKINGS:
         raise unknown("packing", name, PACKINGS)
     module, _, kind = PACKINGS[name].kind.partition(":")

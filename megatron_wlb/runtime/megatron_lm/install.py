@@ -38,6 +38,7 @@ from megatron_wlb.runtime.saving.checkpoint import lock_folder
 from megatron_wlb.runtime.saving.resume import missing_load
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
 from megatron_wlb.settings.command_line import refuse_arguments
+from megatron_wlb.simulator.choose import settled
 
 _patches = PatchSet()
 _installed = False
@@ -109,7 +110,10 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
     arguments.prepare(args)
     checked = _megatrons_own_checks(original, args, *rest, **kwargs)
     arguments.scale_losses(args)
-    config = arguments.config_of(args)
+    config = settled(
+        arguments.config_of(args), args.world_size, functools.partial(refusals.of_packing, args)
+    )
+    args.wlb_packing = config.wlb.wlb_packing
     layout_guards.check(config, args.world_size)
     layout_guards.check_micro_batches(config, args.world_size)
     if args.eval_iters:

@@ -449,11 +449,8 @@ def check(args: argparse.Namespace, others: Sequence[str] = ()) -> None:
 
 
 def _refusals(args: argparse.Namespace) -> Iterator[str]:
-    packing = getattr(args, "wlb_packing", None)
-    cannot = kind_in(packing).cannot if packing else ()
-    of_packing = (row for name, rows in OF_PACKINGS.items() if name in cannot for row in rows)
-    refusals = [*REFUSALS, *of_packing]
-    yield from (refusal.message(args) for refusal in refusals if refusal.applies(args))
+    yield from (refusal.message(args) for refusal in REFUSALS if refusal.applies(args))
+    yield from of_packing(args, getattr(args, "wlb_packing", None))
     if not vars(args).get("eval_interval", True) and not getattr(args, "skip_train", False):
         yield (  # Words have those that were given
             "--eval-interval is missing, by which Megatron-LM counts evaluations, though there be "
@@ -465,6 +462,14 @@ def _refusals(args: argparse.Namespace) -> Iterator[str]:
             f"{args.world_size} processes do not divide by TP × PP × CP = {shards}; start a "
             "multiple of that"
         )
+
+
+def of_packing(args: argparse.Namespace, packing: str | None) -> Iterator[str]:
+    """Lists the flags that cannot run with a packing."""
+    cannot = kind_in(packing).cannot if packing else ()
+    for name, rows in OF_PACKINGS.items():
+        if name in cannot:
+            yield from (refusal.message(args) for refusal in rows if refusal.applies(args))
 
 
 def _shards(args: argparse.Namespace) -> int:

@@ -202,10 +202,12 @@ class PrefixCall:
             blocks = -(-num_queries // TILE) * num_heads
             parts = min(key_parts(blocks, num_processors(query.device)), cut.start // TILE or 1)
             repeated = self.query.expand(parts, *self.query.shape).flatten(0, 1)
+            key, value = self._before(halves)
             outs, lses = kernel.forward(
-                repeated, *self._before(halves), cut.before_in(parts), scale, causal=False
+                repeated, key, value, cut.before_in(parts), scale, causal=False
             )
-            for out, lse in zip(outs.split(num_queries), lses.t().split(num_queries), strict=True):
+            pairs = (torch.split(part, num_queries) for part in (outs, lses.t()))
+            for out, lse in zip(*pairs, strict=True):
                 join(self.out, self.lse.t(), out, lse)
 
     def backward(self, grad: torch.Tensor, sums: Sequence[torch.Tensor]) -> torch.Tensor:

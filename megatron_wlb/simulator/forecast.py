@@ -8,6 +8,7 @@ run's corpora, or drawn from a named distribution. Context parallelism divides a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import CorpusInfo
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.errors import ConfigError
+from megatron_wlb.errors import ConfigError, refuse_all
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.planning import from_config as planning
 from megatron_wlb.planning import guards
@@ -61,8 +62,10 @@ class Forecast:
     step_ms: float
     """Mean over steps of ``documents``."""
     tokens_per_s: float
+    flops_per_s: float
+    """FLOPs of the model a second, of all devices: its work."""
     speedup: float
-    """Work (FLOPs of the model) a second against ``original`` on the same documents. Tokens would
+    """Work a second against ``original`` on the same documents. Tokens would
     not do: where it cuts documents, its tokens are less work."""
     net_speedup: float
     """The same against ``original`` with all that stock Megatron may overlap."""
@@ -73,11 +76,11 @@ class Forecast:
     """Micro-batches that `slim` cuts a rank's step into."""
 
 
-def forecast(config: Config, num_devices: int) -> Forecast:
+def forecast(config: Config, num_devices: int, known: Sequence[Forecast] = ()) -> Forecast:
     """What ``config`` will do on so many devices of its ``--wlb-hardware``.
 
     Documents are those of ``--data-path`` where its files exist, else drawn from
-    :data:`DISTRIBUTION`.
+    :data:`DISTRIBUTION`. Forecasts that are ``known`` differ in the packing alone.
 
     Raises:
         ConfigError: settings that the run itself would refuse, or memory that does not suffice for
@@ -85,7 +88,7 @@ def forecast(config: Config, num_devices: int) -> Forecast:
         CorpusError: ``--data-path`` names files that are damaged.
     """
     window = config.data.seq_length
-    guards.check(config, num_devices)
+    refuse_all(guards.refusals(config, num_devices))
     num_micro_batches = guards.check_micro_batches(config, num_devices)
     documents, source, vocab_size = _documents(config)
     padded = planning.padded_vocab_size(config, vocab_size)
@@ -104,7 +107,8 @@ def forecast(config: Config, num_devices: int) -> Forecast:
         fits = run.max_tokens()
         fitting = min(fits, run.step_tokens)
         if max_tokens is None:
-            max_tokens = fitting if config.wlb.wlb_memory_gib else 2 * row
+            windows = 1 if kind_of(config.wlb.wlb_packing).windows else 2
+            max_tokens = fitting if config.wlb.wlb_memory_gib else windows * row
         lengths = [max_tokens] * num_micro_batches
         peak_gib = max(memory.peak_bytes(rank, lengths) for rank in stages) / GIB
         if fits < max(max_tokens, row):
@@ -119,8 +123,12 @@ def forecast(config: Config, num_devices: int) -> Forecast:
     planned = PackingSettings.of_config(config.wlb, max_tokens)
     original = PackingSettings("original", max_tokens)
     step_ms, tokens_per_s, flops_per_s = _simulate(config, run, planned, source)
-    *_, original_flops_per_s = _simulate(config, run, original, source)
-    *_, stock_flops_per_s = _simulate(config, run.overlapped, original, source)
+    if known:
+        original_flops_per_s = known[0].flops_per_s / known[0].speedup
+        stock_flops_per_s = known[0].flops_per_s / known[0].net_speedup
+    else:
+        *_, original_flops_per_s = _simulate(config, run, original, source)
+        *_, stock_flops_per_s = _simulate(config, run.overlapped, original, source)
     return Forecast(
         parameters=memory.total_parameters,
         num_devices=num_devices,
@@ -139,6 +147,7 @@ def forecast(config: Config, num_devices: int) -> Forecast:
         peak_gib=peak_gib,
         step_ms=step_ms,
         tokens_per_s=tokens_per_s,
+        flops_per_s=flops_per_s,
         speedup=flops_per_s / original_flops_per_s,
         net_speedup=flops_per_s / stock_flops_per_s,
         documents=documents,

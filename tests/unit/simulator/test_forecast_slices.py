@@ -7,7 +7,7 @@ import pytest
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.planning import run
 from megatron_wlb.planning.from_words import settings_of
-from megatron_wlb.study.forecast import Forecast, forecast
+from megatron_wlb.simulator.forecast import Forecast, forecast
 
 ARGUMENTS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu --bf16 "
