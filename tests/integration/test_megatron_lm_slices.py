@@ -93,6 +93,9 @@ def test_chosen_packing_trains_as_if_it_were_given(corpus: Path, tmp_path: Path)
     expected = losses(tmp_path / "embedded")
     assert len(expected) == 4
     assert losses(tmp_path / "launched") == pytest.approx(expected, rel=ROUNDING)
+    here = finish(start(tmp_path, 2, flags | {"wlb_packing": "auto", "wlb_metrics": "here"}))
+    assert f"--wlb-packing auto takes {name}: " in here.output
+    assert losses(tmp_path / "here") == expected
     finish(launch(tmp_path, 2, chosen | {"load": "ck", "ckpt_step": 2, "wlb_metrics": "resumed"}))
     again = {step: expected[step] for step in (3, 4)}
     assert losses(tmp_path / "resumed") == pytest.approx(again, rel=ROUNDING)
