@@ -20,6 +20,7 @@ from megatron_wlb.planning.slicing import check_units, slice_multiple
 from megatron_wlb.planning.sliding import windowed_layers
 from megatron_wlb.settings.config import Config, WlbConfig, flag_of, table
 from megatron_wlb.settings.megatron import ModelConfig
+from megatron_wlb.settings.packings import CHOSEN
 
 logger = logging.getLogger(__name__)
 
@@ -389,7 +390,8 @@ def _check_batch(config: Config) -> Iterator[str]:
             f"{t.micro_batch_size} × --seq-length {d.seq_length} = {row}, the tokens of a mean "
             "micro-batch; use at least that, better twice"
         )
-    if w.wlb_long_documents == "slice" and not kind_of(w.wlb_packing).slices:
+    cuts = w.wlb_packing == CHOSEN or kind_of(w.wlb_packing).slices
+    if w.wlb_long_documents == "slice" and not cuts:
         yield (
             f"--wlb-long-documents is slice, but {w.wlb_packing} packing cuts no slices; use "
             "--wlb-packing slim, or split"

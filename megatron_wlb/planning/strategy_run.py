@@ -231,7 +231,7 @@ def _stream(config: Config, source: Split) -> Stream:
     documents = run.workload(
         source, seed=config.training.seed, long_documents=config.wlb.wlb_long_documents
     )
-    return documents.stream(PackingSettings.of_config(config.wlb, 2 * config.data.seq_length), 0)
+    return documents.stream(PackingSettings("hold", 2 * config.data.seq_length), 0)
 
 
 def _lengths(stream: Stream) -> Iterator[list[int]]:

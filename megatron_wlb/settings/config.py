@@ -30,7 +30,7 @@ from megatron_wlb.settings.setting import SAME, Setting, count, factor, micro_ba
 class WlbConfig:
     """Workload balance: everything that stock Megatron does not have."""
 
-    wlb_packing: str = setting("hold", "which documents run together", choices=ASKED)
+    wlb_packing: str = setting("auto", "which documents run together", choices=ASKED)
     wlb_max_tokens: int | None = setting(
         None,
         "S_max: most tokens of a micro-batch, as memory allows; 2 windows if not given",

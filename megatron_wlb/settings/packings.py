@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import NamedTuple
 
 
@@ -39,8 +40,8 @@ PACKINGS = {
 
 CHOSEN = "auto"
 """The packing that is chosen at the start of a run, before anything else is done with it."""
-ASKED = {
-    **PACKINGS,
-    CHOSEN: Place("the fastest of original, hold and slim, by simulation at the start", ""),
-}
+ASKED = ChainMap(
+    {CHOSEN: Place("the fastest of original, hold and slim, by simulation at the start", "")},
+    PACKINGS,
+)
 """What ``--wlb-packing`` may be."""

@@ -30,9 +30,9 @@ class Choice:
 
     packing: str
     gains: Mapping[str, float]
-    """Of each that can run: work a second over `original`'s, simulated."""
+    """Work a second over `original`'s, simulated, for each that can run."""
     net_gain: float
-    """That of the chosen one over `original` with all that stock Megatron may overlap."""
+    """The same for the chosen one, over `original` with all that stock Megatron may overlap."""
     refused: Mapping[str, str]
     """Why the others cannot run."""
 
@@ -83,11 +83,12 @@ def settled(
     refusals: Callable[[str], Iterable[str]] = lambda name: (),
     tell: Callable[[str], object] = logger.info,
 ) -> Config:
-    """``config`` with the packing that :func:`choose_packing` takes, if it is still to be chosen.
+    """``config`` with the packing that :func:`choose_packing` takes, if it is still to be chosen;
+    strategies have none.
 
     Tells which and why, and whether stock Megatron is predicted to be faster.
     """
-    if config.wlb.wlb_packing != CHOSEN:
+    if config.wlb.wlb_packing != CHOSEN or config.wlb.wlb_strategies is not None:
         return config
     choice = choose_packing(config, num_devices, refusals)
     tell(str(choice))

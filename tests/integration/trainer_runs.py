@@ -46,9 +46,17 @@ TINY: Flags = {
 """A run of less than a second; ``data_path`` is missing."""
 
 
-def command_line(flags: Flags) -> list[str]:
-    """``{"num_layers": 4, "bf16": True}`` -> ``["--num-layers", "4", "--bf16"]``."""
+def command_line(flags: Flags, *, planned: bool = False) -> list[str]:
+    """``{"num_layers": 4, "bf16": True}`` -> ``["--num-layers", "4", "--bf16"]``.
+
+    What is ``planned``, as a flag of ours tells too, packs by `hold` unless it says how: so small a
+    model gains nothing by packing, and all its layouts must have the same documents.
+    """
     words: list[str] = []
+    names = {*flags}
+    asks = any(name.startswith("wlb_") for name in names - {"wlb_device", "wlb_config"})
+    if (planned or asks) and not names & {"wlb_packing", "wlb_strategies", "wlb_config"}:
+        flags = {"wlb_packing": "hold"} | flags
     for name, value in flags.items():
         if value is None or value is False:
             continue
@@ -140,7 +148,8 @@ def assert_refused(finished: Finished, exit_code: int | None, *fragments: str) -
 def torchrun(folder: Path, num_processes: int, flags: Flags, *, module: str = TRAINER) -> Run:
     """Starts a module under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_processes), "-m", module, *command_line(flags)]
+    command += ["--nproc-per-node", str(num_processes), "-m", module]
+    command += command_line(flags, planned=module == TRAINER)
     return spawn(folder, command)
 
 
@@ -178,6 +187,7 @@ def start(
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
+    words = command_line(flags, planned=program is None)
     processes: list[BaseProcess] = []
     for rank in range(num_processes):
         environment = {
@@ -191,7 +201,7 @@ def start(
         }
         process = gloo._CONTEXT.Process(
             target=_rank,
-            args=(environment, str(log), str(folder), command_line(flags), fault, program),
+            args=(environment, str(log), str(folder), words, fault, program),
         )
         process.start()
         processes.append(process)

@@ -49,7 +49,8 @@ def replay(history: History) -> int:
 
 
 def _planner(start: Start) -> Planner:
-    config = from_flat(start.settings)
+    # Ledgers have what is not the default, and `hold` was that before packings were chosen.
+    config = from_flat({"wlb_packing": "hold"} | start.settings)
     check_ranges(config)
     dp_size = whole_number("dp_size", start.dp_size, 1, MOST_DEVICES)
     if config.wlb.wlb_strategies is not None or start.cost is None:

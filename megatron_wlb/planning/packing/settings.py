@@ -194,7 +194,15 @@ class PackingSettings:
 
     @classmethod
     def of_config(cls, config: WlbConfig, max_tokens: int) -> PackingSettings:
-        """Takes the settings of a training run, whose S_max is ``max_tokens``."""
+        """Takes the settings of a training run, whose S_max is ``max_tokens``.
+
+        Raises :class:`ConfigError` where the packing is still to be chosen.
+        """
+        if config.wlb_packing == CHOSEN:
+            raise ConfigError(
+                "--wlb-packing is auto, which a run chooses as it starts, but these are settings "
+                "without a run; give original, hold or slim"
+            )
         values = {f.name: getattr(config, _configured(f.name)) for f in fields(cls)}
         values |= {"max_tokens": max_tokens, "shaped": config.wlb_shape == "on"}
         return cls(**values)

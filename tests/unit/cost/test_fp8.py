@@ -50,7 +50,7 @@ CORPORA = Corpora([Lengths()], 1000, {"train": [(0, 250)], "valid": [(250, 300)]
 
 
 def settings(*flags: str) -> Config:
-    return parse(f"{MODEL} {' '.join(flags)}".split())
+    return parse(f"{MODEL} --wlb-packing hold {' '.join(flags)}".split())
 
 
 def in_fp8(recipe: str = "delayed", *flags: str) -> Config:

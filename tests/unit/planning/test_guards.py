@@ -252,7 +252,7 @@ REFUSED = [
         ["--wlb-max-tokens is 511", "below --seq-length 512", "use at least the window"],
     ),
     (
-        "--wlb-long-documents slice", 1,
+        "--wlb-long-documents slice --wlb-packing hold", 1,
         ["--wlb-long-documents is slice", "hold packing cuts no slices", "use --wlb-packing slim"],
     ),
     (

@@ -37,6 +37,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def config(data_path: list[str], **flags: object) -> Config:
     values = {"data_path": tuple(data_path), "seq_length": 64, "global_batch_size": 4}
+    values["wlb_packing"] = "hold"
     return from_flat(values | {"split": "70,20,10"} | flags)
 
 

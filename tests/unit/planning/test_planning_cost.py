@@ -45,7 +45,10 @@ COEFFICIENTS = DocumentCost(1.0, 0.5, 2.0, 1.25)
 
 def settings(*flags: str) -> Config:
     """Of flags, several in a text as on a command line."""
-    return parse(f"--seq-length 1024 --global-batch-size 4 {' '.join(flags)}".split())
+    words = f"--wlb-packing hold --seq-length 1024 --global-batch-size 4 {' '.join(flags)}"
+    return parse(words.split())
+        f"--wlb-packing hold --seq-length 1024 --global-batch-size 4 {' '.join(flags)}".split()
+    )
 
 
 def write(tmp_path: Path, values: object) -> str:

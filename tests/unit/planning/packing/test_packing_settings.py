@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,7 +62,10 @@ def test_original_reads_s_max_where_its_micro_batches_are_no_windows() -> None:
 
 
 def test_defaults_are_those_of_training() -> None:
-    assert PackingSettings.of_config(Config().wlb, 9) == PackingSettings("hold", 9)
+    chosen = replace(Config().wlb, wlb_packing="hold")
+    assert PackingSettings.of_config(chosen, 9) == PackingSettings("hold", 9)
+    with pytest.raises(ConfigError, match="is auto, which a run chooses as it starts"):
+        PackingSettings.of_config(Config().wlb, 9)
 
 
 def test_short_name_tells_packing_number_and_shape() -> None:

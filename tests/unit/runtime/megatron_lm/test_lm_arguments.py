@@ -180,7 +180,7 @@ def test_flags_have_the_defaults_of_the_settings_and_a_group_of_their_own() -> N
     text = parser.format_help()
     assert "workload balance" in text
     shown = " ".join(text.split())
-    assert "--wlb-packing {original,fixed-greedy,fixed-solver,wlb,hold,slim}" in shown
+    assert "--wlb-packing {original,fixed-greedy,fixed-solver,wlb,hold,slim,auto}" in shown
 
 
 @pytest.mark.parametrize(
