@@ -47,8 +47,6 @@ def settings(*flags: str) -> Config:
     """Of flags, several in a text as on a command line."""
     words = f"--wlb-packing hold --seq-length 1024 --global-batch-size 4 {' '.join(flags)}"
     return parse(words.split())
-        f"--wlb-packing hold --seq-length 1024 --global-batch-size 4 {' '.join(flags)}".split()
-    )
 
 
 def write(tmp_path: Path, values: object) -> str:
