@@ -228,7 +228,10 @@ class Job:
     @property
     def obstacles(self) -> set[str]:
         """What ``--model`` has that some packings cannot run with."""
-        return set() if self.args.model is None else self.model.obstacles
+        if self.args.model is None:
+            return set()
+        meets = self._experts is not None
+        return self.model.obstacles | ({"experts of replicas"} if meets else set())
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -339,6 +342,7 @@ class Job:
             layout=self.layout,
             micro_batch_size=self.micro_batch_size,
             experts=self._experts,
+            merges=self.args.model is None or not self.shape.experts,
         )
 
     @property

@@ -100,8 +100,7 @@ class Model:
         """What it has that some packings cannot run with."""
         training = self.config.training
         delayed = training.fp8_format is not None and training.fp8_recipe == "delayed"
-        found = {"experts": bool(self.shape.experts), "delayed scaling": delayed}
-        return {name for name, has in found.items() if has}
+        return {"delayed scaling"} if delayed else set()
 
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:

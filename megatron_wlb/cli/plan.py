@@ -144,9 +144,8 @@ def _run(args: argparse.Namespace) -> int:
     refused = [name for name in packings if not runs_with(name, model.obstacles)]
     if refused:
         raise ConfigError(
-            f"--packing {refused[0]} cannot train --model {args.model}, which has experts or FP8's "
-            "delayed scaling; leave that out, or with FP8 give another --fp8-recipe, such as "
-            "tensorwise"
+            f"--packing {refused[0]} cannot train --model {args.model}, which has FP8's delayed "
+            "scaling; leave that out, or give another --fp8-recipe, such as tensorwise"
         )
     config = inputs.asked(args, model)
     hardware = config.wlb.wlb_hardware

@@ -162,6 +162,9 @@ class Workload(_Batch):
     """How N grows to ``num_micro_batches``; None where all steps have as many."""
     experts: ExpertGroups | None = None
     """Groups of replicas that run micro-batches of the same place together."""
+    merges: bool = True
+    """Whether several replicas may run one document together, in slices: not with experts, as each
+    replica counts what its own tokens choose."""
 
     @property
     def dp_size(self) -> int:
@@ -303,7 +306,7 @@ class Workload(_Batch):
             length_multiple=self.length_multiple,
             num_units=packing.units,
             multiple=slice_multiple(self.window, packing.slice_multiple),
-            merges=packing.dp_merge == "auto",
+            merges=packing.dp_merge == "auto" and self.merges,
             memory=self.memory,
             worst=_worst_steps(longest, each * self.micro_batch_tokens),
         )
@@ -437,6 +440,7 @@ class Run(Executed, _Batch):
             self.micro_batch_size,
             self.ramp,
             self._experts,
+            not self.shape.experts,
         )
 
     @property

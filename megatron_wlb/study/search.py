@@ -363,7 +363,8 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
 def _of_layout(space: Space, p: Parallelism, *, slices: bool) -> list[str]:
     """The packings that can run there: those of slices, or those that keep documents whole."""
     names = [name for name in space.packings if kind_in(name).slices == slices]
-    return run_with(p.pp_size, p.vpp_size, names, ["experts"] if space.shape.experts else [])
+    meets = p.expert_replicas > 1 and space.shape.experts
+    return run_with(p.pp_size, p.vpp_size, names, ["experts of replicas"] if meets else [])
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:
@@ -409,8 +410,8 @@ def _tried(space: Space, layout: Parallelism, sample: Sequence[int]) -> Iterator
         return
     if not any(_of_layout(space, layout, slices=slices) for slices in (False, True)):
         reason = (
-            "slices need pipeline stages, none that are virtual, and a model without experts; give "
-            "other packings too"
+            "slices need pipeline stages, none that are virtual, and experts inside a replica; "
+            "give other packings too"
         )
         yield Rejected(layout, 0, space.recomputes[0], "batch and schedule", reason)
         return

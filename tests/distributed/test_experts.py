@@ -16,10 +16,11 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import FULL, OVERLAP, SHARDED, WORKLOAD, Layout, further
 from helpers.oracle import OracleRun, run_oracle
-from helpers.ranks import build_runner, scatter_for, train
+from helpers.ranks import build_runner, scatter_for, sliced_for, train
 from helpers.shards import differences
 
 from megatron_wlb.errors import CompatibilityError, PlanError
+from megatron_wlb.plan import StepPlan
 
 Compare = Callable[..., list[str]]
 
@@ -53,11 +54,21 @@ CASES = [
 @pytest.fixture(scope="module")
 def compare(gloo: GlooPool) -> Compare:
     """How a layout's run differs from the oracle's."""
+    return _compare(gloo, scatter_for)
+
+
+@pytest.fixture(scope="module")
+def sliced(gloo: GlooPool) -> Compare:
+    """The same of slices."""
+    return _compare(gloo, sliced_for)
+
+
+def _compare(gloo: GlooPool, plan_for: Callable[..., StepPlan]) -> Compare:
     known: dict[Any, OracleRun] = {}
 
-    def run(case: Layout, *fault: Any) -> list[str]:
+    def run(case: Layout, fault: Any = contextlib.nullcontext) -> list[str]:
         plans = [
-            scatter_for(case.config, WORKLOAD, case.world_size, step)
+            plan_for(case.config, WORKLOAD, case.world_size, step)
             for step in range(len(WORKLOAD.steps))
         ]
         # Losses of documents do not depend on the packing.
@@ -65,7 +76,7 @@ def compare(gloo: GlooPool) -> Compare:
         if key not in known:
             (known[key],) = gloo.run(1, run_oracle, case.config, WORKLOAD, plans)
         initial = known[key].initial
-        runs = gloo.run(case.world_size, train, case.config, WORKLOAD, initial, *fault)
+        runs = gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, plan_for)
         return differences(known[key], runs)
 
     return run
@@ -187,9 +198,58 @@ def run_slices(config: Any) -> None:
     runner.run(dataclasses.replace(plan, chains=chains))
 
 
-def test_slices_are_refused_with_experts(gloo: GlooPool) -> None:
-    with pytest.raises(PlanError, match="slices of documents, which layers of experts do not run"):
+def test_slices_are_refused_where_replicas_exchange_tokens(gloo: GlooPool) -> None:
+    with pytest.raises(PlanError, match="but they exchange tokens with each other's experts"):
         gloo.run(2, run_slices, EP2.config)
+
+
+def run_merged(config: Any) -> None:
+    runner = build_runner(config, WORKLOAD)
+    plan = scatter_for(config, WORKLOAD, 2, 0)
+    ranks = tuple(
+        tuple(
+            dataclasses.replace(m, replicas=(0, 1), padded_length=-(-m.padded_length // 4) * 4)
+            for m in own
+        )
+        for own in plan.micro_batches
+    )
+    chains = tuple((len(own),) for own in ranks)
+    runner.run(dataclasses.replace(plan, micro_batches=ranks, chains=chains))
+
+
+def test_documents_of_several_replicas_are_refused(gloo: GlooPool) -> None:
+    with pytest.raises(PlanError, match="plan without that"):
+        gloo.run(2, run_merged, Layout("moe-seq", 3, dp=2).config)
+
+
+SLICED = [
+    Layout("moe-seq", 3, tp="2sp", ep=2, extra=ETP1),
+    Layout("moe-seq", 3, pp=2, cp=2, ep=2, sharding="per-document", extra=FULL),
+    further(Layout("moe-aux", 3, tp="2sp", cp=2, ep=4, extra=ETP1)),
+    further(Layout("moe-seq", 3, tp="2sp", ep=2, extra=f"{ETP1} {FULL}")),
+    further(Layout("moe-seq", 3, tp="2sp", dp=2, ep=2, extra=f"{ETP1} {SHARDED} {OVERLAP}")),
+    further(Layout("deepseek", 3, pp=2, tp="2sp", ep=2, extra=ETP1)),
+]
+
+
+@pytest.mark.parametrize("case", SLICED, ids=str)
+def test_experts_of_slices_compute_what_one_process_does(sliced: Compare, case: Layout) -> None:
+    assert sliced(case) == []
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_experts_alone_are_computed_again(sliced: Compare, again: bool) -> None:
+    assert sliced(SLICED[0], experts_again if again else contextlib.nullcontext) == []
+
+
+def take_slices_for_documents(runner: Any) -> Any:
+    return with_tokens(runner, lambda tokens: dataclasses.replace(tokens, first=None))
+
+
+def test_a_slice_that_counts_alone_differs(sliced: Compare) -> None:
+    found = sliced(SLICED[0], take_slices_for_documents)
+    assert any(line.startswith("step 0: gradient of") and "router" in line for line in found)
+    assert not any(line.startswith("step 0: loss") for line in found)
 
 
 def build_with_another_router(config: Any) -> None:

@@ -6,6 +6,7 @@ noted while documents run alone; the losses are made of them here, by the formul
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 from helpers.workload import Workload
@@ -96,8 +97,11 @@ class OracleRouters:
 
         number_of = {(d.number, d.offset): n for n, d in enumerate(workload.steps[step])}
         rows = [
-            [[number_of[s.document.number, s.document.offset] for s in m.spans] for m in row]
-            for row in zip(*plan.micro_batches, strict=True)
+            [
+                [(number_of[d.number, d.offset], start, stop) for d, start, stop in m.spans]
+                for m in filter(None, row)
+            ]
+            for row in zip_longest(*plan.micro_batches)
         ]
         whole, auxiliary = torch.zeros(()), {}
         for name, coeff in self._kinds():
@@ -126,10 +130,13 @@ class OracleRouters:
         z_loss = self.settings.moe_z_loss_coeff
         return kinds + ([("z_loss", z_loss)] if z_loss else [])
 
-    def _loss(self, name: str, logits: list[Any], rows: list[list[list[int]]]) -> Any:
+    def _loss(
+        self, name: str, logits: list[Any], rows: list[list[list[tuple[int, int, int]]]]
+    ) -> Any:
         """The mean of a loss over the tokens of a step, of a layer with ``logits`` by document.
 
-        ``rows`` are the documents of the micro-batches that replicas run at the same time.
+        ``rows`` are the documents, from where to where, of the micro-batches that replicas run at
+        the same time.
         """
         import torch
 
@@ -137,15 +144,15 @@ class OracleRouters:
         if name == "z_loss":
             return sum((torch.logsumexp(one, 1) ** 2).sum() for one in logits) / num_tokens
         if name == "seq_aux_loss":
-            groups = [[number] for number in range(len(logits))]
+            groups = [[(number, 0, len(own))] for number, own in enumerate(logits)]
         elif name == "aux_loss":
             groups = [micro_batch for row in rows for micro_batch in row]
         else:
-            groups = [[number for micro_batch in row for number in micro_batch] for row in rows]
+            groups = [[span for micro_batch in row for span in micro_batch] for row in rows]
         num_experts = self.settings.num_experts or 0
         loss, before = torch.zeros(()), torch.zeros(num_experts)
         for group in filter(None, groups):
-            scores = self._scores(torch.cat([logits[number] for number in group]))
+            scores = self._scores(torch.cat([logits[n][start:stop] for n, start, stop in group]))
             chosen = torch.zeros_like(scores).scatter(1, self._top(scores), 1.0).sum(0)
             if name == "global_aux_loss":
                 chosen = before = before + chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from helpers.oracle import State
@@ -135,7 +136,7 @@ def train(
             loss = runner.run(plan)
             losses.append(loss.mean)
             ahead.append(tuple(depth.item() for depth in loss.ahead))
-            auxiliary.append(_logged(len(plan.micro_batches[0])))
+            auxiliary.append(_logged(fmean(map(len, plan.micro_batches))))
             hooked = [chunk for chunk in model.chunks if chunk.use_forward_hook]
             for chunk in model.chunks:
                 chunk.eval()
@@ -170,7 +171,7 @@ def train(
     )
 
 
-def _logged(num_micro_batches: int) -> dict[str, list[float]]:
+def _logged(num_micro_batches: float) -> dict[str, list[float]]:
     """The auxiliary losses of a step, as Megatron's log has them, and none for the next one."""
     from megatron.core.transformer.moe import moe_utils
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 OBSTACLES = {
     "virtual stages": "slices of documents run in one chunk a rank, and leave few bubbles so",
-    "experts": (
-        "ranks have other numbers of slices, and experts exchange tokens of all ranks in each"
+    "experts of replicas": (
+        "data-parallel ranks have other numbers of slices, and exchange tokens with each other's "
+        "experts in each"
     ),
     "delayed scaling": (
         "delayed scaling is agreed on by data-parallel ranks after each pass, and ranks that run "

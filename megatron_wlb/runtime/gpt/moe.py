@@ -5,7 +5,9 @@ auxiliary losses and the experts' biases. Megatron counts the tokens that a rank
 takes a packed micro-batch for one sequence, and weighs ranks alike. Here they are of a step's
 tokens, and padding is none:
 
-- ``seq_aux_loss`` is of each document: it does not depend on the packing.
+- ``seq_aux_loss`` is of each document: it does not depend on the packing. Slices of a document
+  count together. A slice cannot know what later ones will choose, so that is added in backward,
+  which runs when all have chosen.
 - ``aux_loss`` is of each micro-batch, whose tokens lie on all its TP and CP ranks.
 - ``global_aux_loss`` takes the shares of experts from all micro-batches of the step so far, in
   running order and over all data-parallel ranks, as Megatron does.
@@ -21,15 +23,18 @@ or under sequence parallelism ``T/(CP·TP)``; ``E`` experts, ``G`` groups of tok
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_wlb.errors import CompatibilityError, PlanError
@@ -43,6 +48,11 @@ _LOGGED = {
 """What Megatron's log calls these losses."""
 
 
+Choices: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Of a document's slices, by where they start: how often each expert was chosen on all ranks of the
+replica, and its scores on this one, ``[E]`` each."""
+
+
 @dataclass(frozen=True)
 class RoutedTokens:
     """What routers are told of a micro-batch on this context-parallel rank."""
@@ -54,7 +64,10 @@ class RoutedTokens:
     targets_per_token: float = 1.0
     """The step's targets, by which gradients are divided, over its tokens, which losses are of."""
     targets_per_micro_batch: float = 1.0
-    """The same over its micro-batches, of all data-parallel ranks: Megatron logs their mean."""
+    """The same over its micro-batches, of all data-parallel ranks, by whose number Megatron divides
+    what it logs."""
+    first: tuple[tuple[int, int], int] | None = None
+    """The key of the first document and where its slice starts, if it is one."""
 
     @classmethod
     def of(
@@ -63,11 +76,13 @@ class RoutedTokens:
         """A micro-batch's ``local`` tokens, on the host."""
         numbers = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
         num_targets = max(step.num_targets, 1)  # nothing is divided by 0 targets
+        cut = micro_batch.slice
         return cls(
             torch.from_numpy(numbers[local]),
             len(micro_batch.spans),
             num_targets / max(step.num_tokens, 1),
-            num_targets / sum(map(len, step.micro_batches)),
+            num_targets / _num_logged(step),
+            None if cut is None else (cut.document.key, cut.start),
         )
 
     @classmethod
@@ -76,11 +91,40 @@ class RoutedTokens:
         return cls(torch.zeros(num_tokens, dtype=torch.int64, device=device), 0)
 
 
+def _num_logged(step: StepPlan) -> int:
+    """How many micro-batches Megatron counts in a step: by the batch size where that is given."""
+    try:
+        number: int = get_num_microbatches()
+    except AttributeError:  # nobody has set up its count
+        return sum(map(len, step.micro_batches))
+    return number * len(step.micro_batches)
+
+
 class DocumentRouter(TopKRouter):  # type: ignore[misc]
     """Megatron's router, with the losses of the module's first lines."""
 
     tokens: RoutedTokens | None = None
     """The tokens of the micro-batch that is routed; its layer sets them."""
+    slices: dict[tuple[int, int], Choices]
+    """By document, from the forward of its first slice to that slice's backward."""
+
+    def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Routes as Megatron does, and notes what a slice chooses: also where it is computed again
+        later, and no loss is attached yet.
+        """
+        first = self.tokens.first if self.tokens is not None and self.training else None
+        if first is not None and self.get_aux_loss_coeff("seq_aux_loss"):
+            of_loss, scores = compute_routing_scores_for_aux_loss(
+                logits.detach().view(-1, self.num_experts),
+                self.topk,
+                self.score_function,
+                fused=self.config.moe_router_fusion,
+            )
+            chosen_sums, score_sums = self._sums(of_loss, scores, by_document=True)
+            _add_up(chosen_sums, self.tp_cp_group)
+            document, start = first
+            self.slices.setdefault(document, {})[start] = chosen_sums[0], score_sums[0]
+        return super().routing(logits, *args, **kwargs)
 
     def apply_z_loss(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """``[n, E] -> [n, E]``, with the loss attached."""
@@ -119,7 +163,14 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
         if is_global:
             self.global_tokens_per_expert += chosen_sums[0]  # Megatron forgets it at the step's end
             chosen_sums = self.global_tokens_per_expert[None]
-        return self._attach(probs, coeff, _balance(chosen_sums, score_sums), _LOGGED[kind])
+        assert self.tokens is not None
+        if kind != "seq_aux_loss" or self.tokens.first is None:
+            return self._attach(probs, coeff, _balance(chosen_sums, score_sums), _LOGGED[kind])
+        of_slice: Any = _SliceBalance.apply
+        loss = of_slice(score_sums[0], self.slices, *self.tokens.first)
+        return self._attach(
+            probs, coeff, loss + _balance(chosen_sums[1:], score_sums[1:]), _LOGGED[kind]
+        )
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *_: Any, **__: Any) -> None:
         """Counts the tokens of each expert, over the whole step."""
@@ -228,6 +279,7 @@ def route_by_document(model: torch.nn.Module) -> None:
                     f"{known.__name__}"
                 )
         moe.__class__, moe.router.__class__ = DocumentMoELayer, DocumentRouter
+        moe.router.slices = {}
         moe.recomputes, moe.moe_layer_recompute = moe.moe_layer_recompute, False
         config = moe.config
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
@@ -245,6 +297,36 @@ def _tell_router(layer: Any, _args: Any, named: dict[str, Any]) -> None:
 def _add_up(counts: torch.Tensor, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         dist.all_reduce(counts, group=group)
+
+
+class _SliceBalance(torch.autograd.Function):
+    """:func:`_balance` of a document, as far as it has come, less what it was before this slice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: torch.Tensor,
+        slices: dict[tuple[int, int], Choices],
+        document: tuple[int, int],
+        start: int,
+    ) -> torch.Tensor:
+        ctx.slices, ctx.document, ctx.start = slices, document, start
+        before = [of_slice for at, of_slice in slices[document].items() if at < start]
+        now = _balance_of([*before, slices[document][start]])
+        return now - _balance_of(before) if before else now
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        choices = ctx.slices[ctx.document]
+        if ctx.start == 0:
+            del ctx.slices[ctx.document]
+        chosen = sum(chosen for chosen, _ in choices.values())
+        return grad * len(chosen) * chosen / chosen.sum().clamp(min=1), None, None, None
+
+
+def _balance_of(choices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    chosen, scores = (torch.stack(each).sum(0)[None] for each in zip(*choices, strict=True))
+    return _balance(chosen, scores)
 
 
 def _balance(chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -287,6 +287,28 @@ class StepRunner:
         num: int = config.context_parallel_size * (len(micro_batch.replicas) or 1)
         return num * config.tensor_model_parallel_size if config.sequence_parallel else num
 
+    def _check_experts(self, plan: StepPlan) -> None:
+        groups = self.model.groups
+        shards = groups.tp.size() * groups.cp.size()
+        meets = shards % (groups.ep.size() * groups.expt_tp.size())
+        if plan.chains and meets:
+            raise PlanError(
+                f"step {plan.step}: the plan has slices of documents, of which data-parallel ranks "
+                "run other numbers, but they exchange tokens with each other's experts; plan whole "
+                "documents"
+            )
+        if any(m.replicas for m in plan):
+            raise PlanError(
+                f"step {plan.step}: data-parallel ranks run a document together, but layers of "
+                "experts count its tokens on each alone; plan without that (--wlb-dp-merge off)"
+            )
+        numbers = [len(micro_batches) for micro_batches in plan.micro_batches]
+        if len(set(numbers)) > 1 and not plan.chains:
+            raise PlanError(
+                f"step {plan.step}: data-parallel ranks have {numbers} micro-batches, in which "
+                "they exchange tokens with each other's experts; give all the same number"
+            )
+
     def _check(self, plan: StepPlan) -> None:
         # First, so that a plan that is wrong on one rank raises on all, and no rank waits for it.
         # Counted in runs, not by the plan's step, on which ranks may disagree.
@@ -310,17 +332,7 @@ class StepRunner:
         check_chains(plan)
         config = self.model.config
         if config.num_moe_experts is not None:
-            if plan.chains:
-                raise PlanError(
-                    f"step {plan.step}: the plan has slices of documents, which layers of experts "
-                    "do not run; plan whole documents"
-                )
-            numbers = [len(micro_batches) for micro_batches in plan.micro_batches]
-            if len(set(numbers)) > 1:
-                raise PlanError(
-                    f"step {plan.step}: data-parallel ranks have {numbers} micro-batches, in which "
-                    "they exchange tokens with each other's experts; give all the same number"
-                )
+            self._check_experts(plan)
         vpp = config.virtual_pipeline_model_parallel_size or 1
         if plan.chains and (vpp > 1 or config.defer_embedding_wgrad_compute):
             given = f"{vpp} virtual stages" if vpp > 1 else "defer_embedding_wgrad_compute"
