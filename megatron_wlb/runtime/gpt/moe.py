@@ -49,8 +49,8 @@ _LOGGED = {
 
 
 Choices: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""Of a document's slices, by where they start: how often each expert was chosen on all ranks of the
-replica, and its scores on this one, ``[E]`` each."""
+"""How often slices of a document chose each expert, on all ranks of the replica, and its scores on
+this rank, ``[E]`` each; by where the slice starts."""
 
 
 @dataclass(frozen=True)

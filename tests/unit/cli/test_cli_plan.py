@@ -121,7 +121,8 @@ def test_slices_are_tried_where_they_can_run(wlb, plan) -> None:
     assert "slim" in packings("--pp-size 4")
     assert "slim" not in packings("--pp-size 2 --vpp-size 3")
     Path("small.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4}))
-    assert "slim" not in packings("--pp-size 4 --memory-gib 20")
+    assert "slim" in packings("--pp-size 4 --memory-gib 20 --ep-size 1")
+    assert "slim" not in packings("--pp-size 2 --tp-size 1 --cp-size 1 --memory-gib 20 --ep-size 2")
 
 
 @pytest.mark.parametrize("limit", ["0", "0.1", "3"])
@@ -163,8 +164,6 @@ def test_n_without_a_number_is_what_has_four_million_tokens(wlb) -> None:
         ("--packing ,", "--packing names none"),
         ("--packing hold,fixed-greedy+shape --pp-size 2", "cannot be shaped"),
         ("--packing fixed-solver:2+shape --pp-size 1", "cannot be shaped"),
-        ("--packing hold,slim --model experts.yaml",
-         "--packing slim cannot train --model experts.yaml, which has experts"),
         ("--expert-imbalance 0.5 --model experts.yaml", "--expert-imbalance is 0.5"),
         ("--hardware h1000", "unknown hardware h1000"),
         ("--refine 0", "--refine is 0"),
