@@ -110,3 +110,20 @@ def test_small_deepseek_resumes_to_the_bit(tmp_path: Path, corpus: Path) -> None
     for name in ("seq_load_balancing_loss", "mtp_1 loss"):
         # Megatron counts the first figure of a run in the second again.
         assert logged(resumed, name)[0] == logged(plain, name)[2]
+
+
+def test_slices_with_experts_in_a_replica_train_as_in_one_process(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """Documents are cut elsewhere where other ranks share the work: they count as a whole."""
+    slices = {"wlb_packing": "slim", "wlb_units": 12, "wlb_slice_multiple": 8}
+    flags = BOTH | EXPERTS | slices | {"data_path": corpus, "train_iters": 3}
+    alone = finish(launch(tmp_path, 1, flags | {"wlb_metrics": "alone"}, fault=set_weights))
+    layout = EP2 | PP2 | TP2_SP | {"expert_tensor_parallel_size": 1, "wlb_metrics": "layout"}
+    layout |= {
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1
+    }  # fmt: skip
+    found = finish(launch(tmp_path, 4, flags | layout, fault=set_weights))
+    assert_equal_steps(tmp_path / "layout", tmp_path / "alone")
+    for ours, theirs in zip(auxiliary(found), auxiliary(alone), strict=True):
+        assert [float(n) for n in ours] == pytest.approx([float(n) for n in theirs], rel=1e-5)

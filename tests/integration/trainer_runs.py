@@ -53,7 +53,7 @@ def command_line(flags: Flags, *, planned: bool = False) -> list[str]:
     model gains nothing by packing, and all its layouts must have the same documents.
     """
     words: list[str] = []
-    names = {*flags}
+    names = {name for name, value in flags.items() if value is not None}
     asks = any(name.startswith("wlb_") for name in names - {"wlb_device", "wlb_config"})
     if (planned or asks) and not names & {"wlb_packing", "wlb_strategies", "wlb_config"}:
         flags = {"wlb_packing": "hold"} | flags
