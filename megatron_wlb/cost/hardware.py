@@ -70,8 +70,8 @@ class Hardware:
     """Time of a kernel besides its work: its first and last wave, and the gap before it; 0 if not
     given."""
     launch_us: float = 0.0
-    """Time that the host takes to launch a kernel, Python's and autograd's part included: a pass
-    lasts as long as its launches at least. 0 if not given."""
+    """Time that the host takes to launch a kernel, with Python's and autograd's part: the passes of
+    a step last as long as their launches at least. 0 if not given."""
     num_processors: int = 1
     """Multiprocessors, each of which works on one block of a kernel; 1 if not given, which are
     always busy."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.cost.analytic import AnalyticModel
-from megatron_wlb.cost.document import DocumentCost, Work, unseen
+from megatron_wlb.cost.document import LEAST_US, DocumentCost, Work, unseen
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.memory import MemoryModel
@@ -59,8 +59,8 @@ class StageCosts:
     prefixes: PrefixCosts | None = None
     """What slices take for the rows before them, besides pairs of tokens."""
     launches_us: tuple[tuple[float, ...], ...] = ()
-    """What the host takes to launch a forward and a backward of each stage. A pass takes no less,
-    whatever it runs: that the host runs ahead of the device from one to the next is not counted."""
+    """What the host takes to launch a forward and a backward of each stage. All passes of a stage
+    together take no less: the host runs ahead of the device, so that long ones hide short ones."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -176,7 +176,9 @@ class StageCosts:
         if self.prefixes is not None:
             result[1] += np.outer(self.prefixes.gradient_us, rows)
         if self.launches_us:
-            result = np.maximum(result, np.array(self.launches_us)[:, :, None])
+            launches_us = num * np.sum(self.launches_us, axis=0)
+            taken_us = result.sum(axis=(0, 2))
+            result *= np.maximum(1, launches_us / np.maximum(taken_us, LEAST_US))[:, None]
         return result
 
 

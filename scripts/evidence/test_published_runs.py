@@ -38,7 +38,7 @@ def test_machine_file_is_what_fitting_gives(tmp_path):
 
 def test_wrong_machine_is_seen(tmp_path):
     _, content = read_hardware("h100-sxm")
-    rosy = {**content, "linear_share": {"value": 0.7, "source": "assumed: a test's"}}
+    rosy = {**content, "kernel_us": {"value": 0.0, "source": "assumed: a test's"}}
     (tmp_path / "rosy.yaml").write_text(yaml.safe_dump(rosy))
     code, found = judged("--hardware", str(tmp_path / "rosy.yaml"))
     assert code == 1 and found["errors"]["judged"]["mean"] > 0.08

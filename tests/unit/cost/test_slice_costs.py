@@ -104,13 +104,18 @@ def test_rows_before_a_slice_cost_by_hand() -> None:
     assert opaque == pytest.approx(costs.times_us(*given))
 
 
-def test_a_pass_lasts_as_long_as_its_launches() -> None:
+def test_passes_last_as_long_as_their_launches_together() -> None:
     plain = StageCosts((COST, COST))
     launched = StageCosts((COST, COST), launches_us=((0.0, 900.0), (0.0, 2000.0)))
-    times, least = (costs.times_us([[2], [40]]) for costs in (plain, launched))
-    assert times[:, 0, 0].max() < 900 < times[0, 0, 1] < times[1, 0, 1]
-    assert (least[:, 0] == times[:, 0]).all()
-    assert least[:, 1].tolist() == [[900.0, times[0, 1, 1]], [2000.0, times[1, 1, 1]]]
+    short, shorter = [[2], [4]], launched.times_us([[2], [4]])
+    times = plain.times_us(short)
+    assert times[:, 1].sum() < 2 * 2900
+    assert (shorter[:, 0] == times[:, 0]).all()
+    assert shorter[:, 1] == pytest.approx(times[:, 1] * 2 * 2900 / times[:, 1].sum())
+    # A long pass hides the launches of the short one that follows.
+    long = [[400], [2]]
+    assert plain.times_us(long)[:, 1, 1].max() < 900
+    assert (launched.times_us(long) == plain.times_us(long)).all()
 
 
 def test_gradients_of_rows_pass_through_memory_by_hand() -> None:
