@@ -237,9 +237,8 @@ def test_experts_of_slices_compute_what_one_process_does(sliced: Compare, case: 
     assert sliced(case) == []
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_experts_alone_are_computed_again(sliced: Compare, again: bool) -> None:
-    assert sliced(SLICED[0], experts_again if again else contextlib.nullcontext) == []
+def test_experts_of_slices_are_computed_again(sliced: Compare) -> None:
+    assert sliced(SLICED[0], experts_again) == []
 
 
 def take_slices_for_documents(runner: Any) -> Any:
