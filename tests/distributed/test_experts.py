@@ -237,6 +237,7 @@ def test_experts_of_slices_compute_what_one_process_does(sliced: Compare, case: 
     assert sliced(case) == []
 
 
+@pytest.mark.long
 def test_experts_of_slices_are_computed_again(sliced: Compare) -> None:
     assert sliced(SLICED[0], experts_again) == []
 

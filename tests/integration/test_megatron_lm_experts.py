@@ -112,6 +112,7 @@ def test_small_deepseek_resumes_to_the_bit(tmp_path: Path, corpus: Path) -> None
         assert logged(resumed, name)[0] == logged(plain, name)[2]
 
 
+@pytest.mark.long
 def test_slices_with_experts_in_a_replica_train_as_in_one_process(
     tmp_path: Path, corpus: Path
 ) -> None:
