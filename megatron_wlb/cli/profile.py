@@ -38,6 +38,7 @@ what is measured:
               calls that fill the device, for q and k = 1, 2, 4 ... up to --longest
   linear      matrix products and element-wise operations, and what attention of long documents
               reaches
+  kernels     what a kernel takes besides its work, and what its launch takes the host (GPU only)
 What one device cannot tell (links, overlaps) is taken from --base, with its source.
 
 --heads are those of one device: with --tensor-model-parallel-size 4, a model of 32 query and 8

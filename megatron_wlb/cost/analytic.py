@@ -73,10 +73,8 @@ class ForwardTimes:
     routed_us: float = 0.0
     """What of ``matrix_us`` and ``elementwise_us`` experts do: each rank's for all that exchange
     tokens with it."""
-    kernels_us: float = 0.0
-    """What kernels take besides their work, a micro-batch."""
-    launches_us: float = 0.0
-    """What the host takes to launch them."""
+    num_kernels: int = 0
+    """Kernels of a micro-batch's forward."""
 
     @property
     def linear_us(self) -> float:
@@ -131,7 +129,6 @@ class AnalyticModel(Executed):
             precisions.matrix,
         ) + self._elementwise_us(routed / p.tp_size * precisions.elementwise.element_bytes)
         products = sum(part.product_numbers(shape.hidden_size, p) for part in layer.parts)
-        num_kernels = sum(part.num_kernels(p) for part in layer.parts)
         return ForwardTimes(
             self._matrix_us(weights, precisions.matrix)
             + (p.cp_size - 1) * up_us
@@ -149,8 +146,7 @@ class AnalyticModel(Executed):
             p.cp_size * up_us if p.cp_size > 1 else 0.0,
             self._exchange_us(sent * precisions.collective.element_bytes),
             routed_us,
-            machine.kernel_us * num_kernels,
-            machine.launch_us * num_kernels,
+            sum(part.num_kernels(p) for part in layer.parts),
         )
 
     def _traffic_us(self, numbers: float, precision: Precision) -> float:
@@ -232,9 +228,6 @@ class AnalyticModel(Executed):
         ]
         linear_us += sum(num * part.linear_us for num, part in ends)
         backward_us += sum(num * part.backward_linear_us for num, part in ends)
-        kernels_us, again_kernels_us = (
-            sum(num * self.layer(one).kernels_us for num, one in runs) for runs in (layers, again)
-        )
         if recompute.of_predictors:
             again_us += sum(num * part.linear_us for num, part in joining)
         if (
@@ -246,7 +239,7 @@ class AnalyticModel(Executed):
             attention_us,
             backward_us + again_us,
             BACKWARD_ATTENTION * attention_us + again_attention_us,
-            (1 + BACKWARD_LINEAR) * kernels_us + again_kernels_us,
+            self.hardware.kernel_us * self._num_kernels(stage),
             unseen_us,
             BACKWARD_ATTENTION * unseen_us + again_unseen_us,
             self.shape.reach_tokens,
@@ -258,17 +251,18 @@ class AnalyticModel(Executed):
         costs = {stage: self.stage_cost(stage) for stage in set(stages)}
         return tuple(costs[stage] for stage in stages)
 
-    def launches_us(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _num_kernels(self, stage: Stage) -> float:
+        """Kernels of a micro-batch's forward and backward in a virtual stage."""
+        once, again = (
+            sum(num * self.layer(layer).num_kernels for num, layer in runs)
+            for runs in self._runs(stage)
+        )
+        return (1 + BACKWARD_LINEAR) * once + again
+
+    def launches_us(self) -> tuple[float, ...]:
         """What the host takes for a micro-batch's forward and backward in each virtual stage."""
-        forward, backward = [], []
-        for stage in self.parallelism.stages(self.shape):
-            once_us, again_us = (
-                sum((num * self.layer(layer).launches_us for num, layer in runs), 0.0)
-                for runs in self._runs(stage)
-            )
-            forward.append(once_us)
-            backward.append(BACKWARD_LINEAR * once_us + again_us)
-        return tuple(forward), tuple(backward)
+        stages = self.parallelism.stages(self.shape)
+        return tuple(self.hardware.launch_us * self._num_kernels(stage) for stage in stages)
 
     def prefix_costs(self) -> PrefixCosts:
         """What slices take for the rows before them; layers of a sliding window see few."""

@@ -58,8 +58,8 @@ class StageCosts:
     stages: tuple[StageCost, ...]
     prefixes: PrefixCosts | None = None
     """What slices take for the rows before them, besides pairs of tokens."""
-    launches_us: tuple[tuple[float, ...], ...] = ()
-    """What the host takes to launch a forward and a backward of each stage. All passes of a stage
+    launches_us: tuple[float, ...] = ()
+    """What the host takes to launch a forward and a backward in each stage. All passes of a stage
     together take no less: the host runs ahead of the device, so that long ones hide short ones."""
 
     def __post_init__(self) -> None:
@@ -176,9 +176,8 @@ class StageCosts:
         if self.prefixes is not None:
             result[1] += np.outer(self.prefixes.gradient_us, rows)
         if self.launches_us:
-            launches_us = num * np.sum(self.launches_us, axis=0)
-            taken_us = result.sum(axis=(0, 2))
-            result *= np.maximum(1, launches_us / np.maximum(taken_us, LEAST_US))[:, None]
+            taken_us = np.maximum(result.sum(axis=(0, 2)), LEAST_US)
+            result *= np.maximum(1, num * np.array(self.launches_us) / taken_us)[:, None]
         return result
 
 

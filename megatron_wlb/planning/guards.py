@@ -129,6 +129,12 @@ def _check_ranges(config: Config) -> Iterator[str]:
         yield f"--rotary-percent is {values['rotary_percent']}; it must be in (0, 1]"
 
 
+def _merges(config: Config) -> bool:
+    """Whether data-parallel ranks may run documents together: not with experts."""
+    slices = kind_of(config.wlb.wlb_packing).slices and config.wlb.wlb_dp_merge == "auto"
+    return slices and config.model.num_experts is None
+
+
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     p, m = config.parallel, config.model
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
@@ -139,8 +145,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
             f"{tp * cp * pp} does not divide that; start a multiple of {tp * cp * pp} "
             "(torchrun --nproc-per-node)"
         )
-    merges = kind_of(config.wlb.wlb_packing).slices and config.wlb.wlb_dp_merge == "auto"
-    if cp == 1 and not (merges and world_size > tp * pp):
+    if cp == 1 and not (_merges(config) and world_size > tp * pp):
         for name, value in (
             ("overlap-groups", config.wlb.wlb_cp_overlap_groups),
             ("keep-gathered", config.wlb.wlb_cp_keep_gathered),
@@ -277,7 +282,7 @@ def _check_latent(config: Config) -> Iterator[str]:
             f"--wlb-cp-overlap-groups is {config.wlb.wlb_cp_overlap_groups}, but with {flag} ranks "
             "exchange one latent for all heads; leave it out"
         )
-    merges = kind_of(config.wlb.wlb_packing).slices and config.wlb.wlb_dp_merge != "off"
+    merges = _merges(config)
     if p.context_parallel_size > 1 or merges:
         other = "--wlb-dp-merge" if merges else "--context-parallel-size"
         why = f"does not work with {flag} and {other} {config.flat()[other[2:].replace('-', '_')]}"

@@ -243,7 +243,7 @@ def test_experts_of_slices_are_computed_again(sliced: Compare) -> None:
 
 
 def take_slices_for_documents(runner: Any) -> Any:
-    return with_tokens(runner, lambda tokens: dataclasses.replace(tokens, first=None))
+    return with_tokens(runner, lambda tokens: dataclasses.replace(tokens, cut=None))
 
 
 def test_a_slice_that_counts_alone_differs(sliced: Compare) -> None:

@@ -39,6 +39,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_wlb.errors import CompatibilityError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
+from megatron_wlb.runtime.gpt.attention.slices import Slice
 
 _LOGGED = {
     "aux_loss": "load_balancing_loss",
@@ -48,9 +49,9 @@ _LOGGED = {
 """What Megatron's log calls these losses."""
 
 
-Choices: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""How often slices of a document chose each expert, on all ranks of the replica, and its scores on
-this rank, ``[E]`` each; by where the slice starts."""
+Choice: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""How often a slice chose each expert, on all ranks of the replica, and its scores on this rank,
+``[E]`` each."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +67,26 @@ class RoutedTokens:
     targets_per_micro_batch: float = 1.0
     """The same over its micro-batches, of all data-parallel ranks, by whose number Megatron divides
     what it logs."""
-    first: tuple[tuple[int, int], int] | None = None
-    """The key of the first document and where its slice starts, if it is one."""
+    cut: Slice | None = None
+    """The slice that the first document is, if it is one."""
 
     @classmethod
     def of(
-        cls, micro_batch: MicroBatchPlan, local: npt.NDArray[np.int64] | slice, step: StepPlan
+        cls,
+        micro_batch: MicroBatchPlan,
+        local: npt.NDArray[np.int64] | slice,
+        step: StepPlan,
+        cut: Slice | None = None,
     ) -> RoutedTokens:
         """A micro-batch's ``local`` tokens, on the host."""
         numbers = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
         num_targets = max(step.num_targets, 1)  # nothing is divided by 0 targets
-        cut = micro_batch.slice
         return cls(
             torch.from_numpy(numbers[local]),
             len(micro_batch.spans),
             num_targets / max(step.num_tokens, 1),
             num_targets / _num_logged(step),
-            None if cut is None else (cut.document.key, cut.start),
+            cut,
         )
 
     @classmethod
@@ -105,15 +109,13 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
 
     tokens: RoutedTokens | None = None
     """The tokens of the micro-batch that is routed; its layer sets them."""
-    slices: dict[tuple[int, int], Choices]
-    """By document, from the forward of its first slice to that slice's backward."""
 
     def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Routes as Megatron does, and notes what a slice chooses: also where it is computed again
         later, and no loss is attached yet.
         """
-        first = self.tokens.first if self.tokens is not None and self.training else None
-        if first is not None and self.get_aux_loss_coeff("seq_aux_loss"):
+        cut = self.tokens.cut if self.tokens is not None and self.training else None
+        if cut is not None and self.get_aux_loss_coeff("seq_aux_loss"):
             of_loss, scores = compute_routing_scores_for_aux_loss(
                 logits.detach().view(-1, self.num_experts),
                 self.topk,
@@ -122,9 +124,12 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
             )
             chosen_sums, score_sums = self._sums(of_loss, scores, by_document=True)
             _add_up(chosen_sums, self.tp_cp_group)
-            document, start = first
-            self.slices.setdefault(document, {})[start] = chosen_sums[0], score_sums[0]
+            self._choices(cut)[cut.start] = chosen_sums[0], score_sums[0]
         return super().routing(logits, *args, **kwargs)
+
+    def _choices(self, cut: Slice) -> dict[int, Choice]:
+        """What the slices of a document have chosen here, by where they start."""
+        return cut.store.choices.setdefault((cut.document, self), {})
 
     def apply_z_loss(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """``[n, E] -> [n, E]``, with the loss attached."""
@@ -163,14 +168,14 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
         if is_global:
             self.global_tokens_per_expert += chosen_sums[0]  # Megatron forgets it at the step's end
             chosen_sums = self.global_tokens_per_expert[None]
-        assert self.tokens is not None
-        if kind != "seq_aux_loss" or self.tokens.first is None:
-            return self._attach(probs, coeff, _balance(chosen_sums, score_sums), _LOGGED[kind])
-        of_slice: Any = _SliceBalance.apply
-        loss = of_slice(score_sums[0], self.slices, *self.tokens.first)
-        return self._attach(
-            probs, coeff, loss + _balance(chosen_sums[1:], score_sums[1:]), _LOGGED[kind]
-        )
+        cut = self.tokens.cut if self.tokens is not None and kind == "seq_aux_loss" else None
+        if cut is None:
+            loss = _balance(chosen_sums, score_sums)
+        else:
+            of_slice: Any = _SliceBalance.apply
+            loss = of_slice(score_sums[0], self._choices(cut), cut.start)
+            loss = loss + _balance(chosen_sums[1:], score_sums[1:])
+        return self._attach(probs, coeff, loss, _LOGGED[kind])
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, *_: Any, **__: Any) -> None:
         """Counts the tokens of each expert, over the whole step."""
@@ -279,7 +284,6 @@ def route_by_document(model: torch.nn.Module) -> None:
                     f"{known.__name__}"
                 )
         moe.__class__, moe.router.__class__ = DocumentMoELayer, DocumentRouter
-        moe.router.slices = {}
         moe.recomputes, moe.moe_layer_recompute = moe.moe_layer_recompute, False
         config = moe.config
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
@@ -305,26 +309,22 @@ class _SliceBalance(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        scores: torch.Tensor,
-        slices: dict[tuple[int, int], Choices],
-        document: tuple[int, int],
+        _scores: torch.Tensor,
+        choices: dict[int, Choice],
         start: int,
     ) -> torch.Tensor:
-        ctx.slices, ctx.document, ctx.start = slices, document, start
-        before = [of_slice for at, of_slice in slices[document].items() if at < start]
-        now = _balance_of([*before, slices[document][start]])
+        ctx.choices = choices
+        before = [of_slice for at, of_slice in choices.items() if at < start]
+        now = _balance_of([*before, choices[start]])
         return now - _balance_of(before) if before else now
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        choices = ctx.slices[ctx.document]
-        if ctx.start == 0:
-            del ctx.slices[ctx.document]
-        chosen = sum(chosen for chosen, _ in choices.values())
-        return grad * len(chosen) * chosen / chosen.sum().clamp(min=1), None, None, None
+        chosen = sum(chosen for chosen, _ in ctx.choices.values())
+        return grad * len(chosen) * chosen / chosen.sum().clamp(min=1), None, None
 
 
-def _balance_of(choices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def _balance_of(choices: Sequence[Choice]) -> torch.Tensor:
     chosen, scores = (torch.stack(each).sum(0)[None] for each in zip(*choices, strict=True))
     return _balance(chosen, scores)
 

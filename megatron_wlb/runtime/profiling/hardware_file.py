@@ -57,6 +57,9 @@ def hardware_content(
         "memory_share", rates.elementwise_gb_s, "memory_gb_s",
         f"{rates.elementwise_gb_s:.4g} GB/s of an activation function",
     )  # fmt: skip
+    if rates.kernel_us is not None and rates.launch_us is not None:
+        measured("kernel_us", rates.kernel_us, "kernels without work, replayed from a CUDA graph")
+        measured("launch_us", rates.launch_us, "the same launched one by one, forward and backward")
     long = profiles[0]
     tflops, length = long_document_tflops(long), long.lengths[-1]
     share(

@@ -6,6 +6,7 @@ other work.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from megatron_wlb.runtime.profiling.attention_rates import Clock
 
 NUM_REPEATS = 8
+SMALL, NUM_LINKS = 256, 64
+"""Numbers of a tensor that kernels take no time for, and operations of a chain of such kernels."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,10 @@ class Rates:
     """Copying memory: bytes read and written."""
     elementwise_gb_s: float
     """An activation function: bytes read and written."""
+    kernel_us: float | None = None
+    """A kernel without work, one behind another on the device; of a GPU."""
+    launch_us: float | None = None
+    """The host's time for a kernel, with autograd's part; of a GPU."""
 
 
 def measure_rates(device: str | None = None) -> Rates:
@@ -75,7 +82,39 @@ def measure_rates(device: str | None = None) -> Rates:
         2 * num_heads * head_dim * length**2 / attention_s / 1e12,
         moved / copy_s / 1e9,
         moved / elementwise_s / 1e9,
+        *(_kernel_us() if cuda else ()),
     )
+
+
+def _kernel_us() -> tuple[float, float]:
+    """µs of a kernel without work on the GPU, and of its launch on the host.
+
+    The same chain of operations is replayed from a CUDA graph, which needs no host, and run forward
+    and backward by Python, which a GPU without other work waits for.
+    """
+    numbers = torch.randn(SMALL, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def chain() -> torch.Tensor:
+        out = numbers
+        for _ in range(NUM_LINKS):
+            out = silu(out)
+        return out
+
+    def host_s() -> float:
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        chain().backward(numbers.detach())
+        torch.cuda.synchronize()
+        return time.perf_counter() - start_s
+
+    host_s()
+    launch_us = min(host_s() for _ in range(NUM_REPEATS)) / (2 * NUM_LINKS) * 1e6
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        chain()
+    clock = Clock(numbers.device)
+    clock(graph.replay)
+    return min(clock(graph.replay) for _ in range(NUM_REPEATS)) / NUM_LINKS, launch_us
 
 
 def machine_name(device: str) -> str:

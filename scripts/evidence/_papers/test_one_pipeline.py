@@ -85,6 +85,6 @@ def test_slices_beat_interleaved_hold_with_the_same_sharding_and_need_less_memor
     )
     assert original.speedup(stock) > 1.05  # of the sharding alone
     assert {one.sharding for one in (original, hold, slim)} == {"adaptive"}
-    assert slim.speedup(original) > hold.speedup(original)
+    assert slim.speedup(original) > 1.03 * hold.speedup(original)
     assert slim.peak_bytes < original.peak_bytes < hold.peak_bytes
     assert slim.speedup(original) < 1 / (1 - original.bubble_share)

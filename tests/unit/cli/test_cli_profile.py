@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,19 @@ def test_profile_writes_a_hardware_file_that_planning_reads(wlb, quick):
     assert sorted(path.name for path in Path("new").iterdir()) == [
         "machine-2-1x16.png", "machine-2-2x16.png", "machine.yaml",
     ]  # fmt: skip
+
+
+def test_a_gpus_kernels_are_figures_of_their_own():
+    """A CPU has none, and keeps what its base says."""
+    base = read_hardware("h100-sxm")[1]
+    gpu = replace(RATES, device="a GPU", kernel_us=2.5, launch_us=7.0)
+    made = [
+        hardware_content(base, "h100-sxm", rates, [profile()], "here", "cuda")
+        for rates in (RATES, gpu)
+    ]
+    assert made[0]["launch_us"] == base["launch_us"]
+    assert [made[1][name]["value"] for name in ("kernel_us", "launch_us")] == [2.5, 7.0]
+    assert made[1]["launch_us"]["source"].startswith("measured: ")
 
 
 def test_profile_keeps_the_tables_of_its_base(wlb, quick):

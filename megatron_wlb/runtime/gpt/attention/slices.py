@@ -75,6 +75,8 @@ class SliceStore:
         self.forward_only = False
         self.buffers: dict[tuple[Key, int], Buffer] = {}
         """By document and layer number."""
+        self.choices: dict[tuple[Key, Any], dict[int, Any]] = {}
+        """What a router notes of a document's slices, by where they start; until the next step."""
 
     def begin(self, forward_only: bool) -> None:
         """Starts a step; what a failed one has left is dropped.
@@ -82,6 +84,7 @@ class SliceStore:
         With ``forward_only`` a document is finished once its last slice has run forward.
         """
         self.buffers.clear()
+        self.choices.clear()
         self.forward_only = forward_only
 
     def end(self) -> None:
