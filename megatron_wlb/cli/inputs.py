@@ -226,14 +226,6 @@ class Job:
         return self.config.training.micro_batch_size
 
     @property
-    def obstacles(self) -> set[str]:
-        """What ``--model`` has that some packings cannot run with."""
-        if self.args.model is None:
-            return set()
-        meets = self._experts is not None
-        return self.model.obstacles | ({"experts of replicas"} if meets else set())
-
-    @property
     def limits(self) -> dict[str, int | None]:
         return {"max_age": self.args.max_age, "max_step_tokens": self.args.max_step_tokens}
 
@@ -342,8 +334,17 @@ class Job:
             layout=self.layout,
             micro_batch_size=self.micro_batch_size,
             experts=self._experts,
+            alike=self._alike,
             merges=self.args.model is None or not self.shape.experts,
         )
+
+    @property
+    def _alike(self) -> int:
+        """How many replicas meet in each pass, as far as ``--model`` tells."""
+        experts = self._experts
+        if self.args.model is not None and self.config.replicas_meet:
+            return self.layout.dp_size if self.layout else 1
+        return experts.num_replicas if experts else 1
 
     @property
     def _experts(self) -> ExpertGroups | None:

@@ -95,13 +95,6 @@ class Model:
         config = replace(self.config, training=replace(self.config.training, bf16=True))
         return model_shape(config, config.data.vocab_size or DEFAULT_VOCAB_SIZE)
 
-    @property
-    def obstacles(self) -> set[str]:
-        """What it has that some packings cannot run with."""
-        training = self.config.training
-        delayed = training.fp8_format is not None and training.fp8_recipe == "delayed"
-        return {"delayed scaling"} if delayed else set()
-
 
 def add_model_flag(group: argparse._ArgumentGroup, *, required: bool = False) -> None:
     about = "7b, …, or a YAML file of sizes, of training settings, or a Megatron recipe"

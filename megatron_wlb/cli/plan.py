@@ -36,7 +36,6 @@ from megatron_wlb.errors import ConfigError
 from megatron_wlb.files import write_text
 from megatron_wlb.plan.sharding.select import MODES, Mode
 from megatron_wlb.planning.packing.base import MOST_STEPS
-from megatron_wlb.planning.packing.settings import runs_with
 from megatron_wlb.planning.run import Run, title
 from megatron_wlb.planning.strategy_run import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
@@ -105,7 +104,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         flag(group, f"{flag_of(name)} N", "only this one")
     flag(group, "--max-tp N", "most tensor-parallel ranks (default: a node)")
     flag(group, "--recompute", "only this (default: as little as fits)", choices=RECOMPUTE)
-    about = f"as for wlb simulate (default: {','.join(Space.packings)}; slim where it can run)"
+    about = f"as for wlb simulate (default: {','.join(Space.packings)})"
     flag(group, "--packing a,b,…", about)
     flag(group, "--sharding", "where CP > 1", "adaptive", choices=MODES)
     about = "memory of a rank whose experts get so many times the mean rank's tokens"
@@ -138,15 +137,7 @@ def _run(args: argparse.Namespace) -> int:
             "leave it out, and check the best with wlb simulate --cost"
         )
     model = read_model(args.model)
-    packings = args.packing
-    if packings is None:
-        packings = [name for name in Space.packings if runs_with(name, model.obstacles)]
-    refused = [name for name in packings if not runs_with(name, model.obstacles)]
-    if refused:
-        raise ConfigError(
-            f"--packing {refused[0]} cannot train --model {args.model}, which has FP8's delayed "
-            "scaling; leave that out, or give another --fp8-recipe, such as tensorwise"
-        )
+    packings = args.packing or Space.packings
     config = inputs.asked(args, model)
     hardware = config.wlb.wlb_hardware
     machine_name = machine_title(args.model, hardware, args.num_devices)
@@ -242,7 +233,9 @@ def _space(
     recompute = [args.recompute] if args.recompute else RECOMPUTE
     return Space(
         shape=model.shape,
-        execution=Execution(expert_imbalance=args.expert_imbalance),
+        execution=Execution(
+            expert_imbalance=args.expert_imbalance, replicas_meet=config.replicas_meet
+        ),
         hardware=hardware,
         num_devices=args.num_devices,
         memory_gib=config.wlb.wlb_memory_gib,

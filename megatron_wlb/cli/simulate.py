@@ -184,7 +184,7 @@ def _packings(job: Job, max_tokens: int) -> list[PackingSettings]:
             *DEFAULT_PACKINGS.split(","),
             *(["hold+shape"] if p.pipeline_model_parallel_size > 1 else []),
         ]
-        named += run_with(p.pipeline_model_parallel_size, p.vpp_size, sliced(), job.obstacles)
+        named += run_with(p.pipeline_model_parallel_size, p.vpp_size, sliced())
     names = ["original", *named]
     return [
         PackingSettings.parse(name, job.window, max_tokens, max_age=job.args.max_age)

@@ -97,7 +97,6 @@ def _run(args: argparse.Namespace) -> int:
             warm_up=warm_up,
             look_ahead=args.look_ahead,
             limits=job.limits,
-            has=job.obstacles,
             costs=None if run is None else run.costs,
             progress=progress,
         )

@@ -50,6 +50,8 @@ class Execution:
     """Under CP: whether gathered keys and values are kept for the backward pass."""
     reduce_in_fp32: bool = False
     """Under CP: whether their gradients are summed in fp32."""
+    replicas_meet: bool = False
+    """Whether all data-parallel replicas meet in each pass, besides those that share experts."""
     expert_imbalance: float = 1.0
     """Memory is of a rank whose experts get so many times the mean rank's tokens."""
     document_tokens: float = DOCUMENT_TOKENS
@@ -74,6 +76,14 @@ class Executed:
     @property
     def recompute(self) -> Recompute:
         return self.execution.recompute
+
+    @property
+    def alike(self) -> int:
+        """How many neighbouring replicas meet in each pass: their numbers and orders are alike."""
+        p = self.parallelism
+        if self.execution.replicas_meet:
+            return p.dp_size
+        return p.expert_replicas if self.shape.experts else 1
 
     @property
     def element_bytes(self) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.schedule.graph import Floats, Graph, Replay
 
 if TYPE_CHECKING:
     from megatron_wlb.cost import Cost
@@ -86,3 +86,21 @@ class ExpertGroups:
         busy = (times - routed).reshape(grouped) + even
         waits = np.where(rates > 0, busy.max(axis=1, keepdims=True) - busy, 0.0)
         return list(busy.reshape(times.shape)), list(waits.reshape(times.shape))
+
+    def replay(
+        self,
+        graph: Graph,
+        times_us: Sequence[Floats],
+        num_tokens: Sequence[Sequence[int]],
+        p2p_us: Sequence[Floats],
+    ) -> tuple[list[Floats], list[Floats], Replay]:
+        """What :meth:`share` says, and when all of it runs, ``[1 + nodes, replicas]``."""
+        busy, waits = self.share(times_us, num_tokens)
+        lasting = np.stack([own + wait for own, wait in zip(busy, waits, strict=True)], axis=-1)
+        replay = graph.replay(
+            lasting,
+            np.stack(p2p_us, axis=-1),
+            together=self.num_replicas,
+            stages=self.exchanges,
+        )
+        return busy, waits, replay

@@ -190,8 +190,8 @@ class StepPlan:
     waiting_tokens: int
     chains: tuple[tuple[int, ...], ...] = ()
     """``[dp_size][chains]``: how many micro-batches, one after another, run the slices of one
-    document, or of all those that several ranks run together; 1 for one that runs whole documents
-    only. Their backward passes run last to first: the order is
+    document, or of several, one behind another; 1 for one that runs whole documents only. Ranks
+    that meet in each pass have the same. Their backward passes run last to first: the order is
     :func:`megatron_wlb.cost.schedule.order.sliced`. Empty: Megatron's own schedule."""
     strategy: Strategy | None = None
     """The layout of each replica in this step. None: all have the run's own, which is equal."""

@@ -8,8 +8,6 @@ from megatron_wlb.cost.model_file import layers_with_experts
 from megatron_wlb.cost.parts import Experts
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.planning.packing import kind_of
-from megatron_wlb.planning.packing.needs import OBSTACLES
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.settings.megatron import ModelConfig
 
@@ -56,9 +54,7 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
             f"a multiple of {ep}"
         )
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    etp, replica = p.expert_tensor_parallel_size or tp, tp * p.context_parallel_size
-    if "experts of replicas" in kind_of(config.wlb.wlb_packing).cannot:
-        yield from _in_replicas(config, ep * etp, replica, world_size // (replica * pp))
+    etp = p.expert_tensor_parallel_size or tp
     if world_size % (ep * etp * pp):
         yield (
             f"{world_size} processes were started, but --expert-model-parallel-size {ep} × "
@@ -88,25 +84,6 @@ def refusals(config: Config, world_size: int) -> Iterator[str]:
     if tp > 1 and not p.sequence_parallel:
         yield "--num-experts with TP above 1 needs --sequence-parallel in Megatron; add it"
     yield from _router(m, num)
-
-
-def _in_replicas(config: Config, ranks: int, replica: int, dp_size: int) -> Iterator[str]:
-    """Refuses what meets across data-parallel ranks, of a packing that does not run with that."""
-    packing = f"--wlb-packing {config.wlb.wlb_packing}"
-    if dp_size > 1 and replica % ranks:
-        yield (
-            f"{packing} does not work with EP × expert TP = {ranks}, which do not divide the "
-            f"TP × CP = {replica} ranks of a replica: {OBSTACLES['experts of replicas']}; lower "
-            "EP, or use another --wlb-packing"
-        )
-    m = config.model
-    weights = zip(m.moe_router_load_balancing_type, m.moe_aux_loss_coeff, strict=False)
-    if dp_size > 1 and any(kind == "global_aux_loss" and weight for kind, weight in weights):
-        yield (
-            f"{packing} does not work with --moe-router-load-balancing-type global_aux_loss on "
-            f"{dp_size} data-parallel ranks, which add up their tokens in each micro-batch; use "
-            "seq_aux_loss or aux_loss, or another --wlb-packing"
-        )
 
 
 def _router(m: ModelConfig, num_experts: int) -> Iterator[str]:

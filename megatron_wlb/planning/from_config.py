@@ -170,6 +170,7 @@ def execution(config: Config, dp_size: int = 1) -> Execution:
         num_head_groups=wlb.wlb_cp_overlap_groups,
         keep_gathered=wlb.wlb_cp_keep_gathered,
         reduce_in_fp32=wlb.wlb_cp_reduce_in_fp32,
+        replicas_meet=config.replicas_meet,
         expert_imbalance=wlb.wlb_expert_imbalance,
     )
 

@@ -12,8 +12,9 @@ from megatron_wlb.settings.command_line import parse_known, taken_out
 from megatron_wlb.settings.config import Config
 
 _NOT_MODELLED = {
+    "--use-torch-fsdp2",
     "--yaml-cfg",
-    "--use-torch-fsdp2", "--use-megatron-fsdp",
+    "--use-megatron-fsdp",
     "--hybrid-override-pattern", "--cpu-offloading-num-layers",
 }  # fmt: skip
 _PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
@@ -30,6 +31,8 @@ def settings_of(arguments: Sequence[str], defaults: Mapping[str, Any] | None = N
     config, others = parse_known(arguments, defaults)
     guards.check_ranges(config)
     given = {flag.split("=")[0] for flag in others if flag.startswith("--")}
+    if config.parallel.use_torch_fsdp2:
+        given.add("--use-torch-fsdp2")
     if found := sorted(given & _NOT_MODELLED):
         raise ConfigError(f"{found[0]} is not modelled: nothing can be predicted; leave it out")
     if "--fp16" in given:  # it has the same sizes and rates

@@ -130,9 +130,9 @@ def _check_ranges(config: Config) -> Iterator[str]:
 
 
 def _merges(config: Config) -> bool:
-    """Whether data-parallel ranks may run documents together: not with experts."""
+    """Whether data-parallel ranks may run documents together: not where they have to run alike."""
     slices = kind_of(config.wlb.wlb_packing).slices and config.wlb.wlb_dp_merge == "auto"
-    return slices and config.model.num_experts is None
+    return slices and config.model.num_experts is None and not config.replicas_meet
 
 
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:

@@ -162,6 +162,8 @@ class Workload(_Batch):
     """How N grows to ``num_micro_batches``; None where all steps have as many."""
     experts: ExpertGroups | None = None
     """Groups of replicas that run micro-batches of the same place together."""
+    alike: int = 1
+    """How many neighbouring replicas meet in each pass, so that slices are to run alike there."""
     merges: bool = True
     """Whether several replicas may run one document together, in slices: not with experts, as each
     replica counts what its own tokens choose."""
@@ -289,23 +291,18 @@ class Workload(_Batch):
 
     def _slicer(self, packing: PackingSettings, costs: StepCosts | None, made: Packer) -> Slicer:
         """Makes what cuts steps. Where each micro-batch has its own devices, they are replicas."""
-        if self.experts is not None:
-            raise ConfigError(
-                f"slim leaves data-parallel replicas unlike numbers of micro-batches, but "
-                f"{self.experts.num_replicas} of them exchange tokens with experts in each, and "
-                "would wait for each other forever; use another packing, or less EP"
-            )
         p = self.layout or Parallelism(dp_size=self.num_micro_batches)
         each, longest = each_rank(self.num_micro_batches, p.dp_size), self.longest(packing)
         return Slicer(
             self.cost,
-            costs or StepCosts(StageCosts.by_layers(self.cost, p)),
+            costs or StepCosts(StageCosts.by_layers(self.cost, p), experts=self.experts),
             p,
             num_micro_batches=each,
             max_tokens=made.limits.max_tokens,
             length_multiple=self.length_multiple,
             num_units=packing.units,
             multiple=slice_multiple(self.window, packing.slice_multiple),
+            alike=self.alike,
             merges=packing.dp_merge == "auto" and self.merges,
             memory=self.memory,
             worst=_worst_steps(longest, each * self.micro_batch_tokens),
@@ -440,6 +437,7 @@ class Run(Executed, _Batch):
             self.micro_batch_size,
             self.ramp,
             self._experts,
+            self.alike,
             not self.shape.experts,
         )
 

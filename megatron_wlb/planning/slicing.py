@@ -8,6 +8,11 @@ is cut into *slices* of like work, a unit each or less; whole documents fill up 
 slices and the units behind them. A slice attends to the slices before it, so it gets shorter the
 later it lies in its document.
 
+Where replicas meet in each pass, as those that exchange tokens with each other's experts do, they
+run *alike*: as many units, in one order of forwards and backwards. For that the chains of a group
+of replicas are common, and nothing else. A replica may run several documents one behind another in
+one chain, whole documents in any of its units, or no document in a unit.
+
 SlimPack solves a mixed-integer programme for backward units of their own; here both passes run the
 same units, balanced by the sum of both. Units of two documents' slices are never made: backward
 passes run last to first within a document, and one graph cannot wait for two.
@@ -21,7 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import takewhile
+from itertools import product, takewhile
 from math import ceil, sqrt
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -29,7 +34,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from megatron_wlb.cost import CostModel, MemoryModel, Parallelism
-from megatron_wlb.cost.schedule.graph import slice_graph
+from megatron_wlb.cost.schedule.graph import Floats, slice_graph
 from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StepCosts
@@ -115,16 +120,55 @@ class MemoryLimit(NamedTuple):
 
 
 class _Dealt(NamedTuple):
-    """Which data-parallel ranks run which documents."""
+    """Which data-parallel ranks run which documents, or which groups of those that run alike."""
 
     alone: list[list[Timed]]
-    """``[dp_size]``, heaviest first."""
+    """The documents of each group, heaviest first."""
     together: list[Merged]
     """Heaviest first."""
     mean_us: float
-    """Work of a rank, in the mean."""
+    """Work of a group, in the mean."""
     heaviest: int
-    """The rank with most work."""
+    """The group with most work."""
+
+
+class _Chains:
+    """The chains of replicas that run alike, and what of each is taken."""
+
+    def __init__(self, num_merged: int, num_replicas: int) -> None:
+        """The first chain runs documents of several replicas, if there are any."""
+        self.lengths = [num_merged] if num_merged else []
+        self.num_units = num_merged
+        """Units of all chains."""
+        self._free: list[list[range]] = [[] for _ in range(num_replicas)]
+        self._num_used = [0] * num_replicas
+
+    def place(self, num_slices: int) -> tuple[int, int]:
+        """A replica and the unit in which a document's first slice runs there.
+
+        It is behind the documents of a chain that has room, of the replica with the fewest slices,
+        and of its chains the one with the least room. Else it begins a chain, which is then one of
+        all replicas.
+        """
+        rooms = [
+            (self._num_used[replica], len(free), number, replica)
+            for replica, own in enumerate(self._free)
+            for number, free in enumerate(own)
+            if len(free) >= num_slices
+        ]
+        if rooms:
+            *_, number, replica = min(rooms)
+        else:
+            number, replica = len(self._free[0]), self._num_used.index(min(self._num_used))
+            begin = self.num_units
+            self.num_units += num_slices
+            self.lengths.append(num_slices)
+            for own in self._free:
+                own.append(range(begin, self.num_units))
+        free = self._free[replica][number]
+        self._free[replica][number] = free[num_slices:]
+        self._num_used[replica] += num_slices
+        return replica, free.start
 
 
 class Slicer:
@@ -141,9 +185,10 @@ class Slicer:
             replicas to one of ``2 · length_multiple`` for each.
         num_units: how many to aim at on each data-parallel rank; chosen by simulated time if None.
         multiple: tokens that cuts are multiples of.
+        alike: how many neighbouring replicas meet in each pass, and so run units alike.
         merges: whether a document that outweighs a replica's mean may run on several together,
             where that is faster in simulation (DP-Merge). What their exchange of keys and values
-            takes beyond a replica's own is not simulated.
+            takes beyond a replica's own is not simulated. Not where replicas run alike.
         memory: what a device may hold.
         worst: lengths of a rank's documents in the steps that need most memory.
 
@@ -162,6 +207,7 @@ class Slicer:
         length_multiple: int = 1,
         num_units: int | None = None,
         multiple: int = SLICE_MULTIPLE,
+        alike: int = 1,
         merges: bool = True,
         memory: MemoryLimit | None = None,
         worst: Sequence[Sequence[int]] = (),
@@ -173,7 +219,8 @@ class Slicer:
             )
         self._cost, self._costs, self._layout = cost, costs, layout
         self._max_tokens, self._length_multiple = max_tokens, length_multiple
-        self._given, self._multiple, self._merges = num_units, multiple, merges
+        self._given, self._multiple = num_units, multiple
+        self._alike, self._merges = alike, merges and alike == 1
         self.num_units = num_units
         """Units of a data-parallel rank; None before the first step."""
         factors = [factor * num_micro_batches for factor in FACTORS]
@@ -202,10 +249,11 @@ class Slicer:
         peaks = self._peaks_bytes
         for lengths in worst:
             documents = [Document(0, at, 0, n, True, 0, at, 0) for at, n in enumerate(lengths)]
-            timed = self._heaviest_first(documents)
+            # The first of replicas that run alike has the longest document of each chain.
+            timed = [one for one in self._heaviest_first(documents) for _ in range(self._alike)]
             alone = _Dealt([timed], [], sum([us for us, _ in timed]), 0)
             for number in self._tried:
-                units = self._lay(alone, 0, number)
+                units = self._lay(alone, 0, number)[0]
                 peaks[number] = max(peaks[number], memory.peak_bytes(units, self._layout))
         fitting = [number for number in self._tried if peaks[number] <= memory.limit_bytes]
         self._tried = fitting or [min(self._tried, key=lambda number: (peaks[number], number))]
@@ -219,7 +267,8 @@ class Slicer:
             merged = self._deal(heaviest, merges=True)
             if self._step_us(merged, num_units) < self._step_us(dealt, num_units):
                 dealt = merged
-        return [self._lay(dealt, rank, num_units) for rank in range(len(dealt.alone))]
+        groups = range(len(dealt.alone))
+        return [units for group in groups for units in self._lay(dealt, group, num_units)]
 
     def settle(self, documents: Sequence[Document], step: int) -> int:
         """The number of units, which is chosen in some steps and stays for those after."""
@@ -255,12 +304,12 @@ class Slicer:
         return sorted(zip(times_us, in_order, strict=True), key=_US, reverse=True)
 
     def _deal(self, heaviest: Sequence[Timed], *, merges: bool) -> _Dealt:
-        """Gives each document to the rank with the least work.
+        """Gives each document to the rank, or group of ranks that run alike, with the least work.
 
         With ``merges``, one that outweighs a rank's mean goes to a block of ranks: the fewest, by
         powers of 2, of whose work it is no more than the mean.
         """
-        dp_size = self._layout.dp_size
+        dp_size = self._layout.dp_size // self._alike
         mean_us = sum([us for us, _ in heaviest]) / dp_size
         if dp_size == 1:
             return _Dealt([[*heaviest]], [], mean_us, 0)
@@ -293,30 +342,41 @@ class Slicer:
         return next(n for n, us in zip(self._tried, steps_us, strict=True) if us <= limit_us)
 
     def _step_us(self, dealt: _Dealt, num_units: int) -> float:
-        """Time of forwards and backwards, simulated, of the rank with most work."""
+        """Time of forwards and backwards, simulated, of the group with most work."""
         return self.simulated_us(self._lay(dealt, dealt.heaviest, num_units))
 
-    def simulated_us(self, units: Units) -> float:
-        """Time of forwards and backwards of one pipeline."""
+    def simulated_us(self, group: Sequence[Units]) -> float:
+        """Time of forwards and backwards of replicas that run alike, or of one."""
+        times, gaps, tokens = zip(*map(self._times_us, group), strict=True)
+        graph, experts = (
+            slice_graph(self._layout.pp_size, tuple(group[0].chains)),
+            self._costs.experts,
+        )
+        if experts is None:
+            return max(float(graph.step_us(*own)) for own in zip(times, gaps, strict=True))
+        return float(experts.replay(graph, times, tokens, gaps)[2].stop_us.max())
+
+    def _times_us(self, units: Units) -> tuple[Floats, Floats, list[int]]:
+        """Times ``[2, S, N]`` of a replica's units, of their transfers, and their tokens."""
         lengths = [[span.length for span in unit] or [0] for unit in units.spans]
         prefixes = [[span.start for span in unit] or [0] for unit in units.spans]
         shares = 1 / np.array([len(replicas) or 1 for replicas in units.replicas])
+        tokens = [sum(own) for own in lengths]
         times_us = self._costs.stages.times_us(lengths, prefixes=prefixes) * shares
-        p2p_us = self._costs.p2p_us([sum(tokens) for tokens in lengths])
-        graph = slice_graph(self._layout.pp_size, tuple(units.chains))
-        return float(graph.step_us(times_us, p2p_us))
+        return times_us, self._costs.p2p_us(tokens), tokens
 
-    def _lay(self, dealt: _Dealt, rank: int, num_units: int) -> Units:
-        """Slices of the heavy documents one after another, then whole ones where work is missing.
+    def _lay(self, dealt: _Dealt, group: int, num_units: int) -> list[Units]:
+        """Slices of the heavy documents one after another, then whole ones where work is missing;
+        of each replica of a group.
 
         Those that run on several ranks come first, in one chain: so all ranks run them in one
         order. The others come heaviest first, and so do the chains: fewest units are held then.
         """
-        replica = dealt.alone[rank]
-        spans: list[list[Span]] = []
+        alone, alike = dealt.alone[group], range(self._alike)
+        merged: list[list[Span]] = []
         replicas: list[tuple[int, ...]] = []
         for us, document, ranks in dealt.together:
-            if rank in ranks:
+            if group in ranks:
                 multiple = merged_multiple(self._length_multiple, len(ranks))
                 slices = self._slices(
                     document,
@@ -324,46 +384,55 @@ class Slicer:
                     dealt.mean_us / num_units * len(ranks),
                     max(multiple, self._max_tokens - self._max_tokens % multiple),
                 )
-                spans += ([span] for span, _ in slices)
+                merged += ([span] for span, _ in slices)
                 replicas += [ranks] * len(slices)
-        chains = [len(spans)] if spans else []
-        missing: list[tuple[float, int, int]] = []  # minus µs, unit, tokens that find room
-        num_units = max(1, num_units - len(spans)) if replica else 0
-        unit_us = sum([us for us, _ in replica]) / max(1, num_units)
-        num_units += len(spans)
-        cut = list(takewhile(partial(self._is_cut, unit_us), replica))
+        num_units = max(1, num_units - len(merged)) if alone else 0
+        unit_us = sum([us for us, _ in alone]) / max(1, num_units * self._alike)
+        num_units += len(merged)
+        cut = list(takewhile(partial(self._is_cut, unit_us), alone))
         counts = [ceil(us / unit_us - TOLERANCE) for us, _ in cut]
         # The last slice of a document leaves room for whole ones. Where there are too few of
         # these, all slices of a document are of like work instead.
-        filled_us = sum([us for us, _ in replica[len(cut) :]])
+        filled_us = sum([us for us, _ in alone[len(cut) :]])
         lacking_us = unit_us * sum(counts) - sum([us for us, _ in cut])
         even = 2 * filled_us < lacking_us
+        chains = _Chains(len(merged), self._alike)
+        placed: dict[tuple[int, int], tuple[Span, float]] = {}  # by unit and replica
         for (us, document), count in zip(cut, counts, strict=True):
             each_us = us / max(1, count) if even else unit_us
             slices = self._slices(document, us, each_us, self._max_tokens)
-            for span, done_us in slices:
-                missing.append((done_us - unit_us, len(spans), self._max_tokens - span.length))
-                spans.append([span])
-            chains.append(len(slices))
-        missing += ((-unit_us, n, self._max_tokens) for n in range(len(spans), num_units))
-        spans += ([] for _ in range(len(spans), num_units))
+            replica, at = chains.place(len(slices))
+            placed |= {(n, replica): one for n, one in enumerate(slices, at)}
+        num_units = max(num_units, chains.num_units)
+        spans = [[*merged, *([] for _ in range(len(merged), num_units))] for _ in alike]
+        missing: list[tuple[float, int, int, int]] = []  # minus µs, unit, replica, tokens of room
+        for place in product(range(len(merged), num_units), alike):
+            minus_us, room = -unit_us, self._max_tokens
+            if place in placed:
+                span, done_us = placed[place]
+                minus_us, room = minus_us + done_us, room - span.length
+                spans[place[1]][place[0]].append(span)
+            missing.append((minus_us, *place, room))
         heapify(missing)
-        for us, document in replica[len(cut) :]:
+        for us, document in alone[len(cut) :]:
             full, length = [], document.length
-            while missing and missing[0][2] < length:
+            while missing and missing[0][3] < length:
                 full.append(heappop(missing))
             if not missing:
-                missing.append((-unit_us, len(spans), self._max_tokens))
-                spans.append([])
-            minus_us, number, room = missing[0]
-            spans[number].append(Span(document, 0, length))
-            heapreplace(missing, (minus_us + us, number, room - length))
+                missing += ((-unit_us, len(spans[0]), n, self._max_tokens) for n in alike)
+                for own in spans:
+                    own.append([])
+            minus_us, number, replica, room = missing[0]
+            spans[replica][number].append(Span(document, 0, length))
+            heapreplace(missing, (minus_us + us, number, replica, room - length))
             for entry in full:
                 heappush(missing, entry)
-        spans = [unit for unit in spans if unit] or [[]]
-        chains += [1] * (len(spans) - sum(chains))
-        replicas += [()] * (len(spans) - len(replicas))
-        return Units(spans, replicas, chains)
+        used = [at for at, row in enumerate(zip(*spans, strict=True)) if any(row)]
+        spans = [[own[at] for at in used] or [[]] for own in spans]
+        num_units = len(spans[0])
+        lengths = chains.lengths + [1] * (num_units - chains.num_units)
+        replicas += [()] * (num_units - len(replicas))
+        return [Units(own, replicas, lengths) for own in spans]
 
     def _is_cut(self, unit_us: float, timed: Timed) -> bool:
         us, document = timed

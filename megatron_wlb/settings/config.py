@@ -234,6 +234,19 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     wlb: WlbConfig = field(default_factory=WlbConfig)
 
+    @property
+    def replicas_meet(self) -> bool:
+        """Whether all data-parallel replicas meet in each pass: as they gather weights, agree on
+        delayed scales of FP8, or add up tokens that their routers have chosen.
+        """
+        m, t = self.model, self.training
+        weights = zip(m.moe_router_load_balancing_type, m.moe_aux_loss_coeff, strict=False)
+        return (
+            self.parallel.use_torch_fsdp2
+            or (t.fp8_format is not None and t.fp8_recipe == "delayed")
+            or any(kind == "global_aux_loss" and weight for kind, weight in weights)
+        )
+
     def flat(self) -> dict[str, Any]:
         """Settings by name, JSON-able: what is saved with a run."""
         return {k: v for group in dataclasses.asdict(self).values() for k, v in group.items()}

@@ -238,6 +238,7 @@ class ParallelConfig:
         False, "with VPP: do not overlap pipeline communication with computation", script=""
     )
     use_distributed_optimizer: bool = setting(False, "shard optimizer state over DP", resume="same")
+    use_torch_fsdp2: bool = setting(False, "shard weights over DP by torch; for the launcher")
     overlap_grad_reduce: bool = setting(False, "reduce gradients during the backward pass")
     overlap_param_gather: bool = setting(
         False,

@@ -132,13 +132,7 @@ class Simulator:
         if groups is None:
             replays = _replays(graphs, times, gaps)
         else:
-            if sliced is not None:
-                raise PlanError(
-                    "slices leave replicas unlike numbers of micro-batches, but they exchange "
-                    "tokens with experts in each; use another packing"
-                )
-            times, waits = groups.share(times, padded)
-            replays = _coupled(graphs[0], groups, times, waits, gaps)
+            times, waits, replays = _coupled(graphs, groups, times, padded, gaps)
         collectives, step_us = self._finish(graphs, replays)
         memory: tuple[StepMemory, ...] = ()
         if with_memory and self.memory is not None:
@@ -232,20 +226,19 @@ def slowest_us(
     ``graph`` is Megatron's schedule; plans of slices have orders of their own. Replicas that
     exchange tokens with ``experts`` wait for each other.
     """
-    if experts is not None:
-        plain = [stages.times_us([m.lengths for m in rank]) for rank in plan.micro_batches]
-        padded = [[m.padded_length for m in rank] for rank in plan.micro_batches]
-        times, waits = experts.share(plain, padded)
-        replays = _coupled(graph, experts, times, waits, [np.zeros(len(own)) for own in padded])
-        return max(float(replayed.stop_us.max()) for replayed in replays)
     graphs = [slice_graph(graph.pp_size, own) for own in plan.chains]
-    result = 0.0
-    for number, rank in enumerate(plan.micro_batches):
+    times, gaps = [], []
+    for rank in plan.micro_batches:
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
-        times_us = stages.times_us(lengths, prefixes=prefixes if graphs else None) * _shares(rank)
-        own = graphs[number] if graphs else graph
-        result = max(result, float(own.step_us(times_us, np.zeros(len(rank)))))
-    return result
+        own_us = stages.times_us(lengths, prefixes=prefixes if graphs else None)
+        times.append(own_us * _shares(rank))
+        gaps.append(np.zeros(len(rank)))
+    graphs = graphs or [graph] * len(times)
+    if experts is None:
+        return max(float(g.step_us(*own)) for g, *own in zip(graphs, times, gaps, strict=True))
+    padded = [[m.padded_length for m in rank] for rank in plan.micro_batches]
+    *_, replays = _coupled(graphs, experts, times, padded, gaps)
+    return max(float(replayed.stop_us.max()) for replayed in replays)
 
 
 _length, _start = attrgetter("length"), attrgetter("start")
@@ -302,21 +295,32 @@ def _replays(
 
 
 def _coupled(
-    graph: Graph,
+    graphs: Sequence[Graph],
     groups: ExpertGroups,
     times_us: Sequence[Floats],
-    waits_us: Sequence[Floats],
+    num_tokens: Sequence[Sequence[int]],
     p2p_us: Sequence[Floats],
-) -> list[Replay]:
-    """The replay of each data-parallel rank, where those of a group meet in layers of experts."""
-    lasting = np.stack([own + wait for own, wait in zip(times_us, waits_us, strict=True)], axis=-1)
-    replayed = graph.replay(
-        lasting,
-        np.stack(p2p_us, axis=-1),
-        together=groups.num_replicas,
-        stages=groups.exchanges,
-    )
-    return list(map(Replay, replayed.start_us.T.copy(), replayed.stop_us.T.copy()))
+) -> tuple[list[Floats], list[Floats], list[Replay]]:
+    """What each data-parallel rank does, how long it waits for others, and its replay, where those
+    of a group meet in layers of experts.
+
+    Raises :class:`PlanError` where these do not run alike.
+    """
+    busy: list[Floats] = []
+    waits: list[Floats] = []
+    replays: list[Replay] = []
+    for at in range(0, len(graphs), groups.num_replicas):
+        own = slice(at, at + groups.num_replicas)
+        if len(set(map(id, graphs[own]))) > 1:
+            raise PlanError(
+                f"data-parallel ranks {at} to {own.stop - 1} exchange tokens with experts in each "
+                "micro-batch, but run other numbers or orders; plan for ranks that run alike"
+            )
+        did, waited, replay = groups.replay(graphs[at], times_us[own], num_tokens[own], p2p_us[own])
+        busy += did
+        waits += waited
+        replays += map(Replay, replay.start_us.T.copy(), replay.stop_us.T.copy())
+    return busy, waits, replays
 
 
 def _lengths(micro_batches: StepPlan | Lengths) -> tuple[Lengths, int]:

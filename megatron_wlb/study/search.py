@@ -363,8 +363,7 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
 def _of_layout(space: Space, p: Parallelism, *, slices: bool) -> list[str]:
     """The packings that can run there: those of slices, or those that keep documents whole."""
     names = [name for name in space.packings if kind_in(name).slices == slices]
-    meets = p.expert_replicas > 1 and space.shape.experts
-    return run_with(p.pp_size, p.vpp_size, names, ["experts of replicas"] if meets else [])
+    return run_with(p.pp_size, p.vpp_size, names)
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:

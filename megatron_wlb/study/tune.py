@@ -9,7 +9,7 @@ judged on documents that it was not chosen on, against the defaults.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from types import MappingProxyType
@@ -98,7 +98,6 @@ def tune(
     warm_up: int = WARM_UP_STEPS,
     look_ahead: int = 0,
     limits: Mapping[str, Any] = MappingProxyType({}),
-    has: Collection[str] = (),
     costs: StepCosts | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Tuning:
@@ -111,9 +110,9 @@ def tune(
     ``held_out``, with the defaults and the baselines: the fastest there within the limit is
     recommended (:mod:`~megatron_wlb.study.advice`).
 
-    ``limits`` are settings that all of them share. A packing of slices is a baseline, too, unless
-    the model ``has`` what it cannot run with. ``costs`` are as in :func:`evaluate`. ``progress`` is
-    told how many evaluations are done and about how many there will be.
+    ``limits`` are settings that all of them share. A packing of slices is a baseline, too, in a
+    pipeline that can run it. ``costs`` are as in :func:`evaluate`. ``progress`` is told how many
+    evaluations are done and about how many there will be.
 
     Raises :class:`PackingError` if nothing stays within ``max_delay``, with the nearest setting,
     and :class:`ConfigError` for packings that cannot be tuned and settings that cannot work.
@@ -134,7 +133,7 @@ def tune(
     baselines = [
         replace(hold, name="original"),
         *(replace(hold, name="fixed-greedy", fixed_batches=batches) for batches in (1, 4)),
-        *(replace(hold, name=name) for name in run_with(p.pp_size, p.vpp_size, sliced(), has)),
+        *(replace(hold, name=name) for name in run_with(p.pp_size, p.vpp_size, sliced())),
     ]
     workload.check([*defaults, *baselines, hold])
 

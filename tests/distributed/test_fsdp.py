@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -9,10 +10,11 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import FULL, HEAD_GROUPS, WORKLOAD, Layout, Oracle, further
 from helpers.oracle import State
-from helpers.ranks import build_runner, load, scatter_for
+from helpers.ranks import build_runner, load, scatter_for, sliced_for
 from helpers.shards import RankRun, differences
 from helpers.workload import Workload
 
+from megatron_wlb.plan import StepPlan
 from megatron_wlb.settings.config import Config
 
 CASES = [
@@ -35,6 +37,29 @@ def test_sharded_weights_train_as_one_process_does(
     assert differences(expected, runs) == []
 
 
+FSDP2 = "--use-torch-fsdp2"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Layout("llama", 5, dp=2, extra=f"{FSDP2} {FULL}"),
+        further(Layout("llama-3", 3, dp=2, cp=2, sharding="per-document", extra=FSDP2)),
+    ],
+    ids=str,
+)
+def test_sharded_weights_train_on_slices_that_ranks_run_alike(
+    gloo: GlooPool, oracle: Oracle, case: Layout
+) -> None:
+    expected = oracle(case)
+    plan = sliced_for(case.config, WORKLOAD, case.world_size, 0)
+    first, second = ([m.num_targets for m in rank] for rank in plan.micro_batches)
+    assert any(bool(one) != bool(other) for one, other in zip(first, second, strict=True))
+    assert max(plan.chains[0]) > 1
+    runs = gloo.run(case.world_size, train, case.config, WORKLOAD, expected.initial, "", sliced_for)
+    assert differences(expected, runs) == []
+
+
 FAULTS = {"mean of ranks": 0.5, "undivided": None}
 """What Megatron's gradients are multiplied with, instead of the number of ranks ÷ tokens."""
 
@@ -48,7 +73,13 @@ def test_gradients_that_are_divided_otherwise_are_seen(
     assert any("step 0: gradient of" in line for line in differences(expected, runs))
 
 
-def train(config: Config, workload: Workload, initial: State, fault: str = "") -> RankRun:
+def train(
+    config: Config,
+    workload: Workload,
+    initial: State,
+    fault: str = "",
+    plan_for: Callable[[Config, Workload, int, int], StepPlan] = scatter_for,
+) -> RankRun:
     """Does what :func:`helpers.ranks.train` does, under the wrapper that Megatron-LM's loop has."""
     import torch
     from megatron.core.distributed import (
@@ -81,13 +112,13 @@ def train(config: Config, workload: Workload, initial: State, fault: str = "") -
 
     with mock.patch.object(fsdp, "_scale_gradients", scale_wrongly):
         model = of_chunks([chunk])
-    runner = StepRunner(model, plain.batches)
+    runner = StepRunner(model, plain.batches, replicas_meet=True)
     optimizer, scheduler = build_optimizer(config, model)
     parameters = list(gpt.parameters())
     assert all(part.indices.shape == p.shape for part, p in zip(held, parameters, strict=True))
     losses, evaluated, gradients = [], [], []
     for number in range(len(workload.steps)):
-        plan = scatter_for(config, workload, torch.distributed.get_world_size(), number)
+        plan = plan_for(config, workload, torch.distributed.get_world_size(), number)
         chunk.train()
         optimizer.zero_grad()
         losses.append(runner.run(plan).mean)

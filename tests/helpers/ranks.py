@@ -9,7 +9,7 @@ from typing import Any
 
 from helpers.oracle import State
 from helpers.shards import Held, RankRun, held_by, whole_name
-from helpers.workload import Workload, scatter, slice_up
+from helpers.workload import Workload, run_alike, scatter, slice_up
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.settings.config import Config
@@ -73,17 +73,20 @@ def scatter_for(config: Config, workload: Workload, world_size: int, step: int) 
 
 
 def sliced_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
-    """:func:`slice_up` for a layout, whose global batch says nothing then."""
+    """:func:`slice_up` for a layout, whose global batch says nothing then; ranks that meet in each
+    pass run it alike.
+    """
     from megatron_wlb.planning import guards
+    from megatron_wlb.planning.from_config import parallelism
 
-    p = config.parallel
-    return slice_up(
-        step,
-        workload.steps[step],
-        guards.data_parallel_size(config, world_size),
-        length_multiple(p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel),
-        SHARDINGS[config.wlb.wlb_cp_sharding],
+    p, dp_size = config.parallel, guards.data_parallel_size(config, world_size)
+    multiple = length_multiple(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
     )
+    sharding = SHARDINGS[config.wlb.wlb_cp_sharding]
+    plan = slice_up(step, workload.steps[step], dp_size, multiple, sharding)
+    alike = dp_size if config.replicas_meet else parallelism(config, dp_size).expert_replicas
+    return run_alike(plan, alike, multiple) if alike > 1 else plan
 
 
 def load(config: Config, model: Any, state: State) -> tuple[list[Held], list[Any]]:

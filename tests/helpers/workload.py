@@ -5,9 +5,10 @@ Plain numpy: what a step trains is known here without torch, Megatron or the pac
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -159,3 +160,31 @@ def slice_up(
         micro_batches.append(tuple(plans))
         chains.append(tuple(numbers))
     return StepPlan(step, "slices", tuple(micro_batches), 0, 0, tuple(chains))
+
+
+def run_alike(plan: StepPlan, alike: int, multiple: int = 1) -> StepPlan:
+    """The same slices in chains that so many ranks in a row have in common.
+
+    A chain is as long as the longest that any of them comes to next. The others run what fits of
+    theirs there, one behind another, and then micro-batches without a document.
+    """
+    ranks: list[tuple[MicroBatchPlan, ...]] = []
+    chains: list[tuple[int, ...]] = []
+    numbers = count()
+    for first in range(0, len(plan.micro_batches), alike):
+        group = range(first, first + alike)
+        queues = [deque(plan.chains[rank]) for rank in group]
+        left = [deque(plan.micro_batches[rank]) for rank in group]
+        own: list[list[MicroBatchPlan]] = [[] for _ in group]
+        common: list[int] = []
+        while any(queues):
+            common.append(max(queue[0] for queue in queues if queue))
+            for queue, units, made in zip(queues, left, own, strict=True):
+                room = common[-1]
+                while queue and queue[0] <= room:
+                    room -= queue[0]
+                    made += (units.popleft() for _ in range(queue.popleft()))
+                made += [MicroBatchPlan(0, (), multiple, 0.0)] * room
+        ranks += (tuple(replace(m, index=next(numbers)) for m in made) for made in own)
+        chains += [tuple(common)] * alike
+    return replace(plan, micro_batches=tuple(ranks), chains=tuple(chains))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal
@@ -93,20 +93,18 @@ def sliced() -> list[str]:
     return [name for name in PACKINGS if kind_of(name).slices]
 
 
-def run_with(
-    pp_size: int | None, vpp_size: int | None, names: Iterable[str], has: Collection[str] = ()
-) -> list[str]:
-    """Lists the packings that are worth a trial in such a pipeline of a model that ``has`` some of
-    :data:`OBSTACLES`; None is 1. Slices are for pipelines.
+def run_with(pp_size: int | None, vpp_size: int | None, names: Iterable[str]) -> list[str]:
+    """Lists the packings that are worth a trial in such a pipeline; None is 1. Slices are for
+    pipelines.
     """
-    has = {*has, *(["virtual stages"] if (vpp_size or 1) > 1 else [])}
     not_worth = sliced() if (pp_size or 1) == 1 else ()
-    return [name for name in names if kind_in(name).name not in not_worth and runs_with(name, has)]
-
-
-def runs_with(text: str, has: Collection[str]) -> bool:
-    """Whether the packing in ``NAME:K+shape`` can run with all that a run ``has``."""
-    return kind_in(text).cannot.isdisjoint(has)
+    has = {"virtual stages"} if (vpp_size or 1) > 1 else set()
+    kinds = {name: kind_in(name) for name in names}
+    return [
+        name
+        for name, kind in kinds.items()
+        if kind.name not in not_worth and kind.cannot.isdisjoint(has)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,15 +334,6 @@ OF_PACKINGS: dict[str, tuple[Refusal, ...]] = {
     "deferred gradients": (
         Refusal("--defer-embedding-wgrad-compute", OBSTACLES["deferred gradients"]),
     ),
-    "delayed scaling": (
-        Refusal(
-            "--fp8-format",
-            OBSTACLES["delayed scaling"],
-            "use --fp8-recipe tensorwise or blockwise",
-            refused=_scales_late,
-        ),
-    ),
-    "sharded weights": (Refusal("--use-torch-fsdp2", OBSTACLES["sharded weights"]),),
 }
 """Flags that cannot run with some packings, by what these cannot run with."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -121,7 +122,8 @@ class StepRunner:
     ``verify_shapes`` also exchanges shapes as stock Megatron does, and compares them;
     ``verify_plan_interval`` compares the plan's digest over all ranks every so many steps, and what
     was read in the step before;
-    ``timeout`` is that of the communicators that documents in slices need besides.
+    ``timeout`` is that of the communicators that documents in slices need besides;
+    ``replicas_meet`` is :attr:`.Config.replicas_meet`.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class StepRunner:
         verify_plan_interval: int = 1,
         timeout: datetime.timedelta | None = None,
         hosts: Hosts | None = None,
+        replicas_meet: bool = False,
     ) -> None:
         self.model = model
         self.batches = batches
@@ -140,6 +143,7 @@ class StepRunner:
         self.hosts = hosts or Hosts(model.groups, timeout)
         self.verify_plan_interval = verify_plan_interval
         self.timeout = timeout
+        self.replicas_meet = replicas_meet
         self._schedule = get_forward_backward_func()
         self._num_runs = 0
         self._reads: Reads | None = None
@@ -175,6 +179,7 @@ class StepRunner:
             verify_plan_interval=config.wlb.wlb_verify_plan_interval,
             timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
             hosts=hosts,
+            replicas_meet=config.replicas_meet,
         )
 
     def take_reads(self) -> Reads | None:
@@ -287,26 +292,34 @@ class StepRunner:
         num: int = config.context_parallel_size * (len(micro_batch.replicas) or 1)
         return num * config.tensor_model_parallel_size if config.sequence_parallel else num
 
-    def _check_experts(self, plan: StepPlan) -> None:
+    @cached_property
+    def _alike(self) -> int:
+        """How many data-parallel ranks in a row meet in each pass."""
         groups = self.model.groups
-        shards = groups.tp.size() * groups.cp.size()
-        meets = shards % (groups.ep.size() * groups.expt_tp.size())
-        if plan.chains and meets:
+        dp, tp, cp, ep, etp = (
+            int(group.size())
+            for group in (groups.dp, groups.tp, groups.cp, groups.ep, groups.expt_tp)
+        )
+        return dp if self.replicas_meet else math.lcm(tp * cp, ep * etp) // (tp * cp)
+
+    def _check_alike(self, plan: StepPlan) -> None:
+        kind = "numbers"
+        numbers: list[tuple[int, ...]] = [(len(own),) for own in plan.micro_batches]
+        if plan.chains:
+            kind, numbers = "chains", [*plan.chains]
+        for first in range(0, len(numbers), self._alike):
+            group = numbers[first : first + self._alike]
+            if len(set(group)) > 1:
+                raise PlanError(
+                    f"step {plan.step}: data-parallel ranks from {first} on meet in each pass, but "
+                    f"have {kind} of micro-batches {group}; give all the same"
+                )
+        has_experts = self.model.config.num_moe_experts is not None
+        if (has_experts or self._alike > 1) and any(m.replicas for m in plan):
             raise PlanError(
-                f"step {plan.step}: the plan has slices of documents, of which data-parallel ranks "
-                "run other numbers, but they exchange tokens with each other's experts; plan whole "
-                "documents"
-            )
-        if any(m.replicas for m in plan):
-            raise PlanError(
-                f"step {plan.step}: data-parallel ranks run a document together, but layers of "
-                "experts count its tokens on each alone; plan without that (--wlb-dp-merge off)"
-            )
-        numbers = [len(micro_batches) for micro_batches in plan.micro_batches]
-        if len(set(numbers)) > 1 and not plan.chains:
-            raise PlanError(
-                f"step {plan.step}: data-parallel ranks have {numbers} micro-batches, in which "
-                "they exchange tokens with each other's experts; give all the same number"
+                f"step {plan.step}: data-parallel ranks run a document together, but they meet in "
+                "each pass, or layers of experts count its tokens on each alone; plan without that "
+                "(--wlb-dp-merge off)"
             )
 
     def _check(self, plan: StepPlan) -> None:
@@ -331,8 +344,7 @@ class StepRunner:
                 )
         check_chains(plan)
         config = self.model.config
-        if config.num_moe_experts is not None:
-            self._check_experts(plan)
+        self._check_alike(plan)
         vpp = config.virtual_pipeline_model_parallel_size or 1
         if plan.chains and (vpp > 1 or config.defer_embedding_wgrad_compute):
             given = f"{vpp} virtual stages" if vpp > 1 else "defer_embedding_wgrad_compute"
@@ -373,8 +385,8 @@ def check_chains(plan: StepPlan) -> None:
     """Holds the slices of documents against ``plan.chains``, which say how they run.
 
     Raises :class:`PlanError` where a document would not run whole and in order: its slices lie in
-    one replica's consecutive micro-batches, a chain, each first in its own. What several replicas
-    run together is one chain of any number of documents, see :func:`check_merged`.
+    one replica's consecutive micro-batches, within a chain, each first in its own. What several
+    replicas run together is one chain, see :func:`check_merged`.
     """
     if plan.chains and len(plan.chains) != len(plan.micro_batches):
         raise PlanError(
@@ -411,23 +423,24 @@ def _check_chain(chain: Sequence[MicroBatchPlan], where: str) -> None:
                     f"{where}: micro-batch {m.index} runs tokens {span.start} to {span.stop} of "
                     f"{_name(span.document)} behind other documents; a slice comes first"
                 )
-    slices = [m.slice for m in chain]
-    document = next((s.document for s in slices if s is not None), None)
-    if document is None and len(chain) == 1:
-        return
-    reached = 0
-    for m, part in zip(chain, slices, strict=True):
-        if part is None or part.document != document or part.start != reached:
+    document, reached = None, 0
+    for m in chain:
+        part = m.slice
+        if document is None and (part is None or not part.start):
+            document = part and part.document
+        elif part is None or part.document != document or part.start != reached:
             found = "no slice" if part is None else f"tokens from {part.start} of "
             found += "" if part is None else _name(part.document)
-            wanted = "slices of one document" if document is None else _name(document)
+            come = "" if document is None else f", whose chain has come to token {reached} of "
+            come += "" if document is None else _name(document)
             raise PlanError(
-                f"{where}: micro-batch {m.index} has {found}, but its chain of {len(chain)} has "
-                f"come to token {reached} of {wanted}; a chain runs all of one document in order"
+                f"{where}: micro-batch {m.index} has {found}{come}; a chain runs all of a document "
+                "in order before the next"
             )
-        reached = part.stop
-    assert document is not None
-    if reached != document.length:
+        if part is not None:
+            reached = part.stop
+            document = document if reached < part.document.length else None
+    if document is not None:
         raise PlanError(
             f"{where}: the chain of {len(chain)} up to micro-batch {chain[-1].index} ends at token "
             f"{reached} of {_name(document)}, which has {document.length}; let it run the rest too"

@@ -50,8 +50,9 @@ def initialize(config: Config, device: str) -> int:
         ("step_batch_size_schedule", "has one size of batches"),
         ("decrease_batch_size_if_needed", "has one size of batches"),
         ("fp8_format", "has no FP8"),
+        ("use_torch_fsdp2", "has weights whole"),
     ):
-        if getattr(config.training, name):
+        if config.flat()[name]:
             raise ConfigError(
                 f"{flag_of(name)} is for the launcher (docs/megatron-lm.md), this trainer {has}; "
                 "leave it out"

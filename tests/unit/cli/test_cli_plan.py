@@ -122,7 +122,7 @@ def test_slices_are_tried_where_they_can_run(wlb, plan) -> None:
     assert "slim" not in packings("--pp-size 2 --vpp-size 3")
     Path("small.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4}))
     assert "slim" in packings("--pp-size 4 --memory-gib 20 --ep-size 1")
-    assert "slim" not in packings("--pp-size 2 --tp-size 1 --cp-size 1 --memory-gib 20 --ep-size 2")
+    assert "slim" in packings("--pp-size 2 --tp-size 1 --cp-size 1 --memory-gib 20 --ep-size 2")
 
 
 @pytest.mark.parametrize("limit", ["0", "0.1", "3"])

@@ -61,15 +61,6 @@ def test_patterns_of_other_layers_are_refused(given: str) -> None:
         (f"{EXPERTS} --moe-aux-loss-coeff 0.1 0.2", "has 2 numbers for the 1 kinds"),
         (f"{EXPERTS} --moe-layer-freq [0,1]", "--moe-layer-freq is"),
         (f"{EXPERTS} --moe-ffn-hidden-size 33 --expert-tensor-parallel-size 4", "33, which the 4"),
-        (
-            f"{EXPERTS} --wlb-packing slim --expert-model-parallel-size 4",
-            "^--wlb-packing slim does not work with EP × expert TP = 4, which do not divide the TP",
-        ),
-        (
-            f"{EXPERTS} --wlb-packing slim --moe-router-load-balancing-type global_aux_loss "
-            "--moe-aux-loss-coeff 0.1",
-            "^--wlb-packing slim does not work with --moe-router-load-balancing-type global_aux",
-        ),
         (f"{EXPERTS} --wlb-expert-imbalance 0.5", "--wlb-expert-imbalance is 0.5; it must be in"),
     ],
 )

@@ -71,7 +71,7 @@ REFUSED = [
         ["--window-size does not work", "--context-parallel-size 2", "leave one of them out"],
     ),
     (
-        f"{LATENT} --fp8-format hybrid --wlb-packing slim", 1,
+        f"{LATENT} --fp8-format hybrid --fp8-recipe tensorwise --wlb-packing slim", 1,
         ["--fp8-format does not work", "--wlb-dp-merge auto", "leave one of them out"],
     ),
     ("--window-size 8", 1, ["--window-size is 8;", "give W,0"]),

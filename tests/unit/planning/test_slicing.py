@@ -153,7 +153,7 @@ def test_units_are_chosen_by_what_slices_take_with_the_keys_before_them():
     (units,) = made.cut(documents([9000, 300]), 0)
     assert len(units.spans) > 4
     whole_us = COST.document_us(9000) + COST.document_us(300)
-    assert made.simulated_us(units) == pytest.approx(whole_us)
+    assert made.simulated_us([units]) == pytest.approx(whole_us)
 
 
 def test_sweeps_are_at_the_same_steps_wherever_a_run_began():
@@ -206,7 +206,7 @@ def test_an_outlier_runs_on_several_replicas_where_that_is_faster():
 
 
 def slowest_us(slicer, units):
-    return max(map(slicer.simulated_us, units))
+    return max(slicer.simulated_us([own]) for own in units)
 
 
 def test_blocks_of_replicas_are_as_large_as_an_outlier_needs():

@@ -179,12 +179,6 @@ WITH_SLICES: dict[str, dict[str, Any]] = {
         "defer_embedding_wgrad_compute": True, "sequence_parallel": False,
         "num_virtual_stages_per_pipeline_rank": None,
     },
-    "--fp8-format hybrid": {
-        "fp8": "hybrid", "fp8_recipe": "delayed", "num_virtual_stages_per_pipeline_rank": None,
-    },
-    "--use-torch-fsdp2": {
-        "use_torch_fsdp2": True, "num_virtual_stages_per_pipeline_rank": None,
-    },
 }  # fmt: skip
 
 
