@@ -91,6 +91,39 @@ def test_slices_compute_the_same_with_a_head_start(gloo: GlooPool, oracle: Oracl
     assert differences(expected, runs_of(gloo, case, expected.initial, with_head_start)) == []
 
 
+@contextlib.contextmanager
+def meeting(runner) -> Iterator[None]:
+    """All data-parallel ranks meet in each layer, forward and backward, as they do to agree on
+    FP8's delayed scales.
+    """
+    import torch
+
+    counts = [torch.zeros(1), torch.zeros(1)]
+
+    def meet(at: int) -> None:
+        counts[at] += 1
+        torch.distributed.all_reduce(counts[at], group=runner.model.groups.dp)
+
+    def pass_on(module, inputs, output) -> None:
+        meet(0)
+        if output[0].requires_grad:
+            output[0].register_hook(lambda _: meet(1))
+
+    layers = [layer for gpt in runner.model.gpts for layer in gpt.decoder.layers]
+    hooks = [layer.register_forward_hook(pass_on) for layer in layers]
+    yield
+    for hook in hooks:
+        hook.remove()
+    assert min(map(float, counts)) > 0
+
+
+def test_replicas_that_meet_in_each_pass_run_slices_alike(gloo: GlooPool, oracle: Oracle) -> None:
+    """Any flag that says so stands for delayed scales, which need a GPU."""
+    case = Layout("llama", 4, pp=2, dp=2, extra=f"--use-torch-fsdp2 {FULL}")
+    expected = oracle(case)
+    assert differences(expected, runs_of(gloo, case, expected.initial, meeting)) == []
+
+
 def test_sliced_plans_are_awkward() -> None:
     """That the cases are what they seem."""
     for case in CASES:

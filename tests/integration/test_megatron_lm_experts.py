@@ -39,6 +39,10 @@ EXPERTS: Flags = {
 }
 SMALL_DEEPSEEK = Path(__file__).parents[2] / "configs" / "small" / "deepseek.yaml"
 EP2: Flags = {"expert_model_parallel_size": 2}
+SLICES: Flags = {"wlb_packing": "slim", "wlb_units": 12, "wlb_slice_multiple": 8}
+RECOMPUTED: Flags = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+}  # fmt: skip
 
 
 def set_weights() -> None:
@@ -95,6 +99,18 @@ def test_experts_resume_to_the_bit_and_over_other_ranks(tmp_path: Path, corpus: 
 
 
 @pytest.mark.long
+def test_slices_that_replicas_run_alike_resume_to_the_bit(tmp_path: Path, corpus: Path) -> None:
+    flags = BOTH | EXPERTS | SLICES | EP2 | PP2 | DP2 | {"data_path": corpus, "train_iters": 4}
+    flags |= {"bf16": True, "wlb_units": None}
+    saving: Flags = {"save": "ck", "save_interval": 2, "wlb_metrics": "plain"}
+    finish(launch(tmp_path, 4, flags | saving))
+    expected = {n: loss for n, loss in losses(tmp_path / "plain").items() if n > 2}
+    again: Flags = {"load": "ck", "ckpt_step": 2, "wlb_metrics": "resumed"}
+    finish(launch(tmp_path, 4, flags | again))
+    assert losses(tmp_path / "resumed") == expected and list(expected) == [3, 4]
+
+
+@pytest.mark.long
 def test_small_deepseek_resumes_to_the_bit(tmp_path: Path, corpus: Path) -> None:
     """Latents, prediction and experts, over EP 2 × PP 2, in bf16."""
     flags: Flags = {"wlb_config": SMALL_DEEPSEEK, "data_path": corpus, "train_iters": 4}
@@ -112,19 +128,25 @@ def test_small_deepseek_resumes_to_the_bit(tmp_path: Path, corpus: Path) -> None
         assert logged(resumed, name)[0] == logged(plain, name)[2]
 
 
-@pytest.mark.long
-def test_slices_with_experts_in_a_replica_train_as_in_one_process(
-    tmp_path: Path, corpus: Path
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(PP2, id="over-replicas"),
+        pytest.param(
+            PP2 | TP2_SP | {"expert_tensor_parallel_size": 1} | RECOMPUTED,
+            id="in-a-replica",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_slices_with_experts_train_as_in_one_process(
+    tmp_path: Path, corpus: Path, layout: Flags
 ) -> None:
     """Documents are cut elsewhere where other ranks share the work: they count as a whole."""
-    slices = {"wlb_packing": "slim", "wlb_units": 12, "wlb_slice_multiple": 8}
-    flags = BOTH | EXPERTS | slices | {"data_path": corpus, "train_iters": 3}
+    flags = BOTH | EXPERTS | SLICES | {"data_path": corpus, "train_iters": 3}
     alone = finish(launch(tmp_path, 1, flags | {"wlb_metrics": "alone"}, fault=set_weights))
-    layout = EP2 | PP2 | TP2_SP | {"expert_tensor_parallel_size": 1, "wlb_metrics": "layout"}
-    layout |= {
-        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1
-    }  # fmt: skip
-    found = finish(launch(tmp_path, 4, flags | layout, fault=set_weights))
+    flags |= EP2 | layout | {"wlb_metrics": "layout", "wlb_hang_seconds": 30}
+    found = finish(launch(tmp_path, 4, flags, fault=set_weights))
     assert_equal_steps(tmp_path / "layout", tmp_path / "alone")
     for ours, theirs in zip(auxiliary(found), auxiliary(alone), strict=True):
         assert [float(n) for n in ours] == pytest.approx([float(n) for n in theirs], rel=1e-5)
