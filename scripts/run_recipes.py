@@ -2,12 +2,13 @@
 """Runs Megatron-LM's own recipes, made small, with plans: which train, and equal one process?
 
 Each recipe of tests/functional_tests/test_cases/KIND is read and asked of the launcher as it
-stands, with --wlb-packing hold. Those that are accepted are made small and train three steps on
+stands, with --wlb-packing hold, or another. Those that are accepted are made small and train three steps on
 this CPU: in their layout, in up to four processes, and once more in one process. Loss and gradient
 norm of each step are compared.
 
     scripts/run_recipes.py ~/Megatron-LM --out runs/recipes.json
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2*'      # some of them
+    scripts/run_recipes.py ~/Megatron-LM --packing slim          # in slices
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2' --spoil weight  # must fail
 
 Results are written after each recipe, so a start that was cut off goes on with --resume. Exit
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", default=["*"], metavar="PATTERN", help="of names, as of files"
     )
+    parser.add_argument("--packing", default="hold", help="as --wlb-packing (default: hold)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="results, as JSON")
     parser.add_argument(
         "--resume", action="store_true", help="leaves out what --out has, but failures"
@@ -65,6 +67,10 @@ def main() -> int:
         raise ConfigError("--resume and --table go by a file of results; give --out FILE")
     if options.spoil and options.table:
         raise ConfigError(f"--spoil {options.spoil} makes wrong results; leave out --table")
+    if options.table and options.packing != "hold":
+        raise ConfigError(
+            f"the tables are of hold packing, not {options.packing}; leave out --table"
+        )
     checkout = options.checkout.resolve()
     chosen = [
         path
@@ -78,7 +84,9 @@ def main() -> int:
         found.resume(options.out)
     with tempfile.TemporaryDirectory(prefix="recipes-") as name:
         folder = Path(name)
-        runner = Runner(checkout, folder, make_corpus(folder), options.limit, options.spoil)
+        runner = Runner(
+            checkout, folder, make_corpus(folder), options.limit, options.spoil, options.packing
+        )
         # Without a thread of its own: processes are forked.
         with Progress(console=Console(stderr=True), auto_refresh=False) as bar:
             task = bar.add_task("recipes", total=len(chosen))

@@ -34,7 +34,6 @@ LOSS_ROUNDING = 1e-6
 """Relative: fp32 sums of a thousand token losses, in another order; up to 1e-7 is seen."""
 NORM_ROUNDING = 1e-4
 """Relative, of a gradient norm: weights of later steps differ by Adam's quotients, too."""
-OURS = ("--wlb-packing", "hold")
 HERE = ("--wlb-device", "cpu", "--wlb-hardware", "cpu", "--wlb-metrics", inside.METRICS)
 
 
@@ -66,7 +65,12 @@ class Runner:
     corpus: str
     limit_s: float
     spoil: str = ""
+    packing: str = "hold"
     _alone: dict[tuple[str, ...], Trained] = field(default_factory=dict)
+
+    @property
+    def _ours(self) -> tuple[str, str]:
+        return "--wlb-packing", self.packing
 
     def run(self, path: Path) -> Outcome:
         """What becomes of the recipe in a file."""
@@ -98,7 +102,7 @@ class Runner:
             return
         outcome.layout, outcome.num_processes = scaled.layout, scaled.num_processes
         outcome.changes = [asdict(change) for change in scaled.changes]
-        outcome.command = [*scaled.words, *OURS]
+        outcome.command = [*scaled.words, *self._ours]
         try:
             # TransformerEngine's variables would contradict Megatron's defaults without it.
             kept = {k: v for k, v in recipe.environment.items() if not k.startswith("NVTE_")}
@@ -108,7 +112,7 @@ class Runner:
 
     def _refusals(self, recipe: Recipe, num_devices: int) -> list[str]:
         """What the launcher says against the recipe as it stands, all at once."""
-        words = (*recipe.arguments, *OURS)
+        words = (*recipe.arguments, *self._ours)
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             found = Path(folder, "said")
             check = functools.partial(inside.check_arguments, words, num_devices, found)
@@ -147,7 +151,7 @@ class Runner:
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             folder = Path(name)
             script = self.checkout / "pretrain_gpt.py"
-            program = functools.partial(inside.train, script, (*words, *OURS, *HERE), spoil)
+            program = functools.partial(inside.train, script, (*words, *self._ours, *HERE), spoil)
             ended = run_ranks(
                 program, num_processes, folder, limit_s=self.limit_s, environment=environment
             )
