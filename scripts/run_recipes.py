@@ -2,9 +2,9 @@
 """Runs Megatron-LM's own recipes, made small, with plans: which train, and equal one process?
 
 Each recipe of tests/functional_tests/test_cases/KIND is read and asked of the launcher as it
-stands, with --wlb-packing hold, or another. Those that are accepted are made small and train three steps on
-this CPU: in their layout, in up to four processes, and once more in one process. Loss and gradient
-norm of each step are compared.
+stands, with --wlb-packing hold or another. Those that are accepted are made small and train three
+steps on this CPU: in their layout, in up to four processes, and once more in one process. Loss and
+gradient norm of each step are compared.
 
     scripts/run_recipes.py ~/Megatron-LM --out runs/recipes.json
     scripts/run_recipes.py ~/Megatron-LM --only '*tp2_pp2*'      # some of them
