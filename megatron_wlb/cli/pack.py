@@ -135,7 +135,7 @@ def _settings(job: inputs.Job, max_tokens: int) -> list[PackingSettings]:
     args, p = job.args, job.config.parallel
     pp_size = None if job.layout is None else p.pipeline_model_parallel_size
     every = [name + form for name in PACKINGS for form in kind_of(name).tried]
-    named = args.packing or run_with(pp_size, p.vpp_size, every)
+    named = args.packing or run_with(pp_size, every)
     own: dict[str, dict[str, Any]] = {
         "wlb": {"queue_thresholds": tuple(args.queue_thresholds)},
         "hold": {"tau": args.hold_tau, "delay_price": args.delay_price},

@@ -89,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         group,
         "--packing a,b,…",
         "as for wlb pack, like wlb:3; hold+shape has shaped steps, hold+auto chooses N (default: "
-        f"{DEFAULT_PACKINGS}; with stages hold+shape too, and slim if none is virtual)",
+        f"{DEFAULT_PACKINGS}; with stages hold+shape and slim too)",
     )
     about = f"of {', '.join(MODES)} (default: per-sequence,adaptive where CP is above 1)"
     flag(group, "--sharding a,b,…", about)
@@ -184,7 +184,7 @@ def _packings(job: Job, max_tokens: int) -> list[PackingSettings]:
             *DEFAULT_PACKINGS.split(","),
             *(["hold+shape"] if p.pipeline_model_parallel_size > 1 else []),
         ]
-        named += run_with(p.pipeline_model_parallel_size, p.vpp_size, sliced())
+        named += run_with(p.pipeline_model_parallel_size, sliced())
     names = ["original", *named]
     return [
         PackingSettings.parse(name, job.window, max_tokens, max_age=job.args.max_age)

@@ -407,16 +407,20 @@ class MemoryModel(Executed):
         """
         p = self.parallelism
         per_token = self.element_bytes * self.shape.hidden_size / p.sequence_shards / p.cp_size
-        first, last = pp_rank == 0, pp_rank == p.pp_size - 1
-        received = {"F": 0.0 if first else per_token, "B": 0.0 if last else per_token}
-        sent = {"F": received["B"], "B": received["F"]}
+        ends = {"F": (0, 0), "B": (p.pp_size - 1, p.vpp_size - 1)}
+
+        def moved(kind: str, action: Action) -> float:
+            """What it receives as that kind does; what one of the other kind sends."""
+            is_end = (pp_rank, action.chunk) == ends[kind]
+            return 0.0 if is_end else per_token * units[action.micro_batch].num_tokens
+
         result, coming = [], {"F": 0.0, "B": 0.0}
         for action in reversed(actions):
             result.append(coming["F"] + coming["B"])
-            coming[action.kind] = received[action.kind] * units[action.micro_batch].num_tokens
+            coming[action.kind] = moved(action.kind, action)
         result.reverse()
         for at, action in enumerate(actions[:-1], start=1):
-            result[at] += sent[action.kind] * units[action.micro_batch].num_tokens
+            result[at] += moved("B" if action.kind == "F" else "F", action)
         return result
 
     def _in_transit_bytes(

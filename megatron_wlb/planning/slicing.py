@@ -40,7 +40,6 @@ from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Span
-from megatron_wlb.planning.packing.needs import OBSTACLES
 from megatron_wlb.planning.planner import Units, merged_multiple
 from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
 
@@ -113,7 +112,7 @@ class MemoryLimit(NamedTuple):
         lengths = (sum(span.length for span in spans) for spans in units.spans)
         padded = [-(-length // self.multiple) * self.multiple for length in lengths]
         held = list(map(unit_of, units.spans, padded))
-        order = sliced(layout.pp_size, units.chains)
+        order = sliced(layout.pp_size, units.chains, layout.vpp_size)
         return max(
             self.model.peak_bytes_of(rank, actions, held) for rank, actions in enumerate(order)
         )
@@ -192,8 +191,6 @@ class Slicer:
         memory: what a device may hold.
         worst: lengths of a rank's documents in the steps that need most memory.
 
-    Raises:
-        ConfigError: sizes below 1, or more than one chunk a rank.
     """
 
     def __init__(
@@ -212,11 +209,6 @@ class Slicer:
         memory: MemoryLimit | None = None,
         worst: Sequence[Sequence[int]] = (),
     ) -> None:
-        if layout.vpp_size > 1:
-            raise ConfigError(
-                f"{layout.vpp_size} virtual stages a rank: {OBSTACLES['virtual stages']}; leave "
-                "the virtual pipeline out"
-            )
         self._cost, self._costs, self._layout = cost, costs, layout
         self._max_tokens, self._length_multiple = max_tokens, length_multiple
         self._given, self._multiple = num_units, multiple
@@ -348,10 +340,8 @@ class Slicer:
     def simulated_us(self, group: Sequence[Units]) -> float:
         """Time of forwards and backwards of replicas that run alike, or of one."""
         times, gaps, tokens = zip(*map(self._times_us, group), strict=True)
-        graph, experts = (
-            slice_graph(self._layout.pp_size, tuple(group[0].chains)),
-            self._costs.experts,
-        )
+        layout, experts = self._layout, self._costs.experts
+        graph = slice_graph(layout.pp_size, tuple(group[0].chains), layout.vpp_size)
         if experts is None:
             return max(float(graph.step_us(*own)) for own in zip(times, gaps, strict=True))
         return float(experts.replay(graph, times, tokens, gaps)[2].stop_us.max())

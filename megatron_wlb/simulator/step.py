@@ -96,7 +96,7 @@ class Simulator:
             with_memory: whether to tell what ranks hold, if this has a model of it.
 
         Raises:
-            ConfigError: a schedule that Megatron refuses, or slices with virtual stages.
+            ConfigError: a schedule that Megatron refuses.
             PlanError: no micro-batches, or, without slices, not as many on each data-parallel rank.
         """
         lengths, num_tokens = _lengths(micro_batches)
@@ -153,11 +153,8 @@ class Simulator:
     def _sliced(self, plan: StepPlan) -> tuple[list[Graph], _Units]:
         """The schedule and the micro-batches of each data-parallel rank, made once for a plan."""
         if self._last is None or self._last[0] is not plan:
-            if self.parallelism.vpp_size > 1:
-                raise ConfigError(
-                    f"documents run in slices with VPP {self.parallelism.vpp_size}; slices need 1"
-                )
-            graphs = [slice_graph(self.parallelism.pp_size, own) for own in plan.chains]
+            p = self.parallelism
+            graphs = [slice_graph(p.pp_size, own, p.vpp_size) for own in plan.chains]
             units = tuple(tuple(map(_unit, rank)) for rank in plan.micro_batches)
             self._last = plan, graphs, units
         return self._last[1:]
@@ -226,7 +223,7 @@ def slowest_us(
     ``graph`` is Megatron's schedule; plans of slices have orders of their own. Replicas that
     exchange tokens with ``experts`` wait for each other.
     """
-    graphs = [slice_graph(graph.pp_size, own) for own in plan.chains]
+    graphs = [slice_graph(graph.pp_size, own, graph.vpp_size) for own in plan.chains]
     times, gaps = [], []
     for rank in plan.micro_batches:
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]

@@ -75,7 +75,7 @@ class Space(Devices):
     packings: tuple[str, ...] = ("original", "slim", "wlb", "hold", "hold+shape")
     """As :meth:`PackingSettings.parse` takes them; the last one that is not shaped refines the
     layouts. Where there is one stage ``+shape`` is left off: there is nothing to shape. `slim` is
-    tried where there are stages, but no virtual ones."""
+    tried where there are stages."""
     sharding: Mode = "adaptive"
     """The sharding where CP is above 1."""
     recomputes: tuple[Recompute, ...] = (Recompute(), Recompute("selective"), FULL)
@@ -363,7 +363,7 @@ def _variants(space: Space, candidate: Candidate) -> list[PackingSettings]:
 def _of_layout(space: Space, p: Parallelism, *, slices: bool) -> list[str]:
     """The packings that can run there: those of slices, or those that keep documents whole."""
     names = [name for name in space.packings if kind_in(name).slices == slices]
-    return run_with(p.pp_size, p.vpp_size, names)
+    return run_with(p.pp_size, names)
 
 
 def _variant(packing: str, candidate: Candidate, windows: float) -> PackingSettings:
@@ -408,10 +408,7 @@ def _tried(space: Space, layout: Parallelism, sample: Sequence[int]) -> Iterator
         yield Rejected(layout, 0, space.recomputes[0], "topology", reason)
         return
     if not any(_of_layout(space, layout, slices=slices) for slices in (False, True)):
-        reason = (
-            "slices need pipeline stages, none that are virtual, and experts inside a replica; "
-            "give other packings too"
-        )
+        reason = "slices need pipeline stages; give other packings too"
         yield Rejected(layout, 0, space.recomputes[0], "batch and schedule", reason)
         return
     try:

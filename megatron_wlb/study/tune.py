@@ -133,7 +133,7 @@ def tune(
     baselines = [
         replace(hold, name="original"),
         *(replace(hold, name="fixed-greedy", fixed_batches=batches) for batches in (1, 4)),
-        *(replace(hold, name=name) for name in run_with(p.pp_size, p.vpp_size, sliced())),
+        *(replace(hold, name=name) for name in run_with(p.pp_size, sliced())),
     ]
     workload.check([*defaults, *baselines, hold])
 

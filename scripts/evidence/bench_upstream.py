@@ -343,8 +343,8 @@ def main() -> int:
     job = scenario.read_job(options)
     run = scenario.run_of(job)
     max_tokens = job.max_tokens(run)
-    names = [name for name in OURS if name != "slim" or run.parallelism.vpp_size == 1]
-    settings = [PackingSettings.parse(name, run.window, max_tokens) for name in names]
+
+    settings = [PackingSettings.parse(name, run.window, max_tokens) for name in OURS]
     schedules = Upstream(options.checkout, run).schedules()
     total = len(options.seeds) * options.steps * (len(settings) + len(schedules))
     with output.counting_bar("planning", total) as on_step:

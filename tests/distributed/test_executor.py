@@ -48,6 +48,8 @@ CASES = [
     Layout("gpt2", 1, pp=2, extra=f"{BLOCK} {VERIFY_SHAPES}"),
     PP2_DP2,
     Layout("llama", 1, pp=4),
+    # Several chunks; two ranks are each other's next and last.
+    Layout("llama", 2, pp=2, vpp=2, extra=f"{FULL} {VERIFY_SHAPES}"),
     # Context parallelism.
     Layout("llama", 1, cp=2, sharding="per-document", extra=HEAD_GROUPS),
 ]
@@ -57,6 +59,9 @@ FURTHER = [
     Layout("yarn", 1, cp=4, sharding="hybrid"),
     Layout("mixed", 1, tp="2sp", extra=FULL),
     Layout("gpt2", 1, pp=2, cp=2, sharding="hybrid", extra=FULL),
+    Layout("gpt2", 2, pp=2, vpp=2, dp=2, extra=GATHER),
+    Layout("mixed", 4, pp=4, vpp=2, extra=FULL),
+    Layout("llama", 2, pp=2, vpp=3, tp="2sp", extra=OVERLAP),
 ]
 
 
@@ -189,10 +194,10 @@ def with_order(order) -> Iterator[None]:
 
 
 def in_megatrons_order(runner):
-    return with_order(lambda pp_size, chains: one_f_one_b(pp_size, sum(chains)))
+    return with_order(lambda pp_size, chains, _: one_f_one_b(pp_size, sum(chains)))
 
 
-def forwards_then_backwards_in_order(pp_size: int, chains) -> list[list[Action]]:
+def forwards_then_backwards_in_order(pp_size: int, chains, _) -> list[list[Action]]:
     passes = [Action(kind, 0, m) for kind in ("F", "B") for m in range(sum(chains))]  # type: ignore[arg-type]
     return [passes] * pp_size
 
@@ -323,7 +328,7 @@ def error_of_unlike_lengths(case: Layout) -> tuple[str, str] | None:
     with pytest.raises(PlanError) as caught:
         arrival.wait()
     place = watchdog.whereabouts(caught.value)
-    dist.recv(tensor, 0, group=links.activations)  # or the first stage would wait for ever
+    dist.recv(tensor, 0, group=links.groups["F", False])  # or the first stage would wait for ever
     return str(caught.value), place
 
 
@@ -336,10 +341,20 @@ def test_lengths_that_differ_from_the_plan_are_found(gloo: GlooPool) -> None:
     assert place.endswith("), which waits for rank 0"), place
 
 
-def test_slices_with_virtual_stages_are_refused(gloo: GlooPool, oracle: Oracle) -> None:
+@contextlib.contextmanager
+def keep_chunks_together(runner) -> Iterator[None]:
+    """Layers of another chunk find the keys of the first."""
+    from megatron_wlb.runtime.gpt.attention.slices import LayerSlice
+
+    name = property(lambda run: (run.slice.document, 0))
+    with mock.patch.object(LayerSlice, "_name", name):
+        yield
+
+
+def test_keys_of_another_chunk_are_refused(gloo: GlooPool, oracle: Oracle) -> None:
     case = Layout("llama", 2, pp=2, vpp=2)
-    with pytest.raises(PlanError, match=r"step 0: the plan has slices .* 2 virtual stages cannot"):
-        runs_of(gloo, case, oracle(case).initial)
+    with pytest.raises(PlanError, match="slices run forward first to last"):
+        runs_of(gloo, case, oracle(case).initial, keep_chunks_together)
 
 
 @contextlib.contextmanager

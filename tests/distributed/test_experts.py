@@ -235,6 +235,7 @@ SLICED = [
     further(Layout("moe-seq", 4, pp=2, dp=2, extra=f"{ETP2} {SHARDED}")),
     further(Layout("moe-seq", 3, cp=2, dp=2, ep=4, sharding="per-document")),
     further(Layout("deepseek", 4, pp=2, dp=2, ep=2)),
+    further(Layout("deepseek", 4, pp=2, vpp=2, dp=2, ep=2)),
 ]
 
 

@@ -45,6 +45,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "one": (1, {"eval_interval": 2, "eval_iters": 2}),
     "pp2-dp2": (4, PP2 | DP2 | {"overlap_grad_reduce": True}),
+    "pp2-vpp2": (
+        2,
+        PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "eval_interval": 2, "eval_iters": 2},
+    ),
 }
 
 

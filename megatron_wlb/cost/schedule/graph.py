@@ -293,12 +293,12 @@ def graph_of(
 
 
 @lru_cache(maxsize=64)
-def slice_graph(pp_size: int, chains: tuple[int, ...]) -> Graph:
+def slice_graph(pp_size: int, chains: tuple[int, ...], vpp_size: int = 1) -> Graph:
     """The graph of :func:`.order.sliced`, whose ranks send as they compute.
 
     It takes 1 ms for PP=4 and 64 micro-batches, 9 ms for PP=16 and 256.
     """
-    return Graph(sliced(pp_size, chains), "buffered")
+    return Graph(sliced(pp_size, chains, vpp_size), "buffered")
 
 
 @dataclass(frozen=True)

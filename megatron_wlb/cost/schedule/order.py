@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 from megatron_wlb.errors import ConfigError, PlanError
@@ -83,32 +84,67 @@ def interleaved(
     ]
 
 
-def sliced(pp_size: int, chains: Sequence[int]) -> Order:
-    """The order for documents in slices, one chunk a rank (after SlimPack §4).
+def sliced(pp_size: int, chains: Sequence[int], vpp_size: int = 1) -> Order:
+    """The order for documents in slices (after SlimPack §4).
 
     ``chains`` are the numbers of micro-batches that run the slices of one document, in order. A
     slice's keys and values get gradients from all slices behind it, so the backward passes of a
     chain run last to first, and none before the chain's last forward; chains follow one another.
-    With chains of 1 it is :func:`one_f_one_b`.
+    With chains of 1 and one chunk it is :func:`one_f_one_b`.
 
     A chain's forwards run ahead of its backwards, and all of them are held. This lead is built up
     before the chain and worked off behind it, slowly: between two backwards run at most 9/8 and at
     least 3/4 forwards, in the mean. Ranks that run many of a kind at once leave their neighbours
     waiting; a lead that stays is memory.
 
+    With several chunks, as SlimPack does not have, groups of about 5/4 · ``pp_size`` micro-batches
+    go through one chunk after another, and back in the order of their backwards. As in
+    :func:`interleaved` all ranks have one sequence of forwards and one of backwards.
+
     Raises :class:`ConfigError` for sizes below 1 or too many passes.
     """
     if min(chains, default=0) < 1:
         raise ConfigError(f"chains of {list(chains)} micro-batches; give one, of at least 1 each")
     num = sum(chains)
-    _check_sizes(pp_size, 1, num)
+    _check_sizes(pp_size, vpp_size, num)
     backwards: list[int] = []
     needed: list[int] = []
     for length in chains:
         stop = len(backwards) + length
         backwards += reversed(range(len(backwards), stop))
         needed += [stop] * length
-    return run_ahead(pp_size, backwards, needed)
+    if vpp_size == 1:
+        return run_ahead(pp_size, backwards, needed)
+    number = max(1, num // -(-5 * pp_size // 4))
+    cuts = [num * at // number for at in range(number + 1)]
+    groups = [range(*cut) for cut in pairwise(cuts)]
+    chunks = range(vpp_size)
+    forward = [(chunk, m) for group in groups for chunk in chunks for m in group]
+    backward = [(chunk, backwards[m]) for group in groups for chunk in chunks[::-1] for m in group]
+    place = {one: at for at, one in enumerate(forward)}
+    # Behind all forwards of its chain; and of its rank, as many as fill the pipeline.
+    filled = (vpp_size - 1) * len(groups[0]) + 1
+    enough = [min(len(forward), filled + at) for at in range(len(backward))]
+    for at, (chunk, m) in enumerate(backward):
+        if chunk == chunks[-1]:
+            enough[at] = max(enough[at], place[chunk, needed[m] - 1] + 1)
+    enough = _worked_off(enough)
+    # What the first rank runs before a backward that the last rank waits for in its next chunk down
+    # must need no forward of the last rank behind it.
+    reached = [0]
+    for chunk, m in forward:
+        reached.append(max(reached[-1], place[chunk - 1, m] + 1 if chunk else 0))
+    came = {one: at for at, one in enumerate(backward)}
+    for at, (chunk, m) in enumerate(backward):
+        enough[at] = max(enough[at], enough[at - 1] if at else 0)
+        if chunk < chunks[-1]:
+            ahead = enough[came[chunk + 1, m]] + CHUNKS_LEAD * (pp_size - 1)
+            enough[at] = max(enough[at], reached[min(len(forward), ahead)])
+    return _lay(pp_size, forward, backward, enough, CHUNKS_LEAD)
+
+
+CHUNKS_LEAD = 2
+"""Forwards that a rank of several chunks is ahead of the next, where slices run."""
 
 
 def run_ahead(
@@ -119,21 +155,38 @@ def run_ahead(
     Forwards run in their order, as many as backwards, and ``rank_lead`` more on each rank than on
     the next. The lead is worked off as :func:`sliced` has it.
     """
-    num = len(backwards)
+    forward = [(0, m) for m in range(len(backwards))]
+    backward = [(0, m) for m in backwards]
+    return _lay(pp_size, forward, backward, _worked_off(needed), rank_lead)
+
+
+def _worked_off(needed: Sequence[int]) -> list[int]:
+    """Forwards before each backward, at least as many as ``needed``."""
     ahead = [8 * number for number in needed]  # eighths of forwards
-    for at in reversed(range(num - 1)):
+    for at in reversed(range(len(ahead) - 1)):
         ahead[at] = max(ahead[at], ahead[at + 1] - 9)
-    for at in range(1, num):
+    for at in range(1, len(ahead)):
         ahead[at] = max(ahead[at], ahead[at - 1] + 6)
+    return [-(-eighths // 8) for eighths in ahead]
+
+
+def _lay(
+    pp_size: int,
+    forward: Sequence[Pass],
+    backward: Sequence[Pass],
+    enough: Sequence[int],
+    rank_lead: int,
+) -> Order:
+    """Each backward behind ``enough`` forwards on the last rank, and more on those before."""
     order: Order = []
-    forward = [Action("F", 0, m) for m in range(num)]
-    backward = [Action("B", 0, m) for m in backwards]
+    forwards = [Action("F", *one) for one in forward]
+    backwards = [Action("B", *one) for one in backward]
     for rank in range(pp_size):
         actions: list[Action] = []
         done = 0
-        for action, enough in zip(backward, ahead, strict=True):
-            until = min(num, -(-enough // 8) + rank_lead * (pp_size - 1 - rank))
-            actions += forward[done:until]
+        for action, number in zip(backwards, enough, strict=True):
+            until = min(len(forwards), number + rank_lead * (pp_size - 1 - rank))
+            actions += forwards[done:until]
             done = max(done, until)
             actions.append(action)
         order.append(actions)

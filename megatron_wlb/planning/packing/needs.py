@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 OBSTACLES = {
-    "virtual stages": "slices of documents run in one chunk a rank, and leave few bubbles so",
     "deferred gradients": (
         "it pairs forward and backward passes in one order, slices run backward last to first"
     ),

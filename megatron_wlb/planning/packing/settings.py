@@ -93,18 +93,11 @@ def sliced() -> list[str]:
     return [name for name in PACKINGS if kind_of(name).slices]
 
 
-def run_with(pp_size: int | None, vpp_size: int | None, names: Iterable[str]) -> list[str]:
+def run_with(pp_size: int | None, names: Iterable[str]) -> list[str]:
     """Lists the packings that are worth a trial in such a pipeline; None is 1. Slices are for
     pipelines.
     """
-    not_worth = sliced() if (pp_size or 1) == 1 else ()
-    has = {"virtual stages"} if (vpp_size or 1) > 1 else set()
-    kinds = {name: kind_in(name) for name in names}
-    return [
-        name
-        for name, kind in kinds.items()
-        if kind.name not in not_worth and kind.cannot.isdisjoint(has)
-    ]
+    return [name for name in names if (pp_size or 1) > 1 or not kind_in(name).slices]
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,16 +321,6 @@ REFUSALS: tuple[Refusal, ...] = (
 )  # fmt: skip
 
 OF_PACKINGS: dict[str, tuple[Refusal, ...]] = {
-    "virtual stages": (
-        Refusal("--num-virtual-stages-per-pipeline-rank", OBSTACLES["virtual stages"]),
-        Refusal("--num-layers-per-virtual-pipeline-stage", OBSTACLES["virtual stages"]),
-        Refusal(
-            "--pipeline-model-parallel-layout",
-            OBSTACLES["virtual stages"],
-            "give as many stages as PP",
-            refused=_has_chunks,
-        ),
-    ),
     "deferred gradients": (
         Refusal("--defer-embedding-wgrad-compute", OBSTACLES["deferred gradients"]),
     ),

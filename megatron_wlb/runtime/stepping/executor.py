@@ -8,7 +8,7 @@ passes, data-parallel reduction, and the end of a step. It mirrors
 
 No transfer waits for another: sends are not waited for, receives are posted one action ahead, and
 activations and gradients have communicators of their own, as messages of one communicator pass in
-order.
+order. So have, with several model chunks on two ranks, messages that go on to the next chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,24 +46,62 @@ class Links:
     rank: int
     ranks: tuple[int, ...]
     """Global ranks of the pipeline's stages."""
-    activations: dist.ProcessGroup
-    gradients: dist.ProcessGroup
+    groups: Mapping[tuple[str, bool], dist.ProcessGroup]
+    """By the kind of action, and whether its message goes from one chunk to another."""
+    num_chunks: int = 1
 
     @classmethod
-    def open(cls, pp_group: dist.ProcessGroup, timeout: datetime.timedelta | None = None) -> Links:
-        """Makes the communicator of gradients; to be called by all ranks of the world."""
+    def open(
+        cls,
+        pp_group: dist.ProcessGroup,
+        timeout: datetime.timedelta | None = None,
+        num_chunks: int = 1,
+    ) -> Links:
+        """Makes what is missing of the communicators; to be called by all ranks of the world."""
         rank, ranks = pp_group.rank(), tuple(dist.get_process_group_ranks(pp_group))
-        if len(ranks) == 1:
-            return cls(rank, ranks, pp_group, pp_group)
-        gradients = open_group(ranks, timeout, like=pp_group)
+        size = len(ranks)
+        if size == 1:
+            return cls(rank, ranks, {})
+        groups = {("F", False): pp_group, ("B", False): open_group(ranks, timeout, like=pp_group)}
+        for kind in "FB":
+            # Two ranks are each other's next and last: both ways between them are apart.
+            apart = size == 2 and num_chunks > 1
+            around = open_group(ranks, timeout, like=pp_group) if apart else groups[kind, False]
+            groups[kind, True] = around
         # NCCL connects two ranks at their first message, and blocks both hosts until then. A
-        # gradient's receive is posted before the forward that its sender may still wait for.
+        # receive is posted before the pass that its sender may still wait for.
         token = torch.zeros(1, device=torch.cuda.current_device())
-        if rank + 1 < len(ranks):
-            dist.recv(token, ranks[rank + 1], group=gradients)
+        if rank + 1 < size:
+            dist.recv(token, ranks[rank + 1], group=groups["B", False])
         if rank > 0:
-            dist.send(token, ranks[rank - 1], group=gradients)
-        return cls(rank, ranks, pp_group, gradients)
+            dist.send(token, ranks[rank - 1], group=groups["B", False])
+        for kind, sender, receiver in (("B", 0, size - 1), ("F", size - 1, 0)):
+            if num_chunks > 1 and rank == sender:
+                dist.send(token, ranks[receiver], group=groups[kind, True])
+            elif num_chunks > 1 and rank == receiver:
+                dist.recv(token, ranks[sender], group=groups[kind, True])
+        return cls(rank, ranks, groups, num_chunks)
+
+    def stage(self, chunk: int) -> int:
+        """The virtual stage of a chunk on this rank."""
+        return chunk * len(self.ranks) + self.rank
+
+    def is_first(self, chunk: int) -> bool:
+        return self.stage(chunk) == 0
+
+    def is_last(self, chunk: int) -> bool:
+        return self.stage(chunk) == self.num_chunks * len(self.ranks) - 1
+
+    def peer(self, action: Action, distance: int) -> tuple[int, dist.ProcessGroup] | None:
+        """The rank of the virtual stage so far on in an action's direction, and the communicator to
+        it; None where there is no such stage, or no other rank.
+        """
+        step = distance if action.kind == "F" else -distance
+        size, stage = len(self.ranks), self.stage(action.chunk)
+        if size == 1 or not 0 <= stage + step < self.num_chunks * size:
+            return None
+        goes_on = (stage + step) // size != stage // size
+        return self.ranks[(stage + step) % size], self.groups[action.kind, goes_on]
 
 
 @dataclass
@@ -85,54 +123,50 @@ class Transfers:
 
     def post(self, action: Action) -> _Arrival | None:
         """Starts to receive what an action needs; None where that comes from no other rank."""
-        peer = self._peer(-1 if action.kind == "F" else 1)
-        return None if peer is None else _Arrival(self, action, peer)
+        peer = self.links.peer(action, -1)
+        return None if peer is None else _Arrival(self, action, *peer)
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Sends an action's output to where it is needed, if to another rank."""
-        peer = self._peer(1 if action.kind == "F" else -1)
-        if peer is None:
+        link = self.links.peer(action, 1)
+        if link is None:
             return
         self._sends = [sent for sent in self._sends if not sent[0].is_completed()]
         if tensor.device.type == "cpu":
             # Gloo's sends are complete only once they are waited for. The peer comes to the first
             # of them without any message that is still to be sent.
-            while len(self._sends) > MOST_SENDS:
+            while len(self._sends) > MOST_SENDS * self.links.num_chunks * len(self.links.ranks):
                 self._wait_for_first()
         if self.verify:
             facts = [tensor.shape[0], *Contents.of(tensor)]
-            self._send(torch.tensor(facts, device=tensor.device), peer, action)
+            self._send(torch.tensor(facts, device=tensor.device), *link)
         # An alias: the tensor itself may be emptied before it is sent.
-        self._send(tensor.detach(), peer, action)
+        self._send(tensor.detach(), *link)
 
     def end(self) -> None:
         """Waits until all is sent."""
         while self._sends:
             self._wait_for_first()
 
-    def group_of(self, action: Action) -> dist.ProcessGroup:
-        return self.links.activations if action.kind == "F" else self.links.gradients
-
     def _wait_for_first(self) -> None:
         work, _, peer = self._sends.pop(0)
         with watchdog.waiting_for([peer]):
             work.wait()
 
-    def _send(self, tensor: torch.Tensor, peer: int, action: Action) -> None:
-        work = dist.isend(tensor, peer, group=self.group_of(action))
+    def _send(self, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+        work = dist.isend(tensor, peer, group=group)
         assert work is not None
         self._sends.append((work, tensor, peer))
-
-    def _peer(self, distance: int) -> int | None:
-        stage = self.links.rank + distance
-        return self.links.ranks[stage] if 0 <= stage < len(self.links.ranks) else None
 
 
 class _Arrival:
     """A tensor that is received."""
 
-    def __init__(self, transfers: Transfers, action: Action, peer: int) -> None:
+    def __init__(
+        self, transfers: Transfers, action: Action, peer: int, group: dist.ProcessGroup
+    ) -> None:
         self._transfers, self._action, self._peer = transfers, action, peer
+        self._group = group
         self._work: dist.Work | None = None
         config = transfers.config
         self._tensor = torch.empty(
@@ -168,23 +202,26 @@ class _Arrival:
         return self._tensor
 
     def _post(self) -> None:
-        group = self._transfers.group_of(self._action)
-        self._work = dist.irecv(self._tensor, self._peer, group=group)
+        self._work = dist.irecv(self._tensor, self._peer, group=self._group)
 
     def _announced(self) -> Contents:
         """Receives the length, which is compared, and what the tensor will hold."""
         num, device = 1 + len(Contents._fields), self._tensor.device
         facts = torch.zeros(num, dtype=torch.int64, device=device)
-        dist.recv(facts, self._peer, group=self._transfers.group_of(self._action))
+        dist.recv(facts, self._peer, group=self._group)
         num_tokens, *contents = facts.tolist()
         if num_tokens != len(self._tensor):
             raise PlanError(
-                f"{self._transfers.label}: stage {self._transfers.links.rank} (rank "
+                f"{self._transfers.label}: stage {self._stage} (rank "
                 f"{dist.get_rank()}) expects {len(self._tensor)} tokens for {self._what} by its "
                 f"plan, but rank {self._peer} sends {num_tokens}; the ranks do not run the same "
                 "plan"
             )
         return Contents(*contents)
+
+    @property
+    def _stage(self) -> int:
+        return self._transfers.links.stage(self._action.chunk)
 
     @property
     def _what(self) -> str:
@@ -213,32 +250,34 @@ def run_actions(
     ``reduce_late`` reduction begins after the last backward, and not during it: for ranks whose
     last backward has collectives that others run before theirs.
     """
-    (chunk,), (batches,) = model, data_iterator
-    config, stage = transfers.config, transfers.links.rank
-    is_first, is_last = stage == 0, stage == len(transfers.links.ranks) - 1
+    config, links = transfers.config, transfers.links
     if forward_only:
         actions = [action for action in actions if action.kind == "F"]
-    begins_itself = config.grad_sync_func is None or is_first
+    begins_itself = config.grad_sync_func is None or links.rank == 0
+    last = {action.chunk: action for action in actions if action.kind == "B"}
+    syncs = [contextlib.ExitStack() for _ in model]
     reports: list[Any] = []
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
-    running: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+    running: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     with contextlib.ExitStack() as no_sync:
-        if config.no_sync_func is not None and not forward_only:
-            no_sync.enter_context(config.no_sync_func())
+        for stack, begin in zip(syncs, _each(config.no_sync_func, model), strict=True):
+            no_sync.enter_context(stack)
+            if begin is not None and not forward_only:
+                stack.enter_context(begin())
         posted = transfers.post(actions[0])
         for action, following in zip(actions, [*actions[1:], None], strict=True):
             arrival = posted
             posted = None if following is None else transfers.post(following)
             received = None if arrival is None else arrival.wait()
-            number = action.micro_batch
+            chunk, number = action.chunk, action.micro_batch
             if action.kind == "F":
-                check = schedules.check_first_val_step
+                check, is_last = schedules.check_first_val_step, links.is_last(chunk)
                 output, tokens = schedules.forward_step(
                     forward_step_func,
-                    batches,
-                    chunk,
+                    data_iterator[chunk],
+                    model[chunk],
                     num_microbatches,
                     received,
                     reports,
@@ -246,34 +285,36 @@ def run_actions(
                     pg_collection.cp.size(),
                     is_first_microbatch=check(first_val_step, forward_only, number == 0),
                     current_microbatch=number,
+                    vp_stage=chunk if len(model) > 1 else None,
                     is_last_stage=is_last,
                 )
                 num_tokens += tokens
                 transfers.send(action, output)
                 if not forward_only:
-                    running[number] = received, output
+                    running[chunk, number] = received, output
                     if not is_last:
                         schedules.deallocate_output_tensor(
                             output, config.deallocate_pipeline_outputs
                         )
                 continue
-            if following is None and not reduce_late and begins_itself:
+            if action == last[chunk] and not reduce_late and begins_itself:
                 # Not before: reduction starts as soon as a parameter has a gradient. With a
                 # grad_sync_func the stages behind the first reduce below, in the pipeline's tail.
-                no_sync.close()
-            entered, output = running.pop(number)
+                syncs[chunk].close()
+            entered, output = running.pop((chunk, number))
             unused = (None,) if TAKES_MODEL_TYPE else ()
             gradient = schedules.backward_step(entered, output, received, *unused, config)
             if gradient is not None:
                 transfers.send(action, gradient)
     if not forward_only:
-        if not begins_itself:
-            config.grad_sync_func(chunk.parameters())
-        elif reduce_late and config.no_sync_func is not None:
-            chunk.start_grad_sync()  # type: ignore[operator]
+        for module, sync in zip(model, _each(config.grad_sync_func, model), strict=True):
+            if not begins_itself:
+                sync(module.parameters())
+            elif reduce_late and config.no_sync_func is not None:
+                module.start_grad_sync()  # type: ignore[operator]
         if config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
-                [chunk],
+                [*model],
                 num_tokens if config.calculate_per_token_loss else None,
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
@@ -282,3 +323,8 @@ def run_actions(
     if config.timers is not None:
         config.timers("forward-backward").stop()
     return reports
+
+
+def _each(given: Any, model: Sequence[torch.nn.Module]) -> Sequence[Any]:
+    """Megatron's function of each chunk: a list where there are several, or None of all."""
+    return given if isinstance(given, (list, tuple)) else [given] * len(model)

@@ -237,7 +237,7 @@ class StepRunner:
         schedule: Callable[..., list[Any]]
         if plan.chains:
             pp = model.groups.pp
-            actions = sliced(pp.size(), plan.chains[dp_rank])[pp.rank()]
+            actions = sliced(pp.size(), plan.chains[dp_rank], len(model.chunks))[pp.rank()]
             verify = self.communicator.verify
             transfers = Transfers(self._links, lengths, model.config, verify, label)
             late = all(m.replicas for m in micro_batches)
@@ -276,7 +276,7 @@ class StepRunner:
     @cached_property
     def _links(self) -> Links:
         """Made when all ranks have come to the first plan with slices."""
-        return Links.open(self.model.groups.pp, self.timeout)
+        return Links.open(self.model.groups.pp, self.timeout, len(self.model.chunks))
 
     def _open_groups(self, plan: StepPlan) -> None:
         """Opens the groups that this plan is the first to need; all ranks have come to it."""
@@ -345,12 +345,11 @@ class StepRunner:
         check_chains(plan)
         config = self.model.config
         self._check_alike(plan)
-        vpp = config.virtual_pipeline_model_parallel_size or 1
-        if plan.chains and (vpp > 1 or config.defer_embedding_wgrad_compute):
-            given = f"{vpp} virtual stages" if vpp > 1 else "defer_embedding_wgrad_compute"
+        if plan.chains and config.defer_embedding_wgrad_compute:
             raise PlanError(
                 f"step {plan.step}: the plan has slices of documents, whose order of passes "
-                f"{given} cannot follow; turn that off, or plan whole documents"
+                "defer_embedding_wgrad_compute cannot follow; turn that off, or plan whole "
+                "documents"
             )
 
 

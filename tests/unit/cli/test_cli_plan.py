@@ -119,7 +119,8 @@ def test_slices_are_tried_where_they_can_run(wlb, plan) -> None:
         return {row["packing"] for row in plan(words)["ranked"]}
 
     assert "slim" in packings("--pp-size 4")
-    assert "slim" not in packings("--pp-size 2 --vpp-size 3")
+    assert "slim" in packings("--pp-size 2 --vpp-size 3")
+    assert "slim" not in packings("--pp-size 1")
     Path("small.yaml").write_text(yaml.safe_dump(SIZES | {"num_experts": 4}))
     assert "slim" in packings("--pp-size 4 --memory-gib 20 --ep-size 1")
     assert "slim" in packings("--pp-size 2 --tp-size 1 --cp-size 1 --memory-gib 20 --ep-size 2")
@@ -153,7 +154,7 @@ def test_n_without_a_number_is_what_has_four_million_tokens(wlb) -> None:
     ("words", "says"),
     [
         ("--memory-gib 0.05", "no layout of 4 devices can run"),
-        ("--memory-gib 0.68 --packing slim:1 --num-micro-batches 32 --pp-size 4",
+        ("--memory-gib 0.68 --packing slim:1 --num-micro-batches 32 --pp-size 4 --vpp-size 1",
          "with a peak of 0.69 GiB"),
         ("--memory-gib -1", "--memory-gib is -1.0"),
         ("--num-devices 0", "--num-devices is 0; give at least 1"),

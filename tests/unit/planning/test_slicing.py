@@ -16,7 +16,7 @@ from megatron_wlb.cost.model_file import load_model, padded_vocabulary
 from megatron_wlb.cost.schedule.graph import graph_of, slice_graph
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.length_source import LengthSource
-from megatron_wlb.errors import CheckpointError, ConfigError
+from megatron_wlb.errors import CheckpointError
 from megatron_wlb.plan import Document, Span, StepPlan
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
@@ -346,12 +346,18 @@ def test_a_number_of_units_that_is_none_is_no_state(number):
         slicer().load_state_dict({"num_units": number})
 
 
-def test_virtual_stages_are_refused():
-    layout = Parallelism(pp_size=2, vpp_size=2)
-    with pytest.raises(ConfigError, match="slices of documents run in one chunk a rank"):
-        Slicer(
-            COST, StepCosts(StageCosts.even(COST, 4)), layout, num_micro_batches=4, max_tokens=100
+def test_virtual_stages_are_counted() -> None:
+    """In chunks, which fill the pipeline sooner, a step of the same units is shorter."""
+    lengths = [9000, 7000, 3000, *[400] * 40]
+    times = []
+    for vpp_size in (1, 2, 4):
+        layout = Parallelism(pp_size=4, vpp_size=vpp_size)
+        costs = StepCosts(StageCosts.even(COST, layout.num_stages))
+        made = Slicer(
+            COST, costs, layout, num_micro_batches=4, max_tokens=1 << 20, multiple=16, num_units=24
         )
+        times.append(made.simulated_us(made.cut(documents(lengths), 0)))
+    assert times[0] > 1.02 * times[1] > 1.02 * times[2]
 
 
 def test_documents_longer_than_the_window_run_whole_where_asked():

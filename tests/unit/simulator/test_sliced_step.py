@@ -10,8 +10,9 @@ from PIL import Image
 
 from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, ModelShape, Parallelism
 from megatron_wlb.cost.schedule.graph import graph_of
+from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
-from megatron_wlb.errors import ConfigError, PlanError
+from megatron_wlb.errors import PlanError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.simulator.step import Simulator, slowest_us
 from megatron_wlb.simulator.trace import program, trace
@@ -199,10 +200,12 @@ def test_picture_has_the_documents_own_colour(line, tmp_path):
     assert (0xCC, 0x79, 0xA7) in found  # document 41: the second of five
 
 
-def test_slices_with_virtual_stages_are_refused():
+def test_slices_run_in_virtual_stages():
     layout = Parallelism(pp_size=2, vpp_size=2)
-    with pytest.raises(ConfigError, match="slices with VPP 2; slices need 1"):
-        Simulator(costs(num_stages=4), layout).step(plan_of([[[5], [6]]], [[[0], [0]]], [(1, 1)]))
+    plan = plan_of([[[5], [6]]], [[[0], [0]]], [(1, 1)])
+    line = Simulator(costs(num_stages=4), layout).step(plan)
+    assert (line.pp_size, line.vpp_size) == (2, 2)
+    assert line.graphs[0].order == tuple(map(tuple, sliced(2, (1, 1), 2)))
 
 
 def test_what_plans_of_slices_hold_and_take_is_told_without_a_step(line):

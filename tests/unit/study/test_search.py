@@ -124,7 +124,7 @@ def test_s_max_and_packings_are_searched(found: Search) -> None:
     best = found.best.candidate.scenario
     tuned = [c.outcome for c in found.ranked if c.candidate.scenario == best]
     p = best.parallelism
-    slices = {"slim"} if p.pp_size > 1 and p.vpp_size == 1 else set()
+    slices = {"slim"} if p.pp_size > 1 else set()
     assert {o.setting.name for o in tuned} == {"original", "wlb", "hold"} | slices
     assert len({o.setting.max_tokens for o in tuned}) > 2
 
@@ -209,16 +209,16 @@ def test_coarse_pass_is_of_whole_windows_however_few_or_long_the_documents() -> 
 
 
 def test_layouts_that_no_packing_can_run_are_rejected() -> None:
-    found = find(space(packings=("slim",), num_devices=2, fixed={"cp_size": 1}), num_refined=2)
+    found = find(space(packings=("slim",), num_devices=2, fixed={"cp_size": 1}), num_refined=4)
     layouts = {c.scenario.parallelism for c in found.candidates}
-    assert {(p.pp_size, p.vpp_size) for p in layouts} == {(2, 1)}
-    reasons = {one.reason for one in found.rejected if one.parallelism.vpp_size > 1}
-    assert any("slices need pipeline stages, none that are virtual" in r for r in reasons)
+    assert {p.pp_size for p in layouts} == {2} and {p.vpp_size for p in layouts} >= {1, 2}
+    reasons = {one.reason for one in found.rejected if one.parallelism.pp_size == 1}
+    assert any("slices need pipeline stages" in reason for reason in reasons)
 
 
 def test_slices_are_searched_where_no_window_fits_and_as_well_as_by_trying_all() -> None:
     """Each layout and recomputation simulated with slices, against what the search finds."""
-    where = space(memory_gib=3.5, packings=("slim",))
+    where = space(memory_gib=3.5, packings=("slim",), fixed={"vpp_size": 1})
     found = find(where, num_refined=4, steps=8)
     best = found.best
     assert best.outcome.setting.name == "slim" and best.fits

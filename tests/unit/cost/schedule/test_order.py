@@ -64,8 +64,10 @@ def validate(order, chains=()):
         stop = 0
         for length in chains:
             members, stop = range(stop, stop + length), stop + length
-            due = [Action("F", 0, m) for m in members] + [Action("B", 0, m) for m in members][::-1]
-            assert all(at[before] < at[after] for before, after in pairwise(due))
+            for chunk in range(num_chunks):
+                due = [Action("F", chunk, m) for m in members]
+                due += [Action("B", chunk, m) for m in members][::-1]
+                assert all(at[before] < at[after] for before, after in pairwise(due))
     dataflow(order)
 
 
@@ -238,6 +240,35 @@ CHAINS = [[1], [5], [1] * 9, [3, 1, 2, 1, 1, 1, 1], [4, 4, 4], [1, 1, 7, 1, 2]]
 @pytest.mark.parametrize("pp_size", [1, 2, 4])
 def test_sliced_orders_are_valid_on_every_pipeline(pp_size, chains):
     validate(sliced(pp_size, chains), chains)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    st.integers(2, 8),
+    st.integers(2, 4),
+    st.lists(st.sampled_from([1, 1, 1, 2, 3, 9, 20]), min_size=1, max_size=16),
+)
+def test_sliced_orders_of_several_chunks_are_valid(pp_size, vpp_size, chains):
+    order = sliced(pp_size, chains, vpp_size)
+    validate(order, chains)
+    # Messages between two ranks come in the order in which they are waited for.
+    for kind, step in (("F", 1), ("B", -1)):
+        runs = [[(a.chunk * pp_size + rank, a.micro_batch) for a in actions if a.kind == kind]
+                for rank, actions in enumerate(order)]  # fmt: skip
+        for rank, own in enumerate(runs):
+            following = runs[(rank + step) % pp_size]
+            sent = [(stage + step, m) for stage, m in own]
+            assert [one for one in sent if one in set(following)] == [
+                one for one in following if one in set(sent)
+            ]
+
+
+def test_sliced_order_of_several_chunks_is_interleaved_where_nothing_is_sliced():
+    """But for groups, which are larger here, and the forwards that ranks are ahead."""
+    order = sliced(4, [1] * 10, 2)
+    (first, *_), (megatrons, *_) = order, interleaved(4, 2, 10, group_size=5)
+    assert [a for a in first if a.kind == "F"] == [a for a in megatrons if a.kind == "F"]
+    assert [a for a in first if a.kind == "B"] == [a for a in megatrons if a.kind == "B"]
 
 
 def test_sliced_order_of_whole_documents_is_one_f_one_b():

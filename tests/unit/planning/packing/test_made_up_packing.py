@@ -115,10 +115,10 @@ def test_what_it_cannot_do_is_refused_everywhere() -> None:
 
 
 def test_the_launcher_refuses_slices_by_what_a_packing_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = "--mock-data --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    layout = "--mock-data --pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute"
     args = Words([*layout.split(), "--wlb-packing", "round-robin"], world_size=2)
     args.eval_interval = 1
     refusals.check(args)
-    monkeypatch.setattr(RoundRobin, "cannot", frozenset({"virtual stages"}))
-    with pytest.raises(ConfigError, match="slices of documents run in one chunk a rank"):
+    monkeypatch.setattr(RoundRobin, "cannot", frozenset({"deferred gradients"}))
+    with pytest.raises(ConfigError, match="it pairs forward and backward passes in one order"):
         refusals.check(args)

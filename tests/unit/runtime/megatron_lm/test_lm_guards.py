@@ -168,13 +168,6 @@ def test_what_only_looks_alike_passes(fine: dict[str, Any]) -> None:
 
 
 WITH_SLICES: dict[str, dict[str, Any]] = {
-    "--num-virtual-stages-per-pipeline-rank 2": {},
-    "--num-layers-per-virtual-pipeline-stage 3": {
-        "num_layers_per_virtual_pipeline_stage": 3, "num_virtual_stages_per_pipeline_rank": None,
-    },
-    "--pipeline-model-parallel-layout Et|t|t|tL": {
-        "pipeline_model_parallel_layout": "Et|t|t|tL", "num_virtual_stages_per_pipeline_rank": None,
-    },
     "--defer-embedding-wgrad-compute": {
         "defer_embedding_wgrad_compute": True, "sequence_parallel": False,
         "num_virtual_stages_per_pipeline_rank": None,
