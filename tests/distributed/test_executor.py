@@ -43,7 +43,8 @@ ONE = Layout("llama", 1)
 PP2_DP2 = Layout("gpt2", 1, pp=2, dp=2, extra=GATHER)
 CASES = [
     ONE,
-    Layout("gpt2", 1, dp=2, extra=OVERLAP),
+    # Megatron's recipes name a TP of experts where there are none.
+    Layout("gpt2", 1, dp=2, extra=f"{OVERLAP} --expert-tensor-parallel-size 2"),
     Layout("llama", 1, pp=2, extra=SELECTIVE),
     Layout("gpt2", 1, pp=2, extra=f"{BLOCK} {VERIFY_SHAPES}"),
     PP2_DP2,

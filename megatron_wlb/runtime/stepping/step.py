@@ -300,7 +300,10 @@ class StepRunner:
             int(group.size())
             for group in (groups.dp, groups.tp, groups.cp, groups.ep, groups.expt_tp)
         )
-        return dp if self.replicas_meet else math.lcm(tp * cp, ep * etp) // (tp * cp)
+        if self.replicas_meet:
+            return dp
+        has_experts = self.model.config.num_moe_experts is not None
+        return math.lcm(tp * cp, ep * etp) // (tp * cp) if has_experts else 1
 
     def _check_alike(self, plan: StepPlan) -> None:
         kind = "numbers"
