@@ -72,7 +72,7 @@ def simulated(changes: dict[str, Any], options: argparse.Namespace, folder: Path
     machine = folder / "machine.yaml"
     machine.write_text(yaml.safe_dump(content))
     flags = {**BASE, **{name: value for name, value in changes.items() if name not in figures}}
-    packings = ["original", "hold", *(["slim"] if flags.get("vpp-size", 1) == 1 else [])]
+    packings = ["original", "hold", "slim"]
     shardings = ["per-sequence", *(["adaptive"] if flags["cp-size"] > 1 else [])]
     words = " ".join(f"--{name} {value}" for name, value in flags.items())
     run = (
