@@ -26,7 +26,6 @@ from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.layers import Precisions, slices
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.parts import Latent
-from megatron_wlb.cost.schedule.graph import Graph, graph_of
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.cost.workspace import FP32
 from megatron_wlb.data.blend import BlendedStream
@@ -117,11 +116,6 @@ def parallelism(config: Config, dp_size: int = 1) -> Parallelism:
         ep_size=p.expert_model_parallel_size,
         etp_size=p.expert_tensor_parallel_size,
     )
-
-
-def schedule_graph(config: Config, num_micro_batches: int) -> Graph:
-    p = parallelism(config)
-    return graph_of(p.pp_size, p.vpp_size, num_micro_batches, p.group_size)
 
 
 def recompute(config: Config) -> Recompute:

@@ -216,21 +216,23 @@ class Simulator:
 
 
 def slowest_us(
-    plan: StepPlan, stages: StageCosts, graph: Graph, experts: ExpertGroups | None = None
+    plan: StepPlan, stages: StageCosts, layout: Parallelism, experts: ExpertGroups | None = None
 ) -> float:
-    """Time of the slowest data-parallel rank's pipeline, transfers not counted.
+    """Time of the slowest data-parallel rank's pipeline in a layout, transfers not counted.
 
-    ``graph`` is Megatron's schedule; plans of slices have orders of their own. Replicas that
-    exchange tokens with ``experts`` wait for each other.
+    Replicas that exchange tokens with ``experts`` wait for each other.
     """
-    graphs = [slice_graph(graph.pp_size, own, graph.vpp_size) for own in plan.chains]
+    sizes = layout.pp_size, layout.vpp_size
+    graphs = [slice_graph(sizes[0], own, sizes[1]) for own in plan.chains]
     times, gaps = [], []
     for rank in plan.micro_batches:
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
-        own_us = stages.times_us(lengths, prefixes=prefixes if graphs else None)
+        own_us = stages.times_us(lengths, prefixes=prefixes if plan.chains else None)
         times.append(own_us * _shares(rank))
         gaps.append(np.zeros(len(rank)))
-    graphs = graphs or [graph] * len(times)
+    if not graphs:
+        number = len(plan.micro_batches[0]) or 1
+        graphs = [graph_of(*sizes, number, layout.group_size)] * len(times)
     if experts is None:
         return max(float(g.step_us(*own)) for g, *own in zip(graphs, times, gaps, strict=True))
     padded = [[m.padded_length for m in rank] for rank in plan.micro_batches]

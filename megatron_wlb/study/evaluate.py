@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron_wlb.cost import CostModel
-from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import StepPlan
@@ -201,6 +200,5 @@ class _Clock:
         if p.pp_size == 1 and self._experts is None:
             slowest = max(sum(m.predicted_us for m in rank) for rank in ranks)
         else:
-            graph = graph_of(p.pp_size, p.vpp_size, len(ranks[0]), p.group_size)
-            slowest = slowest_us(plan, self._stages, graph, self._experts)
+            slowest = slowest_us(plan, self._stages, p, self._experts)
         return p.dp_size * p.pp_size * slowest

@@ -36,6 +36,7 @@ from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.packing.settings import AUTO, SHAPED, kind_in, run_with
 from megatron_wlb.planning.run import Devices, Run, title
+from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.reading import real_number
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.study.advice import MAX_DELAY_STEPS, check_max_delay, preference
@@ -487,6 +488,11 @@ def _sliced(
                 for plan in plans:
                     for used in simulator.plan_memory(plan):
                         used.check(run.limit_gib * GIB, "")
+                assert isinstance(planner.slicing, Slicer)
+                worst_gib = planner.slicing.peak_bytes / GIB
+                if worst_gib > run.limit_gib:  # training refuses it, too
+                    limit = f"above the limit of {run.limit_gib:.2f}"
+                    raise ConfigError(f"the longest slices need {worst_gib:.2f} GiB, {limit}")
             except WLBError as error:
                 if not _of_layout(space, p, slices=False):
                     yield Rejected(p, run.num_micro_batches, run.recompute, "memory", str(error))

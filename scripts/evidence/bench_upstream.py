@@ -169,9 +169,7 @@ class Clock:
         return dataclasses.replace(run, num_micro_batches=dp_size * p.num_stages).costs.stages
 
     def of_plan(self, plan: StepPlan) -> float:
-        p = self.run.parallelism
-        graph = graph_of(p.pp_size, p.vpp_size, len(plan.micro_batches[0]), p.group_size)
-        return slowest_us(plan, self.run.costs.stages, graph)
+        return slowest_us(plan, self.run.costs.stages, self.run.parallelism)
 
     def of_parts(self, ranks: Sequence[Sequence[Part]], lengths: Sequence[int]) -> float:
         p = self.run.parallelism

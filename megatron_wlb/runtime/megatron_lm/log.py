@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_wlb.cost import load_hardware
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning.from_config import schedule_graph
+from megatron_wlb.planning.from_config import parallelism
 from megatron_wlb.runtime.compat import targets
 from megatron_wlb.runtime.compat.patching import PatchSet
 from megatron_wlb.runtime.emulation import cpu
@@ -171,14 +171,12 @@ class Log:
         and wait for others that they exchange tokens with; collectives of data parallelism and the
         update are not in it.
         """
-        # Slices have orders of their own, other steps the order of as many micro-batches.
-        graph = schedule_graph(self.session.config, len(plan.micro_batches[0]) or 1)
         model, p = self.session.config.model, self.session.config.parallel
         layers = [*p.split.layers(model.num_layers, p.pipeline_model_parallel_size, p.vpp_size)]
         layers[-1] += model.mtp_num_layers or 0
         shares = [num / sum(layers) for num in layers]
         stages = StageCosts.shared(self.session.cost, shares)
-        return slowest_us(plan, stages, graph, self.session.experts)
+        return slowest_us(plan, stages, parallelism(self.session.config), self.session.experts)
 
     @cached_property
     def _knows_machine(self) -> bool:

@@ -11,7 +11,6 @@ from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, Parallelism
 from megatron_wlb.cost.experts import ExpertGroups
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
-from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.errors import ConfigError
@@ -59,8 +58,7 @@ def numbers(of: list[StepPlan]) -> set[int]:
 def simulated_us(plan: StepPlan, of: Workload) -> float:
     p = of.layout
     assert p is not None
-    graph = graph_of(p.pp_size, p.vpp_size, len(plan.micro_batches[0]), p.group_size)
-    return slowest_us(plan, StageCosts.by_layers(of.cost, p), graph)
+    return slowest_us(plan, StageCosts.by_layers(of.cost, p), p)
 
 
 @pytest.mark.parametrize(

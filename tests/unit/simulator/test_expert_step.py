@@ -153,9 +153,9 @@ def test_predicted_time_of_a_plan_is_that_of_replicas_that_wait() -> None:
     workload = MIXTRAL.workload(LengthSource.of_distribution("reference"), seed=1)
     plan = workload.planner(PackingSettings("original", WINDOW), 1).next_plan()
     assert plan is not None
-    stages, graph = MIXTRAL.costs.stages, workload.graph
-    alone_us = slowest_us(plan, stages, graph)
-    us = slowest_us(plan, stages, graph, workload.experts)
+    stages, layout = MIXTRAL.costs.stages, MIXTRAL.parallelism
+    alone_us = slowest_us(plan, stages, layout)
+    us = slowest_us(plan, stages, layout, workload.experts)
     without_sends = replace(MIXTRAL.costs, p2p_latency_us=0.0, p2p_us_per_token=0.0)
     line = Simulator(without_sends, MIXTRAL.parallelism).step(plan)
     assert us == pytest.approx(line.pipeline_us) and us != pytest.approx(alone_us, rel=1e-3)

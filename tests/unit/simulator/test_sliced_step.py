@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from megatron_wlb.cost import DocumentCost, Execution, MemoryModel, ModelShape, Parallelism
-from megatron_wlb.cost.schedule.graph import graph_of
 from megatron_wlb.cost.schedule.order import sliced
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import PlanError
@@ -216,7 +215,7 @@ def test_what_plans_of_slices_hold_and_take_is_told_without_a_step(line):
         memory=MemoryModel(SHAPE, Execution(layout)),
     )
     assert simulator.plan_memory(plan()) == line.memory
-    us = slowest_us(plan(), StageCosts.even(COST, 2), graph_of(2, 1, 3))
+    us = slowest_us(plan(), StageCosts.even(COST, 2), layout)
     # A token of padding takes time in a step, and none here.
     unpadded = simulator.step(plan_of([[[5], [7, 3], [3]]], [[[0], [5, 0], [0]]], [(2, 1)]))
     assert us == unpadded.pipeline_us
