@@ -8,7 +8,6 @@ import pytest
 
 from megatron_wlb.cost import Execution, ModelShape, Parallelism, load_hardware
 from megatron_wlb.cost.memory import GIB
-from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.model_file import padded_vocabulary
 from megatron_wlb.cost.parts import Experts
 from megatron_wlb.data.length_source import LengthSource
