@@ -116,6 +116,9 @@ def scale(words: Sequence[str], num_devices: int, corpus: str) -> Scaled:
     _scale_model(flags, tp, pp)
     if "--num-experts" in flags.values:
         _scale_experts(flags, given_layers, tp, tp * cp * dp)
+    else:  # Megatron checks it all the same.
+        etp = min(flags.number("--expert-tensor-parallel-size", 1), tp * cp * dp)
+        flags.put_if_given("--expert-tensor-parallel-size", etp, LAYOUT)
     _scale_batch(flags, pp, dp)
     for flag, value in ON_CPU.items():
         flags.put(flag, value, GPU)
