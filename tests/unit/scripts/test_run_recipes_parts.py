@@ -307,6 +307,13 @@ def test_experts_are_few_and_their_losses_and_layers_count(
     assert "--expert-model-parallel-size" not in scaling.grouped(found.alone)
 
 
+def test_a_tp_of_experts_is_made_small_where_there_are_none() -> None:
+    """Megatron asks the processes for it all the same."""
+    layout = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"]
+    found, flags = scaled("--expert-tensor-parallel-size=4", *layout)
+    assert (found.num_processes, flags["--expert-tensor-parallel-size"]) == (4, ("2",))
+
+
 def test_groups_of_few_experts_have_as_many_as_a_token_takes() -> None:
     experts = "--num-experts 64 --moe-router-num-groups 8 --moe-router-group-topk 4"
     _, flags = scaled(*experts.split(), "--moe-router-topk", "8")
