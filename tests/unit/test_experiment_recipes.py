@@ -37,6 +37,8 @@ WITH_EXPERTS = {
     # Model-window: devices, (TP, CP, PP, DP, EP), billions of parameters.
     "mixtral-8x7b-128k": (64, (2, 2, 4, 4, 8), 46.7),
     "deepseek-v3-128k": (1024, (4, 2, 16, 8, 64), 681),
+    "mixtral-8x7b-128k-slim": (64, (2, 2, 4, 4, 8), 46.7),
+    "deepseek-v3-128k-slim": (1024, (8, 2, 16, 4, 64), 681),
 }
 BILLIONS = {"550m": 0.55, "7b": 6.74, "30b": 30, "70b": 70}
 H100_GIB = load_hardware("h100-sxm").memory_gib
@@ -62,10 +64,19 @@ def test_recipe_with_experts_is_its_model_and_fits(name: str) -> None:
     assert found.window == 131072 < found.max_tokens <= found.fitting_tokens
     assert found.state_gib < found.peak_gib <= found.limit_gib
     assert found.speedup > 1.2
-    model, _, _ = name.rpartition("-")
+    model, _, packing = name.partition("-128k")
+    assert found.packing == (packing.removeprefix("-") or "hold")
     config = settings_of(read_recipe(FOLDER / f"{name}.yaml", {}).arguments)
     sizes_of_model = dataclasses.replace(load_model(model), vocab_size=32000)
     assert model_shape(config, 32000) == sizes_of_model
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b-128k", "deepseek-v3-128k"])
+def test_slices_are_faster_with_experts_on_as_many_devices(model: str) -> None:
+    """Simulated 1.29 and 1.24 times."""
+    whole, slices = forecast_of(model), forecast_of(f"{model}-slim")
+    assert slices.num_devices == whole.num_devices
+    assert slices.tokens_per_s > 1.2 * whole.tokens_per_s
 
 
 def test_uneven_routing_leaves_less_room_for_tokens() -> None:
