@@ -15,6 +15,8 @@ from helpers.layouts import some_of
 from helpers.memory import VOCAB_SIZE, MeasuredMemory, measure_step
 
 from megatron_wlb.cost import MemoryModel, Recompute
+from megatron_wlb.cost.schedule.order import sliced
+from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.planning.from_config import padded_vocab_size, run_of
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.config import Config
@@ -147,6 +149,30 @@ def test_predicted_memory_is_what_a_step_holds(gloo: GlooPool, case: str) -> Non
         assert activations == pytest.approx(found.activations, rel=tolerance)
         peak = found.held + max(found.activations, found.update)
         assert model.peak_bytes(rank, padded) == pytest.approx(peak, rel=TOLERANCE)
+
+
+CHAINS, SLICED = (3, 1, 2), [[100], [80], [60, 20], [90, 31], [120], [40, 25]]
+
+
+@pytest.mark.parametrize("flags", some_of([f"{LLAMA} {VPP}", f"{GROUPED} {PP}"], f"{LLAMA} {VPP}"))
+def test_predicted_memory_of_slices_is_what_a_step_holds(gloo: GlooPool, flags: str) -> None:
+    config = settings(flags, len(SLICED))
+    p = config.parallel
+    measured = gloo.run(2, measure_step, config, SLICED, PADDING, CHAINS)
+    model = run_of(config, padded_vocab_size(config, VOCAB_SIZE), 1).memory
+    units, at = [], 0
+    for number in CHAINS:
+        own, at = SLICED[at : at + number], at + number
+        length, start = sum(one[0] for one in own), 0
+        for one in own:
+            cut = Slice(0, start, start + one[0], length) if number > 1 else None
+            units.append(Unit(sum(one) + PADDING, cut))
+            start += one[0]
+    for rank, (found, actions) in enumerate(
+        zip(measured, sliced(2, CHAINS, p.vpp_size), strict=True)
+    ):
+        activations = max(use.peak for use in model.program_bytes(rank, actions, units))
+        assert activations == pytest.approx(found.activations, rel=TOLERANCE)
 
 
 def test_longest_micro_batches_fill_the_memory_they_were_made_for(gloo: GlooPool) -> None:

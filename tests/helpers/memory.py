@@ -31,27 +31,38 @@ class MeasuredMemory:
     """The most that the optimizer's update added."""
 
 
-def measure_step(config: Config, lengths: Sequence[Sequence[int]], pad: int) -> MeasuredMemory:
+def measure_step(
+    config: Config, lengths: Sequence[Sequence[int]], pad: int, chains: Sequence[int] = ()
+) -> MeasuredMemory:
     """Measures a step of given micro-batches, the same ones on all data-parallel ranks.
 
     ``lengths`` are those of each micro-batch's documents; ``pad`` tokens of padding follow them.
+    The first ones of a chain of several are the slices of one document.
     """
     from megatron_wlb.runtime.stepping.optimizer import build_optimizer
 
-    workload = make_workload(
-        [[n for documents in lengths for n in documents]], vocab_size=VOCAB_SIZE
-    )
+    units = iter(lengths)
+    parts = [[*itertools.islice(units, number)] for number in chains or [1] * len(lengths)]
+    every: list[int] = []  # of each chain the document in slices, and then the others
+    for chain in parts:
+        every += [sum(own[0] for own in chain), *(n for own in chain for n in own[1:])]
+    workload = make_workload([every], vocab_size=VOCAB_SIZE)
     documents = iter(workload.steps[0])
-    micro_batches = []
-    for index, own in enumerate(lengths):
-        spans = tuple(Span(d, 0, d.length) for d in itertools.islice(documents, len(own)))
-        micro_batches.append(
-            MicroBatchPlan(index, spans, sum(own) + pad, 1.0, Sharding("per-document"))
-        )
+    micro_batches: list[MicroBatchPlan] = []
+    for chain in parts:
+        first, reached = next(documents), 0
+        for own in chain:
+            spans = [Span(first, reached, reached + own[0])]
+            spans += (Span(d, 0, d.length) for d in itertools.islice(documents, len(own) - 1))
+            index, reached = len(micro_batches), reached + own[0]
+            micro_batches.append(
+                MicroBatchPlan(index, tuple(spans), sum(own) + pad, 1.0, Sharding("per-document"))
+            )
     with LiveBytes() as live:
         runner = build_runner(config, workload)
         dp_size = runner.model.groups.dp.size()
-        plan = StepPlan(0, "given", (tuple(micro_batches),) * dp_size, 0, 0)
+        of_ranks = (tuple(chains),) * dp_size if chains else ()
+        plan = StepPlan(0, "given", (tuple(micro_batches),) * dp_size, 0, 0, of_ranks)
         chunks = runner.model.chunks
         optimizer, _ = build_optimizer(config, runner.model)
         parameters = [p for chunk in chunks for p in chunk.parameters()]
