@@ -42,13 +42,16 @@ LEAST_CUT = 256
 """Documents of fewer tokens are left whole."""
 
 
-def reference(num_micro_batches: int, seed: int) -> Workload:
-    """Reference lengths on one pipeline."""
-    layout = Parallelism(pp_size=PP_SIZE)
-    source = LengthSource.of_distribution("reference")
-    return Workload(
-        source, REFERENCE_WINDOW, num_micro_batches, UNLIKE_COST, seed, layout=layout
-    )  # fmt: skip
+def drawn(
+    num_micro_batches: int,
+    seed: int,
+    data: str = "reference",
+    window: int = REFERENCE_WINDOW,
+    pp_size: int = PP_SIZE,
+) -> Workload:
+    """Lengths of a distribution on one pipeline."""
+    source, layout = LengthSource.of_distribution(data), Parallelism(pp_size=pp_size)
+    return Workload(source, window, num_micro_batches, UNLIKE_COST, seed, layout=layout)
 
 
 def pipeline(
@@ -107,7 +110,13 @@ class Unlike(NamedTuple):
     """What each of :data:`UNLIKE` gains over slim packing, by seed."""
 
 
-def unlike(num_micro_batches: int, effort: Effort) -> Unlike:
+def unlike(
+    num_micro_batches: int,
+    effort: Effort,
+    data: str = "reference",
+    window: int = REFERENCE_WINDOW,
+    pp_size: int = PP_SIZE,
+) -> Unlike:
     """Tries other units for the backward pass, of the same documents and as many forward units.
 
     ``own cuts``: both passes have cuts of their own, at equal cost of that pass. ``cuts of the
@@ -119,16 +128,16 @@ def unlike(num_micro_batches: int, effort: Effort) -> Unlike:
     """
     found: dict[str, list[float]] = {name: [] for name in UNLIKE}
     counts = []
-    costs = StepCosts(StageCosts.even(UNLIKE_COST, PP_SIZE))
-    simulator = Simulator(costs, Parallelism(pp_size=PP_SIZE))
+    costs = StepCosts(StageCosts.even(UNLIKE_COST, pp_size))
+    simulator = Simulator(costs, Parallelism(pp_size=pp_size))
     for seed in effort.seeds:
         slim_us, total_us = 0.0, dict.fromkeys(UNLIKE, 0.0)
-        setting = PackingSettings("slim", REFERENCE_WINDOW)
-        planner = reference(num_micro_batches, seed).planner(setting, effort.steps)
+        workload = drawn(num_micro_batches, seed, data, window, pp_size)
+        planner = workload.planner(PackingSettings("slim", window), effort.steps)
         for plan in planner.plans(effort.steps):
             line = simulator.step(plan)
             slim_us += line.step_us
-            total_us["no bubbles"] += float(line.times_us[0].sum()) / PP_SIZE
+            total_us["no bubbles"] += float(line.times_us[0].sum()) / pp_size
             lengths = sorted((document.length for document in plan.documents), reverse=True)
             num = len(plan.micro_batches[0])
             counts.append(num)
@@ -140,7 +149,7 @@ def unlike(num_micro_batches: int, effort: Effort) -> Unlike:
                 ("unions of 2", (forward, _unions(forward, num // 2))),
                 ("unions of 4", (forward, _unions(forward, num // 4))),
             ):  # fmt: skip
-                total_us[name] += step_us(*units)
+                total_us[name] += step_us(*units, pp_size)
         for name, us in total_us.items():
             found[name].append(slim_us / us)
     return Unlike(float(np.mean(counts)), {name: tuple(each) for name, each in found.items()})
@@ -150,7 +159,7 @@ Cut: TypeAlias = list[list[Piece]]
 """Units of pieces, in running order."""
 
 
-def step_us(forward: Cut, backward: Cut) -> float:
+def step_us(forward: Cut, backward: Cut, pp_size: int = PP_SIZE) -> float:
     """A step in which each backward unit follows the forwards of all its documents.
 
     There are at least as many forward units as backward ones.
@@ -166,9 +175,9 @@ def step_us(forward: Cut, backward: Cut) -> float:
             if row:
                 needed[place] = max(place + 1, 1 + max(last[p.document] for p in unit))
     steady = list(accumulate(needed, lambda before, own: min(num, max(own, before + 1))))
-    stages_us = np.repeat(times_us[:, None] / PP_SIZE, PP_SIZE, axis=1)
+    stages_us = np.repeat(times_us[:, None] / pp_size, pp_size, axis=1)
     lead = max(1, round(len(forward) / len(backward)))
-    orders = (run_ahead(PP_SIZE, range(num), each, lead) for each in (needed, steady))
+    orders = (run_ahead(pp_size, range(num), each, lead) for each in (needed, steady))
     return min(float(Graph(order).step_us(stages_us, np.zeros(num))) for order in orders)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from _sections import Paper, Row, Section, rising, row_of
@@ -22,6 +23,13 @@ CHUNKS = (
     ("slim", 1), ("slim", 2), ("slim", 4),
 )  # fmt: skip
 """Packings and V of the comparison beyond the paper."""
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "PP 8": {"pp_size": 8},
+    "window 256K": {"window": 256 * K},
+    "PP 8, window 256K": {"pp_size": 8, "window": 256 * K},
+    **{data: {"data": data} for data in ("magi", "slimpack", "stdlib")},
+}
+"""Where else units of their own are tried for the backward pass."""
 
 
 def _throughput(effort: Effort) -> Section:
@@ -151,6 +159,13 @@ def _backward(effort: Effort) -> Section:
         mean = {name: statistics.fmean(values) for name, values in found.speedup.items()}
         own.append(mean["own cuts"])
         due.append(mean["own cuts"] - mean["cuts of the sum"])
+    for name, changes in ELSEWHERE.items():
+        for number in FEW_AND_MANY:
+            found = unlike(number, effort, **changes)
+            values = found.speedup["own cuts"]
+            extra = (f"{statistics.fmean(values) - 1:+.1%}", f"{found.num_units:.0f}")
+            rows.append(row_of(f"N = {number}, {name}, own cuts", values, None, extra))
+            own.append(statistics.fmean(values))
     return Section(
         "backward",
         "Section 4.1.2: units of their own for the backward pass",
@@ -158,7 +173,8 @@ def _backward(effort: Effort) -> Section:
         "even forward are less even backward, and the paper cuts the backward anew. The project's "
         "units serve both passes. The table shows what other units gain over them, at best, with "
         "as many forward units, PP=4 and `reference` lengths. *Own cuts*: each pass is cut at "
-        "equal cost of that pass. *Cuts of the sum*: the same at equal cost of both passes, so the "
+        "equal cost of that pass, also in a longer pipeline, a longer window and on other lengths. "
+        "*Cuts of the sum*: the same at equal cost of both passes, so the "
         "difference between these two is what unlike costs are worth. *Unions*: each backward unit "
         "is of 2 or 4 forward slices. *No bubbles*: no units can be faster. Keys and values are "
         "kept as they must be: a document's backward begins when all its slices have run forward.",
