@@ -221,16 +221,17 @@ def test_documents_of_several_replicas_are_refused(gloo: GlooPool) -> None:
         gloo.run(2, run_merged, Layout("moe-seq", 3, dp=2).config)
 
 
+OVER_REPLICAS = Layout("moe-seq", 4, pp=2, dp=2, ep=2, extra=FULL)
 SLICED = [
-    Layout("moe-seq", 3, pp=2, tp="2sp", ep=2, extra=f"{ETP1} {FULL}"),
+    further(Layout("moe-seq", 3, pp=2, tp="2sp", ep=2, extra=f"{ETP1} {FULL}")),
     further(Layout("moe-seq", 3, tp="2sp", ep=2, extra=ETP1)),
     further(Layout("moe-seq", 3, pp=2, cp=2, ep=2, sharding="per-document", extra=FULL)),
     further(Layout("moe-aux", 3, tp="2sp", cp=2, ep=4, extra=ETP1)),
     further(Layout("moe-seq", 3, tp="2sp", dp=2, ep=2, extra=f"{ETP1} {SHARDED} {OVERLAP}")),
     further(Layout("deepseek", 3, pp=2, tp="2sp", ep=2, extra=ETP1)),
     # Over replicas, which run alike.
-    Layout("moe-seq", 4, pp=2, dp=2, ep=2, extra=FULL),
-    Layout("moe-aux", 4, dp=4, ep=2, extra=f"{SHARDED} {OVERLAP}"),
+    OVER_REPLICAS,
+    further(Layout("moe-aux", 4, dp=4, ep=2, extra=f"{SHARDED} {OVERLAP}")),
     further(EP4),
     further(Layout("moe-seq", 4, pp=2, dp=2, extra=f"{ETP2} {SHARDED}")),
     further(Layout("moe-seq", 3, cp=2, dp=2, ep=4, sharding="per-document")),
@@ -254,7 +255,7 @@ def take_slices_for_documents(runner: Any) -> Any:
 
 
 def test_a_slice_that_counts_alone_differs(sliced: Compare) -> None:
-    found = sliced(SLICED[0], take_slices_for_documents)
+    found = sliced(OVER_REPLICAS, take_slices_for_documents)
     assert any(line.startswith("step 0: gradient of") and "router" in line for line in found)
     assert not any(line.startswith("step 0: loss") for line in found)
 
