@@ -190,7 +190,6 @@ class Slicer:
             takes beyond a replica's own is not simulated. Not where replicas run alike.
         memory: what a device may hold.
         worst: lengths of a rank's documents in the steps that need most memory.
-
     """
 
     def __init__(

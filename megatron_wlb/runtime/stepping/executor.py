@@ -86,10 +86,8 @@ class Links:
         """The virtual stage of a chunk on this rank."""
         return chunk * len(self.ranks) + self.rank
 
-    def is_first(self, chunk: int) -> bool:
-        return self.stage(chunk) == 0
-
     def is_last(self, chunk: int) -> bool:
+        """Whether a chunk on this rank ends in the loss."""
         return self.stage(chunk) == self.num_chunks * len(self.ranks) - 1
 
     def peer(self, action: Action, distance: int) -> tuple[int, dist.ProcessGroup] | None:
@@ -134,8 +132,11 @@ class Transfers:
         self._sends = [sent for sent in self._sends if not sent[0].is_completed()]
         if tensor.device.type == "cpu":
             # Gloo's sends are complete only once they are waited for. The peer comes to the first
-            # of them without any message that is still to be sent.
-            while len(self._sends) > MOST_SENDS * self.links.num_chunks * len(self.links.ranks):
+            # of them without any message that is still to be sent; with several chunks it may first
+            # need those that go around.
+            num_chunks = self.links.num_chunks
+            around = num_chunks * len(self.links.ranks) if num_chunks > 1 else 1
+            while len(self._sends) > MOST_SENDS * around:
                 self._wait_for_first()
         if self.verify:
             facts = [tensor.shape[0], *Contents.of(tensor)]
