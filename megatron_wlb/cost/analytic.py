@@ -103,16 +103,12 @@ class AnalyticModel(Executed):
         """
         shape, p, machine = self.shape, self.parallelism, self.hardware
         layer = layer or shape.layer
-        precisions = layer.precisions or Precisions.same(self.element_bytes)
+        precisions = self._precisions(layer)
         attention = precisions.attention
         # Numbers read and written a token. A part's norm: 2; its residual addition: 3.
         spread = 5 * len(layer.parts) * shape.hidden_size / p.sequence_shards
         local = sum(part.elementwise_numbers for part in layer.parts)
-        sent_bytes = sum(part.sent_numbers(p) for part in layer.parts) * attention.element_bytes
-        gathered_bytes = sent_bytes * (p.cp_size - 1) / p.cp_size
-        exchange_us = machine.transfer_us(gathered_bytes, p.tp_size * p.cp_size, p.cp_size)
-        # Each rank copies the keys and values of all ranks into the order of its kernel.
-        ordered = sum(part.copied_numbers(p) for part in layer.parts) if p.cp_size > 1 else 0.0
+        exchange_us, ordered_us = self._keys_us(layer)
         up_us = self._matrix_us(sum(part.up_weights for part in layer.parts), precisions.matrix)
         weights = shape.hidden_size * layer.matrix_numbers + layer.inner_weights
         attention_tflops = machine.reached_tflops("attention_share", attention.peak)
@@ -140,14 +136,33 @@ class AnalyticModel(Executed):
             self._tp_forward_us(2 * num_parts, weights, precisions),
             self._tp_backward_us(num_parts, num_parts, columns, precisions),
             (1 - machine.cp_overlap * self._beside_attention(layer)) * exchange_us,
-            machine.memory_us(ordered * attention.element_bytes),
+            ordered_us,
             layer.query_size * pair_us,
             layer.windowed_query_size * pair_us,
             p.cp_size * up_us if p.cp_size > 1 else 0.0,
-            self._exchange_us(sent * precisions.collective.element_bytes),
+            self._exchange_us(sent * precisions.collective.element_bytes, sent / hidden),
             routed_us,
             sum(part.num_kernels(p) for part in layer.parts),
         )
+
+    def _keys_us(self, layer: Layer, num_replicas: int = 1) -> tuple[float, float]:
+        """The exchange of a token's keys and values over the CP ranks of so many replicas, and the
+        copy of all ranks' into the order of the kernel.
+        """
+        p = self.parallelism
+        num_ranks = p.cp_size * num_replicas
+        if num_ranks == 1:
+            return 0.0, 0.0
+        element_bytes = self._precisions(layer).attention.element_bytes
+        sent = sum(part.sent_numbers(p) for part in layer.parts) * (num_ranks - 1) / num_ranks
+        copied = sum(part.copied_numbers(p) for part in layer.parts)
+        return (
+            self.hardware.transfer_us(sent * element_bytes, p.tp_size * num_ranks, num_ranks),
+            self.hardware.memory_us(copied * element_bytes),
+        )
+
+    def _precisions(self, layer: Layer) -> Precisions:
+        return layer.precisions or Precisions.same(self.element_bytes)
 
     def _traffic_us(self, numbers: float, precision: Precision) -> float:
         """What matrix products wait for their inputs and outputs, and the casts of these.
@@ -160,13 +175,14 @@ class AnalyticModel(Executed):
             num_bytes += (self.element_bytes + 2 * precision.element_bytes) / 3
         return (1 - self.hardware.product_overlap) * self._elementwise_us(numbers * num_bytes)
 
-    def _exchange_us(self, num_bytes: float) -> float:
-        """Time in which so many bytes of a token over CP go to experts, and back."""
+    def _exchange_us(self, num_bytes: float, copies: float) -> float:
+        """Time in which so many bytes of a token's copies over CP go to experts, and back."""
         p, machine = self.parallelism, self.hardware
         each, tp_size = num_bytes / p.cp_size, p.expert_tp_size
+        copies = copies if self.execution.sends_once else 0.0
         gathered_us = machine.transfer_us((tp_size - 1) * each, tp_size, tp_size)
         shown = 1 - machine.tp_overlap if self.execution.ep_overlapped else 1.0
-        return 2 * (shown * machine.all_to_all_us(each, p.ep_size, tp_size) + gathered_us)
+        return 2 * (shown * machine.all_to_all_us(each, p.ep_size, tp_size, copies) + gathered_us)
 
     def embedding(self) -> ForwardTimes:
         """What the first stage has besides its layers."""
@@ -199,7 +215,7 @@ class AnalyticModel(Executed):
         """
         shape, p = self.shape, self.parallelism
         weights = shape.joining_parameters
-        precisions = layer.precisions or Precisions.same(self.element_bytes)
+        precisions = self._precisions(layer)
         # Both are read and written by a norm, and by what puts them side by side.
         numbers = 8 * shape.hidden_size / p.sequence_shards
         return ForwardTimes(
@@ -268,16 +284,31 @@ class AnalyticModel(Executed):
         """What slices take for the rows before them; layers of a sliding window see few."""
         p = self.parallelism
         row_us: list[float] = []
-        for stage in p.stages(self.shape):
+        stages = [self._runs(stage)[0] for stage in p.stages(self.shape)]
+        for runs in stages:
             us = 0.0
-            for num, layer in self._runs(stage)[0]:
+            for num, layer in runs:
                 keys = sum(part.key_size for part in layer.parts if part.reach_tokens is None)
-                own = (layer.precisions or Precisions.same(self.element_bytes)).attention
-                num_bytes = 2 * own.element_bytes + 2 * max(_FP32, own.element_bytes)
+                own_bytes = self._precisions(layer).attention.element_bytes
+                num_bytes = 2 * own_bytes + 2 * max(_FP32, own_bytes)
                 us += num * self.hardware.memory_us(2 * keys / p.tp_size * num_bytes)
             row_us.append(us)
+        sizes = [1 << n for n in range(p.dp_size.bit_length())]
+        merged_us = tuple(
+            tuple(sum((num * self._merged_us(layer, size) for num, layer in runs), 0.0)
+                  for runs in stages)
+            for size in sizes
+        )  # fmt: skip
         num_heads = -(-self.shape.num_attention_heads // p.tp_size)
-        return PrefixCosts(num_heads, p.cp_size, self.hardware.num_processors, tuple(row_us))
+        return PrefixCosts(
+            num_heads, p.cp_size, self.hardware.num_processors, tuple(row_us), merged_us
+        )
+
+    def _merged_us(self, layer: Layer, num_replicas: int) -> float:
+        """What a token's keys and values take more on each of so many replicas together than their
+        shares of one replica's time.
+        """
+        return sum(self._keys_us(layer, num_replicas)) - sum(self._keys_us(layer)) / num_replicas
 
     def _runs(self, stage: Stage) -> tuple[Runs, Runs]:
         """All layers of a virtual stage, and those that run forward once more in backward."""
@@ -326,7 +357,7 @@ class AnalyticModel(Executed):
 
     def _longer_us(self, layer: Layer) -> float:
         """By how much the exchange of gradients takes longer in fp32 than in their own dtype."""
-        precisions = layer.precisions or Precisions.same(self.element_bytes)
+        precisions = self._precisions(layer)
         own_bytes = precisions.attention.element_bytes
         return (max(_FP32, own_bytes) / own_bytes - 1) * self.layer(layer).cp_us
 

@@ -39,6 +39,9 @@ class Execution:
     ep_overlapped: bool = False
     """Whether the exchange with experts runs beside the work of another micro-batch
     (``--overlap-moe-expert-parallel-comm``)."""
+    sends_once: bool = False
+    """Whether a token goes to a node once, whatever number of experts it passes there
+    (``--moe-token-dispatcher-type flex``)."""
     kernels: Kernels = "fused"
     """Norms and activations as single kernels, as on a GPU; torch's keep more."""
     attention_kernel: str | None = None

@@ -142,17 +142,32 @@ class Hardware:
             gb_s = min(gb_s, self.network_gb_s * in_node)
         return num_bytes / (gb_s * self.link_share * 1e3)
 
-    def all_to_all_us(self, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
+    def all_to_all_us(
+        self, num_bytes: float, num_ranks: int, stride: int = 1, copies: float = 0.0
+    ) -> float:
         """Time in which each of ``num_ranks``, ``stride`` devices apart, sends so many bytes in
         equal parts to all, itself included.
 
         What stays in a node and what leaves it are on their way at once, each device with the
-        network adapter of its own.
+        network adapter of its own. If the bytes are so many ``copies`` for random ranks, a node
+        gets one over the network and each rank there one from it, as DeepEP and HybridEP do.
         """
         in_node = min(num_ranks, max(1, self.devices_per_node // stride))
-        inside = num_bytes * (in_node - 1) / num_ranks / self.node_link_gb_s
-        outside = num_bytes * (num_ranks - in_node) / num_ranks / self.network_gb_s
-        return max(inside, outside) / (self.link_share * 1e3)
+        num_nodes = num_ranks / in_node
+        inside = num_bytes * (in_node - 1) / num_ranks
+        outside = num_bytes * (num_nodes - 1) / num_nodes
+        if copies:
+            one = num_bytes / copies
+            inside = one * reached(num_ranks, copies) * (in_node - 1) / in_node
+            outside = one * reached(num_nodes, copies) * (num_nodes - 1) / num_nodes
+        longest_us = max(inside / self.node_link_gb_s, outside / self.network_gb_s)
+        return longest_us / (self.link_share * 1e3)
+
+
+def reached(num: float, copies: float) -> float:
+    """How many of ``num`` get a copy, in the mean, if each copy goes to a random one."""
+    share: float = 1 - (1 - 1 / num) ** copies
+    return num * share
 
 
 FIGURES = tuple(f.name for f in fields(Hardware) if f.name != "attention")

@@ -59,6 +59,10 @@ class PrefixCosts:
     gradient_us: tuple[float, ...]
     """µs a row before the slice, in the backward of each virtual stage: gradients are written,
     read, and added to what is there."""
+    merged_us: tuple[tuple[float, ...], ...] = ()
+    """By how much 1, 2, 4, … data-parallel ranks that run a unit together take longer for its keys
+    and values than their shares of one rank's time: µs a token of the unit, in the forward of each
+    virtual stage and as much in its backward."""
 
     def idle(self, num_tokens: int) -> float:
         """By how much longer the forward of so many queries takes than on a device that is full."""
@@ -89,8 +93,10 @@ class SliceTape:
 
         ``[3, units]``, which all run slices. The buffers of a slice's document are in all three.
         """
-        table = [(u.num_tokens, *u.slice[1:]) for u in units if u.slice is not None]
-        num_tokens, start, stop, length = np.array(table, dtype=np.float64).T
+        table = [
+            (u.num_tokens, len(u.ranks) or 1, *u.slice[1:]) for u in units if u.slice is not None
+        ]
+        num_tokens, num_ranks, start, stop, length = np.array(table, dtype=np.float64).T
         backward = kind == "B"
         held = _buffers(backward, start, stop, length)
         # In backward, the kernel of the layer that runs gives gradients of the keys before the
@@ -99,7 +105,7 @@ class SliceTape:
         buffers = [held[0], own, held[2], held[1], length * backward, held[3]]
         coefficients = np.array([num_tokens, num_tokens**0, *buffers, start])
         # Not beside padding either, which is attended to as a document.
-        alone = stop - start == num_tokens
+        alone = stop - start == num_tokens * num_ranks
         peak = np.empty(len(units))
         for kind_of in (False, True):
             rows, at = self._rows[backward, kind_of], np.flatnonzero(alone == kind_of)

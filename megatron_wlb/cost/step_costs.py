@@ -123,6 +123,7 @@ class StageCosts:
         micro_batches: Sequence[Sequence[int]],
         attention_scale: npt.ArrayLike | None = None,
         prefixes: Sequence[Sequence[int]] | None = None,
+        replicas: Sequence[int] | None = None,
     ) -> Floats:
         """Times of forwards and backwards, ``[2, S, N]``.
 
@@ -137,19 +138,27 @@ class StageCosts:
                 slices that ran before are even shares: each rank has as many queries.
             prefixes: of each segment, the keys that slices of its document have left before it;
                 none if not given.
+            replicas: data-parallel ranks that run each micro-batch together; 1 if not given. Each
+                has an even share of its tokens and pairs, and all of its keys and values.
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
         scale = np.ones((2, num))
         if attention_scale is not None:
             scale = np.broadcast_to(np.asarray(attention_scale, dtype=np.float64), (2, num))
+        merged = np.array(replicas or [1] * num)
+        own_tokens, scale = tokens / merged, scale / merged
         idle, rows = np.ones(num), np.zeros(num)
         if prefixes is not None and self.prefixes is not None:
             rows = np.array([sum(before) for before in prefixes], dtype=np.float64)
             for at in np.flatnonzero(rows).tolist():
                 lengths = zip(prefixes[at], micro_batches[at], strict=True)
-                idle[at] = self.prefixes.idle(sum(length for before, length in lengths if before))
-        squares = _pairs(micro_batches, scale, prefixes, lambda length: length * length, idle)
+                idle[at] = self.prefixes.idle(
+                    sum(length for before, length in lengths if before) / merged[at]
+                )
+        before_scale = np.stack([idle, np.ones(num)]) / merged
+        given = micro_batches, scale, prefixes, before_scale
+        squares = _pairs(*given, lambda length: length * length)
         saved: dict[int | None, Floats] = {None: 0 * squares}  # by reach
         result = np.empty((2, len(self.stages), num))
         seen: dict[int, Floats] = {}  # stages with one and the same cost
@@ -158,23 +167,28 @@ class StageCosts:
                 overhead_us, reach = cost.micro_batch_us, cost.reach_tokens
                 if reach not in saved:
                     beyond = partial(unseen, reach_tokens=reach)
-                    saved[reach] = _pairs(micro_batches, scale, prefixes, beyond, idle)
+                    saved[reach] = _pairs(*given, beyond)
                 forward_us, _ = cost.attention_us(squares[0], saved[reach][0])
                 _, backward_us = cost.attention_us(squares[1], saved[reach][1])
                 result[0, stage] = (
-                    cost.forward_linear_us * tokens
+                    cost.forward_linear_us * own_tokens
                     + forward_us
                     + (1 - BACKWARD_OVERHEAD) * overhead_us
                 )
                 result[1, stage] = (
-                    cost.backward_linear_us * tokens + backward_us + BACKWARD_OVERHEAD * overhead_us
+                    cost.backward_linear_us * own_tokens
+                    + backward_us
+                    + BACKWARD_OVERHEAD * overhead_us
                 )
                 continue
             if id(cost) not in seen:
-                seen[id(cost)] = _times(cost, micro_batches, scale, prefixes, idle)
+                seen[id(cost)] = _times(cost, *given)
             result[:, stage] = seen[id(cost)]
         if self.prefixes is not None:
             result[1] += np.outer(self.prefixes.gradient_us, rows)
+            if merged.max(initial=1) > 1:
+                rates = [self.prefixes.merged_us[n.bit_length() - 1] for n in merged.tolist()]
+                result += np.array(rates).T * tokens
         if self.launches_us:
             taken_us = np.maximum(result.sum(axis=(0, 2)), LEAST_US)
             result *= np.maximum(1, num * np.array(self.launches_us) / taken_us)[:, None]
@@ -185,13 +199,13 @@ def _pairs(
     micro_batches: Sequence[Sequence[int]],
     scale: Floats,
     prefixes: Sequence[Sequence[int]] | None,
+    before_scale: Floats,
     of: Callable[[int], int],
-    idle: Floats,
 ) -> Floats:
     """What grows with documents as ``of`` does, of both passes, ``[2, N]``.
 
-    ``scale`` and ``prefixes`` are as in :meth:`StageCosts.times_us`; ``idle`` ``[N]`` is by how
-    much longer the forward of prefixes takes.
+    ``scale`` and ``prefixes`` are as in :meth:`StageCosts.times_us`; ``before_scale`` ``[2, N]`` is
+    the scale of the prefixes' part, and in backward a rank's share of the micro-batch.
     """
     pairs = [sum([of(length) for length in lengths]) for lengths in micro_batches]
     result = np.array(pairs, dtype=np.float64) * scale
@@ -207,7 +221,7 @@ def _pairs(
         )
         for own, lengths in zip(prefixes, micro_batches, strict=True)
     ]
-    return result + np.array(before, dtype=np.float64) * np.stack([idle, np.ones_like(idle)])
+    return result + np.array(before, dtype=np.float64) * before_scale
 
 
 def _times(
@@ -215,26 +229,31 @@ def _times(
     micro_batches: Sequence[Sequence[int]],
     scale: Floats,
     prefixes: Sequence[Sequence[int]] | None,
-    idle: Floats,
+    before_scale: Floats,
 ) -> Floats:
     rows = []
     for at, lengths in enumerate(micro_batches):
         work = cost.work(lengths)
         forward_us = work.forward_attention_us * float(scale[0, at])
         backward_us = work.backward_attention_us * float(scale[1, at])
+        forward_scale, share = before_scale[:, at].tolist()
         for keys, length in zip(prefixes[at], lengths, strict=True) if prefixes else ():
             if keys:  # what it takes more than as a document of its own
                 whole, *parts = (cost.work([n]) for n in (keys + length, keys, length))
-                before_us = whole.forward_attention_us
-                backward_us += whole.backward_attention_us
-                for part in parts:
-                    before_us -= part.forward_attention_us
-                    backward_us -= part.backward_attention_us
-                forward_us += before_us * float(idle[at])
+                forward_us += forward_scale * (
+                    whole.forward_attention_us - sum(part.forward_attention_us for part in parts)
+                )
+                backward_us += share * (
+                    whole.backward_attention_us - sum(part.backward_attention_us for part in parts)
+                )
         rows.append(
             (
-                work.forward_linear_us + forward_us + work.overhead_us * (1 - BACKWARD_OVERHEAD),
-                work.backward_linear_us + backward_us + work.overhead_us * BACKWARD_OVERHEAD,
+                share * work.forward_linear_us
+                + forward_us
+                + work.overhead_us * (1 - BACKWARD_OVERHEAD),
+                share * work.backward_linear_us
+                + backward_us
+                + work.overhead_us * BACKWARD_OVERHEAD,
             )
         )
     return np.array(rows, dtype=np.float64).T

@@ -159,6 +159,7 @@ def execution(config: Config, dp_size: int = 1) -> Execution:
         optimizer=t.optimizer,
         distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        sends_once=config.model.moe_token_dispatcher_type == "flex",
         kernels="torch",
         attention_kernel=None if wlb.wlb_attention_kernel == "auto" else wlb.wlb_attention_kernel,
         num_head_groups=wlb.wlb_cp_overlap_groups,

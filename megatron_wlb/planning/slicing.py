@@ -31,8 +31,6 @@ from math import ceil, sqrt
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-
 from megatron_wlb.cost import CostModel, MemoryModel, Parallelism
 from megatron_wlb.cost.schedule.graph import Floats, slice_graph
 from megatron_wlb.cost.schedule.order import sliced
@@ -186,8 +184,7 @@ class Slicer:
         multiple: tokens that cuts are multiples of.
         alike: how many neighbouring replicas meet in each pass, and so run units alike.
         merges: whether a document that outweighs a replica's mean may run on several together,
-            where that is faster in simulation (DP-Merge). What their exchange of keys and values
-            takes beyond a replica's own is not simulated. Not where replicas run alike.
+            where that is faster in simulation (DP-Merge). Not where replicas run alike.
         memory: what a device may hold.
         worst: lengths of a rank's documents in the steps that need most memory.
     """
@@ -349,9 +346,9 @@ class Slicer:
         """Times ``[2, S, N]`` of a replica's units, of their transfers, and their tokens."""
         lengths = [[span.length for span in unit] or [0] for unit in units.spans]
         prefixes = [[span.start for span in unit] or [0] for unit in units.spans]
-        shares = 1 / np.array([len(replicas) or 1 for replicas in units.replicas])
+        together = [len(replicas) or 1 for replicas in units.replicas]
         tokens = [sum(own) for own in lengths]
-        times_us = self._costs.stages.times_us(lengths, prefixes=prefixes) * shares
+        times_us = self._costs.stages.times_us(lengths, None, prefixes, together)
         return times_us, self._costs.p2p_us(tokens), tokens
 
     def _lay(self, dealt: _Dealt, group: int, num_units: int) -> list[Units]:

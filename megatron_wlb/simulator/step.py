@@ -120,9 +120,8 @@ class Simulator:
         else:
             graphs, units = self._sliced(sliced)
             before = [[m.prefixes for m in rank] for rank in sliced.micro_batches]
-            times = list(map(stages.times_us, lengths, scale, before))
-            shares = map(_shares, sliced.micro_batches)
-            times = [own * share for own, share in zip(times, shares, strict=True)]
+            together = map(_together, sliced.micro_batches)
+            times = list(map(stages.times_us, lengths, scale, before, together))
             padded = [[unit.num_tokens for unit in rank] for rank in units]
         gaps = list(map(self.costs.p2p_us, padded))
         for own in times:
@@ -227,8 +226,8 @@ def slowest_us(
     times, gaps = [], []
     for rank in plan.micro_batches:
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
-        own_us = stages.times_us(lengths, prefixes=prefixes if plan.chains else None)
-        times.append(own_us * _shares(rank))
+        before = prefixes if plan.chains else None
+        times.append(stages.times_us(lengths, None, before, _together(rank)))
         gaps.append(np.zeros(len(rank)))
     if not graphs:
         number = len(plan.micro_batches[0]) or 1
@@ -243,9 +242,9 @@ def slowest_us(
 _length, _start = attrgetter("length"), attrgetter("start")
 
 
-def _shares(rank: Sequence[MicroBatchPlan]) -> Floats:
-    """What of each micro-batch is a data-parallel rank's, where several run it together."""
-    return np.array([1 / (len(m.replicas) or 1) for m in rank])
+def _together(rank: Sequence[MicroBatchPlan]) -> list[int]:
+    """How many data-parallel ranks run each micro-batch together."""
+    return [len(m.replicas) or 1 for m in rank]
 
 
 def _unit(m: MicroBatchPlan) -> Unit:

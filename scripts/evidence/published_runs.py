@@ -13,9 +13,11 @@ releases of one model in one layout the fastest is judged, as only software diff
 shown. Left out are FSDP, Mamba, and DeepSeek-V3, which recomputes what no flag of ours names.
 
 What recipes overlap is in the table: ``tp_overlap`` is ``--tp-comm-overlap``, ``ep_overlap`` the
-exchange of experts beside another micro-batch. Runs with experts, with context parallelism, with
-virtual stages and all others are dealt in turn: one fits, the next is judged. Fitting keeps to the
-assumed values where runs say little (``PRIOR``). Figures are *simulated* against *read*.
+exchange of experts beside another micro-batch; ``once`` a dispatcher that sends a token to a node
+once (HybridEP, as ``src/megatron/bridge/perf_recipes`` has it). Runs with experts, with context
+parallelism, with virtual stages and all others are dealt in turn: one fits, the next is judged.
+Fitting keeps to the assumed values where runs say little (``PRIOR``). Figures are *simulated*
+against *read*.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ class Published:
     precision: str
     tp_overlapped: bool
     ep_overlapped: bool
+    sends_once: bool
     tokens_per_s: float
     """Of each GPU."""
 
@@ -95,7 +98,7 @@ class Published:
             tp, cp, pp, vp, gpus // (tp * pp * cp), tp > 1, stage_layers=stage_layers,
             ep_size=ep, etp_size=1 if ep > 1 else None,
         )  # fmt: skip
-        overlaps = row["tp_overlap"] == "yes", row["ep_overlap"] == "yes"
+        overlaps = [row[name] == "yes" for name in ("tp_overlap", "ep_overlap", "once")]
         return cls(
             row["source"], row["model"], gpus, batch, micro_batch, window, layout,
             row["precision"], *overlaps, float(row["tokens_per_s"]),
@@ -144,8 +147,9 @@ class Published:
     def predicted(self, hardware: Hardware) -> float:
         """Tokens a second of each GPU, simulated."""
         execution = Execution(
-            self.layout, tp_overlapped=self.tp_overlapped, ep_overlapped=self.ep_overlapped
-        )
+            self.layout, tp_overlapped=self.tp_overlapped, ep_overlapped=self.ep_overlapped,
+            sends_once=self.sends_once,
+        )  # fmt: skip
         number = self.batch // self.micro_batch
         run = Run(
             self.shape(), execution, hardware, window=self.window, num_micro_batches=number,

@@ -155,6 +155,23 @@ def test_experts_that_do_not_divide_are_refused() -> None:
         Parallelism(dp_size=4, ep_size=2).check_experts(DENSE)
 
 
+def test_tokens_go_to_a_node_once() -> None:
+    """Of 8 copies for 16 ranks in two nodes nearly one goes to the other node, and not four."""
+    other = H100.network_gb_s * H100.link_share * 1e3
+    assert H100.all_to_all_us(8e6, 16) == pytest.approx(4e6 / other)
+    assert H100.all_to_all_us(8e6, 16, copies=8) == pytest.approx(1e6 * (1 - 0.5**8) / other)
+    # A single copy goes where it would go anyhow.
+    assert H100.all_to_all_us(8e6, 16, copies=1) == pytest.approx(H100.all_to_all_us(8e6, 16))
+    # In a node, a rank with two of a token's experts gets it once.
+    inside = H100.node_link_gb_s * H100.link_share * 1e3
+    expected = 1e6 * 8 * (1 - (7 / 8) ** 8) * 7 / 8 / inside
+    assert H100.all_to_all_us(8e6, 8, copies=8) == pytest.approx(expected)
+    layout = Parallelism(dp_size=16, ep_size=16)
+    plain = model(SHAPE, layout)
+    once = plain.executed(sends_once=True)
+    assert 0 < once.layer(layer_of(SHAPE)).ep_us < plain.layer(layer_of(SHAPE)).ep_us
+
+
 def test_exchange_sends_copies_out_and_back_within_and_between_nodes() -> None:
     in_node = Parallelism(2, sequence_parallel=True, dp_size=4, ep_size=8, etp_size=1)
     times = model(SHAPE, in_node).layer(layer_of(SHAPE))

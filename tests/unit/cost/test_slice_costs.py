@@ -128,3 +128,38 @@ def test_gradients_of_rows_pass_through_memory_by_hand() -> None:
     assert (costs.num_heads, costs.cp_size, costs.num_processors) == (4, 2, 132)
     # 20 kernels a layer forward, and twice as many backward.
     assert model.launches_us() == (3 * 8 * 20 * machine.launch_us,) * 4
+
+
+def test_ranks_that_share_a_unit_exchange_its_keys_by_hand() -> None:
+    """Two replicas of CP 2, TP 8: each rank receives the keys and values of 3 of 4 ranks from other
+    nodes, where one of a replica's two receives 1 of 2; and each copies all of them."""
+    layout = Parallelism(tp_size=8, cp_size=2, pp_size=4, dp_size=4, sequence_parallel=True)
+    machine = load_hardware("h100-sxm")
+    costs = AnalyticModel(load_model("7b"), Execution(layout), machine).prefix_costs()
+    received = 8 * 1024 * 2 / (machine.network_gb_s * machine.link_share * 1e3)
+    copied = machine.memory_us(8 * 2048 * 2)
+    by_hand = (3 / 4 - 1 / 2 / 2) * received + copied / 2, (7 / 8 - 1 / 2 / 4) * received
+    assert costs.merged_us[0] == (0.0,) * 4
+    assert costs.merged_us[1] == pytest.approx((by_hand[0],) * 4)
+    assert costs.merged_us[2] == pytest.approx((by_hand[1] + copied * 3 / 4,) * 4)
+
+
+def test_shares_of_a_unit_by_hand() -> None:
+    """Two ranks have half of the tokens and pairs each, all rows before, and what they exchange."""
+    rows, merged = (0.25,), ((0.0,), (0.125,))
+    prefixes = PrefixCosts(4, 1, 132, rows, merged)
+    fixed = DocumentCost(3.0, 0.5, 5.0, 0.75, micro_batch_us=30.0)
+
+    class Opaque:
+        def work(self, lengths):
+            return fixed.work(lengths)
+
+    idle = prefixes.idle(2500)
+    assert idle == prefixes.idle(5000 / 2) != prefixes.idle(5000)
+    forward_us = (3.0 * 5000 + 0.5 * (5000**2 + idle * 2 * 300 * 5000)) / 2 + 10 + 0.125 * 5000
+    backward_us = (5.0 * 5000 + 0.75 * (5000**2 + 2 * 300 * 5000)) / 2 + 20 + 0.125 * 5000
+    for cost in (fixed, Opaque()):
+        costs = StageCosts((cost,), prefixes)
+        times = costs.times_us([[5000], [7]], prefixes=[[300], [0]], replicas=[2, 1])
+        assert times[:, 0, 0] == pytest.approx([forward_us, backward_us + 0.25 * 300])
+        assert (times[:, 0, 1] == costs.times_us([[7]])[:, 0, 0]).all()
