@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -87,6 +87,12 @@ class Case:
     context: int
     data: str = "Common Crawl"
     documents: int = DOCUMENTS
+    whole: bool = False
+    """Whether documents longer than the context run whole: `slim` alone can do that."""
+    merges: bool = True
+    """Whether `slim` may run a document on several data-parallel ranks."""
+    free: bool = False
+    """Whether what these exchange takes no time."""
 
     @property
     def name(self) -> str:
@@ -131,6 +137,8 @@ class Result:
     peak_gib: float
     units: float
     """Micro-batches of a data-parallel rank, in the mean."""
+    merged: float
+    """Documents of a step that several data-parallel ranks run, in the mean."""
     spread: Floats
     """``[2, 2]``: of forwards and backwards, the slowest over the mean and the coefficient of
     variation, within a data-parallel rank's step."""
@@ -145,9 +153,15 @@ class Result:
 
 def measure(run: Run, packing: str, case: Case, effort: Effort) -> Result:
     """Simulates a packing, with context-parallel ranks that share attention evenly."""
-    simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
+    costs = run.costs
+    if case.free and costs.stages.prefixes:
+        prefixes = costs.stages.prefixes
+        nothing = tuple((0.0,) * len(own) for own in prefixes.merged_us)
+        stages = replace(costs.stages, prefixes=replace(prefixes, merged_us=nothing))
+        costs = replace(costs, stages=stages)
+    simulator = Simulator(costs, run.parallelism, memory=run.memory)
     peak_flops_per_us = run.num_devices * run.hardware.peak_tflops * 1e6
-    mfu, bubbles, spreads, units, peak_bytes = [], [], [], [], 0.0
+    mfu, bubbles, spreads, units, merged, peak_bytes = [], [], [], [], [], 0.0
     for seed in effort.seeds:
         flops = time_us = 0.0
         for step, own_flops in _steps(run, packing, case, seed, effort):
@@ -156,6 +170,7 @@ def measure(run: Run, packing: str, case: Case, effort: Effort) -> Result:
             bubbles.append(line.bubble_share)
             spreads.append(spread(line))
             units.append(sum(len(rank) for rank in line.p2p_us) / line.dp_size)
+            merged.append(step.num_merged if isinstance(step, StepPlan) else 0)
             peak_bytes = max(peak_bytes, line.peak_bytes)
         mfu.append(flops / (peak_flops_per_us * time_us))
     return Result(
@@ -164,6 +179,7 @@ def measure(run: Run, packing: str, case: Case, effort: Effort) -> Result:
         float(np.mean(bubbles)),
         peak_bytes / GIB,
         float(np.mean(units)),
+        float(np.mean(merged)),
         np.mean(spreads, axis=0),
     )
 
@@ -201,7 +217,9 @@ def _steps(
     run: Run, packing: str, case: Case, seed: int, effort: Effort
 ) -> Iterator[tuple[StepPlan | Lengths, float]]:
     """Steps that count, with their FLOPs."""
-    workload = run.workload(lengths_of(case.data), seed=seed)
+    long_documents = "slice" if case.whole else "split"
+    workload = run.workload(lengths_of(case.data), seed=seed, long_documents=long_documents)
+    workload = replace(workload, merges=case.merges)
     num = effort.warm_up + effort.steps
     limit = run.window
     if packing == BEST_FIT:

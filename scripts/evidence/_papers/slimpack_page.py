@@ -18,6 +18,8 @@ from megatron_wlb.cost.memory import GIB
 
 PACKINGS = (BEST_FIT, "original", "hold", "slim")
 FEW_AND_MANY = (4, 16)
+MERGED = ((512, True), (128, True), (64, False), (64, True))
+"""Documents a global batch, and whether those longer than the context run whole."""
 CHUNKS = (
     ("original", 1), ("original", 2), ("original", 4), ("hold", 1), ("hold", 2), ("hold", 4),
     ("slim", 1), ("slim", 2), ("slim", 4),
@@ -92,10 +94,7 @@ def _throughput(effort: Effort) -> Section:
         "printed. The gain is largest where windows of whole documents must recompute and slices "
         "need not, so it jumps from one layout to the next. Where both must, as at 150B-256K, only "
         "balance is left to gain. Larger batches leave best-fit packing fewer bubbles, so the gain "
-        "is smaller. Merging of data-parallel ranks for single documents (DP-Merge) is not "
-        "simulated: no document here is longer than the context. Small kernels cost as much a "
-        "token as large ones in the model, so `slim` may be flattered, and context-parallel ranks "
-        "share attention evenly, which flatters windows.",
+        "is smaller. Context-parallel ranks share attention evenly, which flatters windows.",
         ("over `original`", "over `hold`", "`slim` in the layout of best-fit", "CP",
          "peak GiB", "bubbles"),
         1.0,
@@ -146,6 +145,45 @@ def _spread(effort: Effort) -> Section:
         "and the last unit of a step.",
         ("slowest backward over mean", "variation, forward", "variation, backward"),
     )
+
+
+def _merge(effort: Effort) -> Section:
+    rows = []
+    for data in DATA:
+        for documents, whole in MERGED:
+            case = Case("7b", 128 * K, data, documents, whole)
+            run = slimpack.layouts(case, effort.hardware)[0]
+            free, paid, alone = (
+                slimpack.measure(run, "slim", replace(case, merges=merges, free=free), effort)
+                for merges, free in ((True, True), (True, False), (False, False))
+            )
+            extra = (
+                f"{free.speedup(alone)[0]:.3f}",
+                f"{paid.merged:.2f}",
+                f"{alone.peak_gib:.0f} / {paid.peak_gib:.0f}",
+            )
+            name = f"{data}, {documents} documents, {'whole' if whole else 'split'}"
+            rows.append(Row(name, *paid.speedup(alone), None, extra))
+    prices = [float(row.extra[0]) / row.value - 1 for row in rows]
+    longest = ", ".join(f"{slimpack.lengths_of(data).longest(0) / K:,.0f}K" for data in DATA)
+    return Section(
+        "merge",
+        "Section 4: documents that several data-parallel ranks run together (DP-Merge)",
+        "The table shows work a second of `slim` with merging over `slim` without, for 7B-128K "
+        "with CP 1 and DP 4, whatever memory that takes. A document is merged where it outweighs "
+        "what a data-parallel rank does in the mean, and the simulated step is shorter by it. "
+        "Documents longer than the context are split at it, or run whole: up to "
+        f"{longest} tokens in the three data sets.",
+        "speed-up over `slim` without merging",
+        rows,
+        [("a document that outweighs a data-parallel rank is faster on several",
+          min(row.value for row in rows) >= 1)],
+        f"What the ranks exchange costs up to {max(prices):.1%} of the step. Keys and values of a "
+        "merged document go over more ranks, in other nodes. Where global batches are large, few "
+        "documents outweigh a rank.",
+        ("if the exchange took no time", "merged documents a step", "peak GiB, without / with"),
+        1.0,
+    )  # fmt: skip
 
 
 def _backward(effort: Effort) -> Section:
@@ -264,7 +302,13 @@ def _notes(effort: Effort) -> Sequence[str]:
 SLIMPACK = Paper(
     "SlimPack",
     "slimpack",
-    {"throughput": _throughput, "spread": _spread, "backward": _backward, "hold": _hold},
+    {
+        "throughput": _throughput,
+        "merge": _merge,
+        "spread": _spread,
+        "backward": _backward,
+        "hold": _hold,
+    },
     _notes,
     steps=20,
     warm_up=5,

@@ -122,7 +122,7 @@ def test_script_makes_a_small_page_of_slimpack(tmp_path: Path) -> None:
         (["--only", "table-2"], "--only makes a page of less; give it a folder of its own"),
         (["--small"], "--small makes a page of less; give it a folder of its own with --out"),
         (["--only", "table-2", "--out", "none"],
-         "--only table-2: no section of slimpack; give throughput, spread, backward, hold"),
+         "--only table-2: no section of slimpack; give throughput, merge, spread, backward, hold"),
     ],
 )  # fmt: skip
 def test_script_refuses_parts_that_are_none(
