@@ -235,13 +235,8 @@ class AnalyticModel(Executed):
         again_us, _, again_attention_us, again_unseen_us = self._layers_us(again)
         if recompute.granularity == "selective":
             again_attention_us, again_unseen_us = attention_us, unseen_us
-        num_ahead = sum(num for num, _ in further)
         joining = [(num, self.joining(layer)) for num, layer in further]
-        ends = [
-            (stage.first + num_ahead, self.embedding()),
-            (stage.last + num_ahead, self.head()),
-            *joining,
-        ]
+        ends = self._ends(stage) + joining
         linear_us += sum(num * part.linear_us for num, part in ends)
         backward_us += sum(num * part.backward_linear_us for num, part in ends)
         if recompute.of_predictors:
@@ -259,6 +254,21 @@ class AnalyticModel(Executed):
             unseen_us,
             BACKWARD_ATTENTION * unseen_us + again_unseen_us,
             self.shape.reach_tokens,
+        )
+
+    def _ends(self, stage: Stage) -> list[tuple[int, ForwardTimes]]:
+        """How many embeddings and LM heads a virtual stage has, and what each takes."""
+        num_ahead = sum(num for num, _ in self.shape.predictors) if stage.last else 0
+        return [
+            (stage.first + num_ahead, self.embedding()),
+            (stage.last + num_ahead, self.head()),
+        ]
+
+    def ends_us(self) -> tuple[float, ...]:
+        """What a token's embedding and LM head take in each virtual stage's forward."""
+        return tuple(
+            sum((num * part.linear_us for num, part in self._ends(stage)), 0.0)
+            for stage in self.parallelism.stages(self.shape)
         )
 
     def stage_costs(self) -> tuple[DocumentCost, ...]:

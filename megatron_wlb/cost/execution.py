@@ -55,6 +55,8 @@ class Execution:
     """Under CP: whether their gradients are summed in fp32."""
     replicas_meet: bool = False
     """Whether all data-parallel replicas meet in each pass, besides those that share experts."""
+    recomputes: bool = True
+    """Whether single micro-batches may be recomputed, where layers are not in all."""
     expert_imbalance: float = 1.0
     """Memory is of a rank whose experts get so many times the mean rank's tokens."""
     document_tokens: float = DOCUMENT_TOKENS

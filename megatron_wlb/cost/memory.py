@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from megatron_wlb.cost.hardware import Hardware
 from megatron_wlb.cost.layers import Layer
 from megatron_wlb.cost.schedule.graph import Floats
 from megatron_wlb.cost.schedule.order import Action, schedule
-from megatron_wlb.cost.shape import Parallelism, Stage
+from megatron_wlb.cost.shape import Parallelism, Recompute, Stage
 from megatron_wlb.cost.slices import SliceTape, Unit
 from megatron_wlb.cost.tape import Tape
 from megatron_wlb.cost.workspace import FP32
@@ -310,8 +311,15 @@ class MemoryModel(Executed):
         return [[tapes[stage] for stage in self._stages[r::pp_size]] for r in range(pp_size)]
 
     @cached_property
+    def _again(self) -> dict[int, Tape]:
+        """By the tape of a chunk, that of a micro-batch of which all layers are recomputed."""
+        full = self.executed(recompute=Recompute("full", "uniform", 1))
+        pairs = zip(chain(*self._tapes), chain(*full._tapes), strict=True)
+        return {id(own): again for own, again in pairs}
+
+    @cached_property
     def _slice_tapes(self) -> dict[int, SliceTape]:
-        return {id(tape): SliceTape(tape) for own in self._tapes for tape in own}
+        return {}
 
     def _order(self, num_micro_batches: int) -> Sequence[Sequence[Action]]:
         p = self.parallelism
@@ -339,6 +347,12 @@ class MemoryModel(Executed):
         ``actions`` are the rank's in :func:`megatron_wlb.cost.schedule.order.sliced`.
         """
         return self._uses(pp_rank, actions, units, self._sent_ahead_bytes(pp_rank, actions, units))
+
+    def kept_bytes(self, pp_rank: int, chunk: int, unit: Unit) -> float:
+        """What a unit's forward keeps of its own in one of a rank's chunks, a slice's buffers with
+        it.
+        """
+        return self._known(self._tapes[pp_rank][chunk], "F", [unit])[unit][2]
 
     def peak_bytes_of(
         self, pp_rank: int, actions: Sequence[Action], units: Sequence[Unit]
@@ -383,7 +397,16 @@ class MemoryModel(Executed):
         if len(known) + len(new) > MOST_KNOWN:
             known.clear()
             new = dict.fromkeys(units)
-        whole, cut = ([u for u in new if (u.slice is None) == plain] for plain in (True, False))
+        known |= self._worked_out(tape, kind, [unit for unit in new if not unit.recomputed])
+        if again := [unit for unit in new if unit.recomputed]:
+            known |= self._worked_out(self._again[id(tape)], kind, again)
+        return known
+
+    def _worked_out(
+        self, tape: Tape, kind: str, units: Sequence[Unit]
+    ) -> dict[Unit, tuple[float, float, float]]:
+        known: dict[Unit, tuple[float, float, float]] = {}
+        whole, cut = ([u for u in units if (u.slice is None) == plain] for plain in (True, False))
         if whole:
             num_tokens = np.array([unit.num_tokens for unit in whole], dtype=np.float64)
             saved, none = tape.saved_per_token * num_tokens, 0 * num_tokens
@@ -393,7 +416,8 @@ class MemoryModel(Executed):
                 table = np.array([saved, tape.backward_peak_bytes(num_tokens), none])
             known |= zip(whole, map(tuple, table.T.tolist()), strict=True)
         if cut:
-            table = self._slice_tapes[id(tape)].action_bytes(kind, cut)
+            slices = self._slice_tapes.setdefault(id(tape), SliceTape(tape))
+            table = slices.action_bytes(kind, cut)
             known |= zip(cut, map(tuple, table.T.tolist()), strict=True)
         return known
 

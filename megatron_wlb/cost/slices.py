@@ -45,6 +45,8 @@ class Unit(NamedTuple):
     slice: Slice | None = None
     ranks: tuple[int, ...] = ()
     """Data-parallel ranks that run it together; none of one that runs on its own."""
+    recomputed: bool = False
+    """Whether all its layers run forward once more in backward, so that little is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,9 @@ class StageCosts:
     launches_us: tuple[float, ...] = ()
     """What the host takes to launch a forward and a backward in each stage. All passes of a stage
     together take no less: the host runs ahead of the device, so that long ones hide short ones."""
+    ends_us: tuple[float, ...] = ()
+    """µs a token of each stage's forward that a recomputed micro-batch does not run once more: the
+    embedding and the LM head. None if not given."""
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -102,7 +105,8 @@ class StageCosts:
         whole, stages = model.cost(), model.stage_costs()
         if whole.reach_tokens is not None and not isinstance(cost, DocumentCost):
             known = {stage: _Like(cost, stage, whole, 1 / len(stages)) for stage in set(stages)}
-            return cls(tuple(known[stage] for stage in stages), model.prefix_costs())
+            parts_of = tuple(known[stage] for stage in stages)
+            return cls(parts_of, model.prefix_costs(), ends_us=model.ends_us())
         names = [f.name for f in fields(DocumentCost)][:-1]
         parts: dict[tuple[float, ...], StageCost] = {}
         result = []
@@ -116,7 +120,7 @@ class StageCosts:
             if shares not in parts:
                 parts[shares] = _part(cost, *shares)
             result.append(parts[shares])
-        return cls(tuple(result), model.prefix_costs())
+        return cls(tuple(result), model.prefix_costs(), ends_us=model.ends_us())
 
     def times_us(
         self,
@@ -124,6 +128,7 @@ class StageCosts:
         attention_scale: npt.ArrayLike | None = None,
         prefixes: Sequence[Sequence[int]] | None = None,
         replicas: Sequence[int] | None = None,
+        recomputed: Sequence[bool] = (),
     ) -> Floats:
         """Times of forwards and backwards, ``[2, S, N]``.
 
@@ -140,6 +145,8 @@ class StageCosts:
                 none if not given.
             replicas: data-parallel ranks that run each micro-batch together; 1 if not given. Each
                 has an even share of its tokens and pairs, and all of its keys and values.
+            recomputed: whether each micro-batch's layers run forward once more in its backward;
+                none if not given.
         """
         num = len(micro_batches)
         tokens = np.array([sum(lengths) for lengths in micro_batches], dtype=np.float64)
@@ -189,6 +196,9 @@ class StageCosts:
             if merged.max(initial=1) > 1:
                 rates = [self.prefixes.merged_us[n.bit_length() - 1] for n in merged.tolist()]
                 result += np.array(rates).T * tokens
+        if any(recomputed):
+            ends_us = np.outer(self.ends_us or [0.0] * len(self.stages), own_tokens)
+            result[1] += np.array(recomputed) * np.maximum(0, result[0] - ends_us)
         if self.launches_us:
             taken_us = np.maximum(result.sum(axis=(0, 2)), LEAST_US)
             result *= np.maximum(1, num * np.array(self.launches_us) / taken_us)[:, None]
@@ -381,7 +391,7 @@ def analytic_costs(model: AnalyticModel, memory: MemoryModel) -> StepCosts:
     tied = (model.shape.tied_embeddings or model.shape.num_ahead > 0) and p.pp_size > 1
     embedding = model.shape.head_linear_parameters // p.tp_size * _FP32
     return StepCosts(
-        StageCosts(model.stage_costs(), model.prefix_costs(), model.launches_us()),
+        StageCosts(model.stage_costs(), model.prefix_costs(), model.launches_us(), model.ends_us()),
         p2p_latency_us=machine.latency_us if p.pp_size > 1 else 0.0,
         p2p_us_per_token=machine.transfer_us(hidden_bytes, 2 * replicas) if p.pp_size > 1 else 0.0,
         reduce_us=tuple(

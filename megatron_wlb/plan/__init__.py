@@ -137,6 +137,9 @@ class MicroBatchPlan:
     replicas: tuple[int, ...] = ()
     """Data-parallel ranks that run it together: their context-parallel ranks are one group for it
     (DP-Merge, SlimPack §4). Empty: the rank that has it, alone."""
+    recomputed: bool = False
+    """Whether its layers run forward once more in its backward pass, and keep nothing until then
+    but their inputs, and the keys and values of a slice."""
 
     @cached_property
     def length(self) -> int:
@@ -274,7 +277,8 @@ class StepPlan:
         for rank, micro_batches in enumerate(self.micro_batches):
             for m in micro_batches:
                 sha.update(struct.pack("<4q", rank, m.index, m.padded_length, len(m.spans)))
-                sha.update(f"{m.sharding}{m.replicas or ''}".encode())
+                again = " recomputed" if m.recomputed else ""
+                sha.update(f"{m.sharding}{m.replicas or ''}{again}".encode())
                 for s in m.spans:
                     d = s.document
                     sha.update(

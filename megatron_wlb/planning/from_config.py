@@ -147,8 +147,8 @@ def batch(config: Config, dp_size: int) -> tuple[int, Ramp | None]:
 def execution(config: Config, dp_size: int = 1) -> Execution:
     """How these settings execute a model.
 
-    Its memory is what the modules of this runtime keep on the CPU; on a GPU, whose norms are single
-    kernels, they keep less. What attention's backward works in is counted of a kernel that
+    Its memory is what the modules of this runtime keep on the CPU; with nccl as backend on a GPU,
+    whose norms are single kernels. What attention's backward works in is counted of a kernel that
     ``--wlb-attention-kernel`` names. Raises :class:`ConfigError` for layers that do not divide.
     """
     t, wlb = config.training, config.wlb
@@ -160,12 +160,13 @@ def execution(config: Config, dp_size: int = 1) -> Execution:
         distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         sends_once=config.model.moe_token_dispatcher_type == "flex",
-        kernels="torch",
+        kernels="fused" if config.parallel.distributed_backend == "nccl" else "torch",
         attention_kernel=None if wlb.wlb_attention_kernel == "auto" else wlb.wlb_attention_kernel,
         num_head_groups=wlb.wlb_cp_overlap_groups,
         keep_gathered=wlb.wlb_cp_keep_gathered,
         reduce_in_fp32=wlb.wlb_cp_reduce_in_fp32,
         replicas_meet=config.replicas_meet,
+        recomputes=not config.parallel.use_torch_fsdp2,
         expert_imbalance=wlb.wlb_expert_imbalance,
     )
 
@@ -348,16 +349,20 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     costs = shaping_costs(config, run) if packing.simulated else None
     selector = cp_selector(config, run, documents.longest_segment(packing))
     planner = documents.planner(packing, costs=costs, selector=selector)
-    limit_gib = config.wlb.wlb_memory_gib
-    if limit_gib is not None and isinstance(planner.slicing, Slicer):
-        needed_gib = planner.slicing.peak_bytes / GIB
-        if needed_gib > limit_gib:
-            raise ConfigError(
+    if isinstance(planner.slicing, Slicer):
+        needed_gib, limit_gib = planner.slicing.peak_bytes / GIB, config.wlb.wlb_memory_gib
+        if needed_gib > run.limit_gib:
+            limit = f"the {run.limit_gib:.2f} GiB that {config.wlb.wlb_hardware} has for tensors"
+            told = (
                 f"--wlb-packing {packing.name}: a step of documents of "
                 f"{documents.longest(packing)} tokens needs {needed_gib:.2f} GiB, above "
-                f"--wlb-memory-gib {limit_gib:g}; recompute activations, use more TP or PP, or "
-                "let shorter documents reach it (--wlb-long-documents split, --seq-length)"
+                f"{f'--wlb-memory-gib {limit_gib:g}' if limit_gib else limit}; recompute "
+                "activations, use more TP or PP, or let shorter documents reach it "
+                "(--wlb-long-documents split, --seq-length)"
             )
+            if limit_gib:
+                raise ConfigError(told)
+            logger.warning("%s", told)
     return planner
 
 

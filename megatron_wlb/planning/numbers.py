@@ -30,7 +30,7 @@ from megatron_wlb.planning.dispatch import Numbers, StepDocuments
 from megatron_wlb.planning.packing import check_numbers
 from megatron_wlb.planning.packing.placement import place
 from megatron_wlb.planning.planner import Shaping, deal
-from megatron_wlb.planning.slicing import MemoryLimit
+from megatron_wlb.planning.room import MemoryLimit
 
 WORTH_ANOTHER = 0.01
 """Share of the step that another number must save: simulation is not exact."""

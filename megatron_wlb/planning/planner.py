@@ -99,6 +99,9 @@ class Units(NamedTuple):
     """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.replicas`."""
     chains: list[int]
     """See :attr:`megatron_wlb.plan.StepPlan.chains`."""
+    recomputed: Sequence[bool] = ()
+    """``[micro-batches]``: see :attr:`megatron_wlb.plan.MicroBatchPlan.recomputed`; none are if not
+    given."""
 
 
 def each_rank(num_micro_batches: int, dp_size: int) -> int:
@@ -316,17 +319,22 @@ class Planner:
         ranks = []
         for own in units:
             indices = []
-            for spans, replicas in zip(own.spans, own.replicas, strict=True):
+            again = own.recomputed or [False] * len(own.spans)
+            for spans, replicas, recomputed in zip(own.spans, own.replicas, again, strict=True):
                 index = shared.setdefault(spans[0], len(every)) if replicas else len(every)
                 if index == len(every):
-                    every.append(self._micro_batch(index, spans, replicas))
+                    every.append(self._micro_batch(index, spans, replicas, recomputed))
                 indices.append(index)
             ranks.append(indices)
         every = self._sharded(every)
         return [[every[index] for index in indices] for indices in ranks]
 
     def _micro_batch(
-        self, index: int, spans: Sequence[Span], replicas: tuple[int, ...] = ()
+        self,
+        index: int,
+        spans: Sequence[Span],
+        replicas: tuple[int, ...] = (),
+        recomputed: bool = False,
     ) -> MicroBatchPlan:
         num_tokens = sum([stop - start for _, start, stop in spans])
         multiple = merged_multiple(self.length_multiple, len(replicas))
@@ -340,6 +348,7 @@ class Planner:
             padded_length=multiples * multiple,
             predicted_us=predicted_us / (len(replicas) or 1),
             replicas=replicas,
+            recomputed=recomputed,
         )
 
     def _sharded(self, micro_batches: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
@@ -366,6 +375,7 @@ class Planner:
             padded_length=micro_batch.padded_length,
             predicted_us=micro_batch.predicted_us + waiting_us,
             sharding=chosen.sharding,
+            recomputed=micro_batch.recomputed,
         )
 
     def _waiting(self) -> tuple[int, int]:

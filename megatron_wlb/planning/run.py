@@ -54,8 +54,9 @@ from megatron_wlb.plan.strategy.layout import Scheme
 from megatron_wlb.planning.numbers import NumberChooser, max_tokens_by_number
 from megatron_wlb.planning.packing import Packer, PackingSettings
 from megatron_wlb.planning.planner import Planner, Shaping, Stream, each_rank
+from megatron_wlb.planning.room import MemoryLimit, worst_steps
 from megatron_wlb.planning.shaping import Shaper
-from megatron_wlb.planning.slicing import MemoryLimit, Slicer, check_units, slice_multiple
+from megatron_wlb.planning.slicing import Slicer, check_units, slice_multiple
 from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, real_number, whole_number
 from megatron_wlb.settings import split
 
@@ -92,10 +93,6 @@ class Devices(Executed):
         if limit_gib is None:
             limit_gib = tensors_gib(self.hardware, layout)
         return limit_gib * (1 - self.headroom) if limit_gib > 0 else limit_gib
-
-
-SHORT_DOCUMENTS = 64
-"""Short documents in the longest one, for the steps that need most memory."""
 
 
 class Documents(Protocol):
@@ -167,6 +164,8 @@ class Workload(_Batch):
     merges: bool = True
     """Whether several replicas may run one document together, in slices: not with experts, as each
     replica counts what its own tokens choose."""
+    recomputes: bool = False
+    """Whether micro-batches of slices may be recomputed one by one: not where layers are anyhow."""
 
     @property
     def dp_size(self) -> int:
@@ -283,7 +282,13 @@ class Workload(_Batch):
                 group_size=p.group_size,
             ),
             p.dp_size,
-            max_tokens=max_tokens_by_number(p, self.memory, each, max_tokens, self.length_multiple),
+            max_tokens=max_tokens_by_number(
+                p,
+                self.memory if self.memory and self.memory.given else None,
+                each,
+                max_tokens,
+                self.length_multiple,
+            ),
             in_stream_order=packer.in_stream_order,
             then=shaper,
             experts=self.experts,
@@ -305,7 +310,8 @@ class Workload(_Batch):
             alike=self.alike,
             merges=packing.dp_merge == "auto" and self.merges,
             memory=self.memory,
-            worst=_worst_steps(longest, each * self.micro_batch_tokens),
+            recomputes=packing.recompute == "auto" and self.recomputes,
+            worst=worst_steps(longest, each * self.micro_batch_tokens),
         )
 
     def check(self, packings: Sequence[PackingSettings]) -> None:
@@ -439,13 +445,13 @@ class Run(Executed, _Batch):
             self._experts,
             self.alike,
             not self.shape.experts,
+            self.recompute.granularity is None and self.execution.recomputes,
         )
 
     @property
-    def _memory_limit(self) -> MemoryLimit | None:
-        if self.memory_gib is None:
-            return None
-        return MemoryLimit(self.memory, self.memory_gib * GIB, self.length_multiple)
+    def _memory_limit(self) -> MemoryLimit:
+        given = self.memory_gib is not None
+        return MemoryLimit(self.memory, self.limit_gib * GIB, self.length_multiple, given)
 
     def check_reach(self, num_tokens: int | None = None) -> None:
         """Raises :class:`ConfigError` where measured attention ends before so many tokens, or
@@ -542,20 +548,6 @@ class Run(Executed, _Batch):
         if shape.reach_tokens is None:
             return latency
         return SlidingAttention(latency, shape.reach_tokens, shape.windowed_share)
-
-
-def _worst_steps(longest: int, num_tokens: int) -> list[list[int]]:
-    """Lengths with which slices need most memory: a few of the longest documents, whose slices are
-    held until the last has run, and short ones behind them, of which a unit has many tokens.
-
-    A step has the documents that begin in it: the last of them may be as long as any.
-    """
-    steps = []
-    short = max(1, longest // SHORT_DOCUMENTS)
-    for num_long, beyond in ((1, longest), (max(1, num_tokens // 2 // longest), 0)):
-        rest = max(0, num_tokens + beyond - num_long * longest)
-        steps.append([longest] * num_long + [short] * (rest // short))
-    return steps
 
 
 def read_cost(

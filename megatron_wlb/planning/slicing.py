@@ -28,17 +28,16 @@ from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import product, takewhile
 from math import ceil, sqrt
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple, TypeAlias
 
-from megatron_wlb.cost import CostModel, MemoryModel, Parallelism
+from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.schedule.graph import Floats, slice_graph
-from megatron_wlb.cost.schedule.order import sliced
-from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan import Document, Span
 from megatron_wlb.planning.planner import Units, merged_multiple
+from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.reading import MAX_COUNT, reading_state, whole_number
 
 FACTORS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -87,33 +86,6 @@ class Merged(NamedTuple):
     """What the whole document takes on one rank."""
     document: Document
     ranks: tuple[int, ...]
-
-
-def unit_of(spans: Sequence[Span], num_tokens: int) -> Unit:
-    """What memory is counted of: a micro-batch's tokens, and the slice that it runs first."""
-    if not (spans and spans[0].is_slice):
-        return Unit(num_tokens)
-    document, start, stop = spans[0]
-    return Unit(num_tokens, Slice(document.arrival, start, stop, document.length))
-
-
-class MemoryLimit(NamedTuple):
-    """What a device may hold."""
-
-    model: MemoryModel
-    limit_bytes: float
-    multiple: int = 1
-    """What units are padded to a multiple of."""
-
-    def peak_bytes(self, units: Units, layout: Parallelism) -> float:
-        """The most that any rank of the pipeline holds in a step of these units, all its own."""
-        lengths = (sum(span.length for span in spans) for spans in units.spans)
-        padded = [-(-length // self.multiple) * self.multiple for length in lengths]
-        held = list(map(unit_of, units.spans, padded))
-        order = sliced(layout.pp_size, units.chains, layout.vpp_size)
-        return max(
-            self.model.peak_bytes_of(rank, actions, held) for rank, actions in enumerate(order)
-        )
 
 
 class _Dealt(NamedTuple):
@@ -186,6 +158,7 @@ class Slicer:
         merges: whether a document that outweighs a replica's mean may run on several together,
             where that is faster in simulation (DP-Merge). Not where replicas run alike.
         memory: what a device may hold.
+        recomputes: whether units may be recomputed for that.
         worst: lengths of a rank's documents in the steps that need most memory.
     """
 
@@ -203,6 +176,7 @@ class Slicer:
         alike: int = 1,
         merges: bool = True,
         memory: MemoryLimit | None = None,
+        recomputes: bool = False,
         worst: Sequence[Sequence[int]] = (),
     ) -> None:
         self._cost, self._costs, self._layout = cost, costs, layout
@@ -216,8 +190,10 @@ class Slicer:
         self._tried = [num_units] if num_units else tried
         self._next_sweep = 0  # the first step in which the number is chosen again
         self._peaks_bytes = dict.fromkeys(self._tried, 0.0)
+        self._memory = memory
+        self._tight: set[int] = set()  # numbers of units with which something may be recomputed
         if memory is not None:
-            self._keep_what_fits(memory, worst)
+            self._keep_what_fits(memory, recomputes, worst)
 
     @property
     def dp_size(self) -> int:
@@ -232,7 +208,9 @@ class Slicer:
         tried = [self.num_units] if self.num_units else self._tried
         return min(self._peaks_bytes[number] for number in tried)
 
-    def _keep_what_fits(self, memory: MemoryLimit, worst: Sequence[Sequence[int]]) -> None:
+    def _keep_what_fits(
+        self, memory: MemoryLimit, recomputes: bool, worst: Sequence[Sequence[int]]
+    ) -> None:
         """Leaves the numbers of units that fit memory, or the one that is nearest to that."""
         peaks = self._peaks_bytes
         for lengths in worst:
@@ -241,8 +219,13 @@ class Slicer:
             timed = [one for one in self._heaviest_first(documents) for _ in range(self._alike)]
             alone = _Dealt([timed], [], sum([us for us, _ in timed]), 0)
             for number in self._tried:
-                units = self._lay(alone, 0, number)[0]
-                peaks[number] = max(peaks[number], memory.peak_bytes(units, self._layout))
+                units = self._lay(alone, 0, number)[:1]
+                peak_bytes = memory.peak_bytes(units[0], self._layout)
+                if recomputes and peak_bytes > memory.limit_bytes:
+                    self._tight.add(number)
+                    units = self._with_room(units, number)
+                    peak_bytes = memory.peak_bytes(units[0], self._layout)
+                peaks[number] = max(peaks[number], peak_bytes)
         fitting = [number for number in self._tried if peaks[number] <= memory.limit_bytes]
         self._tried = fitting or [min(self._tried, key=lambda number: (peaks[number], number))]
 
@@ -256,7 +239,31 @@ class Slicer:
             if self._step_us(merged, num_units) < self._step_us(dealt, num_units):
                 dealt = merged
         groups = range(len(dealt.alone))
-        return [units for group in groups for units in self._lay(dealt, group, num_units)]
+        laid = [units for group in groups for units in self._lay(dealt, group, num_units)]
+        return self._with_room(laid, num_units)
+
+    def _with_room(self, replicas: Sequence[Units], num_units: int) -> list[Units]:
+        """The same, of which units are recomputed as memory asks: alike in replicas that run alike,
+        and those that several replicas run together in all of them.
+        """
+        if num_units not in self._tight:
+            return [*replicas]
+        assert self._memory is not None
+        together: set[Span] = set()
+        chosen = []
+        for at in range(0, len(replicas), self._alike):
+            group = replicas[at : at + self._alike]
+            again = [False] * len(group[0].spans)
+            for units in group:
+                given = [*map(or_, again, _shared(units, together))]
+                again = self._memory.recomputed(units, self._layout, given)
+                pairs = zip(units.spans, units.replicas, again, strict=True)
+                together |= {spans[0] for spans, ranks, each in pairs if ranks and each}
+            chosen += [again] * len(group)
+        return [
+            units._replace(recomputed=[*map(or_, again, _shared(units, together))])
+            for units, again in zip(replicas, chosen, strict=True)
+        ]
 
     def settle(self, documents: Sequence[Document], step: int) -> int:
         """The number of units, which is chosen in some steps and stays for those after."""
@@ -331,7 +338,8 @@ class Slicer:
 
     def _step_us(self, dealt: _Dealt, num_units: int) -> float:
         """Time of forwards and backwards, simulated, of the group with most work."""
-        return self.simulated_us(self._lay(dealt, dealt.heaviest, num_units))
+        laid = self._lay(dealt, dealt.heaviest, num_units)
+        return self.simulated_us(self._with_room(laid, num_units))
 
     def simulated_us(self, group: Sequence[Units]) -> float:
         """Time of forwards and backwards of replicas that run alike, or of one."""
@@ -348,7 +356,7 @@ class Slicer:
         prefixes = [[span.start for span in unit] or [0] for unit in units.spans]
         together = [len(replicas) or 1 for replicas in units.replicas]
         tokens = [sum(own) for own in lengths]
-        times_us = self._costs.stages.times_us(lengths, None, prefixes, together)
+        times_us = self._costs.stages.times_us(lengths, None, prefixes, together, units.recomputed)
         return times_us, self._costs.p2p_us(tokens), tokens
 
     def _lay(self, dealt: _Dealt, group: int, num_units: int) -> list[Units]:
@@ -480,3 +488,11 @@ class Slicer:
         if low > first and until_us - document_us(stop - multiple) < document_us(stop) - until_us:
             stop -= multiple  # the nearer one
         return document.length if document.length - stop < multiple // 2 else stop
+
+
+def _shared(units: Units, together: set[Span]) -> list[bool]:
+    """Which of the units are of those that several replicas run together."""
+    return [
+        bool(ranks) and spans[0] in together
+        for spans, ranks in zip(units.spans, units.replicas, strict=True)
+    ]

@@ -105,6 +105,11 @@ class WlbConfig:
         "`slim`: a document that outweighs a data-parallel rank's mean runs on several of them "
         "together, as context-parallel ranks, where that is faster in simulation",
     )
+    wlb_recompute: Literal["auto", "off"] = setting(
+        "auto",
+        "`slim`: micro-batches for which a device has no room keep little, and run their layers "
+        "forward once more in backward (--wlb-memory-gib, or what --wlb-hardware has)",
+    )
     wlb_max_age: int = setting(
         12, "steps after which a delayed document runs whatever it costs", least=0
     )

@@ -29,6 +29,8 @@ class Interval:
     """The part of a document that its micro-batch runs, if it runs one."""
     ranks: tuple[int, ...] = ()
     """Data-parallel ranks that run it together (DP-Merge)."""
+    recomputed: bool = False
+    """Whether its layers run forward once more in backward."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_wlb.cost.hardware import MOST
 from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import Corpora
@@ -164,19 +163,16 @@ def _units(config: Config, run: Run, source: Documents, max_tokens: int) -> tupl
     """
     packing = PackingSettings.of_config(config.wlb, max_tokens)
     seed, long_documents = config.training.seed, config.wlb.wlb_long_documents
-    # Training chooses by memory only where --wlb-memory-gib says how much there is.
-    known = dataclasses.replace(run, memory_gib=config.wlb.wlb_memory_gib or MOST)
-    documents = known.workload(source, seed=seed, long_documents=long_documents)
+    documents = run.workload(source, seed=seed, long_documents=long_documents)
     planner = documents.planner(packing, 1, costs=run.costs)
     assert isinstance(planner.slicing, Slicer)
     plan = planner.next_plan()
     peak_gib = planner.slicing.peak_bytes / GIB
     if peak_gib > run.limit_gib:
-        more = "" if config.wlb.wlb_memory_gib else ", or give --wlb-memory-gib to choose slices by"
         raise ConfigError(
             f"slices of documents of {documents.longest(packing)} tokens need {peak_gib:.1f} GiB "
             f"(modelled), above the {run.limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for "
-            f"tensors; recompute activations, or use more TP or PP{more}"
+            "tensors; recompute activations, or use more TP or PP"
         )
     simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
     if plan is not None:

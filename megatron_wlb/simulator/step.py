@@ -24,7 +24,7 @@ from megatron_wlb.cost.slices import Unit
 from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import MicroBatchPlan, StepPlan
-from megatron_wlb.planning.slicing import unit_of
+from megatron_wlb.planning.room import unit_of
 from megatron_wlb.simulator.engine import check_times
 from megatron_wlb.simulator.memory import StepMemory, step_memory
 from megatron_wlb.simulator.step_timeline import Activity, StepTimeline
@@ -120,8 +120,8 @@ class Simulator:
         else:
             graphs, units = self._sliced(sliced)
             before = [[m.prefixes for m in rank] for rank in sliced.micro_batches]
-            together = map(_together, sliced.micro_batches)
-            times = list(map(stages.times_us, lengths, scale, before, together))
+            more = map(_together, sliced.micro_batches), map(_again, sliced.micro_batches)
+            times = list(map(stages.times_us, lengths, scale, before, *more))
             padded = [[unit.num_tokens for unit in rank] for rank in units]
         gaps = list(map(self.costs.p2p_us, padded))
         for own in times:
@@ -227,7 +227,7 @@ def slowest_us(
     for rank in plan.micro_batches:
         lengths, prefixes = [[[f(s) for s in m.spans] for m in rank] for f in (_length, _start)]
         before = prefixes if plan.chains else None
-        times.append(stages.times_us(lengths, None, before, _together(rank)))
+        times.append(stages.times_us(lengths, None, before, _together(rank), _again(rank)))
         gaps.append(np.zeros(len(rank)))
     if not graphs:
         number = len(plan.micro_batches[0]) or 1
@@ -247,10 +247,14 @@ def _together(rank: Sequence[MicroBatchPlan]) -> list[int]:
     return [len(m.replicas) or 1 for m in rank]
 
 
+def _again(rank: Sequence[MicroBatchPlan]) -> list[bool]:
+    return [m.recomputed for m in rank]
+
+
 def _unit(m: MicroBatchPlan) -> Unit:
     """The part of a micro-batch that is one data-parallel rank's."""
     alone = unit_of(m.spans, m.padded_length // (len(m.replicas) or 1))
-    return alone._replace(ranks=m.replicas)
+    return alone._replace(ranks=m.replicas, recomputed=m.recomputed)
 
 
 def _held(

@@ -114,6 +114,8 @@ def _actions(
                     "document": i.slice.document,
                     "tokens": f"{i.slice.start}-{i.slice.stop} of {i.slice.length}",
                 }
+            if i.recomputed:
+                event["args"]["recomputed"] = "yes"
             if i.ranks:
                 event["args"]["data_parallel_ranks"] = ", ".join(map(str, i.ranks))
             events.append(event)

@@ -30,7 +30,7 @@ from helpers.layouts import (
     further,
 )
 from helpers.oracle import OracleRun, State
-from helpers.ranks import build_runner, scatter_for, sliced_for, train
+from helpers.ranks import build_runner, recomputed_for, scatter_for, sliced_for, train
 from helpers.shards import RankRun, differences
 
 from megatron_wlb.cost.schedule.order import Action, one_f_one_b
@@ -74,6 +74,47 @@ def runs_of(gloo, case: Layout, initial: State, fault=nullcontext, plan_for=slic
 def test_slices_compute_what_one_process_does(gloo: GlooPool, oracle: Oracle, case: Layout) -> None:
     expected = oracle(case)
     assert differences(expected, runs_of(gloo, case, expected.initial)) == []
+
+
+@contextlib.contextmanager
+def with_some_recomputed(runner) -> Iterator[None]:
+    """Asserts that blocks recompute the micro-batches that are to be, and no others."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    run_schedule, again = runner.run_schedule, TransformerBlock._checkpointed_forward
+
+    def counted(plan, *args, forward_only, **options):
+        expected = sum(m.recomputed for m in plan.micro_batches[runner.model.groups.dp.rank()])
+        with mock.patch.object(
+            TransformerBlock, "_checkpointed_forward", autospec=True, side_effect=again
+        ) as run:
+            reports = run_schedule(plan, *args, forward_only=forward_only, **options)
+        num = 0 if forward_only else expected * len(runner.model.chunks)
+        assert (run.call_count, expected > 0) == (num, True)
+        return reports
+
+    with mock.patch.object(runner, "run_schedule", counted):
+        yield
+    assert all(gpt.config.recompute_granularity is None for gpt in runner.model.gpts)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Layout("llama", 2, pp=2, vpp=2, extra=GATHER),
+        Layout("mixed", 1, cp=2, sharding="per-document"),
+        *map(further, [
+            Layout("gpt2", 1, pp=2, dp=2, extra=OVERLAP),
+            Layout("mixed", 4, pp=4, vpp=2, extra=VERIFY_SHAPES),
+            Layout("llama", 1, pp=2, tp="2sp"),
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_some_micro_batches_are_recomputed(gloo: GlooPool, oracle: Oracle, case: Layout) -> None:
+    expected = oracle(case)
+    runs = runs_of(gloo, case, expected.initial, with_some_recomputed, recomputed_for)
+    assert differences(expected, runs) == []
 
 
 @contextlib.contextmanager

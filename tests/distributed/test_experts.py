@@ -16,7 +16,7 @@ import pytest
 from helpers.gloo import GlooPool
 from helpers.layouts import FULL, OVERLAP, SHARDED, WORKLOAD, Layout, further
 from helpers.oracle import OracleRun, run_oracle
-from helpers.ranks import build_runner, scatter_for, sliced_for, train
+from helpers.ranks import build_runner, recomputed_for, scatter_for, sliced_for, train
 from helpers.shards import differences
 
 from megatron_wlb.errors import CompatibilityError, PlanError
@@ -202,6 +202,19 @@ def test_slices_in_another_order_are_refused_where_replicas_meet(gloo: GlooPool)
         gloo.run(2, run_slices, EP2.config)
 
 
+def run_unlike(config: Any) -> None:
+    runner = build_runner(config, WORKLOAD)
+    plan = sliced_for(config, WORKLOAD, 2, 0)
+    first, second = plan.micro_batches
+    first = (dataclasses.replace(first[0], recomputed=True), *first[1:])
+    runner.run(dataclasses.replace(plan, micro_batches=(first, second)))
+
+
+def test_other_recomputed_ones_are_refused_where_replicas_meet(gloo: GlooPool) -> None:
+    with pytest.raises(PlanError, match=r"but have recomputed ones of micro-batches \[\(True, "):
+        gloo.run(2, run_unlike, EP2.config)
+
+
 def run_merged(config: Any) -> None:
     runner = build_runner(config, WORKLOAD)
     plan = scatter_for(config, WORKLOAD, 2, 0)
@@ -248,6 +261,20 @@ def test_experts_of_slices_compute_what_one_process_does(sliced: Compare, case: 
 @pytest.mark.long
 def test_experts_of_slices_are_computed_again(sliced: Compare) -> None:
     assert sliced(Layout("moe-seq", 3, tp="2sp", ep=2, extra=ETP1), experts_again) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Layout("moe-aux", 4, pp=2, dp=2, ep=2),
+        further(Layout("moe-aux", 3, tp="2sp", cp=2, ep=4, extra=f"{ETP1} {FULL}")),
+        further(Layout("moe-seq", 4, pp=2, dp=2, ep=2)),
+        further(Layout("deepseek", 4, pp=2, vpp=2, dp=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_some_micro_batches_with_experts_are_recomputed(gloo: GlooPool, case: Layout) -> None:
+    assert _compare(gloo, recomputed_for)(case) == []
 
 
 def take_slices_for_documents(runner: Any) -> Any:

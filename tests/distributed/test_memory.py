@@ -11,7 +11,7 @@ import dataclasses
 
 import pytest
 from helpers.gloo import GlooPool
-from helpers.layouts import some_of
+from helpers.layouts import further, some_of
 from helpers.memory import VOCAB_SIZE, MeasuredMemory, measure_step
 
 from megatron_wlb.cost import MemoryModel, Recompute
@@ -154,11 +154,24 @@ def test_predicted_memory_is_what_a_step_holds(gloo: GlooPool, case: str) -> Non
 CHAINS, SLICED = (3, 1, 2), [[100], [80], [60, 20], [90, 31], [120], [40, 25]]
 
 
-@pytest.mark.parametrize("flags", some_of([f"{LLAMA} {VPP}", f"{GROUPED} {PP}"], f"{LLAMA} {VPP}"))
-def test_predicted_memory_of_slices_is_what_a_step_holds(gloo: GlooPool, flags: str) -> None:
+AGAIN = 0, 2, 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "again"),
+    [
+        (f"{LLAMA} {VPP}", ()),
+        further(f"{GROUPED} {PP}", ()),
+        (f"{LLAMA} {PP}", AGAIN),
+        further(f"{GROUPED} {PP}", AGAIN),
+    ],
+)
+def test_predicted_memory_of_slices_is_what_a_step_holds(
+    gloo: GlooPool, flags: str, again: tuple[int, ...]
+) -> None:
     config = settings(flags, len(SLICED))
     p = config.parallel
-    measured = gloo.run(2, measure_step, config, SLICED, PADDING, CHAINS)
+    measured = gloo.run(2, measure_step, config, SLICED, PADDING, CHAINS, again)
     model = run_of(config, padded_vocab_size(config, VOCAB_SIZE), 1).memory
     units, at = [], 0
     for number in CHAINS:
@@ -166,7 +179,7 @@ def test_predicted_memory_of_slices_is_what_a_step_holds(gloo: GlooPool, flags: 
         length, start = sum(one[0] for one in own), 0
         for one in own:
             cut = Slice(0, start, start + one[0], length) if number > 1 else None
-            units.append(Unit(sum(one) + PADDING, cut))
+            units.append(Unit(sum(one) + PADDING, cut, recomputed=len(units) in again))
             start += one[0]
     for rank, (found, actions) in enumerate(
         zip(measured, sliced(2, CHAINS, p.vpp_size), strict=True)

@@ -27,7 +27,7 @@ from helpers.layouts import (
     Oracle,
     further,
 )
-from helpers.ranks import build_runner, train
+from helpers.ranks import build_runner, half_recomputed, train
 from helpers.shards import differences
 from helpers.workload import Workload, slice_up
 
@@ -114,8 +114,12 @@ def test_merged_plans_are_awkward() -> None:
     assert any(len({len(own) for own in plan.micro_batches}) > 2 for plan in plans)
 
 
-def runs_of(gloo, case: Layout, initial, fault=nullcontext):
-    return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, merged_for)
+def recomputed_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    return half_recomputed(merged_for(config, workload, world_size, step))
+
+
+def runs_of(gloo, case: Layout, initial, fault=nullcontext, plan_for=merged_for):
+    return gloo.run(case.world_size, train, case.config, WORKLOAD, initial, fault, plan_for)
 
 
 @pytest.mark.parametrize("case", [*CASES, *map(further, FURTHER)], ids=str)
@@ -124,6 +128,13 @@ def test_ranks_together_compute_what_one_process_does(
 ) -> None:
     expected = oracle(case)
     assert differences(expected, runs_of(gloo, case, expected.initial)) == []
+
+
+@pytest.mark.long
+def test_ranks_together_recompute_some_micro_batches(gloo: GlooPool, oracle: Oracle) -> None:
+    expected = oracle(DP4)
+    runs = runs_of(gloo, DP4, expected.initial, plan_for=recomputed_for)
+    assert differences(expected, runs) == []
 
 
 # What must not pass. Each breaks the run of a layout that is equal to the oracle above.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from _quickstart.live_bytes import LiveBytes, step_bytes
@@ -32,12 +32,17 @@ class MeasuredMemory:
 
 
 def measure_step(
-    config: Config, lengths: Sequence[Sequence[int]], pad: int, chains: Sequence[int] = ()
+    config: Config,
+    lengths: Sequence[Sequence[int]],
+    pad: int,
+    chains: Sequence[int] = (),
+    recomputed: Collection[int] = (),
 ) -> MeasuredMemory:
     """Measures a step of given micro-batches, the same ones on all data-parallel ranks.
 
     ``lengths`` are those of each micro-batch's documents; ``pad`` tokens of padding follow them.
-    The first ones of a chain of several are the slices of one document.
+    The first ones of a chain of several are the slices of one document. ``recomputed`` are numbers
+    of micro-batches.
     """
     from megatron_wlb.runtime.stepping.optimizer import build_optimizer
 
@@ -56,7 +61,14 @@ def measure_step(
             spans += (Span(d, 0, d.length) for d in itertools.islice(documents, len(own) - 1))
             index, reached = len(micro_batches), reached + own[0]
             micro_batches.append(
-                MicroBatchPlan(index, tuple(spans), sum(own) + pad, 1.0, Sharding("per-document"))
+                MicroBatchPlan(
+                    index,
+                    tuple(spans),
+                    sum(own) + pad,
+                    1.0,
+                    Sharding("per-document"),
+                    recomputed=index in recomputed,
+                )
             )
     with LiveBytes() as live:
         runner = build_runner(config, workload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -87,6 +88,25 @@ def sliced_for(config: Config, workload: Workload, world_size: int, step: int) -
     plan = slice_up(step, workload.steps[step], dp_size, multiple, sharding)
     alike = dp_size if config.replicas_meet else parallelism(config, dp_size).expert_replicas
     return run_alike(plan, alike, multiple) if alike > 1 else plan
+
+
+def recomputed_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:
+    """:func:`sliced_for`, every second micro-batch recomputed."""
+    return half_recomputed(sliced_for(config, workload, world_size, step))
+
+
+def half_recomputed(plan: StepPlan) -> StepPlan:
+    """The same, every second micro-batch recomputed: by place, or by number of those that several
+    replicas run together.
+    """
+    ranks = [
+        tuple(
+            dataclasses.replace(m, recomputed=(m.index if m.replicas else at) % 2 == 0)
+            for at, m in enumerate(own)
+        )
+        for own in plan.micro_batches
+    ]
+    return dataclasses.replace(plan, micro_batches=tuple(ranks))
 
 
 def load(config: Config, model: Any, state: State) -> tuple[list[Held], list[Any]]:

@@ -125,6 +125,7 @@ class PackingSettings:
     units: int | None = None
     slice_multiple: int | None = None
     dp_merge: Literal["auto", "off"] = "auto"
+    recompute: Literal["auto", "off"] = "auto"
     micro_batches: Literal["fixed", "auto"] = "fixed"
     """Whether N is that of the batch size or, with a pipeline, chosen step by step."""
 

@@ -22,7 +22,7 @@ class SlimPacker(Packer):
     """
 
     name: ClassVar[str] = "slim"
-    reads = frozenset({"max_tokens", "units", "slice_multiple", "dp_merge"})
+    reads = frozenset({"max_tokens", "units", "slice_multiple", "dp_merge", "recompute"})
     number = "units"
     slices = True
     cannot = frozenset(OBSTACLES)

@@ -24,7 +24,7 @@ or under sequence parallelism ``T/(CP·TP)``; ``E`` experts, ``G`` groups of tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -69,6 +69,8 @@ class RoutedTokens:
     what it logs."""
     cut: Slice | None = None
     """The slice that the first document is, if it is one."""
+    so_far: dict[TopKRouter, torch.Tensor] = field(default_factory=dict)
+    """``[E]`` by router: how often the step's micro-batches have chosen each expert up to this."""
 
     @classmethod
     def of(
@@ -114,18 +116,31 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
         """Routes as Megatron does, and notes what a slice chooses: also where it is computed again
         later, and no loss is attached yet.
         """
-        cut = self.tokens.cut if self.tokens is not None and self.training else None
-        if cut is not None and self.get_aux_loss_coeff("seq_aux_loss"):
-            of_loss, scores = compute_routing_scores_for_aux_loss(
-                logits.detach().view(-1, self.num_experts),
-                self.topk,
-                self.score_function,
-                fused=self.config.moe_router_fusion,
-            )
-            chosen_sums, score_sums = self._sums(of_loss, scores, by_document=True)
-            _add_up(chosen_sums, self.tp_cp_group)
-            self._choices(cut)[cut.start] = chosen_sums[0], score_sums[0]
+        tokens = self.tokens
+        if tokens is not None and self.training:
+            if tokens.cut is not None and self.get_aux_loss_coeff("seq_aux_loss"):
+                chosen_sums, score_sums = self._chosen(logits, by_document=True)
+                _add_up(chosen_sums, self.tp_cp_group)
+                self._choices(tokens.cut)[tokens.cut.start] = chosen_sums[0], score_sums[0]
+            if self.get_aux_loss_coeff("global_aux_loss") and self not in tokens.so_far:
+                chosen_sums, _ = self._chosen(logits, by_document=False)
+                _add_up(chosen_sums, self.tp_dp_cp_group)
+                # Megatron forgets the sum at the step's end.
+                self.global_tokens_per_expert += chosen_sums[0]
+                tokens.so_far[self] = self.global_tokens_per_expert.clone()
         return super().routing(logits, *args, **kwargs)
+
+    def _chosen(
+        self, logits: torch.Tensor, *, by_document: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What :meth:`_sums` says of these logits."""
+        chosen, scores = compute_routing_scores_for_aux_loss(
+            logits.detach().view(-1, self.num_experts),
+            self.topk,
+            self.score_function,
+            fused=self.config.moe_router_fusion,
+        )
+        return self._sums(chosen, scores, by_document=by_document)
 
     def _choices(self, cut: Slice) -> dict[int, Choice]:
         """What the slices of a document have chosen here, by where they start."""
@@ -162,12 +177,12 @@ class DocumentRouter(TopKRouter):  # type: ignore[misc]
         coeff = self.get_aux_loss_coeff(kind)
         if not coeff:
             return probs
-        is_global = kind == "global_aux_loss"
         chosen_sums, score_sums = self._sums(chosen, scores, by_document=kind == "seq_aux_loss")
-        _add_up(chosen_sums, self.tp_dp_cp_group if is_global else self.tp_cp_group)
-        if is_global:
-            self.global_tokens_per_expert += chosen_sums[0]  # Megatron forgets it at the step's end
-            chosen_sums = self.global_tokens_per_expert[None]
+        if kind == "global_aux_loss":
+            assert self.tokens is not None
+            chosen_sums = self.tokens.so_far[self][None]
+        else:
+            _add_up(chosen_sums, self.tp_cp_group)
         cut = self.tokens.cut if self.tokens is not None and kind == "seq_aux_loss" else None
         if cut is None:
             loss = _balance(chosen_sums, score_sums)

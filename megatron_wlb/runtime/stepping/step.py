@@ -39,6 +39,7 @@ from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Stage
 from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
 from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
 from megatron_wlb.runtime.stepping.merge import check_merged, open_groups
+from megatron_wlb.runtime.stepping.recompute import configs_of, recomputed
 from megatron_wlb.settings.config import Config
 
 ForwardStep: TypeAlias = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
@@ -96,17 +97,24 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
 
 
 def _noted(
-    forward_step: ForwardStep, chunks: Sequence[torch.nn.Module], num: int, label: str
+    forward_step: ForwardStep,
+    chunks: Sequence[torch.nn.Module],
+    again: Sequence[bool],
+    label: str,
 ) -> ForwardStep:
-    """``forward_step`` that says to the watchdog which pass begins, of ``num`` micro-batches."""
-    numbers = [0] * len(chunks)
+    """``forward_step`` that says to the watchdog which pass begins, and which micro-batches are run
+    ``again`` in backward.
+    """
+    numbers, num = [0] * len(chunks), len(again)
+    configs = list(map(configs_of, chunks)) if any(again) else []
 
     def run(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         chunk = next((k for k, known in enumerate(chunks) if known is model), 0)
         number, numbers[chunk] = numbers[chunk], numbers[chunk] + 1
         place = f"{label}: %s of micro-batch %%d of %%d, chunk %%d"
         watchdog.at(place % "forward", number, num, chunk)
-        output, loss = forward_step(batches, model)
+        with recomputed(configs[chunk]) if again[number] else contextlib.nullcontext():
+            output, loss = forward_step(batches, model)
         if output.requires_grad:
             output.register_hook(  # type: ignore[no-untyped-call]
                 lambda _: watchdog.at(place % "backward", number, num, chunk)
@@ -251,12 +259,13 @@ class StepRunner:
                 p2p_communicator=self.communicator,
             )
         stages = [Stage(gpt.pre_process, gpt.post_process) for gpt in model.gpts]
+        again = [m.recomputed and not forward_only for m in micro_batches]
         with (
             self.batches.ahead(micro_batches, stages) as iterators,
             _divided_by(plan.num_targets, model.config),
         ):
             reports = schedule(
-                forward_step_func=_noted(forward_step, model.chunks, len(micro_batches), label),
+                forward_step_func=_noted(forward_step, model.chunks, again, label),
                 data_iterator=iterators,
                 model=model.chunks,
                 num_microbatches=len(micro_batches),
@@ -306,17 +315,20 @@ class StepRunner:
         return math.lcm(tp * cp, ep * etp) // (tp * cp) if has_experts else 1
 
     def _check_alike(self, plan: StepPlan) -> None:
-        kind = "numbers"
-        numbers: list[tuple[int, ...]] = [(len(own),) for own in plan.micro_batches]
-        if plan.chains:
-            kind, numbers = "chains", [*plan.chains]
-        for first in range(0, len(numbers), self._alike):
-            group = numbers[first : first + self._alike]
-            if len(set(group)) > 1:
-                raise PlanError(
-                    f"step {plan.step}: data-parallel ranks from {first} on meet in each pass, but "
-                    f"have {kind} of micro-batches {group}; give all the same"
-                )
+        ranks = plan.micro_batches
+        facts: dict[str, list[Any]] = {
+            "numbers": [] if plan.chains else [(len(own),) for own in ranks],
+            "chains": [*plan.chains],
+            "recomputed ones": [tuple(m.recomputed for m in own) for own in ranks],
+        }
+        for what, values in facts.items():
+            for first in range(0, len(ranks), self._alike):
+                group = values[first : first + self._alike]
+                if len(set(group)) > 1:
+                    raise PlanError(
+                        f"step {plan.step}: data-parallel ranks from {first} on meet in each pass, "
+                        f"but have {what} of micro-batches {group}; give all the same"
+                    )
         has_experts = self.model.config.num_moe_experts is not None
         if (has_experts or self._alike > 1) and any(m.replicas for m in plan):
             raise PlanError(

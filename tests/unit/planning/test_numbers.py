@@ -19,8 +19,8 @@ from megatron_wlb.planning.numbers import WORTH_ANOTHER, max_tokens_by_number
 from megatron_wlb.planning.packing import PACKINGS, PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST, REFERENCE_WINDOW
 from megatron_wlb.planning.planner import Planner
+from megatron_wlb.planning.room import MemoryLimit
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.planning.slicing import MemoryLimit
 from megatron_wlb.simulator.step import Simulator, slowest_us
 from megatron_wlb.study.evaluate import evaluate
 

@@ -382,7 +382,7 @@ def test_unit_times_add_up_to_the_documents():
     assert alone < 0.9 * predicted
 
 
-def limited(limit_gib, packing="slim", num_micro_batches=4, source=REFERENCE):
+def limited(limit_gib, packing="slim", num_micro_batches=4, source=REFERENCE, **more):
     run = Run(
         padded_vocabulary(load_model("7b"), 8),
         Execution(Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)),
@@ -391,7 +391,7 @@ def limited(limit_gib, packing="slim", num_micro_batches=4, source=REFERENCE):
         num_micro_batches,
         memory_gib=limit_gib,
     )
-    setting = PackingSettings.parse(packing, REFERENCE_WINDOW, 2 * REFERENCE_WINDOW)
+    setting = PackingSettings.parse(packing, REFERENCE_WINDOW, 2 * REFERENCE_WINDOW, **more)
     return run, run.workload(source, seed=1).planner(setting, 30, costs=run.costs)
 
 
@@ -439,12 +439,12 @@ def test_number_of_units_follows_the_memory_limit() -> None:
     bytes_of = {number: limited(1000.0, f"slim:{number}")[1].slicing.peak_bytes
                 for number in (4, 16, 64)}  # fmt: skip
     assert bytes_of[4] > bytes_of[16] > bytes_of[64]
-    _, planner = limited(bytes_of[16] / GIB + 0.01)
+    _, planner = limited(bytes_of[16] / GIB + 0.01, recompute="off")
     assert planner.slicing.peak_bytes <= bytes_of[16]
     planner.next_plan()
     assert planner.slicing.num_units >= 16
     # Where none fits, what needs least is taken, and tells how much that is.
-    _, tight = limited(10.0)
+    _, tight = limited(10.0, "slim", recompute="off")
     assert 10 * GIB < tight.slicing.peak_bytes <= bytes_of[64]
 
 
@@ -460,7 +460,7 @@ def test_a_resumed_run_keeps_to_a_lower_memory_limit() -> None:
     free.load_state_dict(state)
     free.next_plan()
     assert free.slicing.num_units == 8
-    _, resumed = limited(needed_bytes[64] / GIB + 0.1)
+    _, resumed = limited(needed_bytes[64] / GIB + 0.1, recompute="off")
     resumed.load_state_dict(state)
     resumed.next_plan()
     assert resumed.slicing.num_units > 8

@@ -80,7 +80,7 @@ def test_chains_that_do_not_fit_are_refused(case: str) -> None:
 def test_passes_say_where_the_step_is() -> None:
     """By micro-batch and chunk: the forward as it begins, the backward as its gradient comes."""
     chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
-    run = _noted(lambda _, model: (model(torch.ones(1)), None), chunks, 3, "step 7")
+    run = _noted(lambda _, model: (model(torch.ones(1)), None), chunks, [False] * 3, "step 7")
     before = watchdog._place
     try:
         run(iter(()), chunks[1])

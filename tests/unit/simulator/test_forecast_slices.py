@@ -23,13 +23,16 @@ def forecast_with(*flags: str) -> Forecast:
 
 
 def test_forecast_counts_the_units_that_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training has no limit unless one is given, so the fastest number must fit the device."""
+    """Others where the device has less room, whether that is said or not; or it recomputes."""
     monkeypatch.setattr(run, "MEMORY_SHARE", 2.0)
-    free = forecast_with()
+    free = forecast_with("--wlb-recompute", "off")
     limit_gib = free.peak_gib - 0.1
+    said = forecast_with("--wlb-recompute", "off", "--wlb-memory-gib", f"{limit_gib}")
     monkeypatch.setattr(run, "MEMORY_SHARE", 2.0 * limit_gib / free.limit_gib)
-    with pytest.raises(ConfigError, match="or give --wlb-memory-gib to choose slices by"):
-        forecast_with()
-    limited = forecast_with("--wlb-memory-gib", f"{limit_gib}")
-    assert limited.units != free.units
+    limited = forecast_with("--wlb-recompute", "off")
+    assert limited.units == said.units != free.units
     assert limited.peak_gib <= limit_gib
+    assert forecast_with().peak_gib <= limit_gib
+    monkeypatch.setattr(run, "MEMORY_SHARE", 0.2 * limit_gib / free.limit_gib)
+    with pytest.raises(ConfigError, match=r"need .* above the .* GiB that h100-sxm"):
+        forecast_with()

@@ -1,0 +1,143 @@
+"""Which micro-batches of slices are recomputed, so that a device has room for their step.
+
+All slices of a document keep their activations until its last one is through. Where that is more
+than a device holds, some micro-batches keep the inputs of their layers alone, and run these forward
+once more in backward. Others, and the steps without long documents, recompute nothing. SlimPack
+recomputes in parts, too (§5), and does not say which.
+
+Micro-batches are of like work, so each takes about as long to recompute. Those are taken first that
+save most bytes over most of the time that there are too many: ones of many tokens, kept long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_wlb.cost import MemoryModel, Parallelism
+from megatron_wlb.cost.schedule.graph import Floats
+from megatron_wlb.cost.schedule.order import Action, sliced
+from megatron_wlb.cost.slices import Slice, Unit
+from megatron_wlb.plan import Span
+from megatron_wlb.planning.planner import Units, merged_multiple
+
+MOST_ROUNDS = 4
+"""Rounds in which more is recomputed. Within one, what working memory a pass has is taken to stay
+as it is."""
+
+SHORT_DOCUMENTS = 64
+"""Short documents in the longest one, for the steps that need most memory."""
+
+
+def unit_of(spans: Sequence[Span], num_tokens: int) -> Unit:
+    """What memory is counted of: a micro-batch's tokens, and the slice that it runs first."""
+    if not (spans and spans[0].is_slice):
+        return Unit(num_tokens)
+    document, start, stop = spans[0]
+    return Unit(num_tokens, Slice(document.arrival, start, stop, document.length))
+
+
+def worst_steps(longest: int, num_tokens: int) -> list[list[int]]:
+    """Lengths with which slices need most memory: a few of the longest documents, whose slices are
+    held until the last has run, and short ones behind them, of which a unit has many tokens.
+
+    A step has the documents that begin in it: the last of them may be as long as any.
+    """
+    steps = []
+    short = max(1, longest // SHORT_DOCUMENTS)
+    for num_long, beyond in ((1, longest), (max(1, num_tokens // 2 // longest), 0)):
+        rest = max(0, num_tokens + beyond - num_long * longest)
+        steps.append([longest] * num_long + [short] * (rest // short))
+    return steps
+
+
+class MemoryLimit(NamedTuple):
+    """What a device may hold."""
+
+    model: MemoryModel
+    limit_bytes: float
+    multiple: int = 1
+    """What units are padded to a multiple of."""
+    given: bool = True
+    """Whether it was asked for; else it is what the machine has."""
+
+    def peak_bytes(self, units: Units, layout: Parallelism) -> float:
+        """The most that any rank of the pipeline holds in a step of these units."""
+        held = self._held(units, units.recomputed or [False] * len(units.spans))
+        return max(
+            self.model.peak_bytes_of(rank, actions, held)
+            for rank, actions in enumerate(_orders(units, layout))
+        )
+
+    def recomputed(self, units: Units, layout: Parallelism, given: Sequence[bool]) -> list[bool]:
+        """Which units are to be recomputed, besides those of ``given``, for a step to fit.
+
+        Where it does not fit with all of them, all that helps are.
+        """
+        again = [*given]
+        orders = _orders(units, layout)
+        plain, little = (self._held(units, [each] * len(again)) for each in (False, True))
+        for _ in range(MOST_ROUNDS):
+            before = sum(again)
+            for rank, actions in enumerate(orders):
+                units_of = zip(plain, little, again, strict=True)
+                held = [less if each else full for full, less, each in units_of]
+                uses = self.model.program_bytes(rank, actions, held)
+                left = self.limit_bytes - self.model.state_bytes(rank).total
+                peaks = np.array([use.peak for use in uses])
+                if peaks.max(initial=0.0) > left:
+                    saved = self._saved(rank, actions, plain, little)
+                    _choose(actions, peaks - left, saved, again)
+            if sum(again) == before:
+                break
+        return again
+
+    def _held(self, units: Units, again: Sequence[bool]) -> list[Unit]:
+        held = []
+        for spans, ranks, recomputed in zip(units.spans, units.replicas, again, strict=True):
+            multiple = merged_multiple(self.multiple, len(ranks))
+            multiples = max(1, -(-sum(span.length for span in spans) // multiple))
+            unit = unit_of(spans, multiples * multiple // (len(ranks) or 1))
+            held.append(unit._replace(ranks=ranks, recomputed=recomputed))
+        return held
+
+    def _saved(
+        self, rank: int, actions: Sequence[Action], plain: Sequence[Unit], little: Sequence[Unit]
+    ) -> Floats:
+        """What recomputing each unit saves in each of a rank's chunks, ``[units, chunks]``."""
+        chunks = range(max(action.chunk for action in actions) + 1)
+        kept = (
+            [[self.model.kept_bytes(rank, chunk, unit) for chunk in chunks] for unit in units]
+            for units in (plain, little)
+        )
+        most, least = map(np.array, kept)
+        saved: Floats = np.maximum(most - least, 0.0)
+        return saved
+
+
+def _orders(units: Units, layout: Parallelism) -> Sequence[Sequence[Action]]:
+    return sliced(layout.pp_size, units.chains, layout.vpp_size)
+
+
+def _choose(actions: Sequence[Action], excess: Floats, saved: Floats, again: list[bool]) -> None:
+    """Sets ``again`` of units until a rank's ``excess`` ``[actions]`` is nowhere above 0, or no
+    unit helps.
+    """
+    begins, ends = (np.zeros(saved.shape, dtype=np.int64) for _ in range(2))
+    for at, action in enumerate(actions):
+        side = begins if action.kind == "F" else ends
+        side[action.micro_batch, action.chunk] = at
+    saved = np.where(np.array(again)[:, None], 0.0, saved)
+    while (over := excess > 0).any():
+        count = np.concatenate([[0], np.cumsum(over)])
+        # Of a unit's passes the forward is over before, and the backward frees what it takes.
+        gains = (saved * (count[ends + 1] - count[begins])).sum(axis=1)
+        best = int(gains.argmax())
+        if gains[best] <= 0:
+            return
+        again[best] = True
+        for begin, end, num_bytes in zip(begins[best], ends[best], saved[best], strict=True):
+            excess[begin : end + 1] -= num_bytes
+        saved[best] = 0.0

@@ -1,0 +1,135 @@
+"""Which micro-batches of slices are recomputed: few, alike where replicas meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.machines import H100
+
+from megatron_wlb.cost import Execution, MemoryModel, Parallelism, Recompute
+from megatron_wlb.cost.memory import GIB
+from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.schedule.order import sliced
+from megatron_wlb.cost.slices import Slice, Unit
+from megatron_wlb.cost.step_costs import StageCosts
+from megatron_wlb.data.length_source import LengthSource
+from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.packing import PackingSettings
+from megatron_wlb.planning.run import Run
+from megatron_wlb.runtime.stepping.merge import check_merged
+from megatron_wlb.simulator.step import Simulator
+
+WINDOW = 131072
+REFERENCE = LengthSource.of_distribution("reference")
+TP8 = Parallelism(tp_size=8, pp_size=4, sequence_parallel=True)
+NONE, FULL = Recompute(), Recompute("full", "uniform", 1)
+
+
+def run_in(limit_gib: float | None, layout: Parallelism, recompute: Recompute = NONE) -> Run:
+    shape = padded_vocabulary(load_model("7b"), 8)
+    execution = Execution(layout, recompute)
+    return Run(shape, execution, H100, WINDOW, 4 * layout.dp_size, memory_gib=limit_gib)
+
+
+def steps(run: Run, packing: str = "slim:16", num: int = 6, **more: object) -> list[StepPlan]:
+    setting = PackingSettings.parse(packing, WINDOW, 2 * WINDOW, **more)
+    planner = run.workload(REFERENCE, seed=1).planner(setting, num, costs=run.costs)
+    return list(planner.plans(num))
+
+
+def peak_gib(run: Run, plan: StepPlan) -> float:
+    simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
+    return max(held.peak_bytes for held in simulator.plan_memory(plan)) / GIB
+
+
+@pytest.mark.parametrize("vpp_size", [1, 2])
+def test_steps_fit_by_recomputing_some(vpp_size: int) -> None:
+    layout = replace(TP8, vpp_size=vpp_size)
+    free = run_in(1000.0, layout)
+    plain = steps(free)
+    assert not any(m.recomputed for plan in plain for m in plan)
+    most = max(peak_gib(free, plan) for plan in plain)
+    limit = 0.7 * most
+    tight = run_in(limit, layout)
+    fitting = steps(tight)
+    assert max(peak_gib(tight, plan) for plan in fitting) <= limit
+    for before, plan in zip(plain, fitting, strict=True):
+        assert [m.spans for m in before] == [m.spans for m in plan]
+        if peak_gib(free, before) <= limit:
+            assert not any(m.recomputed for m in plan)
+    shares = [np.mean([m.recomputed for m in plan]) for plan in fitting]
+    assert 0 < np.mean(shares) < 0.5
+    simulator = Simulator(free.costs, layout)
+    times = [sum(simulator.step(p).step_us for p in some) for some in (plain, fitting)]
+    full = run_in(1000.0, layout, FULL)
+    all_us = sum(Simulator(full.costs, layout).step(plan).step_us for plan in plain)
+    assert times[0] < times[1] < times[0] + 0.5 * (all_us - times[0])
+
+
+def test_none_is_recomputed_where_that_is_off_or_layers_are_anyhow() -> None:
+    for run, more in ((run_in(20.0, TP8), {"recompute": "off"}), (run_in(20.0, TP8, FULL), {})):
+        assert not any(m.recomputed for plan in steps(run, num=2, **more) for m in plan)
+
+
+def test_a_machine_s_memory_is_the_limit_unless_another_is_given() -> None:
+    small = replace(run_in(None, TP8), hardware=replace(H100, memory_gib=36.0))
+    assert any(m.recomputed for plan in steps(small) for m in plan)
+    assert not any(m.recomputed for plan in steps(run_in(None, TP8)) for m in plan)
+
+
+def test_replicas_that_meet_recompute_alike() -> None:
+    layout = replace(TP8, dp_size=2)
+    meeting = run_in(25.0, layout).executed(replicas_meet=True)
+    plans = steps(meeting)
+    for plan in plans:
+        first, second = ([m.recomputed for m in own] for own in plan.micro_batches)
+        assert first == second
+    assert any(m.recomputed for plan in plans for m in plan)
+
+
+def test_documents_of_several_replicas_are_recomputed_on_all_of_them() -> None:
+    run = replace(run_in(13.0, replace(TP8, dp_size=4)), num_micro_batches=4)
+    source = LengthSource.of_lengths("one", np.array([131072, *[1024] * 100]))
+    planner = run.workload(source, seed=1).planner(
+        PackingSettings.parse("slim:16", WINDOW, 2 * WINDOW), 3, costs=run.costs
+    )
+    again = set()
+    for plan in planner.plans(3):
+        check_merged(plan)
+        assert peak_gib(run, plan) <= 13.0
+        again |= {m.recomputed for m in plan if m.replicas}
+    assert again == {False, True}
+
+
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+def test_recomputed_units_hold_what_all_do_under_full_recomputation(kernels: str) -> None:
+    shape = load_model("550m")
+    layout = Parallelism(pp_size=2, vpp_size=2)
+    plain, full = (
+        MemoryModel(shape, Execution(layout, recompute, kernels=kernels))
+        for recompute in (NONE, FULL)
+    )
+    units = [Unit(900, Slice(0, 0, 900, 2000)), Unit(1100, Slice(0, 900, 2000, 2000)), Unit(512)]
+    again = [unit._replace(recomputed=True) for unit in units]
+    for rank, actions in enumerate(sliced(2, [2, 1], 2)):
+        expected = full.program_bytes(rank, actions, units)
+        assert plain.program_bytes(rank, actions, again) == expected
+        assert plain.program_bytes(rank, actions, units) != expected
+
+
+def test_time_of_recomputed_units_is_that_of_full_recomputation() -> None:
+    layout = Parallelism(tp_size=2, cp_size=2, pp_size=4, sequence_parallel=True)
+    plain, full = (run_in(None, layout, recompute).costs.stages for recompute in (NONE, FULL))
+    lengths, before = [[4096], [1024, 77], [513]], [[8192], [0, 0], [0]]
+    never, always = ([flag] * 3 for flag in (False, True))
+    base = plain.times_us(lengths, prefixes=before)
+    assert (plain.times_us(lengths, None, before, None, never) == base).all()
+    found = plain.times_us(lengths, None, before, None, [True, False, True])
+    expected = full.times_us(lengths, prefixes=before)
+    # In full recomputation a third of what a kernel takes besides its work counts again, too.
+    assert found[:, :, [0, 2]] == pytest.approx(expected[:, :, [0, 2]], rel=0.01)
+    assert (found[:, :, 1] == base[:, :, 1]).all()
+    assert isinstance(plain, StageCosts) and (plain.times_us(lengths, None, before, None, always)
+                                              >= found).all()  # fmt: skip
