@@ -348,11 +348,10 @@ class MemoryModel(Executed):
         """
         return self._uses(pp_rank, actions, units, self._sent_ahead_bytes(pp_rank, actions, units))
 
-    def kept_bytes(self, pp_rank: int, chunk: int, unit: Unit) -> float:
-        """What a unit's forward keeps of its own in one of a rank's chunks, a slice's buffers with
-        it.
-        """
-        return self._known(self._tapes[pp_rank][chunk], "F", [unit])[unit][2]
+    def kept_bytes(self, pp_rank: int, units: Sequence[Unit]) -> Floats:
+        """What units' forwards keep of their own, slices' buffers too, ``[units, chunks]``."""
+        tables = [self._known(tape, "F", units) for tape in self._tapes[pp_rank]]
+        return np.array([[table[unit][2] for table in tables] for unit in units])
 
     def peak_bytes_of(
         self, pp_rank: int, actions: Sequence[Action], units: Sequence[Unit]
@@ -369,17 +368,15 @@ class MemoryModel(Executed):
         units: Sequence[Unit],
         in_transit: Sequence[float],
     ) -> list[ActivationBytes]:
-        tapes, result = self._tapes[pp_rank], []
+        tapes = self._tapes[pp_rank]
         known = {(kind, at): self._known(tapes[at], kind, units)
                  for kind in "FB" for at in range(len(tapes))}  # fmt: skip
-        kept = 0.0
-        for action, transit_bytes in zip(actions, in_transit, strict=True):
-            let_go, peak, keeps = known[action.kind, action.chunk][units[action.micro_batch]]
-            kept -= let_go
-            beside = kept + transit_bytes  # the peak contains what the action itself keeps
-            kept += keeps
-            result.append(ActivationBytes(beside + peak, kept))
-        return result
+        rows = [known[a.kind, a.chunk][units[a.micro_batch]] for a in actions]
+        let_go, peaks, keeps = np.array(rows).reshape(-1, 3).T
+        # An action's peak contains what it keeps itself, and not what it lets go of.
+        kept = np.cumsum(np.stack([-let_go, keeps], axis=1)).reshape(-1, 2)
+        peaks = kept[:, 0] + np.array(in_transit) + peaks
+        return list(map(ActivationBytes, peaks.tolist(), kept[:, 1].tolist()))
 
     def learn(self, units: Iterable[Unit]) -> None:
         """Works out what units take, of all pipelines of a step in much less time than of each."""

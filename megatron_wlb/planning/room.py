@@ -79,17 +79,21 @@ class MemoryLimit(NamedTuple):
         again = [*given]
         orders = _orders(units, layout)
         plain, little = (self._held(units, [each] * len(again)) for each in (False, True))
+        seen = [-1] * len(orders)  # how many were recomputed when a rank was looked at
         for _ in range(MOST_ROUNDS):
             before = sum(again)
             for rank, actions in enumerate(orders):
+                if seen[rank] == sum(again):
+                    continue
+                seen[rank] = sum(again)
                 units_of = zip(plain, little, again, strict=True)
                 held = [less if each else full for full, less, each in units_of]
                 uses = self.model.program_bytes(rank, actions, held)
                 left = self.limit_bytes - self.model.state_bytes(rank).total
                 peaks = np.array([use.peak for use in uses])
                 if peaks.max(initial=0.0) > left:
-                    saved = self._saved(rank, actions, plain, little)
-                    _choose(actions, peaks - left, saved, again)
+                    kept, least = (self.model.kept_bytes(rank, some) for some in (plain, little))
+                    _choose(actions, peaks - left, np.maximum(kept - least, 0.0), again)
             if sum(again) == before:
                 break
         return again
@@ -102,19 +106,6 @@ class MemoryLimit(NamedTuple):
             unit = unit_of(spans, multiples * multiple // (len(ranks) or 1))
             held.append(unit._replace(ranks=ranks, recomputed=recomputed))
         return held
-
-    def _saved(
-        self, rank: int, actions: Sequence[Action], plain: Sequence[Unit], little: Sequence[Unit]
-    ) -> Floats:
-        """What recomputing each unit saves in each of a rank's chunks, ``[units, chunks]``."""
-        chunks = range(max(action.chunk for action in actions) + 1)
-        kept = (
-            [[self.model.kept_bytes(rank, chunk, unit) for chunk in chunks] for unit in units]
-            for units in (plain, little)
-        )
-        most, least = map(np.array, kept)
-        saved: Floats = np.maximum(most - least, 0.0)
-        return saved
 
 
 def _orders(units: Units, layout: Parallelism) -> Sequence[Sequence[Action]]:
