@@ -17,6 +17,8 @@ from megatron_wlb.runtime.saving import lock
 
 def step_values(plan: StepPlan, plan_wait_s: float, step_s: float) -> dict[str, float]:
     """What ran and what it took, as every log names it: the step, and in it the wait for a plan."""
+    recomputed = sum(m.length for m in plan if m.recomputed)
+    of_slices = {"merged_documents": plan.num_merged, "recomputed_tokens": recomputed}
     return {
         "tokens": plan.num_tokens,
         "targets": plan.num_targets,
@@ -25,7 +27,7 @@ def step_values(plan: StepPlan, plan_wait_s: float, step_s: float) -> dict[str, 
         "delay_steps": plan.delay_steps,
         "waiting_documents": plan.num_waiting,
         "waiting_tokens": plan.waiting_tokens,
-        **({"merged_documents": plan.num_merged} if plan.chains else {}),
+        **(of_slices if plan.chains else {}),
         "plan_wait_ms": plan_wait_s * 1e3,
         "step_ms": step_s * 1e3,
     }
