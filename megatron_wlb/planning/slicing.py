@@ -51,6 +51,9 @@ STEPS_A_SWEEP = 64
 """Steps after which the number of units is chosen again."""
 TOLERANCE = 0.05
 """Share of a unit by which a document, or the rest of one, may be heavier and is not cut."""
+SURE = 0.8
+"""Share of the memory limit up to which no step is looked at. The steps that should need most are
+made up; with virtual stages real ones may need a tenth more."""
 SLICE_MULTIPLE = 128
 """Tokens that cuts are multiples of, as kernels like it."""
 SLICES_OF_A_WINDOW = 64
@@ -221,7 +224,7 @@ class Slicer:
             for number in self._tried:
                 units = self._lay(alone, 0, number)[:1]
                 peak_bytes = memory.peak_bytes(units[0], self._layout)
-                if recomputes and peak_bytes > memory.limit_bytes:
+                if recomputes and peak_bytes > SURE * memory.limit_bytes:
                     self._tight.add(number)
                     units = self._with_room(units, number)
                     peak_bytes = memory.peak_bytes(units[0], self._layout)
