@@ -73,10 +73,10 @@ def test_recipe_with_experts_is_its_model_and_fits(name: str) -> None:
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b-128k", "deepseek-v3-128k"])
 def test_slices_are_faster_with_experts_on_as_many_devices(model: str) -> None:
-    """By 1.19 times in simulation, both."""
+    """By 1.29 and 1.51 times in simulation: whole documents must recompute every layer."""
     whole, slices = forecast_of(model), forecast_of(f"{model}-slim")
     assert slices.num_devices == whole.num_devices
-    assert slices.tokens_per_s > 1.15 * whole.tokens_per_s
+    assert slices.tokens_per_s > 1.25 * whole.tokens_per_s
 
 
 def test_uneven_routing_leaves_less_room_for_tokens() -> None:
