@@ -3,7 +3,7 @@
 All slices of a document keep their activations until its last one is through. Where that is more
 than a device holds, some micro-batches keep the inputs of their layers alone, and run these forward
 once more in backward. Others, and the steps without long documents, recompute nothing. SlimPack
-recomputes in parts, too (§5), and does not say which.
+recomputes in parts, too (§4.3.3, §6.1), and does not say which.
 
 Micro-batches are of like work, so each takes about as long to recompute. Those are taken first that
 save most bytes over most of the time that there are too many: ones of many tokens, kept long.

@@ -98,10 +98,11 @@ class Published:
             tp, cp, pp, vp, gpus // (tp * pp * cp), tp > 1, stage_layers=stage_layers,
             ep_size=ep, etp_size=1 if ep > 1 else None,
         )  # fmt: skip
-        overlaps = [row[name] == "yes" for name in ("tp_overlap", "ep_overlap", "once")]
+        flags = (row[name] == "yes" for name in ("tp_overlap", "ep_overlap", "once"))
+        tp_overlapped, ep_overlapped, sends_once = flags
         return cls(
             row["source"], row["model"], gpus, batch, micro_batch, window, layout,
-            row["precision"], *overlaps, float(row["tokens_per_s"]),
+            row["precision"], tp_overlapped, ep_overlapped, sends_once, float(row["tokens_per_s"]),
         )  # fmt: skip
 
     @property

@@ -217,9 +217,11 @@ def _steps(
     run: Run, packing: str, case: Case, seed: int, effort: Effort
 ) -> Iterator[tuple[StepPlan | Lengths, float]]:
     """Steps that count, with their FLOPs."""
-    long_documents = "slice" if case.whole else "split"
-    workload = run.workload(lengths_of(case.data), seed=seed, long_documents=long_documents)
-    workload = replace(workload, merges=case.merges)
+    workload = replace(
+        run.workload(lengths_of(case.data), seed=seed),
+        long_documents="slice" if case.whole else "split",
+        merges=case.merges,
+    )
     num = effort.warm_up + effort.steps
     limit = run.window
     if packing == BEST_FIT:
