@@ -116,6 +116,14 @@ def _gathers_tokens(args: argparse.Namespace) -> bool:
     return gathers and bool(getattr(args, "num_experts", None))
 
 
+def _recomputes_biases(args: argparse.Namespace) -> bool:
+    if getattr(args, "recompute_granularity", None) != "selective":
+        return False
+    is_dense = not getattr(args, "num_experts", None)
+    modules = getattr(args, "recompute_modules", None) or []
+    return "mlp" in modules and is_dense and bool(getattr(args, "add_bias_linear", False))
+
+
 def _routes_in_parts(args: argparse.Namespace) -> bool:
     num_parts = getattr(args, "mlp_chunks_for_training", None) or 1
     return num_parts > 1 and bool(getattr(args, "num_experts", None))
@@ -229,6 +237,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--defer-embedding-wgrad-compute", "with --sequence-parallel it gathers all micro-batches "
         "at the length of the first, and lengths of micro-batches vary", refused=_defers_gathered,
+    ),
+    Refusal(
+        "--recompute-modules", "Megatron's recomputation of mlp gives back the bias itself, whose "
+        "gradient then needs its own: the first backward pass never ends",
+        "use --disable-bias-linear, or leave mlp out", refused=_recomputes_biases,
     ),
     # The layout.
     Refusal("--hybrid-context-parallel", _OWN_PACKING),

@@ -81,7 +81,8 @@ def _throughput(effort: Effort) -> Section:
         f"random order under Megatron's 1F1B. Documents are Common Crawl's and "
         f"{slimpack.DOCUMENTS} a global batch in the mean, where a row does not say otherwise. "
         "Each packing runs in the layout in which it is fastest, of those that fit in memory: CP "
-        "1, 2 or 4, with all layers recomputed (`full`) or none. Where a cell has two values, the "
+        "1, 2 or 4, with all layers recomputed (`full`) or none; without, `slim` recomputes the "
+        "micro-batches that it must. Where a cell has two values, the "
         "first is of best-fit packing, the second of `slim`. `slim` in the layout of best-fit "
         "packing gains by its balance alone; the rest is a layout that less memory allows. The "
         "copy of the paper that was at hand lacks most figures. One is compared: up to 2.8.",
@@ -91,10 +92,10 @@ def _throughput(effort: Effort) -> Section:
         f"The most is {'below' if most < slimpack.PRINTED_MOST else 'above'} the paper's, and at a "
         "long context as there. The paper names 13B at 256K; here others gain more. Its layouts, "
         "its use of partial recomputation and offloading, and its batch in each case are not "
-        "printed. The gain is largest where windows of whole documents must recompute and slices "
-        "need not, so it jumps from one layout to the next. Where both must, as at 150B-256K, only "
-        "balance is left to gain. Larger batches leave best-fit packing fewer bubbles, so the gain "
-        "is smaller. Context-parallel ranks share attention evenly, which flatters windows.",
+        "printed. Its baseline recomputes in parts, too; windows here recompute all or nothing. So "
+        "the gain is largest where windows must recompute and slices only in parts, and it jumps "
+        "from one layout to the next. Larger batches leave best-fit packing fewer bubbles, so the "
+        "gain is smaller. Context-parallel ranks share attention evenly, which flatters windows.",
         ("over `original`", "over `hold`", "`slim` in the layout of best-fit", "CP",
          "peak GiB", "bubbles"),
         1.0,

@@ -64,6 +64,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
+    "--recompute-modules": {
+        "recompute_modules": ["mlp"],
+        "recompute_granularity": "selective",
+        "add_bias_linear": True,
+    },
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
     "--dynamic-context-parallel": {"dynamic_context_parallel": True},
     "--sequence-packing-scheduler": {"sequence_packing_scheduler": "dp_balanced"},
@@ -157,6 +162,8 @@ def test_flag_is_refused_with_name_value_and_remedy(flag: str) -> None:
         {"fp8": "hybrid", "fp8_recipe": "delayed", "recompute_granularity": "full"},
         {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True, "fp8_output_proj": True},
         {"mlp_chunks_for_training": 4},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"recompute_granularity": "full", "recompute_modules": ["mlp"], "add_bias_linear": True},
         {"mlp_chunks_for_training": 1, "num_experts": 8},
         {"defer_embedding_wgrad_compute": True, "sequence_parallel": False},
         # Megatron turns sequence parallelism off.
