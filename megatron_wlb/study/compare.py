@@ -23,6 +23,7 @@ from megatron_wlb.plan.sharding.select import Mode, Prediction
 from megatron_wlb.plan.sharding.shard import Kind
 from megatron_wlb.planning.packing import Meter, PackingMetrics, PackingSettings
 from megatron_wlb.planning.run import Run
+from megatron_wlb.planning.slicing import Slicer
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.advice import Option, by_part
@@ -198,6 +199,8 @@ def compare(
                 for tally in tallies:
                     tally.add(plan, flops)
                 on_step()
+            if isinstance(planner.slicing, Slicer):
+                memory.expect(planner.slicing)
             for tally in tallies:
                 tally.metrics.append(meter.metrics(planner.packer.waiting))
         outcomes += [tally.outcome() for tally in tallies]
@@ -240,6 +243,15 @@ class _Memory:
                     used.check(self._limit_bytes, f"data-parallel rank {dp_rank}" if many else "")
                 except PlanError as error:
                     self.out_of_memory = f"step {plan.step}: {error}"
+
+    def expect(self, slicer: Slicer) -> None:
+        """Notes where a step could need more than these did, as training does at its start."""
+        needed_gib, limit_gib = slicer.peak_bytes / GIB, self._limit_bytes / GIB
+        if not self.out_of_memory and needed_gib > limit_gib:
+            self.out_of_memory = (
+                f"out of memory in a step of the longest documents: {needed_gib:.2f} GiB above "
+                f"the limit of {limit_gib:.2f} GiB; recompute activations, or use more TP, CP or PP"
+            )
 
 
 class _Step(NamedTuple):
