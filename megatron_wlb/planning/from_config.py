@@ -45,6 +45,9 @@ from megatron_wlb.settings.config import Config
 
 logger = logging.getLogger(__name__)
 
+MEMORY_SLACK = 0.1
+"""Share of a machine's memory by which a device may have other."""
+
 
 def model_shape(config: Config, padded_vocab_size: int) -> ModelShape:
     """The sizes that the model's FLOPs and memory depend on."""
@@ -364,6 +367,19 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
                 raise ConfigError(told)
             logger.warning("%s", told)
     return planner
+
+
+def tell_memory(config: Config, has_gib: float) -> None:
+    """Warns where slices are planned for another memory than the 2³⁰ bytes of a device."""
+    wlb = config.wlb
+    named_gib = load_hardware(wlb.wlb_hardware).memory_gib
+    is_other = abs(has_gib - named_gib) > MEMORY_SLACK * named_gib
+    if kind_of(wlb.wlb_packing).slices and wlb.wlb_memory_gib is None and is_other:
+        logger.warning(
+            "slices are planned for %.0f GiB, which %s has, but this device has %.0f GiB; name the "
+            "right --wlb-hardware, or give --wlb-memory-gib",
+            named_gib, wlb.wlb_hardware, has_gib,
+        )  # fmt: skip
 
 
 def _check_positions(config: Config, longest: int) -> None:

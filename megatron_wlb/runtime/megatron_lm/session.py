@@ -20,11 +20,17 @@ import torch
 
 from megatron_wlb.cost import Cost, cost_from_dict
 from megatron_wlb.cost.experts import ExpertGroups
+from megatron_wlb.cost.memory import GIB
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpora import SPLITS, Corpora
 from megatron_wlb.errors import ConfigError, PlanError
 from megatron_wlb.plan import StepPlan
-from megatron_wlb.planning.from_config import known_cost, make_evaluation_planner, make_planner
+from megatron_wlb.planning.from_config import (
+    known_cost,
+    make_evaluation_planner,
+    make_planner,
+    tell_memory,
+)
 from megatron_wlb.planning.ledger.writer import StepLedger
 from megatron_wlb.planning.packing import simulates
 from megatron_wlb.planning.plan_ahead import PlanAhead
@@ -162,6 +168,9 @@ class Session:
         training = None
         if not args.skip_train:
             planner = make_planner(self.config, corpora, self.cost, dp_size)
+            if device == "cuda":
+                has = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+                tell_memory(self.config, has / GIB)
             self.experts = planner.experts
             if self.restored is not None:
                 planner.load_state_dict(self.restored["planner"])

@@ -16,9 +16,11 @@ from megatron_wlb.cost.slices import Slice, Unit
 from megatron_wlb.cost.step_costs import StageCosts
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.plan import StepPlan
+from megatron_wlb.planning.from_config import tell_memory
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run
 from megatron_wlb.runtime.stepping.merge import check_merged
+from megatron_wlb.settings.config import Config, WlbConfig
 from megatron_wlb.simulator.step import Simulator
 
 WINDOW = 131072
@@ -133,3 +135,18 @@ def test_time_of_recomputed_units_is_that_of_full_recomputation() -> None:
     assert (found[:, :, 1] == base[:, :, 1]).all()
     assert isinstance(plain, StageCosts) and (plain.times_us(lengths, None, before, None, always)
                                               >= found).all()  # fmt: skip
+
+
+def test_slices_for_a_device_of_another_size_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def told(packing: str, has_gib: float, **more: object) -> str:
+        caplog.clear()
+        wlb = WlbConfig(wlb_packing=packing, wlb_hardware="h100-sxm", **more)
+        tell_memory(Config(wlb=wlb), has_gib)
+        return caplog.text
+
+    assert "planned for 74 GiB, which h100-sxm has, but this device has 140 GiB" in told(
+        "slim", 139.8
+    )
+    assert "this device has 40 GiB" in told("slim", 39.6)
+    assert not (told("slim", 79.2) or told("hold", 139.8))
+    assert not told("slim", 139.8, wlb_memory_gib=120.0)
