@@ -102,8 +102,8 @@ def with_some_recomputed(runner) -> Iterator[None]:
     "case",
     [
         Layout("llama", 2, pp=2, vpp=2, extra=GATHER),
-        Layout("mixed", 1, cp=2, sharding="per-document"),
         *map(further, [
+            Layout("mixed", 1, cp=2, sharding="per-document"),
             Layout("gpt2", 1, pp=2, dp=2, extra=OVERLAP),
             Layout("mixed", 4, pp=4, vpp=2, extra=VERIFY_SHAPES),
             Layout("llama", 1, pp=2, tp="2sp"),
