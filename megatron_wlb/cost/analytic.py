@@ -303,12 +303,13 @@ class AnalyticModel(Executed):
                 num_bytes = 2 * own_bytes + 2 * max(_FP32, own_bytes)
                 us += num * self.hardware.memory_us(2 * keys / p.tp_size * num_bytes)
             row_us.append(us)
-        sizes = [1 << n for n in range(p.dp_size.bit_length())]
         merged_us = tuple(
-            tuple(sum((num * self._merged_us(layer, size) for num, layer in runs), 0.0)
-                  for runs in stages)
-            for size in sizes
-        )  # fmt: skip
+            tuple(
+                sum((n * self._merged_us(layer, 1 << k) for n, layer in runs), 0.0)
+                for runs in stages
+            )
+            for k in range(p.dp_size.bit_length())
+        )
         num_heads = -(-self.shape.num_attention_heads // p.tp_size)
         return PrefixCosts(
             num_heads, p.cp_size, self.hardware.num_processors, tuple(row_us), merged_us

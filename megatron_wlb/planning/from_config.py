@@ -24,7 +24,6 @@ from megatron_wlb.cost import (
 from megatron_wlb.cost.fp8 import fp8_products
 from megatron_wlb.cost.hardware import LEAST, MOST
 from megatron_wlb.cost.layers import Precisions, slices
-from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.parts import Latent
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.cost.workspace import FP32
@@ -353,19 +352,12 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
     selector = cp_selector(config, run, documents.longest_segment(packing))
     planner = documents.planner(packing, costs=costs, selector=selector)
     if isinstance(planner.slicing, Slicer):
-        needed_gib, limit_gib = planner.slicing.peak_bytes / GIB, config.wlb.wlb_memory_gib
-        if needed_gib > run.limit_gib:
-            limit = f"the {run.limit_gib:.2f} GiB that {config.wlb.wlb_hardware} has for tensors"
-            told = (
-                f"--wlb-packing {packing.name}: a step of documents of "
-                f"{documents.longest(packing)} tokens needs {needed_gib:.2f} GiB, above "
-                f"{f'--wlb-memory-gib {limit_gib:g}' if limit_gib else limit}; recompute "
-                "activations, use more TP or PP, or let shorter documents reach it "
-                "(--wlb-long-documents split, --seq-length)"
-            )
-            if limit_gib:
-                raise ConfigError(told)
-            logger.warning("%s", told)
+        try:
+            planner.slicing.check_room()
+        except ConfigError as error:
+            if config.wlb.wlb_memory_gib is not None:
+                raise
+            logger.warning("%s", error)
     return planner
 
 

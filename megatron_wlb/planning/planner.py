@@ -330,11 +330,7 @@ class Planner:
         return [[every[index] for index in indices] for indices in ranks]
 
     def _micro_batch(
-        self,
-        index: int,
-        spans: Sequence[Span],
-        replicas: tuple[int, ...] = (),
-        recomputed: bool = False,
+        self, index: int, spans: Sequence[Span], replicas: tuple[int, ...] = (), again: bool = False
     ) -> MicroBatchPlan:
         num_tokens = sum([stop - start for _, start, stop in spans])
         multiple = merged_multiple(self.length_multiple, len(replicas))
@@ -348,7 +344,7 @@ class Planner:
             padded_length=multiples * multiple,
             predicted_us=predicted_us / (len(replicas) or 1),
             replicas=replicas,
-            recomputed=recomputed,
+            recomputed=again,
         )
 
     def _sharded(self, micro_batches: list[MicroBatchPlan]) -> list[MicroBatchPlan]:

@@ -62,6 +62,8 @@ class MemoryLimit(NamedTuple):
     """What units are padded to a multiple of."""
     given: bool = True
     """Whether it was asked for; else it is what the machine has."""
+    recomputes: bool = False
+    """Whether micro-batches of slices may be recomputed one by one: not where layers are anyhow."""
 
     def peak_bytes(self, units: Units, layout: Parallelism) -> float:
         """The most that any rank of the pipeline holds in a step of these units."""

@@ -164,8 +164,6 @@ class Workload(_Batch):
     merges: bool = True
     """Whether several replicas may run one document together, in slices: not with experts, as each
     replica counts what its own tokens choose."""
-    recomputes: bool = False
-    """Whether micro-batches of slices may be recomputed one by one: not where layers are anyhow."""
 
     @property
     def dp_size(self) -> int:
@@ -298,6 +296,9 @@ class Workload(_Batch):
         """Makes what cuts steps. Where each micro-batch has its own devices, they are replicas."""
         p = self.layout or Parallelism(dp_size=self.num_micro_batches)
         each, longest = each_rank(self.num_micro_batches, p.dp_size), self.longest(packing)
+        memory = self.memory
+        if memory is not None and packing.recompute == "off":
+            memory = memory._replace(recomputes=False)
         return Slicer(
             self.cost,
             costs or StepCosts(StageCosts.by_layers(self.cost, p), experts=self.experts),
@@ -309,8 +310,7 @@ class Workload(_Batch):
             multiple=slice_multiple(self.window, packing.slice_multiple),
             alike=self.alike,
             merges=packing.dp_merge == "auto" and self.merges,
-            memory=self.memory,
-            recomputes=packing.recompute == "auto" and self.recomputes,
+            memory=memory,
             worst=worst_steps(longest, each * self.micro_batch_tokens),
         )
 
@@ -445,13 +445,14 @@ class Run(Executed, _Batch):
             self._experts,
             self.alike,
             not self.shape.experts,
-            self.recompute.granularity is None and self.execution.recomputes,
         )
 
     @property
     def _memory_limit(self) -> MemoryLimit:
         given = self.memory_gib is not None
-        return MemoryLimit(self.memory, self.limit_gib * GIB, self.length_multiple, given)
+        recomputes = self.recompute.granularity is None and self.execution.recomputes
+        limit_bytes = self.limit_gib * GIB
+        return MemoryLimit(self.memory, limit_bytes, self.length_multiple, given, recomputes)
 
     def check_reach(self, num_tokens: int | None = None) -> None:
         """Raises :class:`ConfigError` where measured attention ends before so many tokens, or

@@ -32,6 +32,7 @@ from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron_wlb.cost import CostModel, Parallelism
+from megatron_wlb.cost.memory import GIB
 from megatron_wlb.cost.schedule.graph import Floats, slice_graph
 from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.errors import ConfigError
@@ -161,7 +162,6 @@ class Slicer:
         merges: whether a document that outweighs a replica's mean may run on several together,
             where that is faster in simulation (DP-Merge). Not where replicas run alike.
         memory: what a device may hold.
-        recomputes: whether units may be recomputed for that.
         worst: lengths of a rank's documents in the steps that need most memory.
     """
 
@@ -179,7 +179,6 @@ class Slicer:
         alike: int = 1,
         merges: bool = True,
         memory: MemoryLimit | None = None,
-        recomputes: bool = False,
         worst: Sequence[Sequence[int]] = (),
     ) -> None:
         self._cost, self._costs, self._layout = cost, costs, layout
@@ -193,10 +192,10 @@ class Slicer:
         self._tried = [num_units] if num_units else tried
         self._next_sweep = 0  # the first step in which the number is chosen again
         self._peaks_bytes = dict.fromkeys(self._tried, 0.0)
-        self._memory = memory
+        self._memory, self._longest = memory, max((max(own) for own in worst), default=0)
         self._tight: set[int] = set()  # numbers of units with which something may be recomputed
         if memory is not None:
-            self._keep_what_fits(memory, recomputes, worst)
+            self._keep_what_fits(memory, worst)
 
     @property
     def dp_size(self) -> int:
@@ -211,9 +210,18 @@ class Slicer:
         tried = [self.num_units] if self.num_units else self._tried
         return min(self._peaks_bytes[number] for number in tried)
 
-    def _keep_what_fits(
-        self, memory: MemoryLimit, recomputes: bool, worst: Sequence[Sequence[int]]
-    ) -> None:
+    def check_room(self) -> None:
+        """Raises :class:`ConfigError` where a device has no room for one of the ``worst`` steps."""
+        if self._memory is not None and self.peak_bytes > self._memory.limit_bytes:
+            raise ConfigError(
+                f"slices of documents of {self._longest} tokens need {self.peak_bytes / GIB:.2f} "
+                f"GiB, above the {self._memory.limit_bytes / GIB:.2f} GiB that tensors may take "
+                "(--wlb-memory-gib, or what --wlb-hardware has); recompute activations, use more "
+                "TP, CP or PP, or let shorter documents reach it (--wlb-long-documents split, "
+                "--seq-length)"
+            )
+
+    def _keep_what_fits(self, memory: MemoryLimit, worst: Sequence[Sequence[int]]) -> None:
         """Leaves the numbers of units that fit memory, or the one that is nearest to that."""
         peaks = self._peaks_bytes
         for lengths in worst:
@@ -224,7 +232,7 @@ class Slicer:
             for number in self._tried:
                 units = self._lay(alone, 0, number)[:1]
                 peak_bytes = memory.peak_bytes(units[0], self._layout)
-                if recomputes and peak_bytes > SURE * memory.limit_bytes:
+                if memory.recomputes and peak_bytes > SURE * memory.limit_bytes:
                     self._tight.add(number)
                     units = self._with_room(units, number)
                     peak_bytes = memory.peak_bytes(units[0], self._layout)

@@ -25,12 +25,13 @@ class Interval:
     start_us: float
     stop_us: float
     action: Action
-    slice: Slice | None = None
-    """The part of a document that its micro-batch runs, if it runs one."""
-    ranks: tuple[int, ...] = ()
-    """Data-parallel ranks that run it together (DP-Merge)."""
-    recomputed: bool = False
-    """Whether its layers run forward once more in backward."""
+    unit: Unit | None = None
+    """Its micro-batch, where some run slices."""
+
+    @property
+    def slice(self) -> Slice | None:
+        """The part of a document that its micro-batch runs, if it runs one."""
+        return self.unit.slice if self.unit else None
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,7 @@ def timeline(graph: Graph, replayed: Replay, units: Sequence[Unit] = ()) -> Time
     return Timeline(
         tuple(
             tuple(
-                Interval(
-                    start_us, stop_us, action, *(units[action.micro_batch][1:] if units else ())
-                )
+                Interval(start_us, stop_us, action, units[action.micro_batch] if units else None)
                 for start_us, stop_us, action in zip(
                     graph.of_rank(replayed.start_us, rank).tolist(),
                     graph.of_rank(replayed.stop_us, rank).tolist(),

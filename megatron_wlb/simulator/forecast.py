@@ -167,13 +167,8 @@ def _units(config: Config, run: Run, source: Documents, max_tokens: int) -> tupl
     planner = documents.planner(packing, 1, costs=run.costs)
     assert isinstance(planner.slicing, Slicer)
     plan = planner.next_plan()
+    planner.slicing.check_room()
     peak_gib = planner.slicing.peak_bytes / GIB
-    if peak_gib > run.limit_gib:
-        raise ConfigError(
-            f"slices of documents of {documents.longest(packing)} tokens need {peak_gib:.1f} GiB "
-            f"(modelled), above the {run.limit_gib:.1f} GiB that {config.wlb.wlb_hardware} has for "
-            "tensors; recompute activations, or use more TP or PP"
-        )
     simulator = Simulator(run.costs, run.parallelism, memory=run.memory)
     if plan is not None:
         peaks = (held.peak_bytes / GIB for held in simulator.plan_memory(plan))

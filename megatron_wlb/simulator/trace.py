@@ -114,10 +114,10 @@ def _actions(
                     "document": i.slice.document,
                     "tokens": f"{i.slice.start}-{i.slice.stop} of {i.slice.length}",
                 }
-            if i.recomputed:
+            if i.unit is not None and i.unit.recomputed:
                 event["args"]["recomputed"] = "yes"
-            if i.ranks:
-                event["args"]["data_parallel_ranks"] = ", ".join(map(str, i.ranks))
+            if i.unit is not None and i.unit.ranks:
+                event["args"]["data_parallel_ranks"] = ", ".join(map(str, i.unit.ranks))
             events.append(event)
     return events
 

@@ -246,12 +246,10 @@ class _Memory:
 
     def expect(self, slicer: Slicer) -> None:
         """Notes where a step could need more than these did, as training does at its start."""
-        needed_gib, limit_gib = slicer.peak_bytes / GIB, self._limit_bytes / GIB
-        if not self.out_of_memory and needed_gib > limit_gib:
-            self.out_of_memory = (
-                f"out of memory in a step of the longest documents: {needed_gib:.2f} GiB above "
-                f"the limit of {limit_gib:.2f} GiB; recompute activations, or use more TP, CP or PP"
-            )
+        try:
+            slicer.check_room()
+        except ConfigError as error:
+            self.out_of_memory = self.out_of_memory or str(error)
 
 
 class _Step(NamedTuple):

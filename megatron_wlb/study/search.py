@@ -489,10 +489,7 @@ def _sliced(
                     for used in simulator.plan_memory(plan):
                         used.check(run.limit_gib * GIB, "")
                 assert isinstance(planner.slicing, Slicer)
-                worst_gib = planner.slicing.peak_bytes / GIB
-                if worst_gib > run.limit_gib:  # training refuses it, too
-                    limit = f"above the limit of {run.limit_gib:.2f}"
-                    raise ConfigError(f"the longest slices need {worst_gib:.2f} GiB, {limit}")
+                planner.slicing.check_room()  # as training does
             except WLBError as error:
                 if not _of_layout(space, p, slices=False):
                     yield Rejected(p, run.num_micro_batches, run.recompute, "memory", str(error))

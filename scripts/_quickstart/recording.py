@@ -312,7 +312,7 @@ class Recording:
             units = step.units(dp_rank)
             rows.append(
                 tuple(
-                    Interval(start, stop, a, units[a.micro_batch].slice if units else None)
+                    Interval(start, stop, a, units[a.micro_batch] if units else None)
                     for a, (_, start, stop, _) in zip(actions, intervals, strict=True)
                 )
             )

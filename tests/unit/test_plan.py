@@ -95,14 +95,15 @@ def test_digest_changes_with_whatever_ranks_must_agree_on():
         ),
     ]  # fmt: skip
     # In which order passes run, and with whom: ranks that disagreed would wait for ever.
+    changed.append(replace(plan, chains=tuple((1,) * len(rank) for rank in plan.micro_batches)))
     changed += [
-        replace(plan, chains=tuple((1,) * len(rank) for rank in plan.micro_batches)),
         replace(
             plan,
             micro_batches=tuple(
-                tuple(replace(m, replicas=(0, 1)) for m in rank) for rank in plan.micro_batches
+                tuple(replace(m, **change) for m in rank) for rank in plan.micro_batches
             ),
-        ),
+        )
+        for change in ({"replicas": (0, 1)}, {"recomputed": True})
     ]
     digests = {plan.digest, *(other.digest for other in changed)}
     assert len(digests) == 1 + len(changed)

@@ -70,6 +70,24 @@ def test_steps_fit_by_recomputing_some(vpp_size: int) -> None:
     assert times[0] < times[1] < times[0] + 0.5 * (all_us - times[0])
 
 
+def test_choosing_how_ranks_share_a_slice_leaves_what_is_recomputed() -> None:
+    """A selector writes micro-batches anew (CP=2)."""
+    layout = replace(TP8, tp_size=4, cp_size=2)
+    run = run_in(
+        0.7 * max(peak_gib(run_in(None, layout), p) for p in steps(run_in(None, layout))), layout
+    )
+    setting = PackingSettings.parse("slim:16", WINDOW, 2 * WINDOW)
+    workload = run.workload(REFERENCE, seed=1)
+    without, chosen = (
+        list(workload.planner(setting, 6, costs=run.costs, selector=selector).plans(6))
+        for selector in (None, run.selector("adaptive"))
+    )
+    assert any(m.recomputed for plan in chosen for m in plan)
+    assert len({m.sharding for plan in chosen for m in plan}) > 1
+    for before, plan in zip(without, chosen, strict=True):
+        assert [m.recomputed for m in before] == [m.recomputed for m in plan]
+
+
 def test_none_is_recomputed_where_that_is_off_or_layers_are_anyhow() -> None:
     for run, more in ((run_in(20.0, TP8), {"recompute": "off"}), (run_in(20.0, TP8, FULL), {})):
         assert not any(m.recomputed for plan in steps(run, num=2, **more) for m in plan)

@@ -34,5 +34,5 @@ def test_forecast_counts_the_units_that_training_takes(monkeypatch: pytest.Monke
     assert limited.peak_gib <= limit_gib
     assert forecast_with().peak_gib <= limit_gib
     monkeypatch.setattr(run, "MEMORY_SHARE", 0.2 * limit_gib / free.limit_gib)
-    with pytest.raises(ConfigError, match=r"need .* above the .* GiB that h100-sxm"):
+    with pytest.raises(ConfigError, match=r"of 32768 tokens need .* above the .* GiB that tens"):
         forecast_with()
