@@ -144,6 +144,7 @@ def source(args: argparse.Namespace, window: int, config: Config | None = None) 
 
 def add_packing_rules(group: argparse._ArgumentGroup) -> None:
     flag(group, "--max-age N", "as --wlb-max-age", 12)
+    flag(group, "--max-step-tokens N", "as --wlb-max-step-tokens")
     add_long_documents(group)
 
 
@@ -169,7 +170,6 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         f"{about} (default: --model's, or 2 × --micro-batch-size as far as its memory allows)",
     )
     add_packing_rules(group)
-    flag(group, "--max-step-tokens N", "as --wlb-max-step-tokens")
     about = "micro-batches are padded to a multiple: TP with sequence parallelism"
     flag(group, "--length-multiple N", f"{about} (default: --model's, or 1)")
     flag(

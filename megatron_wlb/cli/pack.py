@@ -17,7 +17,7 @@ from megatron_wlb.cost.step_costs import StepCosts
 from megatron_wlb.planning.packing import PACKINGS, PackingSettings, kind_of, reads
 from megatron_wlb.planning.packing.settings import run_with
 from megatron_wlb.planning.run import Workload
-from megatron_wlb.study.advice import check_max_delay, gain, recommended
+from megatron_wlb.study.advice import check_max_delay, gain, recommended, steps_of
 from megatron_wlb.study.evaluate import WARM_UP_STEPS, Evaluation, evaluate
 
 STEPS, SOLVER_STEPS = 400, 20
@@ -224,7 +224,7 @@ def _advice(evaluations: Sequence[Evaluation], max_delay: float) -> str:
     options = [e.option for e in same_steps or at_hand]
     original = next((o for o in options if o.of.setting.is_plain), None)
     best = recommended(options, max_delay, original)
-    limit = f"a mean delay of {max_delay:g} steps (--max-delay)"
+    limit = f"a mean delay of {steps_of(max_delay)} (--max-delay)"
     if best is None:
         least = min(options, key=lambda option: option.delay_steps)
         return (

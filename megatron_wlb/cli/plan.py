@@ -41,7 +41,7 @@ from megatron_wlb.planning.strategy_run import check_shape
 from megatron_wlb.reading import MOST_DEVICES, whole_number
 from megatron_wlb.settings.config import Config, flag_of
 from megatron_wlb.study import write_recipe as recipe
-from megatron_wlb.study.advice import DIGITS, check_max_delay, gain
+from megatron_wlb.study.advice import DIGITS, check_max_delay, gain, steps_of
 from megatron_wlb.study.compare import WARM_UP_STEPS
 from megatron_wlb.study.search import PASSES, Rejected, Search, Space, by_reason, search
 
@@ -308,7 +308,7 @@ def _table(args: argparse.Namespace, machine: str, space: Space, found: Search) 
          "tokens/s", "bubble", "peak GiB", "delay"),
         ("", "layout", "packing"),
         f"simulated: {found.best.outcome.num_steps} steps of each, seed {args.seed}; mean "
-        f"delay up to {found.max_delay:g} steps (--max-delay), memory up to "
+        f"delay up to {steps_of(found.max_delay)} (--max-delay), memory up to "
         f"{found.best.candidate.scenario.limit_gib:.1f} GiB ({args.headroom:.0%} left free); "
         f"{OVER}",
     )  # fmt: skip
@@ -375,7 +375,7 @@ def _best_of_each(found: Search) -> list[str]:
 def _verdict(found: Search) -> str:
     best, original = found.best, found.original
     outcome = best.outcome
-    limit = f"a mean delay of {found.max_delay:g} steps"
+    limit = f"a mean delay of {steps_of(found.max_delay)}"
     said = f"Fastest within {limit}"
     if outcome.delay_steps > found.max_delay:
         said = f"Nothing that was simulated keeps within {limit} (--max-delay); fastest"

@@ -187,7 +187,7 @@ def _packings(job: Job, max_tokens: int) -> list[PackingSettings]:
         named += run_with(p.pipeline_model_parallel_size, sliced())
     names = ["original", *named]
     return [
-        PackingSettings.parse(name, job.window, max_tokens, max_age=job.args.max_age)
+        PackingSettings.parse(name, job.window, max_tokens, **job.limits)
         for name in dict.fromkeys(names)
     ]
 

@@ -17,7 +17,7 @@ from megatron_wlb.cli.flags import flag
 from megatron_wlb.cli.output import check_picture, console, progress_bar, remark, say, table_of
 from megatron_wlb.data.length_source import MIN_TO_SPLIT
 from megatron_wlb.errors import ConfigError
-from megatron_wlb.study.advice import check_max_delay, gain
+from megatron_wlb.study.advice import check_max_delay, gain, steps_of
 from megatron_wlb.study.evaluate import Evaluation
 from megatron_wlb.study.tune import TUNABLE, WARM_UP_STEPS, Tuning, frontier, tune
 
@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
         _curve(tuning, f"{title}, {cost}: the best of {len(tuning.tried)} settings, modelled")
     )
     held_out = f"on {steps} held-out steps, seed {args.seed}, modelled, {cost}"
-    out.print(_judged(tuning, f"{held_out}; mean delay up to {args.max_delay:g} steps"))
+    out.print(_judged(tuning, f"{held_out}; mean delay up to {steps_of(args.max_delay)}"))
     say(out, _advice(tuning))
     out.print(" ".join(tuning.chosen.flags), style="bold", soft_wrap=True)
     if args.plot:
@@ -200,7 +200,7 @@ def _no_warnings_of_backlogs() -> Iterator[None]:
 
 def _advice(tuning: Tuning) -> str:
     chosen, original = tuning.chosen, tuning.original
-    limit = f"a mean delay of {tuning.max_delay:g} steps (--max-delay)"
+    limit = f"a mean delay of {steps_of(tuning.max_delay)} (--max-delay)"
     if chosen is original:
         return f"Nothing that was tried within {limit} is faster than original here; keep it:"
     kept = "The defaults cannot be bettered here; a" if tuning.keeps_default else "A"

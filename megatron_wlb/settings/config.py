@@ -44,7 +44,7 @@ class WlbConfig:
     wlb_max_step_tokens: int | None = setting(
         None,
         "most tokens of a step, to even out steps; documents that have waited --wlb-max-age steps "
-        "may run above it. N × S_max if not given",
+        "may run above it. 0: N × S_max. If not given, `hold` takes 1.05 × the mean step, others 0",
     )
     wlb_queue_thresholds: tuple[int, ...] = setting(
         (), "L_1 L_2 …: shortest document of each delay queue of `wlb`; derived if not given"

@@ -14,8 +14,9 @@ from megatron_wlb.errors import ConfigError
 
 T = TypeVar("T")
 
-MAX_DELAY_STEPS = 0.5
-"""The most mean delay of a token, if nothing else is asked for: the paper's."""
+MAX_DELAY_STEPS = 1.0
+"""The most mean delay of a token, if nothing else is asked for. WLB-LLM's is 0.5; to have about as
+many tokens in every step takes more (:attr:`Packer.most_of_a_step`)."""
 DIGITS = 3
 """Digits behind the point of speeds over `original`."""
 PARTS = 4
@@ -46,6 +47,11 @@ class Option(Generic[T]):
         pairs = [*zip(self.work_rate_by_part, original.work_rate_by_part, strict=False)]
         ratios = [ours / theirs for ours, theirs in pairs if theirs]
         return (min(ratios), max(ratios)) if len(ratios) > 1 else None
+
+
+def steps_of(delay_steps: float) -> str:
+    """A delay in words."""
+    return f"{delay_steps:g} step{'s' * (delay_steps != 1)}"
 
 
 def check_max_delay(max_delay_steps: float) -> None:

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_wlb.study import plot
+from megatron_wlb.study.advice import steps_of
 from megatron_wlb.study.evaluate import Evaluation
 from megatron_wlb.study.plot import BLUE, GREY, INK, ORANGE, PALE_INK, VERMILION, Path
 from megatron_wlb.study.tune import Tuning, frontier
@@ -52,7 +53,7 @@ def plot_trade_off(tuning: Tuning, title: str, path: Path) -> None:
         style = {"s": 70, "edgecolors": "white", "zorder": 5} | style
         _points(axes, evaluations, tuning.original, label=label, **style)
     axes.axvline(
-        tuning.max_delay, color=INK, lw=1.2, ls="--", label=f"limit, {tuning.max_delay:g} steps"
+        tuning.max_delay, color=INK, lw=1.2, ls="--", label=f"limit, {steps_of(tuning.max_delay)}"
     )
     perfect = 1 / tuning.original.efficiency
     if tuning.chosen.efficiency > 0.8:  # Where bubbles keep all far from it, it would squeeze them.

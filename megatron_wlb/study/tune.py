@@ -183,9 +183,12 @@ def tune(
 def candidates(
     workload: Workload, packings: Sequence[str], max_tokens: int, look_ahead: int, **limits: Any
 ) -> Iterator[PackingSettings]:
-    """Gives what is tried first, all with the largest S_max and ``limits``."""
+    """Gives what is tried first, all with the largest S_max and ``limits``.
+
+    Settings of `hold` do not bound a step's tokens, which takes delay, unless the limits do.
+    """
     wlb = PackingSettings("wlb", max_tokens, **limits)
-    hold = replace(wlb, name="hold")
+    hold = replace(wlb, name="hold", max_step_tokens=wlb.max_step_tokens or 0)
     top = min(workload.window, workload.source.longest(workload.window))
     lengths = sorted({max(1, round(top * fraction)) for fraction in THRESHOLDS})
     if "wlb" in packings:

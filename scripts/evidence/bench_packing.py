@@ -63,7 +63,7 @@ class Case:
     num_micro_batches: int = 4
     max_windows: float = 2.0
     step_windows: float | None = None
-    """Most tokens of a step, in mean steps."""
+    """Most tokens of a step, in mean steps; 0 is any number, None what the packing has."""
     look_ahead: int = 0
     fixed_batches: int = 1
     wanted: tuple[tuple[str, float], ...] = ()
@@ -73,6 +73,8 @@ class Case:
         parts = [self.packing]
         if self.step_windows:
             parts.append(f"tokens ≤ {self.step_windows} ×")
+        elif self.step_windows == 0:
+            parts.append("any step")
         if self.look_ahead:
             parts.append(f"look-ahead {self.look_ahead}")
         if self.fixed_batches > 1:
@@ -98,16 +100,19 @@ CASES = [
     Case("wlb", max_windows=1.25, wanted=wanted(1.05)),
     Case("wlb", max_windows=1.5),
     Case("wlb"),
-    Case("hold", max_windows=1.25),
-    Case("hold", max_windows=1.5, wanted=wanted(1.02, 0.40)),
-    Case("hold", wanted=wanted(1.01, 0.30, tw=1.015)),
+    Case("hold", step_windows=0, max_windows=1.25),
+    Case("hold", step_windows=0, max_windows=1.5, wanted=wanted(1.02, 0.40)),
+    Case("hold", step_windows=0, wanted=wanted(1.01, 0.30, tw=1.015)),
     Case("hold", step_windows=1.25, wanted=wanted(1.025, cv=0.22)),
-    Case("hold", look_ahead=1),
-    Case("hold", look_ahead=4, wanted=wanted(1.01, 0.20)),
+    Case("hold", wanted=wanted(1.015, 0.80, cv=0.15)),
+    Case("hold", step_windows=0, look_ahead=1),
+    Case("hold", step_windows=0, look_ahead=4, wanted=wanted(1.01, 0.20)),
     Case("wlb", 16),
-    Case("hold", 16, wanted=wanted(1.01, 0.40)),
+    Case("hold", 16, step_windows=0, wanted=wanted(1.01, 0.40)),
+    *(Case("hold", 16, step_windows=cap) for cap in (1.5, 1.25, 1.1)),
+    Case("hold", 16, wanted=wanted(1.04, 0.90, cv=0.15)),
     Case("wlb", 64),
-    Case("hold", 64, wanted=wanted(1.01, 0.40)),
+    Case("hold", 64, step_windows=0, wanted=wanted(1.01, 0.40)),
 ]
 
 
@@ -116,7 +121,7 @@ def settings_of(case: Case) -> PackingSettings:
     return PackingSettings(
         case.packing,
         int(case.max_windows * REFERENCE_WINDOW),
-        max_step_tokens=int(case.step_windows * step_tokens) if case.step_windows else None,
+        max_step_tokens=None if case.step_windows is None else int(case.step_windows * step_tokens),
         look_ahead=case.look_ahead,
         fixed_batches=case.fixed_batches,
     )

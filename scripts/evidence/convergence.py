@@ -48,8 +48,9 @@ PACKINGS = {
     "hold-cap": "hold",
     "slim": "slim",
 }
-"""What is trained, and its packing. K is batches, queues, or steps of look-ahead; ``hold-cap``
-has at most 1.1 global batches of tokens a step."""
+"""What is trained, and its packing. K is batches, queues, or steps of look-ahead."""
+MOST_OF_A_STEP = {"hold": 0.0, "hold:4": 0.0, "hold-cap": 1.1}
+"""The most tokens of a step, in global batches; 0 is no bound."""
 FLAGS = (
     *("--split", "90,10,0", "--lr", "2e-3", "--min-lr", "2e-4"),
     *("--weight-decay", "0.1", "--wlb-device", "cpu"),
@@ -98,7 +99,8 @@ class Job:
         window, num_micro_batches = setting.window, setting.num_micro_batches
         steps = round(options.tokens / (window * num_micro_batches))
         packing = PackingSettings.parse(PACKINGS[self.packing], window, 2 * window)
-        cap = round(1.1 * window * num_micro_batches)
+        batch = window * num_micro_batches
+        cap = MOST_OF_A_STEP.get(self.packing)
         return [
             *(sys.executable, "-m", "megatron_wlb.torchrun", "--standalone"),
             *("--nproc-per-node", str(setting.num_processes)),
@@ -109,7 +111,7 @@ class Job:
             *("--lr-warmup-iters", str(steps // 20)),
             *("--seq-length", str(window), "--global-batch-size", str(num_micro_batches)),
             *FLAGS, *setting.flags, *packing.flags(),
-            *(["--wlb-max-step-tokens", str(cap)] if self.packing == "hold-cap" else []),
+            *([] if cap is None else ["--wlb-max-step-tokens", str(round(cap * batch))]),
         ]  # fmt: skip
 
     def run(self, options: argparse.Namespace, prefix: str, console: Console) -> None:

@@ -77,7 +77,8 @@ def _longest(plan: wlb.StepPlan) -> float:
 def test_simulated_step_is_of_the_planned_documents() -> None:
     layout = wlb.Parallelism(cp_size=2, pp_size=2)
     lengths = [4096, 3072, 2048, 1024] * 4
-    plans = list(wlb.plan_steps(lengths, window=4096, num_micro_batches=4, layout=layout))
+    settings = {"num_micro_batches": 4, "layout": layout, "packing": "wlb"}
+    plans = list(wlb.plan_steps(lengths, window=4096, **settings))
     lines = [wlb.simulate_step(plan, layout, model="550m", hardware="a100") for plan in plans]
     assert [line.num_tokens for line in lines] == [plan.num_tokens for plan in plans]
     slowest, heaviest = max(lines, key=lambda line: line.step_us), max(plans, key=_longest)

@@ -48,7 +48,7 @@ class Limits:
     step_tokens: int
     """Tokens that arrive in a step, in the mean."""
     max_step_tokens: int | None = None
-    """The most tokens of a step, where age and balance leave the choice; None is N · S_max."""
+    """The most tokens of a step, at the end of a ``ramp``; None is N · S_max."""
 
     max_age: int = 12
     """Steps after which a delayed document runs whatever it costs, if S_max leaves room."""
@@ -118,7 +118,14 @@ class Limits:
     def token_cap(self) -> int:
         """The most tokens of a step."""
         capacity = self.num_micro_batches * self.max_tokens
-        return min(capacity, self.max_step_tokens or capacity)
+        return min(capacity, self.step_cap or capacity)
+
+    @property
+    def step_cap(self) -> int | None:
+        """``max_step_tokens``, where age leaves the choice; in a ``ramp`` it grows as N does."""
+        if self.max_step_tokens is None or self.ramp is None:
+            return self.max_step_tokens
+        return -(-self.max_step_tokens * self.step_tokens // (self.ramp.sizes[-1] * self.window))
 
     def check(self, documents: Sequence[Document]) -> None:
         """Raises :class:`PackingError` for a document that no micro-batch could ever hold."""
@@ -155,6 +162,9 @@ class Packer(ABC):
     """The field that ``NAME:K`` sets, if any."""
     least: ClassVar[int] = 1
     """The least K."""
+    most_of_a_step: ClassVar[float | None] = None
+    """The most tokens of a step, in mean steps, where ``max_step_tokens`` is not given; None is no
+    bound but N · S_max."""
     tried: ClassVar[tuple[str, ...]] = ("",)
     """What ``wlb pack`` tries behind its name where no packing is named."""
     windows: ClassVar[bool] = False

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 DELAY_PRICE, LOOK_AHEAD_DELAY_PRICE = 0.15, 0.45
 """Imbalance that a whole step's tokens are worth for one step of delay. Both are where the mean
-imbalance comes to 1.006-1.008 on the reference lengths with 4 micro-batches of two windows; with
-documents to draw on from later steps the same balance is had for less delay."""
+imbalance comes to 1.006-1.008 on the reference lengths with 4 micro-batches of two windows, where
+steps have any number of tokens; with documents to draw on from later steps the same balance is had
+for less delay."""
 
 TOLERANCE = 0.002
 """A choice that is at most so much worse than any other could be is taken: 0.2 % of a step."""
@@ -92,6 +93,9 @@ class HoldPacker(Packer):
     * Documents that have waited ``max_age`` steps are placed first, oldest first. Others up to the
       weight of the heaviest of them may then run as well: they do not make the step longer.
     * Above ``limits.max_step_tokens`` the lightest documents are held back too (but not due ones).
+      Its default is 1.05 mean steps: while heavy documents wait, light ones that waited take their
+      place, so steps have about as many tokens (standard deviation ÷ mean 0.10 to 0.14 on the
+      built-in distributions, 0.27 to 0.58 without).
     * At least one document runs, even if that has yet to arrive.
 
     Choices are tried in order of their bounds, and the first that is within ``TOLERANCE`` of the
@@ -101,6 +105,7 @@ class HoldPacker(Packer):
     """
 
     name: ClassVar[str] = "hold"
+    most_of_a_step = 1.05
     reads = BALANCED | {"tau", "delay_price", "look_ahead"}
     number = "look_ahead"
     least = 0
@@ -143,6 +148,8 @@ class HoldPacker(Packer):
             yield f"price {settings.delay_price:g}"
         if settings.look_ahead:
             yield f"look-ahead {settings.look_ahead}"
+        if settings.max_step_tokens == 0:
+            yield "any step"
 
     @property
     def waiting(self) -> Sequence[Document]:
@@ -166,7 +173,7 @@ class HoldPacker(Packer):
     def flush(self, step: int) -> list[list[Document]]:
         self.limits = limits = self.limits.at(step)
         ranking = rank(self.waiting, self._costs_us, step - limits.max_age)
-        ranking = ranking.within(limits.max_step_tokens)
+        ranking = ranking.within(limits.step_cap)
         placement = ranking.place(limits.num_micro_batches, limits.max_tokens)
         micro_batches, self._held = ranking.take_each(placement)
         self._heavy_ahead, self._light_ahead = [], []
@@ -308,7 +315,7 @@ class HoldPacker(Packer):
         if choice.early:
             early = [self._heavy_ahead[number] for number in choice.early]
             running = running.beside(early, self._costs_us)
-        running = running.within(limits.max_step_tokens)
+        running = running.within(limits.step_cap)
         placement = running.place(limits.num_micro_batches, limits.max_tokens)
         capacity = limits.num_micro_batches * limits.max_tokens
         waiting_tokens = int(ranking.lengths.sum()) - (capacity - sum(placement.room))

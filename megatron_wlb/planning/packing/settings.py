@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -122,6 +123,7 @@ class PackingSettings:
     shaped: bool = False
     max_age: int = 12
     max_step_tokens: int | None = None
+    """None is the packing's own bound (:attr:`Packer.most_of_a_step`), 0 none but N · S_max."""
     units: int | None = None
     slice_multiple: int | None = None
     dp_merge: Literal["auto", "off"] = "auto"
@@ -249,12 +251,17 @@ class PackingSettings:
                 f"max_tokens (S_max) {s_max} has no room for {windows} of {window} padded to a "
                 f"multiple of {length_multiple} (TP, 2 · CP, FP8); raise it"
             )
+        if step_tokens is None:
+            step_tokens = num_micro_batches * row
+        cap, share = self.max_step_tokens, self.kind.most_of_a_step
+        if cap is None and share is not None:
+            cap = math.ceil(share * step_tokens)
         limits = Limits(
             num_micro_batches,
             window,
             s_max - s_max % length_multiple if s_max >= window else s_max,
-            num_micro_batches * row if step_tokens is None else step_tokens,
-            self.max_step_tokens,
+            step_tokens,
+            cap or None,
             self.max_age,
             micro_batch_size,
             ramp,

@@ -97,7 +97,7 @@ def test_bad_input_is_one_line(words: str, status: int, message: str, wlb) -> No
 def test_original_is_recommended_where_nothing_is_faster(wlb) -> None:
     # Documents of a window and more leave nothing to balance their pieces with.
     Path("long.txt").write_text("1724\n" * 40)
-    tune = "tune --lengths long.txt --window 1024 --steps 8"
+    tune = "tune --lengths long.txt --window 1024 --steps 8 --max-delay 0.5"
     found, out = wlb.json(tune), wlb(tune).out
     assert found["flags"] == ["--wlb-packing", "original"]
     assert all(row["work_speedup"] < 0.99 for row in found["defaults"])
@@ -109,7 +109,7 @@ def test_original_is_recommended_where_nothing_is_faster(wlb) -> None:
 def test_default_that_is_recommended_is_said_to_be_one(wlb, monkeypatch) -> None:
     monkeypatch.setattr(module, "DELAY_PRICES", (0.15,))
     monkeypatch.setattr(module, "NEIGHBOUR", 1.0)
-    tune = f"{REFERENCE} --packing hold --max-delay 5"
+    tune = f"{REFERENCE} --packing hold --max-delay 5 --max-step-tokens 1000000"
     assert wlb.json(tune)["is_default"] is True
     out = wlb(tune).out
     assert "The defaults cannot be bettered here" in out

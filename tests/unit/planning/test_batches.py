@@ -123,7 +123,7 @@ def test_growing_batches_have_their_micro_batches_and_lose_nothing(packing: str)
 
 @pytest.mark.parametrize("packing", ["original", "hold"])
 def test_numbers_by_step_keep_the_documents_of_growing_batches(packing: str) -> None:
-    pp2 = f"{RAMP} --pipeline-model-parallel-size 2"
+    pp2 = f"{RAMP} --pipeline-model-parallel-size 2 --wlb-max-step-tokens 0"
     fixed, chosen = (planner(packing, flags) for flags in (pp2, f"{pp2} --wlb-micro-batches auto"))
     numbers = set()
     for one, other in zip(fixed.plans(24), chosen.plans(24), strict=True):

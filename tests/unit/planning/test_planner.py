@@ -301,7 +301,9 @@ def test_planner_passes_on_a_document_above_s_max():
 def test_planner_warns_of_a_growing_backlog_whenever_it_doubles(caplog):
     """Documents of 11 tokens fit once in an S_max of 20, so 2 of the 4 that arrive must wait."""
     steps = [[11] * 4 for _ in range(30)]
-    planning = planner("hold", steps, num_micro_batches=2, dp_size=1, max_tokens=20)
+    planning = planner(
+        "hold", steps, num_micro_batches=2, dp_size=1, max_tokens=20, max_step_tokens=0
+    )
     with caplog.at_level(logging.WARNING):
         for _ in steps:
             planning.next_plan()

@@ -85,7 +85,7 @@ def test_each_split_may_have_a_blend_of_its_own(texts: list[str]) -> None:
     corpora = Corpora.of_blends(blends, None)
     assert [corpora.num_documents(split) for split in ("train", "valid", "test")] == [50, 20, 0]
     trained = share(drawn(make_planner(settings, corpora, REFERENCE_COST, 1), 40))
-    assert trained == pytest.approx({0: 0.75, 1: 0.25}, abs=0.01)
+    assert trained == pytest.approx({0: 0.75, 1: 0.25}, abs=0.02)
     planner = make_evaluation_planner(settings, corpora, REFERENCE_COST, 1)
     assert share(drawn(planner, 4)) == {2: 1.0}
     with pytest.raises(CorpusError, match="no documents"):

@@ -217,7 +217,9 @@ def test_planner_shapes_its_balanced_steps_and_resumes_the_same():
     layout = Parallelism(pp_size=2, dp_size=2)
 
     def planner(shaping):
-        packing = packer("hold", num_micro_batches=8, window=60, cost=COST, max_tokens=400)
+        packing = packer(
+            "hold", num_micro_batches=8, window=60, cost=COST, max_tokens=400, max_step_tokens=0
+        )
         return Planner(ListStream(steps), packing, COST, dp_size=2, shaping=shaping)
 
     shaping = shaper(layout, 4, max_tokens=400)

@@ -212,5 +212,5 @@ def test_what_cannot_be_tuned_is_refused(settings: dict, message: str) -> None:
 def test_setting_that_holds_nothing_back_is_among_the_candidates() -> None:
     work, _ = halves()
     free = next(s for s in candidates(work, ["hold"], 2 * WINDOW, 0) if s.delay_price == 0)
-    assert free == PackingSettings("hold", 2 * WINDOW, tau=4.0, delay_price=0.0)
+    assert free == PackingSettings("hold", 2 * WINDOW, tau=4.0, delay_price=0.0, max_step_tokens=0)
     assert evaluate(work, free, 20).delay == 0

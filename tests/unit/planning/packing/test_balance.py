@@ -19,6 +19,10 @@ from megatron_wlb.planning.planner import Planner
 NUM_WINDOWS = 1200
 
 
+FREE = 0.0
+"""No bound on the tokens of a step but N · S_max."""
+
+
 @cache
 def lengths():
     return reference_lengths(NUM_WINDOWS, seed=16)
@@ -35,7 +39,7 @@ def metrics(name, num_micro_batches, s_max_windows=2.0, cap_steps=None, **more):
             window=REFERENCE_WINDOW,
             cost=REFERENCE_COST,
             max_tokens=int(s_max_windows * REFERENCE_WINDOW),
-            max_step_tokens=cap_steps and int(cap_steps * step_tokens),
+            max_step_tokens=None if cap_steps is None else int(cap_steps * step_tokens),
             **more,
         ),
         REFERENCE_COST,
@@ -85,7 +89,7 @@ def test_wlb_balances_many_micro_batches():
     [(1.5, 1.02, 1.035, 0.45), (2.0, 1.01, 1.015, 0.3)],
 )
 def test_hold_balances_the_reference_at_less_delay(s_max_windows, imbalance, tw, delay):
-    m = metrics("hold", 4, s_max_windows)
+    m = metrics("hold", 4, s_max_windows, FREE)
     assert 1 <= m.imbalance_mean <= imbalance
     assert m.imbalance_weighted <= tw
     assert 0.1 <= m.delay_mean_steps <= delay
@@ -94,25 +98,25 @@ def test_hold_balances_the_reference_at_less_delay(s_max_windows, imbalance, tw,
 
 
 def test_hold_delays_less_with_documents_to_draw_on_from_later_steps():
-    m = metrics("hold", 4, look_ahead=4)
+    m = metrics("hold", 4, cap_steps=FREE, look_ahead=4)
     assert m.imbalance_mean <= 1.01
     assert m.delay_mean_steps <= 0.2
 
 
 def test_hold_trades_balance_for_delay_by_its_price():
-    cheap, dear = metrics("hold", 4, delay_price=0.05), metrics("hold", 4, delay_price=0.4)
+    cheap, dear = (metrics("hold", 4, 2.0, FREE, delay_price=price) for price in (0.05, 0.4))
     assert cheap.imbalance_mean < 1.005 < 1.012 < dear.imbalance_mean
     assert cheap.delay_mean_steps > 0.25 > 0.22 > dear.delay_mean_steps
 
 
 def test_hold_balances_many_micro_batches():
-    m = metrics("hold", 16)
+    m = metrics("hold", 16, cap_steps=FREE)
     assert m.imbalance_mean <= 1.01
     assert m.delay_mean_steps <= 0.4
 
 
 def test_hold_evens_out_tokens_under_a_cap():
-    free, capped = metrics("hold", 4), metrics("hold", 4, cap_steps=1.25)
+    free, capped = (metrics("hold", 4, cap_steps=cap) for cap in (FREE, 1.25))
     assert free.tokens_cv == pytest.approx(0.3, abs=0.04)
     assert capped.tokens_cv <= 0.22
     assert capped.imbalance_mean <= 1.015
@@ -133,3 +137,12 @@ def test_fixed_greedy_balances_as_the_paper_says(batches, grouping, imbalance, d
     assert m.delay_mean_steps == pytest.approx(delay, abs=0.05)
     assert m.delay_max_steps == batches - 1
     assert m.tokens_cv < 0.01
+
+
+@pytest.mark.parametrize("num_micro_batches", [4, 16])
+def test_steps_of_hold_have_about_as_many_tokens_by_default(num_micro_batches):
+    m = metrics("hold", num_micro_batches)
+    assert m.tokens_cv <= 0.15
+    assert m.imbalance_mean <= 1.04
+    assert m.delay_mean_steps <= 0.85
+    assert m.delay_max_steps <= 12

@@ -350,7 +350,7 @@ def test_packer_streams_many_documents_in_flat_memory(name):
     assert (ledger.num_tokens, ledger.lost_tokens) == (lengths.sum(), 0)
     assert len(lengths) > 49_000
     tenth = len(peaks) // 10
-    assert max(peaks[-tenth:]) <= 1.5 * max(peaks[:tenth])
+    assert max(peaks[-tenth:]) <= 1.5 * max(peaks[tenth : 3 * tenth])  # queues are full by then
 
 
 @pytest.mark.parametrize("name", ALL)
