@@ -9,7 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_wlb.api import evaluate_packing, model_cost, plan_steps, simulate_step
+    from megatron_wlb.api import (
+        evaluate_packing,
+        model_cost,
+        plan_batch,
+        plan_steps,
+        simulate_step,
+    )
     from megatron_wlb.cost import DocumentCost, Parallelism
     from megatron_wlb.data.lengths import sample_lengths
     from megatron_wlb.errors import WLBError
@@ -22,7 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
     "StepPlan", "StepTimeline", "WLBError", "__version__", "evaluate_packing", "model_cost",
-    "plan_steps", "sample_lengths", "simulate_step",
+    "plan_batch", "plan_steps", "sample_lengths", "simulate_step",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from megatron_wlb.cost import (
     load_hardware,
 )
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
+from megatron_wlb.cost.step_costs import StageCosts, StepCosts
 from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
@@ -34,16 +35,17 @@ from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.packing import PackingMetrics, PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
-from megatron_wlb.planning.run import Run, Workload
-from megatron_wlb.reading import MOST_TOKENS, shown, whole_number
+from megatron_wlb.planning.run import Run, Workload, read_cost
+from megatron_wlb.planning.samples import plan_samples, slice_samples
+from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, shown, whole_number
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
 from megatron_wlb.study.evaluate import evaluate
 
 __all__ = [
     "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
-    "StepPlan", "StepTimeline", "WLBError", "evaluate_packing", "model_cost", "plan_steps",
-    "sample_lengths", "simulate_step",
+    "StepPlan", "StepTimeline", "WLBError", "evaluate_packing", "model_cost", "plan_batch",
+    "plan_steps", "sample_lengths", "simulate_step",
 ]  # fmt: skip
 
 Documents: TypeAlias = str | Path | Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -102,6 +104,74 @@ def plan_steps(
     return iter(planner.next_plan, None)
 
 
+def plan_batch(
+    lengths: Sequence[int] | npt.NDArray[np.integer[Any]],
+    *,
+    max_tokens: int,
+    layout: Parallelism = ONE_DEVICE,
+    cost: Cost | str | Path = REFERENCE_COST,
+    hardware: str = "h100-sxm",
+    slices: bool = False,
+    num_micro_batches: int | None = None,
+    equal_numbers: bool = True,
+    groups: Sequence[int] | None = None,
+) -> StepPlan:
+    """Plans one step of given samples, of which none waits: for fine-tuning and RL.
+
+    :attr:`MicroBatchPlan.samples` are the numbers in ``lengths`` of what a micro-batch runs. Equal
+    arguments give equal plans on every rank.
+
+    Args:
+        lengths: tokens of each sample.
+        max_tokens: S_max, the most tokens of a micro-batch, padding included; its TP × CP ranks
+            share them.
+        layout: its ``dp_size`` ranks share the step. Its pipeline decides how many micro-batches
+            are fastest.
+        cost: what balance is measured by: the name of a model, which knows its stages best, a cost,
+            or the path of a file of costs.
+        hardware: a name or a file, for a model's name.
+        slices: cut heavy samples into slices of like work. :attr:`StepPlan.chains` are their order
+            (``docs/slices.md``).
+        num_micro_batches: of each data-parallel rank, some of which may be empty; with ``slices``
+            about so many. Chosen by simulated time if not given.
+        equal_numbers: whether all ranks have as many micro-batches; not read with ``slices``.
+        groups: a number for each sample; those with one number run on one data-parallel rank.
+
+    Raises:
+        WLBError: a whole sample above ``max_tokens``, too few micro-batches, lengths that are none,
+            groups of slices.
+    """
+    _check(layout=layout)
+    stored = LengthSource.of_lengths("lengths", np.asarray(lengths)).stored
+    assert stored is not None
+    sizes: list[int] = stored.tolist()
+    multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
+    whole_number("max_tokens", max_tokens, multiple, MOST_TOKENS)
+    if num_micro_batches is not None:
+        whole_number("num_micro_batches", num_micro_batches, 1, MOST_MICRO_BATCHES)
+    if isinstance(cost, str):
+        run = _run(cost, layout, hardware, max_tokens)
+        cost, costs = run.cost, run.costs
+    else:
+        cost = read_cost(cost, "cost") if isinstance(cost, Path) else cost
+        costs = StepCosts(StageCosts.by_layers(cost, layout))
+    if groups is not None and (slices or len(groups) != len(sizes)):
+        why = "slices are not grouped" if slices else f"{len(sizes)} samples need a group each"
+        raise ConfigError(f"groups has {len(groups)} numbers, but {why}; correct or leave it out")
+    if slices:
+        return slice_samples(sizes, max_tokens, cost, costs, layout, number=num_micro_batches)
+    longest = max(range(len(sizes)), key=sizes.__getitem__)
+    if sizes[longest] > max_tokens - max_tokens % multiple:
+        raise ConfigError(
+            f"sample {longest} has {sizes[longest]} tokens, above max_tokens {max_tokens} (a "
+            f"multiple of {multiple} counts); raise it, cut the sample or plan slices"
+        )
+    return plan_samples(
+        sizes, max_tokens, costs, layout,
+        number=num_micro_batches, equal=equal_numbers, groups=groups,
+    )  # fmt: skip
+
+
 def evaluate_packing(
     documents: Documents,
     *,
@@ -147,13 +217,7 @@ def simulate_step(
         WLBError: an unknown model or hardware, or a layout that does not divide them or the plan.
     """
     _check(plan=plan, layout=layout, model=model, hardware=hardware)
-    scenario = Run(
-        padded_vocabulary(load_model(model), layout.tp_size),
-        Execution(layout),
-        load_hardware(hardware),
-        window=max(micro_batch.padded_length for micro_batch in plan),
-        num_micro_batches=sum(map(len, plan.micro_batches)),
-    )
+    scenario = _run(model, layout, hardware, max(m.padded_length for m in plan))
     choose_each = scenario.choose_each(sharding)
     scale = [
         list(map(scenario.attention_scale, rows, choose_each(rows)))
@@ -170,6 +234,12 @@ def model_cost(model: str, layout: Parallelism = ONE_DEVICE, *, hardware: str = 
     _check(layout=layout, model=model, hardware=hardware)
     sizes = padded_vocabulary(load_model(model), layout.tp_size)
     return AnalyticModel(sizes, Execution(layout), load_hardware(hardware)).cost()
+
+
+def _run(model: str, layout: Parallelism, hardware: str, window: int) -> Run:
+    shape = padded_vocabulary(load_model(model), layout.tp_size)
+    number = layout.dp_size * layout.pp_size
+    return Run(shape, Execution(layout), load_hardware(hardware), window, number)
 
 
 def _check(**given: object) -> None:

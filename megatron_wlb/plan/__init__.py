@@ -159,6 +159,13 @@ class MicroBatchPlan:
         return tuple(s.start for s in self.spans) + (0,) * (len(self.lengths) - len(self.spans))
 
     @property
+    def samples(self) -> tuple[int, ...]:
+        """Numbers of the documents that it runs, or runs a slice of: in their corpus, or in the
+        lengths that :func:`megatron_wlb.plan_batch` was given.
+        """
+        return tuple(span.document.number for span in self.spans)
+
+    @property
     def slice(self) -> Span | None:
         """The part of a document that it runs, if it runs one."""
         return self.spans[0] if self.spans and self.spans[0].is_slice else None

@@ -164,7 +164,7 @@ def _assign(
         if floor_us >= limit_us:
             return None
         own_documents = [documents[number] for number in busy]
-        found = _pack(
+        found = pack(
             step,
             costs,
             own_documents,
@@ -245,7 +245,7 @@ def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _pack(
+def pack(
     step: StepDocuments,
     costs: ReplicaCosts,
     replicas: Sequence[list[int]],
@@ -267,7 +267,7 @@ def _pack(
         for at, own in enumerate(replicas):
             known = best[at]
             if turn < len(tries[at]) and (known is None or known.us > enough_us):
-                bins = _bins(step, costs, own, tries[at][turn])
+                bins = bins_of(step, costs, own, tries[at][turn])
                 due.setdefault(len(bins), []).append((at, bins))
         if not due:
             break
@@ -280,7 +280,7 @@ def _pack(
     return [own for own in best if own is not None]
 
 
-def _bins(step: StepDocuments, costs: ReplicaCosts, documents: list[int], number: int) -> Numbers:
+def bins_of(step: StepDocuments, costs: ReplicaCosts, documents: list[int], number: int) -> Numbers:
     """LPT into so many micro-batches, or more where they would not hold all, in running order."""
     unit = costs.number_multiple
     times_us, lengths = step.us(costs)[documents], step.lengths[documents]

@@ -95,7 +95,7 @@ class NumberChooser:
         best = [[[number_of[d] for d in own] for own in rank] for rank in ranks]
         limit_us = (1 - WORTH_ANOTHER) * self._step_us(step, best)
         for number in self._numbers(step):
-            dealt = self._deal(step, number) if number != len(ranks[0]) else None
+            dealt = self.deal(step, number) if number != len(ranks[0]) else None
             if dealt is not None and (us := self._step_us(step, dealt)) < limit_us:
                 best, limit_us = dealt, us
         return [[[numbered[n] for n in own] for own in rank] for rank in best]
@@ -115,7 +115,7 @@ class NumberChooser:
         nothing = [(0.0, 0.0)] * len(ranks)
         return max(replica_us(step, self._costs, list(enumerate(ranks)), nothing))
 
-    def _deal(self, step: StepDocuments, number: int) -> list[Numbers] | None:
+    def deal(self, step: StepDocuments, number: int) -> list[Numbers] | None:
         """The documents in so many micro-batches a rank; None where these are too long."""
         max_tokens, dp_size, num = self._max_tokens(number), self._dp_size, number * self._dp_size
         times_us = step.us(self._costs)

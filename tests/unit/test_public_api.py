@@ -22,7 +22,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTAL
 BATCH = {"window": 64, "num_micro_batches": 4}
 
 
-@pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=("plan", "evaluate", "simulate"))
+@pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=("plan", "batch", "evaluate", "simulate"))
 def test_page_shows_what_its_code_prints(code: str, printed: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -40,7 +40,7 @@ def test_package_offers_the_names_of_the_api() -> None:
 
 def test_page_names_each_public_function() -> None:
     functions = [name for name in api.__all__ if inspect.isfunction(getattr(api, name))]
-    assert len(functions) == 5
+    assert len(functions) == 6
     assert [name for name in functions if f"wlb.{name}(" not in PAGE] == []
 
 

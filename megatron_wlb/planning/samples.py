@@ -1,0 +1,195 @@
+"""Plans one step of given samples, for trainers that read nothing ahead and delay nothing.
+
+Fine-tuning and reinforcement learning have the samples of a step and must train all of them in it.
+First samples go to data-parallel ranks, by the time that they take and the bubbles that the longest
+makes (:mod:`megatron_wlb.planning.dispatch`); then each rank's own go to micro-batches, as many as
+are fastest in simulation (:mod:`megatron_wlb.planning.assign`). Both are Hydraulis's two stages
+(§6), here for replicas that are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from heapq import heapreplace
+from itertools import islice
+
+from megatron_wlb.cost import CostModel, Parallelism
+from megatron_wlb.cost.step_costs import StepCosts
+from megatron_wlb.errors import PackingError
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan.strategy.costs import LEAST_TOKENS, ReplicaCosts
+from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
+from megatron_wlb.planning.assign import bins_of, pack, replica_us
+from megatron_wlb.planning.dispatch import Candidate, Numbers, StepDocuments, dispatch
+from megatron_wlb.planning.numbers import NumberChooser
+from megatron_wlb.planning.slicing import SLICE_MULTIPLE, Slicer
+
+
+def plan_samples(
+    lengths: Sequence[int],
+    max_tokens: int,
+    costs: StepCosts,
+    layout: Parallelism,
+    *,
+    number: int | None = None,
+    equal: bool = True,
+    groups: Sequence[int] | None = None,
+) -> StepPlan:
+    """Plans a step of whole samples, as :func:`megatron_wlb.plan_batch` says.
+
+    Raises :class:`PackingError` where they do not fit ``number`` micro-batches of a rank.
+    """
+    replica, step = _replica(costs, layout, max_tokens), StepDocuments(lengths)
+    spread = _together(step, replica, groups or range(len(lengths)), layout.dp_size)
+    dealt = [_packed(step, replica, spread, number, equal)]
+    if groups is None:
+        dealt.append(
+            _packed(step, replica, _dispatched(step, replica, layout.dp_size), number, equal)
+        )
+        if number is not None:  # Across ranks there may be room where on one of them there is none.
+            chooser = NumberChooser(
+                replica, layout.dp_size, max_tokens=lambda _: replica.max_tokens
+            )
+            dealt.append(chooser.deal(step, number))
+    fitting = [bins for bins in dealt if bins is not None]
+    if not fitting:
+        raise PackingError(
+            f"{len(lengths)} samples of {sum(lengths)} tokens do not fit {number} micro-batches of "
+            f"{replica.max_tokens} tokens on each of {layout.dp_size} data-parallel ranks; raise "
+            "num_micro_batches or max_tokens"
+        )
+    best = min(fitting, key=lambda bins: _step_us(step, replica, bins))
+    samples = [_whole(_sample(*one)) for one in enumerate(lengths)]
+    order = step.order.tolist()
+    ranks = [[[samples[order[n]] for n in own] for own in rank] for rank in best]
+    return _plan("samples", ranks, replica)
+
+
+def slice_samples(
+    lengths: Sequence[int],
+    max_tokens: int,
+    cost: CostModel,
+    costs: StepCosts,
+    layout: Parallelism,
+    *,
+    number: int | None = None,
+) -> StepPlan:
+    """Plans a step of slices of samples, as :func:`megatron_wlb.plan_batch` says."""
+    replica = _replica(costs, layout, max_tokens)
+    slicer = Slicer(
+        cost,
+        costs,
+        layout,
+        num_micro_batches=-(-sum(lengths) // (layout.dp_size * replica.max_tokens)),
+        max_tokens=replica.max_tokens,
+        length_multiple=replica.scheme.length_multiple,
+        num_units=number,
+        multiple=min(SLICE_MULTIPLE, replica.max_tokens),
+        merges=False,
+    )
+    units = slicer.cut([_sample(*one) for one in enumerate(lengths)], 0)
+    chains = tuple(tuple(own.chains) for own in units)
+    return _plan("slim", [own.spans for own in units], replica, chains)
+
+
+def _plan(
+    packing: str,
+    ranks: Sequence[Sequence[Sequence[Span]]],
+    replica: ReplicaCosts,
+    chains: tuple[tuple[int, ...], ...] = (),
+) -> StepPlan:
+    """The plan of a step that runs ``[dp_size][micro-batches][spans]``."""
+    every = [spans for rank in ranks for spans in rank]
+    lengths = [[span.length for span in spans] for spans in every]
+    prefixes = [[span.start for span in spans] for spans in every]
+    times_us = replica.costs.stages.times_us(lengths, None, prefixes).sum(axis=(0, 1))
+    multiple = replica.scheme.length_multiple
+    planned = iter(
+        MicroBatchPlan(n, tuple(spans), max(1, -(-sum(own) // multiple)) * multiple, us)
+        for n, (spans, own, us) in enumerate(zip(every, lengths, times_us.tolist(), strict=True))
+    )
+    return StepPlan(
+        0, packing, tuple(tuple(islice(planned, len(rank))) for rank in ranks), 0, 0, chains
+    )
+
+
+def _replica(costs: StepCosts, layout: Parallelism, max_tokens: int) -> ReplicaCosts:
+    """Costs of one replica, whose S_max leaves room for padding."""
+    scheme = Scheme(layout.tp_size, layout.cp_size, layout.pp_size, layout.vpp_size)
+    return ReplicaCosts(
+        scheme,
+        max_tokens - max_tokens % scheme.length_multiple,
+        costs,
+        LEAST_TOKENS * layout.tp_size * layout.cp_size,
+        group_size=layout.group_size,
+    )
+
+
+def _dispatched(step: StepDocuments, costs: ReplicaCosts, dp_size: int) -> Numbers:
+    """Samples of each rank, by Hydraulis's first stage: long ones may lie together."""
+    num_ranks = costs.scheme.num_ranks
+    strategy = Strategy.of(Cluster(dp_size * num_ranks, num_ranks), [costs.kind] * dp_size)
+    ranks = dispatch(step, Candidate(strategy, {costs.kind: costs}), math.inf)
+    assert ranks is not None  # There is no limit.
+    return ranks
+
+
+def _packed(
+    step: StepDocuments, costs: ReplicaCosts, ranks: Numbers, number: int | None, equal: bool
+) -> list[Numbers] | None:
+    """Each rank's samples in micro-batches; None where a given ``number`` has no room for them."""
+    if number is not None:
+        bins = [bins_of(step, costs, own, number) for own in ranks]
+        return bins if max(map(len, bins)) == number else None
+    packed = iter(pack(step, costs, [own for own in ranks if own], 0.0))
+    bins = [next(packed).bins if own else [] for own in ranks]
+    if not equal:
+        return bins
+    alike = [_alike(step, costs, ranks, least) for least in sorted(set(map(len, bins)) - {0})]
+    return min(alike, key=lambda bins: _step_us(step, costs, bins))
+
+
+def _alike(step: StepDocuments, costs: ReplicaCosts, ranks: Numbers, least: int) -> list[Numbers]:
+    """As many micro-batches on each rank, ``least`` or more."""
+    while True:
+        bins = [bins_of(step, costs, own, least) for own in ranks]
+        most = max(map(len, bins))
+        if most == least:
+            return bins
+        least = most
+
+
+def _step_us(step: StepDocuments, costs: ReplicaCosts, ranks: Sequence[Numbers]) -> float:
+    by_number: dict[int, list[tuple[int, Numbers]]] = {}
+    for at, bins in enumerate(ranks):
+        by_number.setdefault(len(bins), []).append((at, bins))
+    by_number.pop(0, None)
+    nothing = [(0.0, 0.0)] * len(ranks)
+    return max(max(replica_us(step, costs, own, nothing[: len(own)])) for own in by_number.values())
+
+
+def _together(
+    step: StepDocuments, costs: ReplicaCosts, groups: Sequence[int], dp_size: int
+) -> Numbers:
+    """Samples of each rank, a group on one: the heaviest group first, where least work is (LPT)."""
+    members: dict[int, list[int]] = {}
+    for number, at in enumerate(step.order.tolist()):
+        members.setdefault(groups[at], []).append(number)
+    times_us = step.us(costs)
+    sums_us = {group: float(times_us[own].sum()) for group, own in members.items()}
+    loads = [(0.0, rank) for rank in range(dp_size)]
+    ranks: Numbers = [[] for _ in loads]
+    for group in sorted(members, key=lambda group: (-sums_us[group], group)):
+        load_us, rank = loads[0]
+        ranks[rank] += members[group]
+        heapreplace(loads, (load_us + sums_us[group], rank))
+    return list(map(sorted, ranks))
+
+
+def _whole(document: Document) -> Span:
+    return Span(document, 0, document.length)
+
+
+def _sample(number: int, length: int) -> Document:
+    return Document(0, number, 0, length, True, 0, number, 0)

@@ -1,0 +1,139 @@
+"""``plan_batch``: each sample of a step runs once, under the cap, and ranks have like work."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_wlb as wlb
+from megatron_wlb.plan import StepPlan
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=50)
+ROLLOUTS = wlb.sample_lengths("slimpack", 24, seed=3, window=32768)[:300]
+TP2_PP4 = wlb.Parallelism(tp_size=2, pp_size=4, dp_size=2, sequence_parallel=True)
+
+
+def rank_us(plan: StepPlan) -> list[float]:
+    return [sum(m.predicted_us for m in rank) for rank in plan.micro_batches]
+
+
+@st.composite
+def batches(draw):
+    layout = wlb.Parallelism(
+        cp_size=draw(st.sampled_from([1, 2])),
+        pp_size=draw(st.sampled_from([1, 2, 3])),
+        dp_size=draw(st.integers(1, 4)),
+    )
+    lengths = draw(st.lists(st.integers(1, 512), min_size=1, max_size=40))
+    return lengths, layout, draw(st.integers(max(lengths) + 3, 1024))
+
+
+@few_examples
+@given(batch=batches(), equal=st.booleans(), grouped=st.booleans())
+def test_each_sample_runs_once_under_the_cap(batch, equal, grouped) -> None:
+    lengths, layout, cap = batch
+    groups = [n // 3 for n in range(len(lengths))] if grouped else None
+    plan = wlb.plan_batch(
+        lengths, max_tokens=cap, layout=layout, equal_numbers=equal, groups=groups
+    )
+    assert sorted(n for m in plan for n in m.samples) == list(range(len(lengths)))
+    assert plan.num_tokens == sum(lengths)
+    assert len(plan.micro_batches) == layout.dp_size
+    for micro_batch in plan:
+        assert micro_batch.padded_length <= cap
+        assert micro_batch.padded_length % (2 * layout.cp_size if layout.cp_size > 1 else 1) == 0
+    if equal:
+        assert len({len(rank) for rank in plan.micro_batches}) == 1
+    if groups:
+        owners = [{groups[n] for m in rank for n in m.samples} for rank in plan.micro_batches]
+        assert sum(map(len, owners)) == len(set(groups))
+    again = wlb.plan_batch(
+        np.array(lengths), max_tokens=cap, layout=layout, equal_numbers=equal, groups=groups
+    )
+    assert again.digest == plan.digest
+
+
+@few_examples
+@given(batch=batches())
+def test_slices_cover_each_sample_in_order(batch) -> None:
+    lengths, layout, cap = batch
+    cap = max(64, cap // 8)  # most samples are longer
+    plan = wlb.plan_batch(lengths, max_tokens=cap, layout=layout, slices=True)
+    assert max(m.padded_length for m in plan) <= cap
+    seen: dict[int, int] = {}
+    for rank, chains in zip(plan.micro_batches, plan.chains, strict=True):
+        assert sum(chains) == len(rank)
+        for micro_batch in rank:
+            for document, start, stop in micro_batch.spans:
+                assert seen.get(document.number, 0) == start
+                seen[document.number] = stop
+    assert seen == dict(enumerate(lengths))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_without_a_pipeline_are_as_balanced_as_can_be(seed: int) -> None:
+    """Against all ways of dealing ten samples to two ranks."""
+    lengths = np.random.default_rng(seed).integers(100, 30000, 10)
+    cost = wlb.DocumentCost(1.0, 1e-4, 2.0, 2e-4)
+    plan = wlb.plan_batch(lengths, max_tokens=10**6, layout=wlb.Parallelism(dp_size=2), cost=cost)
+    times_us = [cost.document_us(int(n)) for n in lengths]
+    best_us = min(
+        max(sum(us for us, at in zip(times_us, own, strict=True) if at == rank) for rank in (0, 1))
+        for own in product((0, 1), repeat=10)
+    )
+    assert best_us <= max(rank_us(plan)) * (1 + 1e-9) <= 1.1 * best_us
+
+
+def test_a_pipeline_gets_more_micro_batches_and_slices_are_faster_still() -> None:
+    same = {"max_tokens": 65536, "cost": "7b"}
+    flat = wlb.Parallelism(tp_size=8, dp_size=2, sequence_parallel=True)
+    few, more, cut = (
+        wlb.plan_batch(ROLLOUTS, layout=layout, **same, **kind)
+        for layout, kind in ((flat, {}), (TP2_PP4, {}), (TP2_PP4, {"slices": True}))
+    )
+    assert len(few.micro_batches[0]) < len(more.micro_batches[0])
+    fixed = wlb.plan_batch(
+        ROLLOUTS, layout=TP2_PP4, num_micro_batches=len(few.micro_batches[0]), **same
+    )
+    times_us = [wlb.simulate_step(plan, TP2_PP4).step_us for plan in (fixed, more, cut)]
+    assert times_us[1] < 0.97 * times_us[0]
+    assert times_us[2] < 0.97 * times_us[1]
+
+
+def test_a_number_that_is_given_is_kept_and_packed_across_ranks() -> None:
+    """One rank alone could not hold its share by work: room is found over all of them."""
+    lengths = [60, 5, 5, 5, 5, 5, 5, 5, 5]
+    layout = wlb.Parallelism(dp_size=2)
+    cost = wlb.DocumentCost(1.0, 100.0, 2.0, 200.0)
+    plan = wlb.plan_batch(lengths, max_tokens=60, layout=layout, cost=cost, num_micro_batches=1)
+    assert [[m.length for m in rank] for rank in plan.micro_batches] in ([[60], [40]], [[40], [60]])
+    more = wlb.plan_batch(lengths, max_tokens=60, layout=layout, num_micro_batches=12)
+    assert [len(rank) for rank in more.micro_batches] == [12, 12] and more.num_tokens == 100
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"lengths": [5, 70]}, "sample 1 has 70 tokens, above max_tokens 64"),
+        (
+            {"lengths": [60, 60, 60], "num_micro_batches": 1},
+            "3 samples of 180 tokens do not fit 1 micro-batches of 64 tokens on each of 2",
+        ),
+        ({"lengths": []}, "lengths has no lengths"),
+        ({"lengths": [0]}, "length number 1 is 0"),
+        ({"groups": [1]}, "groups has 1 numbers, but 3 samples need a group each"),
+        ({"groups": [1, 1, 2], "slices": True}, "slices are not grouped"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"num_micro_batches": 0}, "num_micro_batches is 0"),
+        ({"cost": "7bb"}, "7bb"),
+        ({"layout": 3}, "layout is 3"),
+    ],
+)
+def test_bad_batches_are_told(given: dict, complaint: str) -> None:
+    right = {"lengths": [5, 6, 7], "max_tokens": 64, "layout": wlb.Parallelism(dp_size=2)}
+    with pytest.raises(wlb.WLBError, match=complaint):
+        wlb.plan_batch(**right | given)
