@@ -22,7 +22,9 @@ EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTAL
 BATCH = {"window": 64, "num_micro_batches": 4}
 
 
-@pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=("plan", "batch", "evaluate", "simulate"))
+@pytest.mark.parametrize(
+    ("code", "printed"), EXAMPLES, ids=("plan", "batch", "evaluate", "simulate")
+)
 def test_page_shows_what_its_code_prints(code: str, printed: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):

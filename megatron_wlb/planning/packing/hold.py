@@ -173,8 +173,7 @@ class HoldPacker(Packer):
     def flush(self, step: int) -> list[list[Document]]:
         self.limits = limits = self.limits.at(step)
         ranking = rank(self.waiting, self._costs_us, step - limits.max_age)
-        ranking = ranking.within(limits.step_cap)
-        placement = ranking.place(limits.num_micro_batches, limits.max_tokens)
+        placement = ranking.place(limits.num_micro_batches, limits.max_tokens, limits.step_cap)
         micro_batches, self._held = ranking.take_each(placement)
         self._heavy_ahead, self._light_ahead = [], []
         return micro_batches
@@ -315,8 +314,7 @@ class HoldPacker(Packer):
         if choice.early:
             early = [self._heavy_ahead[number] for number in choice.early]
             running = running.beside(early, self._costs_us)
-        running = running.within(limits.step_cap)
-        placement = running.place(limits.num_micro_batches, limits.max_tokens)
+        placement = running.place(limits.num_micro_batches, limits.max_tokens, limits.step_cap)
         capacity = limits.num_micro_batches * limits.max_tokens
         waiting_tokens = int(ranking.lengths.sum()) - (capacity - sum(placement.room))
         if choice.early:

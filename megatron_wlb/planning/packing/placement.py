@@ -95,22 +95,6 @@ class Ranking:
         ranks[start:] += stop - start
         return self.only(ranks)
 
-    def within(self, cap: int | None) -> Ranking:
-        """Keeps what is due, and of the others those that fit under ``cap`` tokens.
-
-        At least one, heaviest first.
-        """
-        if cap is None or self.lengths.sum() <= cap:
-            return self
-        fits = [*range(self.num_due)]
-        lengths = self.lengths.tolist()
-        tokens = sum(lengths[: self.num_due])
-        for number in range(self.num_due, len(lengths)):
-            if tokens + lengths[number] <= cap or not tokens:
-                fits.append(number)
-                tokens += lengths[number]
-        return self.only(np.array(fits, dtype=np.int64))
-
     def beside(self, others: Sequence[Document], costs_us: CostTable) -> Ranking:
         """Adds others that are not due."""
         more_lengths = np.array([document.length for document in others], dtype=np.int64)
@@ -124,9 +108,12 @@ class Ranking:
         documents = [*self.documents, *others]
         return Ranking(documents, order[ranks], lengths[ranks], weights_us[ranks], self.num_due)
 
-    def place(self, num_micro_batches: int, max_tokens: int) -> Placement:
-        """Places all of them; see :func:`place`."""
-        return place(self.costs_us, self.lengths, num_micro_batches, max_tokens)
+    def place(
+        self, num_micro_batches: int, max_tokens: int, step_cap: int | None = None
+    ) -> Placement:
+        """Places all of them, those that are due above a step's cap too; see :func:`place`."""
+        columns = self.costs_us, self.lengths
+        return place(*columns, num_micro_batches, max_tokens, step_cap, self.num_due)
 
 
 def rank(
@@ -180,18 +167,29 @@ def place(
     lengths: npt.NDArray[np.int64],
     num_micro_batches: int,
     max_tokens: int,
+    step_cap: int | None = None,
+    num_due: int = 0,
 ) -> Placement:
     """Each document in turn goes to the least loaded micro-batch that has room for it.
 
     Ties go to the lowest index. In descending order of cost this is the LPT rule. ``O(log N)`` a
     document: micro-batches are in a heap by load; those without room are parked in another by their
     room. Many micro-batches are served in rounds before, for as long as all have room.
+
+    Documents with which those that have room would be above ``step_cap`` tokens are left out, but
+    the first ``num_due`` are not, and one document runs at least.
     """
+    cap, served = sys.maxsize if step_cap is None else step_cap, len(lengths)
     if num_micro_batches < MANY_MICRO_BATCHES:
         placed = np.zeros(0, dtype=np.int64)
         loads_us, room = [0.0] * num_micro_batches, [max_tokens] * num_micro_batches
     else:
-        placed, loads_us, room = _place_in_rounds(costs_us, lengths, num_micro_batches, max_tokens)
+        if step_cap is not None:
+            served = max(num_due, int(np.searchsorted(np.cumsum(lengths), cap, side="right")))
+        placed, loads_us, room = _place_in_rounds(
+            costs_us[:served], lengths[:served], num_micro_batches, max_tokens
+        )
+    num_tokens, exempt = int(lengths[: len(placed)].sum()), num_due - len(placed)
     # The last one stands for none: it is served after all others, and always has room.
     columns = [*loads_us, math.inf], range(num_micro_batches + 1), [*room, sys.maxsize]
     open_ = sorted(zip(*columns, strict=True))
@@ -199,7 +197,10 @@ def place(
     most_parked = -1  # tokens of room
     indices: list[int] = []
     costs, sizes = costs_us[len(placed) :].tolist(), lengths[len(placed) :].tolist()
-    for cost_us, length in zip(costs, sizes, strict=True):
+    for at, (cost_us, length) in enumerate(zip(costs, sizes, strict=True)):
+        if num_tokens + length > cap and num_tokens and at >= exempt:
+            indices.append(num_micro_batches)
+            continue
         while most_parked >= length:
             _, load_us, index = heappop(parked)
             heappush(open_, (load_us, index, most_parked))
@@ -212,6 +213,8 @@ def place(
             load_us, index, tokens = open_[0]
         heapreplace(open_, (load_us + cost_us, index, tokens - length))
         indices.append(index)
+        if index < num_micro_batches:
+            num_tokens += length
     open_ += [(load_us, index, -tokens) for tokens, load_us, index in parked]
     by_index = sorted(open_, key=itemgetter(1))[:-1]
     return Placement(

@@ -156,8 +156,7 @@ class WLBPacker(Packer):
     def _place(self, running: Sequence[Document], step: int) -> list[list[Document]]:
         limits = self.limits
         ranking = rank(running, self._costs_us, step - limits.max_age)
-        ranking = ranking.within(limits.step_cap)
-        placement = ranking.place(limits.num_micro_batches, limits.max_tokens)
+        placement = ranking.place(limits.num_micro_batches, limits.max_tokens, limits.step_cap)
         micro_batches, self._remained = ranking.take_each(placement)
         return micro_batches
 

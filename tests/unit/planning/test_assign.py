@@ -185,7 +185,7 @@ def test_assignment_beats_dealing_documents_out() -> None:
     for other in (dealt, by_tokens):
         times_us = []
         for replica, own in zip(MIXED.strategy.replicas, other, strict=True):
-            (packed,) = assign._pack(step, COSTS[replica.kind], [own], 0.0)
+            (packed,) = assign.pack(step, COSTS[replica.kind], [own], 0.0)
             times_us.append(packed.us)
         assert found.step_us < 0.75 * max(times_us)
 
@@ -215,7 +215,7 @@ def test_time_of_the_exchange_counts() -> None:
 
 
 def number_us(step: StepDocuments, costs: ReplicaCosts, every: list[int], number: int) -> float:
-    some = [(0, assign._bins(step, costs, every, number))]
+    some = [(0, assign.bins_of(step, costs, every, number))]
     return assign.replica_us(step, costs, some, [(0.0, 0.0)])[0]
 
 
@@ -227,7 +227,7 @@ def test_number_of_micro_batches_is_what_simulation_finds_best() -> None:
         costs = replica_costs("tp4pp2", overhead_us)
         step = StepDocuments(lengths)
         every = list(range(24))
-        (found,) = assign._pack(step, costs, [every], 0.0)
+        (found,) = assign.pack(step, costs, [every], 0.0)
         all_us = [number_us(step, costs, every, number) for number in range(1, 25)]
         assert found.us <= 1.02 * min(all_us) < 0.94 * all_us[0]
         counts.append(len(found.bins))

@@ -146,3 +146,9 @@ def test_steps_of_hold_have_about_as_many_tokens_by_default(num_micro_batches):
     assert m.imbalance_mean <= 1.04
     assert m.delay_mean_steps <= 0.85
     assert m.delay_max_steps <= 12
+
+
+def test_bounded_steps_of_hold_are_full_where_micro_batches_are_too():
+    """What finds no room in a micro-batch takes none of the step's tokens from what would."""
+    free, bounded = (metrics("hold", 16, 1.0, cap) for cap in (FREE, None))
+    assert bounded.delay_mean_steps <= 1.05 * free.delay_mean_steps

@@ -14,12 +14,13 @@ def limits(num_micro_batches=4, window=10, max_tokens=20, step_tokens=40, **othe
     return Limits(num_micro_batches, window, max_tokens, step_tokens, **others)
 
 
-def naive_place(costs_us, lengths, num_micro_batches, max_tokens):
+def naive_place(costs_us, lengths, num_micro_batches, max_tokens, cap=None, num_due=0):
     bins = [[] for _ in range(num_micro_batches)]
     loads, sizes, left = [0.0] * num_micro_batches, [0] * num_micro_batches, []
     for number, (cost_us, length) in enumerate(zip(costs_us, lengths, strict=True)):
         fits = [i for i, size in enumerate(sizes) if size + length <= max_tokens]
-        if not fits:
+        above = cap is not None and 0 < sum(sizes) and sum(sizes) + length > cap
+        if not fits or (above and number >= num_due):
             left.append(number)
             continue
         best = min(fits, key=lambda i: (loads[i], i))
@@ -52,10 +53,11 @@ def test_place_chooses_the_least_loaded_micro_batch_with_room(many, data):
         weights.sort(reverse=True)
     costs_us, lengths = [float(cost_us) for cost_us, _ in weights], [n for _, n in weights]
     max_tokens = data.draw(st.sampled_from([20, 23, 60, 1000]))
+    more = max_tokens, data.draw(st.none() | st.integers(1, 400)), data.draw(st.integers(0, 5))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_wlb.planning.packing.placement.MANY_MICRO_BATCHES", many)
-        placement = place(np.array(costs_us), np.array(lengths, int), num_micro_batches, max_tokens)
-    expected = naive_place(costs_us, lengths, num_micro_batches, max_tokens)
+        placement = place(np.array(costs_us), np.array(lengths, int), num_micro_batches, *more)
+    expected = naive_place(costs_us, lengths, num_micro_batches, *more)
     check_same(placement, expected, max_tokens, lengths)
 
 
