@@ -19,7 +19,7 @@ def naive_place(costs_us, lengths, num_micro_batches, max_tokens, cap=None, num_
     loads, sizes, left = [0.0] * num_micro_batches, [0] * num_micro_batches, []
     for number, (cost_us, length) in enumerate(zip(costs_us, lengths, strict=True)):
         fits = [i for i, size in enumerate(sizes) if size + length <= max_tokens]
-        above = cap is not None and 0 < sum(sizes) and sum(sizes) + length > cap
+        above = cap is not None and sum(sizes) > 0 and sum(sizes) + length > cap
         if not fits or (above and number >= num_due):
             left.append(number)
             continue
