@@ -40,7 +40,7 @@ def plan_samples(
 
     Raises :class:`PackingError` where they do not fit ``number`` micro-batches of a rank.
     """
-    replica, step = _replica(costs, layout, max_tokens), StepDocuments(lengths)
+    replica, step = replica_of(costs, layout, max_tokens), StepDocuments(lengths)
     spread = _together(step, replica, groups or range(len(lengths)), layout.dp_size)
     dealt = [_packed(step, replica, spread, number, equal)]
     if groups is None:
@@ -60,10 +60,10 @@ def plan_samples(
             "num_micro_batches or max_tokens"
         )
     best = min(fitting, key=lambda bins: _step_us(step, replica, bins))
-    samples = [_whole(_sample(*one)) for one in enumerate(lengths)]
+    samples = [whole(sample(*one)) for one in enumerate(lengths)]
     order = step.order.tolist()
     ranks = [[[samples[order[n]] for n in own] for own in rank] for rank in best]
-    return _plan("samples", ranks, replica)
+    return plan_of("samples", ranks, replica)
 
 
 def slice_samples(
@@ -76,7 +76,7 @@ def slice_samples(
     number: int | None = None,
 ) -> StepPlan:
     """Plans a step of slices of samples, as :func:`megatron_wlb.plan_batch` says."""
-    replica = _replica(costs, layout, max_tokens)
+    replica = replica_of(costs, layout, max_tokens)
     slicer = Slicer(
         cost,
         costs,
@@ -88,12 +88,12 @@ def slice_samples(
         multiple=min(SLICE_MULTIPLE, replica.max_tokens),
         merges=False,
     )
-    units = slicer.cut([_sample(*one) for one in enumerate(lengths)], 0)
+    units = slicer.cut([sample(*one) for one in enumerate(lengths)], 0)
     chains = tuple(tuple(own.chains) for own in units)
-    return _plan("slim", [own.spans for own in units], replica, chains)
+    return plan_of("slim", [own.spans for own in units], replica, chains)
 
 
-def _plan(
+def plan_of(
     packing: str,
     ranks: Sequence[Sequence[Sequence[Span]]],
     replica: ReplicaCosts,
@@ -114,7 +114,7 @@ def _plan(
     )
 
 
-def _replica(costs: StepCosts, layout: Parallelism, max_tokens: int) -> ReplicaCosts:
+def replica_of(costs: StepCosts, layout: Parallelism, max_tokens: int) -> ReplicaCosts:
     """Costs of one replica, whose S_max leaves room for padding."""
     scheme = Scheme(layout.tp_size, layout.cp_size, layout.pp_size, layout.vpp_size)
     return ReplicaCosts(
@@ -187,9 +187,9 @@ def _together(
     return list(map(sorted, ranks))
 
 
-def _whole(document: Document) -> Span:
+def whole(document: Document) -> Span:
     return Span(document, 0, document.length)
 
 
-def _sample(number: int, length: int) -> Document:
+def sample(number: int, length: int) -> Document:
     return Document(0, number, 0, length, True, 0, number, 0)
