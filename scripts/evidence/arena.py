@@ -232,8 +232,9 @@ def measure(
 
 def main() -> int:
     parser = parser_of(__doc__)
-    for name in ("slime", "verl", "nemo-rl"):
-        parser.add_argument(f"--{name}", type=Path, help=f"a checkout of {name}")
+    parser.add_argument("--slime", type=Path, metavar="FOLDER", help="a checkout of slime")
+    parser.add_argument("--verl", type=Path, metavar="FOLDER", help="a checkout of verl")
+    parser.add_argument("--nemo-rl", type=Path, metavar="FOLDER", help="a checkout of NeMo-RL")
     flag(parser, "--samples N", "of a step", 512)
     flag(parser, "--cap TOKENS", "of a micro-batch", WINDOW)
     flag(
