@@ -165,8 +165,10 @@ class Clock:
         p = self.run.parallelism
         dp_size = max(1, p.dp_size * p.cp_size // cp_size)
         layout = dataclasses.replace(p, cp_size=cp_size, dp_size=dp_size)
-        run = self.run.executed(parallelism=layout)
-        return dataclasses.replace(run, num_micro_batches=dp_size * p.num_stages).costs.stages
+        execution = dataclasses.replace(self.run.execution, parallelism=layout)
+        number = dp_size * p.num_stages
+        run = dataclasses.replace(self.run, execution=execution, num_micro_batches=number)
+        return run.costs.stages
 
     def of_plan(self, plan: StepPlan) -> float:
         return slowest_us(plan, self.run.costs.stages, self.run.parallelism)
