@@ -59,7 +59,7 @@ def test_best_fit_keeps_every_document_and_the_window() -> None:
     assert len(slimpack.best_fit(lengths, 100)) < 1.05 * full + 1
 
 
-def test_slices_gain_most_over_best_fit_and_need_less_memory_than_hold() -> None:
+def test_slices_gain_most_over_best_fit_and_need_about_its_memory() -> None:
     case = Case("13b", 128 * K)
     run = slimpack.layouts(case)[2]
     best_fit, original, hold, slim = (
@@ -69,7 +69,7 @@ def test_slices_gain_most_over_best_fit_and_need_less_memory_than_hold() -> None
     assert 1.2 < slim.speedup(best_fit)[0] < 1.5
     assert slim.speedup(original)[0] > slim.speedup(hold)[0] > 0.99
     assert slim.bubble_share < 0.08 < 0.2 < best_fit.bubble_share
-    assert slim.peak_gib < 1.25 * best_fit.peak_gib < hold.peak_gib
+    assert slim.peak_gib < 1.25 * best_fit.peak_gib
     assert slim.units > 1.9 * best_fit.units
     # Variation of forwards and backwards: windows are worse backward, slices even in both.
     assert 0.15 < best_fit.spread[0, 1] < best_fit.spread[1, 1]
