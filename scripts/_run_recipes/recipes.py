@@ -69,8 +69,10 @@ class Runner:
     _alone: dict[tuple[str, ...], Trained] = field(default_factory=dict)
 
     @property
-    def _ours(self) -> tuple[str, str]:
-        return "--wlb-packing", self.packing
+    def _ours(self) -> tuple[str, ...]:
+        # Which documents a bounded step has depends on what they cost in the layout.
+        bound = ("--wlb-max-step-tokens", "0") if self.packing == "hold" else ()
+        return "--wlb-packing", self.packing, *bound
 
     def run(self, path: Path) -> Outcome:
         """What becomes of the recipe in a file."""

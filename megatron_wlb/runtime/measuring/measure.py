@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from megatron_wlb.cost.fp8 import row_multiple
 from megatron_wlb.cost.profile import Sample, fit_document_cost
 from megatron_wlb.cost.shape import ModelShape
 from megatron_wlb.cost.table import ProfiledCost, Row, model_identity
+from megatron_wlb.errors import ConfigError
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.runtime.gpt.attention.core import layer_reach, model_reach
 from megatron_wlb.runtime.gpt.build import Model
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 NUM_REPEATS = 5
 """The most runs of a length."""
+NUM_TURNS = 3
+"""Measurements until times grow with the length: a machine that others share may disturb some."""
 
 
 def lengths_to_measure(window: int, multiple: int) -> list[int]:
@@ -54,22 +58,24 @@ def measured_cost(model: Model, window: int, vocab_size: int) -> DocumentCost:
     :class:`ConfigError` on all ranks for times that no cost fits.
     """
     lengths = lengths_to_measure(window, _multiple(model))
-    with _undisturbed(model):
-        run_passes(model, lengths[:1], vocab_size)  # the first run of all loads and allocates
-        times_us = _least_us(model, lengths, lambda length: run_passes(model, [length], vocab_size))
     config = model.config
     reaches = [layer_reach(config, number) for number in range(1, config.num_layers + 1)]
     windowed = sum(reach is not None for reach in reaches) / len(reaches)
-    fit = from_first_rank(
-        lambda: fit_document_cost(
-            [
-                Sample(length, forward, backward)
-                for length, (forward, backward) in zip(lengths, times_us, strict=True)
-            ],
-            model_reach(config),
-            windowed,
-        )
-    )
+    for turns_left in reversed(range(NUM_TURNS)):
+        with _undisturbed(model):
+            run_passes(model, lengths[:1], vocab_size)  # the first run of all loads and allocates
+            times_us = _least_us(
+                model, lengths, lambda length: run_passes(model, [length], vocab_size)
+            )
+        samples = [Sample(length, *us) for length, us in zip(lengths, times_us, strict=True)]
+        try:
+            fit = from_first_rank(
+                partial(fit_document_cost, samples, model_reach(config), windowed)
+            )
+            break
+        except ConfigError:
+            if not turns_left:
+                raise
     logger.info(
         "measured cost: %s (relative error mean %.1f %%, max %.1f %%)",
         {k: float(f"{v:.4g}") for k, v in fit.cost.as_dict().items()},
