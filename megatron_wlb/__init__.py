@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from megatron_wlb.cost import DocumentCost, Parallelism
     from megatron_wlb.data.lengths import sample_lengths
+    from megatron_wlb.data.targets import write_targets
     from megatron_wlb.errors import WLBError
     from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
     from megatron_wlb.planning.packing import PackingMetrics
@@ -28,7 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
     "StepPlan", "StepTimeline", "WLBError", "__version__", "evaluate_packing", "model_cost",
-    "plan_batch", "plan_steps", "sample_lengths", "simulate_step",
+    "plan_batch", "plan_steps", "sample_lengths", "simulate_step", "write_targets",
 ]  # fmt: skip
 
 

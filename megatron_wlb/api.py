@@ -28,6 +28,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
+from megatron_wlb.data.targets import write_targets
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
@@ -45,7 +46,7 @@ from megatron_wlb.study.evaluate import evaluate
 __all__ = [
     "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
     "StepPlan", "StepTimeline", "WLBError", "evaluate_packing", "model_cost", "plan_batch",
-    "plan_steps", "sample_lengths", "simulate_step",
+    "plan_steps", "sample_lengths", "simulate_step", "write_targets",
 ]  # fmt: skip
 
 Documents: TypeAlias = str | Path | Sequence[int] | npt.NDArray[np.integer[Any]]

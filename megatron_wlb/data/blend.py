@@ -18,9 +18,11 @@ from megatron_wlb.data.documents import (
     CorpusEpoch,
     DocumentStream,
     LongDocuments,
+    LossMean,
     tokens_before,
 )
 from megatron_wlb.data.ramp import Ramp
+from megatron_wlb.data.targets import Targets
 from megatron_wlb.errors import CheckpointError, ConfigError
 from megatron_wlb.plan import Document
 from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
@@ -83,6 +85,8 @@ class BlendedStream:
         long_documents: LongDocuments = "split",
         names: Sequence[str] = (),
         ramp: Ramp | None = None,
+        targets: Sequence[Targets | None] = (),
+        loss_mean: LossMean = "token",
     ) -> None:
         """Takes what ``DocumentStream`` takes; ``weights`` by corpus, 0 leaves one out.
 
@@ -100,6 +104,8 @@ class BlendedStream:
                 first_corpus=corpus,
                 names=names[corpus : corpus + 1],
                 ramp=ramp,
+                targets=targets[corpus : corpus + 1],
+                loss_mean=loss_mean,
             )
             for corpus, (stored, share) in enumerate(zip(lengths, shares, strict=True))
             if share
@@ -184,6 +190,6 @@ class BlendedStream:
 
     def _numbered(self, document: Document) -> Document:
         """Gives a document its number and step in the blend; ``_replace`` would take far longer."""
-        d, arrival = document, self._num_arrived
+        arrival = self._num_arrived
         self._num_arrived += 1
-        return Document(d.corpus, d.number, d.offset, d.length, d.ends, d.epoch, arrival, self.step)
+        return Document(*document[:6], arrival, self.step, document.targets)

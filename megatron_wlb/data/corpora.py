@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_wlb.data.blend import Blend
 from megatron_wlb.data.corpus import Corpus, parse_split
+from megatron_wlb.data.documents import LossMean
 from megatron_wlb.data.mock import LENGTHS, MockCorpus
 from megatron_wlb.errors import ConfigError, CorpusError
 from megatron_wlb.settings.config import Config
@@ -25,6 +26,7 @@ class Corpora:
     """The half-open range of each corpus's documents, by split."""
     weights: dict[str, tuple[float, ...] | None] = field(default_factory=dict)
     """Each corpus's share of the tokens, by split; None, or no entry, is by size."""
+    loss_mean: LossMean = "token"
 
     @classmethod
     def open(cls, config: Config) -> Corpora:
@@ -44,7 +46,8 @@ class Corpora:
                 "`wlb corpus build PATH --out PREFIX`)"
             )
         blend = Blend.parse(config.data.data_path)
-        return cls.of_blend(blend, config.data.split, config.data.vocab_size)
+        corpora = cls.of_blend(blend, config.data.split, config.data.vocab_size)
+        return replace(corpora, loss_mean=config.wlb.wlb_loss_mean)
 
     @classmethod
     def of_blend(cls, blend: Blend, split: str, vocab_size: int | None) -> Corpora:
@@ -64,7 +67,8 @@ class Corpora:
             vocab_size=vocab_size,
             eod=eod,
         )
-        return cls([corpus], vocab_size, _ranges([corpus], config.data.split))
+        ranges = _ranges([corpus], config.data.split)
+        return cls([corpus], vocab_size, ranges, loss_mean=config.wlb.wlb_loss_mean)
 
     @classmethod
     def of_blends(cls, blends: Mapping[str, Blend | None], vocab_size: int | None) -> Corpora:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -19,10 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.data.ramp import Ramp
+from megatron_wlb.data.targets import Targets
 from megatron_wlb.errors import CheckpointError, CorpusError
 from megatron_wlb.plan import Document
+from megatron_wlb.plan.targets import Runs, by_sample
 from megatron_wlb.reading import MAX_COUNT, reading_state, shown, whole_number
 
+LossMean = Literal["token", "sample"]
+"""What the loss is a mean over: targets, or stored documents, of each of which it is a mean."""
 LongDocuments = Literal["split", "slice", "truncate", "error"]
 """What becomes of a stored document longer than the window. ``slice``: `slim` packing runs it
 whole; its stream has a window as long as it."""
@@ -80,8 +84,11 @@ class DocumentStream:
         first_corpus: int = 0,
         names: Sequence[str] = (),
         ramp: Ramp | None = None,
+        targets: Sequence[Targets | None] = (),
+        loss_mean: LossMean = "token",
     ) -> None:
-        """Takes ``lengths`` and half-open ``ranges`` of documents (default: all), by corpus.
+        """Takes ``lengths``, half-open ``ranges`` of documents (default: all) and ``targets``
+        (default: all tokens), by corpus.
 
         ``num_epochs`` None never ends; ``step_tokens`` may be a fraction, for a share of a step;
         ``first_corpus`` is how errors number the first one, ``names`` what they call them all. The
@@ -103,6 +110,8 @@ class DocumentStream:
         self.long_documents = long_documents
         self.num_epochs = num_epochs
         self.shuffle = shuffle
+        self._targets = list(targets) or [None] * len(lengths)
+        self._loss_mean = loss_mean
         self._names = list(names) or [f"corpus {first_corpus + n}" for n in range(len(lengths))]
 
         # Documents in range have one number over all corpora, their place in _lengths.
@@ -251,6 +260,7 @@ class DocumentStream:
         stored = self._lengths[numbers]
         arrival = self.epoch * self.num_documents + self._document
         kept_tokens = np.minimum(stored, self._max_tokens)
+        runs = self._runs(corpora, indices, np.minimum(kept_tokens + 1, stored))
         if not offset and 1 <= kept_tokens.min(initial=1) <= kept_tokens.max(initial=1) <= window:
             # None is cut: all that begin before the end at once, ten times as fast.
             begins = position + kept_tokens.cumsum() - kept_tokens
@@ -260,24 +270,23 @@ class DocumentStream:
                 corpora.tolist(), indices.tolist(), repeat(0), sizes.tolist(),
                 (sizes == stored[:num]).tolist(), repeat(self.epoch),
                 range(arrival, arrival + num), repeat(step),
+                runs,
             )  # fmt: skip
             make: Any = tuple.__new__  # what _make calls, which is three times as slow
             documents.extend(map(make, repeat(Document), columns))
             self.position_tokens = position + int(sizes.sum())
             self.epoch, self._document = divmod(arrival + num, self.num_documents)
             return
-        for corpus, index, length, kept in zip(
-            corpora.tolist(),
-            indices.tolist(),
-            stored.tolist(),
-            kept_tokens.tolist(),
-            strict=True,
+        for corpus, index, length, kept, own in zip(
+            *(column.tolist() for column in (corpora, indices, stored, kept_tokens)),
+            runs,
+            strict=False,  # of endless ones
         ):
             while offset < kept and position < end:
                 size = min(window, kept - offset)
                 ends = offset + size == length
                 documents.append(
-                    Document(corpus, index, offset, size, ends, self.epoch, arrival, step)
+                    Document(corpus, index, offset, size, ends, self.epoch, arrival, step, own)
                 )
                 offset += size
                 position += size
@@ -287,6 +296,20 @@ class DocumentStream:
             arrival += 1
         self.position_tokens, self._offset = position, offset
         self.epoch, self._document = divmod(arrival, self.num_documents)
+
+    def _runs(self, *columns: npt.NDArray[np.int64]) -> Iterator[Runs | None]:
+        """The targets of documents of these corpora and numbers, of which so many tokens are read
+        or predicted.
+        """
+        if not any(self._targets) and self._loss_mean == "token":
+            return repeat(None)
+
+        def weighed(corpus: int, index: int, length: int) -> Runs | None:
+            targets = self._targets[corpus]
+            own = None if targets is None else targets.of(index)
+            return own if self._loss_mean == "token" else by_sample(own, length)
+
+        return map(weighed, *(column.tolist() for column in columns))
 
     def _epoch_order(self) -> npt.NDArray[np.int64]:
         """The numbers of the epoch's documents in the order in which they are drawn."""
@@ -304,9 +327,12 @@ class DocumentStream:
         """Everything that decides which documents come when."""
         size = self.step_tokens
         corpora = []
-        for part, (start, stop) in zip(self._parts, self._ranges, strict=True):
+        for part, (start, stop), targets in zip(
+            self._parts, self._ranges, self._targets, strict=True
+        ):
             digest = hashlib.sha256(part.astype("<i8").tobytes()).hexdigest()[:16]
-            corpora.append(f"{start}:{stop}/{digest}")
+            trained = "" if targets is None else f"/targets {targets.digest}"
+            corpora.append(f"{start}:{stop}/{digest}{trained}")
         return {
             "corpora": corpora,
             "window": self.window,
@@ -314,6 +340,7 @@ class DocumentStream:
             "seed": self.seed,
             "long_documents": self.long_documents,
             "shuffle": self.shuffle,
+            **({} if self._loss_mean == "token" else {"loss": f"by {self._loss_mean}"}),
             **({"batch size": f"ramps up {self.ramp.title}"} if self.ramp else {}),
         }
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from megatron_wlb.data.arrays import open_array
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.documents import DocumentStream, LongDocuments, too_long
 from megatron_wlb.data.lengths import DISTRIBUTIONS, Lengths, distribution, sample_lengths
@@ -223,17 +224,9 @@ class LengthSource:
 
 def _read_array(path: Path) -> Lengths:
     try:
-        open_file(path).close()
-        # Mapped, so that a header that claims more than the file has takes no memory.
-        lengths = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError:
-        raise
-    except Exception as error:  # numpy raises anything for a damaged header, or one of 10¹² entries
-        _refuse(path, f"is no intact .npy array ({one_line(error)})")
-    if not isinstance(lengths, np.ndarray):
-        lengths.close()
-        _refuse(path, "holds several arrays")
-    return np.array(lengths)
+        return np.array(open_array(path))
+    except ValueError as error:
+        _refuse(path, str(error))
 
 
 def _read_lines(path: Path) -> Lengths:

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_wlb.errors import PlanError
 from megatron_wlb.plan.sharding.shard import Sharding
 from megatron_wlb.plan.strategy.layout import Replica, Strategy
+from megatron_wlb.plan.targets import Runs, checked, weight_of
 from megatron_wlb.reading import MAX_COUNT, MAX_SIZE, shown
 
 
@@ -53,11 +54,28 @@ class Document(NamedTuple):
     step: int
     """The step it arrives in: its delay is how far the step it runs in is from this one, which may
     be the earlier one where a packing looks ahead."""
+    targets: Runs | None = None
+    """Which tokens of the stored document count in the loss, and what; None: each counts 1."""
 
     @property
-    def num_targets(self) -> int:
-        """Tokens that have a label: every one but the last of the stored document."""
+    def num_labels(self) -> int:
+        """Tokens that another one follows: every one but the last of the stored document."""
         return self.length - int(self.ends)
+
+    @property
+    def num_targets(self) -> float:
+        """Its tokens that count in the loss, each as much as it counts."""
+        return self.weight(0, self.length)
+
+    def weight(self, start: int, stop: int, depth: int = 0) -> float:
+        """What the labels of tokens ``[start, stop)`` count together: of each the token after it,
+        or ``depth`` tokens further on.
+        """
+        stop = max(start, min(stop, self.num_labels - depth))
+        if self.targets is None:
+            return stop - start
+        first = self.offset + 1 + depth
+        return weight_of(self.targets, first + start, first + stop)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -72,20 +90,25 @@ class Document(NamedTuple):
         assert 0 < at < self.length, (at, self.length)
         # Not by _replace, which is three times as slow: packings cut in every step.
         common = self.epoch, self.arrival
-        head = Document(self.corpus, self.number, self.offset, at, False, *common, self.step)
+        step, own = self.step, self.targets
+        head = Document(self.corpus, self.number, self.offset, at, False, *common, step, own)
         start, rest = self.offset + at, self.length - at
-        tail = Document(self.corpus, self.number, start, rest, self.ends, *common, tail_step)
+        tail = Document(self.corpus, self.number, start, rest, self.ends, *common, tail_step, own)
         return head, tail
 
     @classmethod
-    def from_list(cls, values: Sequence[int]) -> Document:
-        """Reads the list that JSON makes of a document. Raises ``ValueError`` for any other."""
-        corpus, number, offset, length, ends, epoch, arrival, step = values
+    def from_list(cls, values: Sequence[Any]) -> Document:
+        """Reads the list that JSON makes of a document, also one of a release that knew no
+        ``targets``. Raises ``ValueError`` for any other.
+        """
+        corpus, number, offset, length, ends, epoch, arrival, step, *more = values
+        (targets,) = more or (None,)
         numbers = corpus, number, offset, length, epoch, arrival, step
         whole = all([type(one) is int and 0 <= one <= MAX_COUNT for one in numbers])
         if not (whole and length and offset + length <= MAX_SIZE and ends in (False, True)):
             raise ValueError(f"{shown(values)} is no document")
-        return cls(corpus, number, offset, length, bool(ends), epoch, arrival, step)
+        runs = None if targets is None else checked(targets)
+        return cls(corpus, number, offset, length, bool(ends), epoch, arrival, step, runs)
 
 
 class Span(NamedTuple):
@@ -103,18 +126,18 @@ class Span(NamedTuple):
     def is_slice(self) -> bool:
         return self.start > 0 or self.stop < self.document.length
 
-    def targets_ahead(self, depth: int) -> int:
-        """Tokens with a label ``depth`` tokens further on than :attr:`num_targets` has."""
-        return max(0, min(self.stop, self.document.num_targets - depth) - self.start)
+    def targets_ahead(self, depth: int) -> float:
+        """What labels ``depth`` tokens further on than those of :attr:`num_targets` count."""
+        return self.document.weight(self.start, self.stop, depth)
 
     @property
     def length(self) -> int:
         return self.stop - self.start
 
     @property
-    def num_targets(self) -> int:
-        ends = self.document.ends and self.stop == self.document.length
-        return self.length - int(ends)
+    def num_targets(self) -> float:
+        """Tokens that count in the loss, each as much as it counts."""
+        return self.document.weight(self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -171,8 +194,8 @@ class MicroBatchPlan:
         return self.spans[0] if self.spans and self.spans[0].is_slice else None
 
     @cached_property
-    def num_targets(self) -> int:
-        """Tokens that count in the loss."""
+    def num_targets(self) -> float:
+        """Tokens that count in the loss, each as much as it counts."""
         return sum(span.num_targets for span in self.spans)
 
 
@@ -243,12 +266,12 @@ class StepPlan:
         return sum(m.padded_length - m.length for m in self)
 
     @cached_property
-    def num_targets(self) -> int:
+    def num_targets(self) -> float:
         """The loss normaliser: Σ token losses of the step is divided by this, once."""
         return sum(m.num_targets for m in self)
 
-    def targets_ahead(self, depth: int) -> int:
-        """Tokens with a label ``depth`` tokens further on."""
+    def targets_ahead(self, depth: int) -> float:
+        """What labels ``depth`` tokens further on count."""
         return sum(span.targets_ahead(depth) for m in self for span in m.spans)
 
     @cached_property
@@ -294,4 +317,6 @@ class StepPlan:
                             s.start, s.stop,
                         )
                     )  # fmt: skip
+                    if d.targets is not None:
+                        sha.update(repr(d.targets).encode())
         return sha.hexdigest()

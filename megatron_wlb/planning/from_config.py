@@ -301,6 +301,8 @@ class Split:
             long_documents=long_documents,
             names=[corpus.prefix for corpus in corpora.corpora],
             ramp=ramp,
+            targets=[corpus.targets for corpus in corpora.corpora],
+            loss_mean=corpora.loss_mean,
         )
 
 

@@ -117,6 +117,11 @@ class WlbConfig:
         "split",
         "what becomes of documents longer than the window; slice: `slim` trains them whole",
     )
+    wlb_loss_mean: Literal["token", "sample"] = setting(
+        "token",
+        "what a step's loss is the mean over: token, all targets; sample, documents, of each of "
+        "which it is the mean over its targets",
+    )
     wlb_mock_lengths: str | None = setting(
         None,
         "with --mock-data: a distribution (reference, stdlib, magi, slimpack) or a file of "

@@ -38,6 +38,7 @@ from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.ramp import Ramp
 from megatron_wlb.data.sources import SourceCounts, Sources, find_files
+from megatron_wlb.data.targets import write_targets
 from megatron_wlb.data.tokenizer import file_encoder, tokenizer_settings
 from megatron_wlb.errors import PlanError, WLBError
 from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy, read_strategies
@@ -319,6 +320,9 @@ def targets() -> dict[str, Target]:
     lock.PATIENCE_S = lock._SETTLE_S = 0.0
     write_index("corpus", LENGTHS)
     write_index("indexed", [3, 1, 40])
+    write_index("masked", [3, 1, 40])
+    write_targets("masked", [np.arange(n) % 3 for n in (3, 1, 40)])
+    masked = Path("masked.targets.npy").read_bytes()
     index = Path("indexed.idx").read_bytes()
     Path("corpus.json").write_text(json.dumps(NOTE))
     hardware = dict(read_hardware("h100-sxm")[1])
@@ -356,6 +360,7 @@ def targets() -> dict[str, Target]:
             lambda _: read_strategies("strategies.yaml"), (STRATEGIES.encode(),), "strategies.yaml"
         ),
         "index": Target(lambda _: Corpus.open("indexed"), (index,), "indexed.idx"),
+        "masks": Target(lambda _: Corpus.open("masked"), (masked,), "masked.targets.npy"),
         "note": Target(
             lambda _: Corpus.open("corpus"), (json.dumps(NOTE).encode(),), "corpus.json"
         ),

@@ -134,11 +134,10 @@ def _losses(model: Any, workload: Workload, step: int, factor: float) -> list[An
     examples = workload.examples(step)
     depths = 1 + (model.config.mtp_num_layers or 0)
     shares = [1.0, *(factor / (depths - 1) for _ in range(depths - 1))]
-    num_labels = [
-        sum(int((labels[depth:] >= 0).sum()) for _, labels in examples) for depth in range(depths)
-    ]
+    counted = workload.counted(step)
+    divisors = [sum(float(own[depth:].sum()) for own in counted) for depth in range(depths)]
     whole, means = torch.zeros(()), [0.0] * depths
-    for tokens, labels in examples:
+    for (tokens, labels), own in zip(examples, counted, strict=True):
         length = len(tokens)
         # True is masked.
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
@@ -147,9 +146,9 @@ def _losses(model: Any, workload: Workload, step: int, factor: float) -> list[An
                 logits[0, : max(length - depth, 0)],
                 torch.from_numpy(labels[depth:]),
                 ignore_index=-1,
-                reduction="sum",
+                reduction="none",
             )
-            mean = losses / num_labels[depth]
+            mean = losses @ torch.from_numpy(own[depth:]).to(losses) / divisors[depth]
             whole = whole + shares[depth] * mean
             means[depth] += mean.item()
     return [whole, *means]

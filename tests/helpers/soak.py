@@ -62,7 +62,7 @@ class Soak:
     def planner(self) -> Planner:
         """Makes a new planner, at step 0."""
         corpora: list[Any] = [
-            SimpleNamespace(prefix=f"corpus {number}", lengths=np.array(lengths))
+            SimpleNamespace(prefix=f"corpus {number}", lengths=np.array(lengths), targets=None)
             for number, lengths in enumerate(self.lengths)
         ]
         ranges = {"train": [(0, len(lengths)) for lengths in self.lengths]}

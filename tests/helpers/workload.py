@@ -38,6 +38,8 @@ class Workload:
     corpus: MemoryCorpus
     steps: tuple[tuple[Document, ...], ...]
     vocab_size: int
+    weights: tuple[npt.NDArray[np.float64], ...] | None = None
+    """What each stored token counts as a label; None: 1."""
 
     def examples(self, step: int) -> list[tuple[Tokens, Tokens]]:
         """``(tokens, labels)`` of each document of a step; -1 where there is no label.
@@ -51,6 +53,39 @@ class Workload:
             run = slice(document.offset, document.offset + document.length)
             examples.append((stored[run], labels[run]))
         return examples
+
+    def counted(self, step: int) -> list[npt.NDArray[np.float64]]:
+        """What each of the labels of :meth:`examples` counts."""
+        counts = []
+        for document, (_, labels) in zip(self.steps[step], self.examples(step), strict=True):
+            counts.append((labels >= 0).astype(np.float64))
+            if self.weights is not None:
+                stored = np.append(self.weights[document.number], 0)
+                counts[-1] *= stored[document.offset + 1 :][: document.length]
+        return counts
+
+    def masked(self, seed: int = 0, by_sample: bool = False) -> Workload:
+        """The same documents, some tokens of which are no targets, and others count differently.
+
+        Of every seventh stored document nothing is a target. With ``by_sample`` what is left of
+        each stored document counts 1 together. Plain arithmetic, token by token.
+        """
+        random = np.random.RandomState(seed)
+        weights = []
+        for number, stored in enumerate(self.corpus.stored):
+            own = np.repeat(random.choice([0, 1, 0.25, 3], len(stored)), random.randint(1, 9))
+            own = own[: len(stored)] * (number % 7 != 0)
+            total = own[1:].sum()
+            weights.append(own / total if by_sample and total else own)
+        runs = [
+            tuple((at, at + 1, weight) for at, weight in enumerate(own.tolist()) if weight)
+            for own in weights
+        ]
+        steps = tuple(
+            tuple(document._replace(targets=runs[document.number]) for document in documents)
+            for documents in self.steps
+        )
+        return replace(self, steps=steps, weights=tuple(weights))
 
 
 def make_workload(

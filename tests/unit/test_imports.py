@@ -35,7 +35,7 @@ beside ``cli``, and the scripts above."""
 LAYERS = tuple(layer for floor in FLOORS for layer in floor)
 INSIDE = {
     "cost": ("schedule", ...),
-    "plan": ("sharding", "strategy"),
+    "plan": ("sharding", "strategy", "targets"),
     "planning": ("packing", "planner", ..., "ledger"),
     "runtime": (
         "compat", "emulation", "ranks", "gpt", "stepping", "saving", "rank_main", "measuring",

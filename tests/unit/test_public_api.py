@@ -42,7 +42,7 @@ def test_package_offers_the_names_of_the_api() -> None:
 
 def test_page_names_each_public_function() -> None:
     functions = [name for name in api.__all__ if inspect.isfunction(getattr(api, name))]
-    assert len(functions) == 6
+    assert len(functions) == 7
     assert [name for name in functions if f"wlb.{name}(" not in PAGE] == []
 
 

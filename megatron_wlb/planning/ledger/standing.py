@@ -79,6 +79,8 @@ def _documents(packer: Mapping[str, Any]) -> Iterator[Document]:
     for values in packer.values():
         if isinstance(values, list | tuple):
             for item in values:
-                # Other lists of eight have no truth value in the midst.
-                if isinstance(item, list | tuple) and len(item) == 8 and isinstance(item[4], bool):
+                # Other lists as long have no truth value in the midst; the targets are missing in
+                # states of a release that knew none.
+                known = isinstance(item, list | tuple) and len(item) in (8, 9)
+                if known and isinstance(item[4], bool):
                     yield Document.from_list(item)

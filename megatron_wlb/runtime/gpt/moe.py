@@ -82,7 +82,7 @@ class RoutedTokens:
     ) -> RoutedTokens:
         """A micro-batch's ``local`` tokens, on the host."""
         numbers = np.repeat(np.arange(len(micro_batch.lengths)), micro_batch.lengths)
-        num_targets = max(step.num_targets, 1)  # nothing is divided by 0 targets
+        num_targets = step.num_targets or 1  # nothing is divided by 0 targets
         return cls(
             torch.from_numpy(numbers[local]),
             len(micro_batch.spans),

@@ -44,17 +44,18 @@ class Ahead:
     tokens: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
     weights: tuple[torch.Tensor, ...]
-    """What each token counts in the loss, fp32: 0 without a label. With one, 1 at depth 0, and
-    further on the step's labels at depth 0 ÷ those at this depth."""
-    num_targets: int
-    """Local tokens that have a label at depth 0."""
-    step_targets: int
-    """The same of the whole step."""
+    """What each token counts in the loss of a depth, fp32: what its label does × all that the
+    step's labels count at depth 0 ÷ all that they count at this depth; 0 without a label. At depth
+    0, whose loss is not taken here, 1."""
+    step_targets: float
+    """What the step's labels count at depth 0."""
 
     @property
     def divisor(self) -> int:
-        """What Megatron is told to be the labels of each depth: then it scales nothing itself."""
-        return max(self.num_targets, 1)
+        """What Megatron is told to be the labels of each depth, as it counts them at depth 0: then
+        it scales nothing itself.
+        """
+        return self.weights[0].numel()
 
     def after(self, tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The same one depth on. Positions stay: no prediction layer reads them.
@@ -107,7 +108,7 @@ def install() -> None:
         labels and weights that it has just shifted.
         """
         if present is not None:
-            loss = loss * (present.divisor / max(present.step_targets, 1))
+            loss = loss * (present.divisor / (present.step_targets or 1))
         original(loss, *args, **kwargs)
 
     for module in (multi_token_prediction, gpt_model):  # which has a name of its own up to 0.16

@@ -222,7 +222,7 @@ def run_passes(model: Model, lengths: Sequence[int], vocab_size: int) -> tuple[f
         # Any tokens do, of each depth too.
         depths = 1 + len(layers_of(gpt)) - len(gpt.decoder.layers)
         rows = (tokens,) * depths, (tokens,) * depths, (torch.ones_like(tokens).float(),) * depths
-        ahead = Ahead(*rows, num_tokens, num_tokens) if depths > 1 else None
+        ahead = Ahead(*rows, num_tokens) if depths > 1 else None
         start = _begun(device, len(layers_of(gpt)))
         output = chunk(
             input_ids=tokens,

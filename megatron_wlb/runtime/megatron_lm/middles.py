@@ -17,7 +17,8 @@ _RATES = ("rate", "spm_rate", "fragment_rate")
 
 
 def with_middles(corpora: Corpora, args: argparse.Namespace, tokenizer: Any, seed: int) -> Corpora:
-    """``corpora`` as ``--fim-data`` reads them.
+    """``corpora`` as ``--fim-data`` reads them. Those with targets of their own stay as they are:
+    these are places of tokens.
 
     Raises :class:`ConfigError` for a rate that is no probability, and for a token that the
     tokenizer does not have.
@@ -28,6 +29,8 @@ def with_middles(corpora: Corpora, args: argparse.Namespace, tokenizer: Any, see
     window = None if args.wlb_long_documents == "slice" else args.seq_length
     rewritten = [
         RewrittenCorpus.of(corpus, replace(middles, seed=seed), number, window)
+        if corpus.targets is None
+        else corpus
         for number, corpus in enumerate(corpora.corpora)
     ]
     return replace(corpora, corpora=rewritten)

@@ -111,7 +111,8 @@ def loss_function(
     Megatron's loop adds the report up over micro-batches and data-parallel ranks and divides once.
     """
     loss, num_targets, _ = step.loss_function(batch, losses)
-    report = torch.cat([loss.detach().view(1), num_targets.view(1).to(loss.dtype)])
+    counted = loss.new_full((1,), batch.num_targets)
+    report = torch.cat([loss.detach().view(1), counted])
     return loss, num_targets, {"lm loss": report}
 
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -271,6 +271,7 @@ class Session:
                 for name, given in zip(SPLITS, per_split, strict=True)
             }
             corpora = Corpora.of_blends(blends, vocab_size)
+        corpora = replace(corpora, loss_mean=self.config.wlb.wlb_loss_mean)
         if not getattr(self.args, "fim_data", False):
             return corpora
         return with_middles(corpora, self.args, tokenizer, self.config.training.seed)

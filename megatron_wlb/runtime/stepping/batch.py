@@ -27,7 +27,7 @@ import torch
 
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CorpusError
-from megatron_wlb.plan import MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding, rank_layout
 from megatron_wlb.runtime.gpt.attention.context_parallel import KeyGather
 from megatron_wlb.runtime.gpt.attention.core import PlanSeqParams
@@ -54,9 +54,9 @@ class Batch:
     labels: torch.Tensor | None
     """Labels, on the last stage only; 0 where there is none."""
     loss_mask: torch.Tensor | None
-    """The loss mask, on the last stage only: fp32, 1 where the token has a label."""
-    num_targets: int
-    """Local tokens that have a label: this rank's part of the loss normaliser. 0 before the last
+    """The loss mask, on the last stage only: fp32, what each token's label counts."""
+    num_targets: float
+    """What local labels count together: this rank's part of the loss normaliser. 0 before the last
     stage."""
     ahead: Ahead | None = None
     """On the last stage, what layers that predict further ahead take, if there are any."""
@@ -178,7 +178,7 @@ class BatchBuilder:
         """Whether layers may begin with near keys; who runs steps says so."""
         self.depth_weights: list[float] = []
         """What a label of each depth counts; who runs a step weighs them."""
-        self.step_targets = 0
+        self.step_targets: float = 0
         self.has_experts = has_experts
         self._step: StepPlan | None = None
         self.slices = SliceStore()
@@ -234,7 +234,7 @@ class BatchBuilder:
         if not (first or last):
             return Batch(plan, params.positions[None], params, None, None, None, 0)
         ids, targets, masks = self._read(plan, local, last=last)
-        num_targets = int(masks[0].sum()) if last else 0
+        num_targets = float(masks[0].sum(dtype=np.float64)) if last else 0
         for depth, weight in enumerate(self.depth_weights[: len(masks) - 1], start=1):
             masks[depth] *= weight
         tokens, labels, weights = (
@@ -243,7 +243,8 @@ class BatchBuilder:
         )
         ahead = None
         if last and self.num_ahead:
-            ahead = Ahead(tokens, labels, weights, num_targets, self.step_targets)
+            ones = self._pinned(torch.ones_like(weights[0]))
+            ahead = Ahead(tokens, labels, (ones, *weights[1:]), self.step_targets)
         return Batch(
             plan,
             params.positions[None],
@@ -353,7 +354,7 @@ class BatchBuilder:
             # Up to the last label of the document. A token that is a label alone is not taken in:
             # no loss would tell, but experts would count it.
             before = span.start + start
-            rest = span.document.num_targets + 1 - before
+            rest = span.document.num_labels + 1 - before
             num_read = min(num_tokens + depths, rest) if last else num_tokens
             stored = self._stored(span, start, start + num_read)
             taken = stored[: span.document.length - before]
@@ -363,7 +364,7 @@ class BatchBuilder:
                 own, labels = taken[depth:][:num_tokens], stored[depth + 1 :][:num_tokens]
                 ids[depth, begin : begin + len(own)] = own
                 targets[depth, begin : begin + len(labels)] = labels
-                masks[depth, begin : begin + len(labels)] = 1.0
+                _weigh(masks[depth, begin : begin + len(labels)], span.document, before + depth)
         return ids, targets, masks
 
     def _stored(self, span: Span, start: int, stop: int) -> IntArray:
@@ -380,3 +381,11 @@ class BatchBuilder:
                 "--vocab-size"
             )
         return stored
+
+
+def _weigh(mask: npt.NDArray[np.float32], document: Document, before: int) -> None:
+    """Writes what each token counts in the loss, from a document's token ``before + 1`` on."""
+    first = document.offset + before + 1
+    every = ((first, first + len(mask), 1),)
+    for start, stop, weight in every if document.targets is None else document.targets:
+        mask[max(start - first, 0) : max(stop - first, 0)] = weight

@@ -54,7 +54,7 @@ class StepLoss:
     """
 
     total: HostCopy
-    num_targets: int
+    num_targets: float
     ahead: tuple[HostCopy, ...] = ()
     """The mean loss of each depth of layers that predict further ahead, in a step that trains."""
 
@@ -65,7 +65,7 @@ class StepLoss:
 
     @property
     def mean(self) -> float:
-        return self.loss_sum / max(self.num_targets, 1)
+        return self.loss_sum / (self.num_targets or 1)
 
 
 def loss_function(
@@ -78,7 +78,8 @@ def loss_function(
     assert batch.loss_mask is not None
     loss_sum = (losses.float() * batch.loss_mask).sum()
     # Filled on the device: a copy of one number from the host would wait for all kernels before.
-    num_targets = losses.new_full((), batch.num_targets, dtype=torch.int)
+    # Megatron adds integers; by what it is divided is known from the plan.
+    num_targets = losses.new_full((), math.ceil(batch.num_targets), dtype=torch.int)
     return loss_sum, num_targets, loss_sum.detach()
 
 
@@ -369,7 +370,7 @@ class StepRunner:
 
 
 @contextlib.contextmanager
-def _divided_by(num_targets: int, config: TransformerConfig) -> Iterator[None]:
+def _divided_by(num_targets: float, config: TransformerConfig) -> Iterator[None]:
     """Divides the step's gradients by a number that the plan knows.
 
     Megatron counts it on the device once more, and reads the sum over all ranks there: its host

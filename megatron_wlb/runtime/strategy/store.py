@@ -96,11 +96,11 @@ class Store:
         self._gradients.zero_()
 
     @torch.no_grad()
-    def update(self, num_targets: int, clip_grad: float) -> HostCopy:
+    def update(self, num_targets: float, clip_grad: float) -> HostCopy:
         """Divides the summed gradients by the number of targets, clips them by the norm of all
         ranks' and updates the weights; returns the norm. All ranks of the world call it together.
         """
-        self._gradients /= max(num_targets, 1)
+        self._gradients /= num_targets or 1
         square = torch.zeros(1, dtype=torch.float64, device=self._gradients.device)
         for gradient in self.gradients:
             square += gradient.double().square().sum()

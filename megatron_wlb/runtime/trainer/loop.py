@@ -146,7 +146,7 @@ class Trainer:
         plans = self.evaluation_plans
         losses: list[StepLoss] = [self.runner.run(plan, forward_only=True) for plan in plans]
         num_targets = sum(loss.num_targets for loss in losses)
-        return sum(loss.loss_sum for loss in losses) / max(num_targets, 1)
+        return sum(loss.loss_sum for loss in losses) / (num_targets or 1)
 
     def save(self) -> None:
         """Writes a checkpoint after the present iteration."""

@@ -43,6 +43,7 @@ PACKINGS = ["original", "fixed-greedy", "wlb", "hold", "slim"]
 
 class Lengths:
     prefix = "lengths"
+    targets = None
     lengths = np.array([900, 3001, 47, 4500, 700, 20, 650, 1333, 5, 4096] * 30)
 
 

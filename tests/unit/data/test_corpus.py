@@ -405,7 +405,7 @@ def test_open_refuses_a_pointer_that_lengths_contradict(
         rf"pointer of document {number} is byte {pointer} of {prefix}\.bin, .* at {start}; build"
     )
     for at_once in (1, 3, 4, 1 << 20):
-        monkeypatch.setattr("megatron_wlb.data.corpus._POINTERS_AT_ONCE", at_once)
+        monkeypatch.setattr("megatron_wlb.data.index._POINTERS_AT_ONCE", at_once)
         with pytest.raises(CorpusError, match=complaint):
             Corpus.open(prefix)
         path.write_bytes(whole)

@@ -23,6 +23,7 @@ WINDOW = 64
 
 class Lengths:
     prefix = "lengths"
+    targets = None
     lengths = np.clip(np.random.default_rng(5).lognormal(3, 1, 600).astype(int), 1, 300)
 
 

@@ -36,6 +36,7 @@ VOCAB = 512
 
 class Lengths:
     prefix = "lengths"
+    targets = None
     lengths = np.array([900, 300, 40, 1000, 700, 20, 650, 330] * 20)
 
 
