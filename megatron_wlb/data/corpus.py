@@ -210,7 +210,7 @@ def _write(
 ) -> tuple[SourceCounts, int, int]:
     """Write the draft's ``.bin`` and ``.idx``; what was met, documents and tokens."""
     counts, num_documents, num_tokens = SourceCounts(), 0, 0
-    indexed_dataset = _megatron_indexed_dataset()
+    indexed_dataset = megatron_indexed_dataset()
     dtype = indexed_dataset.DType.optimal_dtype(encoder.vocab_size)
     builder = indexed_dataset.IndexedDatasetBuilder(f"{draft}.bin", dtype=dtype)
     try:
@@ -318,7 +318,7 @@ class Corpus:
 
     @cached_property
     def _dataset(self) -> Any:
-        return _megatron_indexed_dataset().IndexedDataset(self.prefix, mmap=True)
+        return megatron_indexed_dataset().IndexedDataset(self.prefix, mmap=True)
 
 
 def parse_split(split: str, num_documents: int) -> tuple[tuple[int, int], ...]:
@@ -353,7 +353,7 @@ def _suggestion(prefix: str) -> str:
     return "; give the prefix of a .bin/.idx pair, or make one with 'wlb corpus build'"
 
 
-def _megatron_indexed_dataset() -> Any:
+def megatron_indexed_dataset() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It warns of GPU libraries, which no corpus needs.
         from megatron.core.datasets import indexed_dataset

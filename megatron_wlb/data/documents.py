@@ -340,7 +340,7 @@ class DocumentStream:
             "seed": self.seed,
             "long_documents": self.long_documents,
             "shuffle": self.shuffle,
-            **({} if self._loss_mean == "token" else {"loss": f"by {self._loss_mean}"}),
+            **({} if self._loss_mean == "token" else {"--wlb-loss-mean": self._loss_mean}),
             **({"batch size": f"ramps up {self.ramp.title}"} if self.ramp else {}),
         }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.reading import one_line, shown
@@ -127,44 +127,48 @@ class Sources:
             yield from _checked(document, str(path), counts)
 
     def _json_lines(self, path: Path, counts: SourceCounts) -> Iterator[bytes]:
-        before = counts.bytes_read
-        with path.open("rb") as stored:
-            for number, line in _lines(path, stored):
-                counts.bytes_read = before + stored.tell()  # of what is stored, which has a size
-                where = f"{path}:{number}"
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                # Stray bytes and lone \ud800 escapes go through as bytes that are not UTF-8.
-                text = self._json_text(line.decode("utf-8", "surrogateescape"), where)
-                yield from _checked(text.encode("utf-8", "surrogatepass"), where, counts)
+        for where, line in json_lines(path, counts):
+            text = json_value(line, self.json_key, where) if line.strip() else ""
+            if not isinstance(text, str | None):
+                raise CorpusError(
+                    f"{where}: {self.json_key!r} is a {type(text).__name__}, not a string; "
+                    "name the key that holds the text"
+                )
+            yield from _checked((text or "").encode("utf-8", "surrogatepass"), where, counts)
 
-    def _json_text(self, line: str, where: str) -> str:
-        if not line.strip():
-            return ""
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise CorpusError(
-                f"{where} is not valid JSON ({one_line(error)}); correct the line"
-            ) from error
-        if not isinstance(record, dict):
-            raise CorpusError(
-                f"{where} is a JSON {type(record).__name__}, not an object; "
-                f'each line must be like {{"{self.json_key}": "..."}}'
-            )
-        if self.json_key not in record:
-            raise CorpusError(
-                f"{where} has no key {self.json_key!r} (it has {shown([*record])[1:-1]}); "
-                "name the key that holds the text"
-            )
-        text = record[self.json_key]
-        if text is None:
-            return ""
-        if not isinstance(text, str):
-            raise CorpusError(
-                f"{where}: {self.json_key!r} is a {type(text).__name__}, not a string; "
-                "name the key that holds the text"
-            )
-        return text
+
+def json_lines(path: Path, counts: SourceCounts) -> Iterator[tuple[str, str]]:
+    """Each line of a JSONL file, also a compressed one, and where it stands; tells ``counts`` how
+    far it is.
+    """
+    before = counts.bytes_read
+    with path.open("rb") as stored:
+        for number, line in _lines(path, stored):
+            counts.bytes_read = before + stored.tell()  # of what is stored, which has a size
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            # Stray bytes and lone \ud800 escapes go through as bytes that are not UTF-8.
+            yield f"{path}:{number}", line.decode("utf-8", "surrogateescape")
+
+
+def json_value(line: str, key: str, where: str) -> Any:
+    """What a line of JSON has under ``key``. Raises CorpusError where it has no such thing."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(
+            f"{where} is not valid JSON ({one_line(error)}); correct the line"
+        ) from error
+    if not isinstance(record, dict):
+        raise CorpusError(
+            f"{where} is a JSON {type(record).__name__}, not an object; "
+            f'each line must be like {{"{key}": …}}'
+        )
+    if key not in record:
+        raise CorpusError(
+            f"{where} has no key {key!r} (it has {shown([*record])[1:-1]}); "
+            "name the key that holds the text"
+        )
+    return record[key]
 
 
 def _kind(path: Path) -> str:

@@ -30,7 +30,7 @@ from megatron_lm_runs import (
     run_without_launcher,
 )
 
-from megatron_wlb.data.corpus import _megatron_indexed_dataset
+from megatron_wlb.data.corpus import megatron_indexed_dataset
 from megatron_wlb.data.documents import DocumentStream
 
 pytestmark = needs_megatron_lm
@@ -142,7 +142,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     for name, order in places.items():
         assert sorted(order) == list(range(NUM_DOCUMENTS))
-        builder = _megatron_indexed_dataset().IndexedDatasetBuilder(f"{folder / name}.bin")
+        builder = megatron_indexed_dataset().IndexedDatasetBuilder(f"{folder / name}.bin")
         for turn in np.argsort(order):
             builder.add_document(texts[turn], [window])
         builder.finalize(f"{folder / name}.idx")

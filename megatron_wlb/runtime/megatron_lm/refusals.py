@@ -290,8 +290,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--mock-data", "it stands for a corpus, and one is given", "leave one of them out",
         refused=_mocks_corpora,
     ),
-    Refusal("--sft", _OTHER_DATA, "use --data-path"),
-    Refusal("--use-varlen-dataset", _OTHER_DATA, "use --data-path"),
+    Refusal("--use-varlen-dataset", _OTHER_DATA, "use --data-path, or --sft with its files"),
     Refusal("--logits-load-dir", _OWN_ORDER),
     Refusal("--logits-save-dir", _OWN_ORDER),
     Refusal(

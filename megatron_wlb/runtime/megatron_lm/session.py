@@ -40,6 +40,7 @@ from megatron_wlb.runtime.measuring.measure import measured_cost
 from megatron_wlb.runtime.megatron_lm import fsdp
 from megatron_wlb.runtime.megatron_lm.arguments import of_evaluation
 from megatron_wlb.runtime.megatron_lm.chunks import of_chunks
+from megatron_wlb.runtime.megatron_lm.conversations import with_conversations
 from megatron_wlb.runtime.megatron_lm.flops import DocumentFlops, Formula
 from megatron_wlb.runtime.megatron_lm.middles import with_middles
 from megatron_wlb.runtime.ranks import watchdog
@@ -262,16 +263,25 @@ class Session:
         vocab_size = int(tokenizer.vocab_size)
         if self.args.mock_data:
             return Corpora.mock(self.config, vocab_size, tokenizer.eod)
+
+        def opened(given: tuple[list[str], list[float] | None] | None) -> Blend | None:
+            if given is not None and getattr(self.args, "sft", False):
+                given = with_conversations(given, self.args, tokenizer)
+            if given is None:
+                return None
+            prefixes, weights = given
+            return Blend(tuple(prefixes), None if weights is None else tuple(weights))
+
         blend, per_split = get_blend_and_blend_per_split(self.args)
-        if blend is not None:
-            corpora = Corpora.of_blend(_blend(blend), self.config.data.split, vocab_size)
+        whole = opened(blend)
+        if whole is not None:
+            corpora = Corpora.of_blend(whole, self.config.data.split, vocab_size)
         else:
-            blends = {
-                name: None if given is None else _blend(given)
-                for name, given in zip(SPLITS, per_split, strict=True)
-            }
+            blends = {name: opened(one) for name, one in zip(SPLITS, per_split, strict=True)}
             corpora = Corpora.of_blends(blends, vocab_size)
         corpora = replace(corpora, loss_mean=self.config.wlb.wlb_loss_mean)
+        # Megatron would take an evaluation's loss as the mean over micro-batches, which are unlike.
+        self.args.sft = False
         if not getattr(self.args, "fim_data", False):
             return corpora
         return with_middles(corpora, self.args, tokenizer, self.config.training.seed)
@@ -288,11 +298,6 @@ class Session:
                 "--wlb-cost is measured, which times training; give analytic with --skip-train"
             )
         return measured_cost(self.model, self.args.seq_length, self.args.padded_vocab_size)
-
-
-def _blend(given: tuple[list[str], list[float] | None]) -> Blend:
-    prefixes, weights = given
-    return Blend(tuple(prefixes), None if weights is None else tuple(weights))
 
 
 def _evaluation_plans(planner: Any, num_steps: int) -> Iterator[StepPlan]:

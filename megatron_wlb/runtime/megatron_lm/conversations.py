@@ -1,0 +1,116 @@
+"""Megatron-LM's ``--sft``: files and its tokenizer of conversations -> corpora."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_wlb.data.conversations import Template, conversation_corpus, corpus_prefix
+from megatron_wlb.errors import ConfigError
+from megatron_wlb.runtime.ranks import watchdog
+
+_LOGGER = logging.getLogger(__name__)
+_MADE = "megatron_wlb_conversations"
+_LONGEST = datetime.timedelta(days=2)
+"""A rank waits so long for the one that makes corpora, whose end torchrun sees."""
+_LOG_S = 10.0
+
+
+def with_conversations(
+    blend: tuple[list[str], Any], args: argparse.Namespace, tokenizer: Any
+) -> tuple[list[str], Any]:
+    """The same blend, of the corpora of files of conversations. All ranks call it alike.
+
+    Raises :class:`ConfigError` for a tokenizer that knows no conversations, and
+    :class:`CorpusError` as :func:`conversation_corpus` and where a rank does not see the corpora.
+    """
+    template = _template(args, tokenizer)
+    cache, (paths, weights) = args.data_cache_path, blend
+    prefixes = [corpus_prefix(path, template, cache) for path in paths]
+    store = dist.distributed_c10d._get_default_store()
+    for path, prefix in zip(paths, prefixes, strict=True):
+        watchdog.at(f"the corpus of {path}", is_slow=True)
+        if dist.get_rank():
+            store.wait([_MADE + prefix], _LONGEST)
+        else:
+            conversation_corpus(path, template, cache, _Log())
+            store.set(_MADE + prefix, "")
+    return prefixes, weights
+
+
+class _Log:
+    """Says now and then how far it is."""
+
+    def __init__(self) -> None:
+        self._said = self._begin = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said >= _LOG_S:
+            self._said = now
+            rest = (total - done) * (now - self._begin) / max(done, 1)
+            _LOGGER.info("%s: %.0f %%, %.0f s left", what, 100 * done / max(total, 1), rest)
+
+
+def _template(args: argparse.Namespace, tokenizer: Any) -> Template:
+    if not hasattr(tokenizer, "tokenize_conversation"):
+        raise ConfigError(
+            f"--sft needs a tokenizer of conversations, and --tokenizer-type {args.tokenizer_type} "
+            "is none; give SFTTokenizer, with --tokenizer-model and --sft-tokenizer-prompt-format"
+        )
+    if args.sft_tokenizer_prompt_format in ("default", "identity"):
+        _LOGGER.info(
+            "--sft-tokenizer-prompt-format %s trains every token, of prompts too, as Megatron-LM "
+            "does; see docs/fine-tuning.md", args.sft_tokenizer_prompt_format,
+        )  # fmt: skip
+
+    def tokenize(conversation: list[dict[str, Any]]) -> Any:
+        return tokenizer.tokenize_conversation(
+            conversation, return_target=True, add_generation_prompt=False
+        )
+
+    return Template(
+        tokenize,
+        tokenizer.eod if _appends_eod() else None,
+        tokenizer.pad,
+        int(tokenizer.vocab_size),
+        _identity(args, tokenizer),
+    )
+
+
+def _appends_eod() -> bool:
+    """Whether this Megatron-LM ends conversations that do not end by themselves."""
+    from megatron.training.datasets.sft_dataset import SFTDataset
+
+    given, eod = np.array([5, 6]), 7
+    asked = SimpleNamespace(tokenize_conversation=lambda *_, **__: (given, given), eod=eod, pad=0)
+    probe = SFTDataset.__new__(SFTDataset)
+    probe.dataset, probe.indices = [[{"role": "user", "content": ""}]], [0]
+    probe.config = SimpleNamespace(
+        tokenizer=asked,
+        sequence_length=8,
+        context_parallel_size=1,
+        reset_position_ids=False,
+        create_attention_mask=False,
+        reset_attention_mask=False,
+    )
+    return eod in probe[0]["tokens"].tolist()
+
+
+def _identity(args: argparse.Namespace, tokenizer: Any) -> str:
+    """Names what decides the tokens: the tokenizer's content, not only its place."""
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    inner = getattr(inner, "_tokenizer", inner)  # Megatron wraps it once or twice
+    backend = getattr(inner, "backend_tokenizer", None)
+    content = backend.to_str() if backend else repr(sorted(inner.get_vocab().items()))
+    sha = hashlib.sha256(content.encode())
+    sha.update(repr((getattr(inner, "chat_template", None), _appends_eod())).encode())
+    return f"{args.sft_tokenizer_prompt_format} {sha.hexdigest()}"

@@ -1,0 +1,155 @@
+"""Conversations become documents and targets, once; what is none is refused with its line."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_wlb.data.conversations import Template, conversation_corpus
+from megatron_wlb.data.corpus import Corpus
+from megatron_wlb.errors import CorpusError
+
+ROLES = {"system": 250, "user": 251, "assistant": 252}
+
+
+def tokenize(conversation: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """A token for the role, then bytes; answers alone are targets."""
+    tokens: list[int] = []
+    targets: list[int] = []
+    for message in conversation:
+        own = [ROLES[message["role"]], *message["content"].encode()]
+        tokens += own
+        targets += own if message["role"] == "assistant" else [-100] * len(own)
+    return np.array(tokens), np.array(targets)
+
+
+TEMPLATE = Template(tokenize, eod=254, pad=120, vocab_size=256, identity="bytes")
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+LINES = [
+    [said("system", "be short"), said("user", "a?"), said("assistant", "b, x")],
+    [said("user", "c?"), said("assistant", "d"), said("user", "e?"), said("assistant", "f")],
+    [said("system", "1"), said("user", "2"), said("system", "3"), said("assistant", "4")],
+]
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    text = "".join(json.dumps({"id": 1, "messages": line}) + "\n" for line in lines) + "\n"
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz"])
+def test_conversations_are_documents_with_targets(tmp_path: Path, name: str) -> None:
+    prefix = conversation_corpus(write(tmp_path / name, LINES), TEMPLATE)
+    corpus = Corpus.open(prefix)
+    split = [LINES[0], LINES[1], LINES[2][:2], LINES[2][2:]]  # a system message begins another
+    assert len(corpus.lengths) == len(split)
+    assert corpus.targets is not None
+    for number, conversation in enumerate(split):
+        tokens, targets = tokenize(conversation)
+        expected = [*tokens, 254]
+        stored = corpus.tokens(number, 0, len(expected))
+        assert stored.tolist() == expected
+        trained = np.zeros(len(expected), bool)
+        for start, stop, weight in corpus.targets.of(number):
+            trained[start:stop] = weight == 1
+        # The end is a target; "x" (120) is the padding.
+        assert trained.tolist() == [*((targets >= 0) & (targets != 120)), True]
+
+
+def test_corpus_is_made_once_of_each_content_and_template(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", LINES)
+    calls = []
+
+    def counting(conversation: list[dict[str, Any]]) -> Any:
+        calls.append(conversation)
+        return tokenize(conversation)
+
+    template = dataclasses.replace(TEMPLATE, tokenize=counting)
+    first = conversation_corpus(path, template, tmp_path / "kept")
+    assert (conversation_corpus(path, template, tmp_path / "kept"), len(calls)) == (first, 4)
+    assert Path(first).parent == tmp_path / "kept"
+    other = dataclasses.replace(template, identity="others")
+    assert conversation_corpus(path, other, tmp_path / "kept") != first
+    os.utime(path, ns=(1, 1))
+    assert conversation_corpus(path, template, tmp_path / "kept") != first
+    assert len(calls) == 12
+    # Half of one is made anew.
+    Path(f"{first}.targets.npy").unlink()
+    os.utime(path)
+    again = conversation_corpus(path, template, tmp_path / "kept")
+    Path(f"{again}.targets.npy").write_bytes(b"")
+    assert conversation_corpus(path, template, tmp_path / "kept") == again
+    assert Corpus.open(again).targets is not None
+    assert [p.name for p in (tmp_path / "kept").iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"messages": [', ["not valid JSON", "correct the line"]),
+        ("[1]", ["JSON list, not an object"]),
+        ('{"text": "a"}', ["has no key 'messages'", "['text']"[1:-1]]),
+        ('{"messages": []}', ["'messages' is []", "give a list of messages"]),
+        ('{"messages": null}', ["'messages' is None"]),
+        ('{"messages": "hello"}', ["'messages' is 'hello'"]),
+        ('{"messages": [{"content": "a"}]}', ["message 1 is", "give it a role"]),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', ["message 1 is", "text as content"]),
+        (
+            '{"messages": [{"role": "tool", "content": "a"}]}',
+            ["template cannot", "KeyError: 'tool'"],
+        ),
+    ],
+)
+def test_what_is_no_conversation_is_one_line_with_its_place(
+    tmp_path: Path, line: str, words: list[str]
+) -> None:
+    path = write(tmp_path / "chats.jsonl", LINES)
+    path.write_text(path.read_text() + line + "\n" + path.read_text())
+    with pytest.raises(CorpusError) as error:
+        conversation_corpus(path, TEMPLATE)
+    text = str(error.value)
+    assert all(word in text for word in (f"{path}:5", *words)), text
+    assert "\n" not in text
+    assert [p.suffix for p in tmp_path.rglob("*") if p.is_file()] == [".jsonl"]
+
+
+def test_file_without_conversations_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    with pytest.raises(CorpusError, match="give a file of conversations"):
+        conversation_corpus(path, TEMPLATE)
+    path.write_text("\n\n")
+    with pytest.raises(CorpusError, match="has no conversations"):
+        conversation_corpus(path, TEMPLATE)
+    small = dataclasses.replace(TEMPLATE, vocab_size=200)
+    with pytest.raises(CorpusError, match=r":1 becomes 18 tokens up to 254, .* has 200"):
+        conversation_corpus(write(tmp_path / "chats.jsonl", LINES), small)
+
+
+def test_rows_of_parquet_are_lines(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"messages": LINES, "id": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "chats.parquet")
+    rows = Corpus.open(conversation_corpus(tmp_path / "chats.parquet", TEMPLATE))
+    lines = Corpus.open(conversation_corpus(write(tmp_path / "chats.jsonl", LINES), TEMPLATE))
+    assert rows.lengths.tolist() == lines.lengths.tolist()
+    parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "texts.parquet")
+    with pytest.raises(CorpusError, match=r"texts\.parquet .* needs a column 'messages'"):
+        conversation_corpus(tmp_path / "texts.parquet", TEMPLATE)
