@@ -24,6 +24,7 @@ from megatron_wlb.data.corpus import Corpus, megatron_indexed_dataset
 from megatron_wlb.data.sources import Progress, SourceCounts, json_lines, json_value
 from megatron_wlb.data.targets import RUN, SUFFIX, runs_of
 from megatron_wlb.errors import CorpusError
+from megatron_wlb.files import open_file
 from megatron_wlb.reading import one_line, shown
 
 Conversation: TypeAlias = list[dict[str, Any]]
@@ -69,7 +70,7 @@ def conversation_corpus(
     time) or template has another prefix. Raises CorpusError for a file that is missing or has a
     line that is no conversation, naming it, and for a cache that cannot be written.
     """
-    path, prefix = Path(path), corpus_prefix(path, template, cache)
+    prefix = corpus_prefix(path, template, cache)
     with suppress(CorpusError):
         if Corpus.open(prefix).targets is not None:
             return prefix
@@ -77,7 +78,7 @@ def conversation_corpus(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".draft.") as draft:
-            _write(path, template, f"{draft}/corpus", progress)
+            _write(Path(path), template, f"{draft}/corpus", progress)
             Path(f"{prefix}.idx").unlink(missing_ok=True)  # a corpus is whole once it is there
             for suffix in (".bin", SUFFIX, ".idx"):
                 os.replace(f"{draft}/corpus{suffix}", prefix + suffix)
@@ -95,6 +96,7 @@ def corpus_prefix(
     """Where the corpus of a file is kept. Raises CorpusError for a file that is missing."""
     path = Path(path)
     try:
+        open_file(path).close()
         known = path.stat()
     except (OSError, ValueError) as error:
         raise CorpusError(
@@ -134,33 +136,37 @@ def read_conversations(path: Path, progress: Progress) -> Iterator[tuple[str, Co
 
 def _rows(path: Path, progress: Progress) -> Iterator[tuple[str, Any]]:
     """What each line or row has as messages, and where it stands; blank lines are left out."""
-    task, number = f"tokenizing {path}", 0
-    if path.suffix != ".parquet":
-        counts, size = SourceCounts(), path.stat().st_size
-        for number, (where, line) in enumerate(json_lines(path, counts)):
-            if line.strip():
-                yield where, json_value(line, KEY, where)
+    read = _of_parquet if path.suffix == ".parquet" else _of_lines
+    try:
+        for number, (where, messages, done, total) in enumerate(read(path)):
             if number % _ROWS_AT_ONCE == 0:
-                progress(task, counts.bytes_read, size)
-        return
+                progress(f"tokenizing {path}", done, total)
+            yield where, messages
+    except (OSError, LookupError, ValueError, TypeError) as error:  # arrow's are some of these
+        raise CorpusError(
+            f"cannot read {path} ({one_line(error)}); it needs {KEY!r} in each line or row"
+        ) from error
+
+
+def _of_lines(path: Path) -> Iterator[tuple[str, Any, int, int]]:
+    counts, size = SourceCounts(), path.stat().st_size
+    for where, line in json_lines(path, counts):
+        if line.strip():
+            yield where, json_value(line, KEY, where), counts.bytes_read, size
+
+
+def _of_parquet(path: Path) -> Iterator[tuple[str, Any, int, int]]:
     try:
         from pyarrow import parquet
     except ImportError:
         raise CorpusError(
             f"{path} is parquet, and pyarrow is not installed; install it, or give JSONL"
         ) from None
-    try:
-        stored = parquet.ParquetFile(path)
-        rows = (row for batch in stored.iter_batches(_ROWS_AT_ONCE, columns=[KEY])
-                for row in batch.to_pylist())  # fmt: skip
-        for number, row in enumerate(rows, start=1):
-            if number % _ROWS_AT_ONCE == 0:
-                progress(task, number, stored.metadata.num_rows)
-            yield f"{path}, row {number}", row[KEY]
-    except (OSError, LookupError, ValueError, TypeError) as error:  # arrow's are some of these
-        raise CorpusError(
-            f"cannot read {path} after row {number} ({one_line(error)}); it needs a column {KEY!r}"
-        ) from error
+    stored, number = parquet.ParquetFile(path), 0
+    for batch in stored.iter_batches(_ROWS_AT_ONCE, columns=[KEY]):
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{path}, row {number}", row[KEY], number, stored.metadata.num_rows
 
 
 def _write(path: Path, template: Template, draft: str, progress: Progress) -> None:

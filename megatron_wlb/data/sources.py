@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from megatron_wlb.errors import CorpusError
+from megatron_wlb.files import open_file
 from megatron_wlb.reading import one_line, shown
 
 Progress = Callable[[str, int, int], None]
@@ -142,7 +143,7 @@ def json_lines(path: Path, counts: SourceCounts) -> Iterator[tuple[str, str]]:
     far it is.
     """
     before = counts.bytes_read
-    with path.open("rb") as stored:
+    with open_file(path) as stored:
         for number, line in _lines(path, stored):
             counts.bytes_read = before + stored.tell()  # of what is stored, which has a size
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line

@@ -34,6 +34,7 @@ from megatron_wlb.cost import DocumentCost, cost_from_dict, load_hardware, read_
 from megatron_wlb.cost.hardware import read_hardware
 from megatron_wlb.cost.model_file import is_shape, load_model
 from megatron_wlb.data.blend import Blend
+from megatron_wlb.data.conversations import Conversation, Template, conversation_corpus
 from megatron_wlb.data.corpus import Corpus, parse_split
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.ramp import Ramp
@@ -56,6 +57,9 @@ from megatron_wlb.runtime.saving import checksums, lock, newest, saved_state
 from megatron_wlb.settings.command_line import parse
 from megatron_wlb.settings.recipe import launch_command, quoted, read_recipe
 
+CONVERSATION = (
+    b'{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b\\u00e9"}]}\n'
+)
 SIZES = {
     "hidden_size": 64, "ffn_hidden_size": 256, "num_layers": 4, "num_attention_heads": 4,
     "num_query_groups": 2, "kv_channels": 16, "vocab_size": 500, "gated": True,
@@ -312,6 +316,15 @@ def _results(_: bytes) -> None:
         assert recipes.Results.read(Path("results.json")).counts
 
 
+def _conversations() -> None:
+    def tokenize(conversation: Conversation) -> tuple[Any, Any]:
+        tokens = np.array([ord(sign) % 256 for turn in conversation for sign in turn["content"]])
+        return tokens, tokens - 100 * (tokens % 2)
+
+    prefix = conversation_corpus("conversations.jsonl", Template(tokenize, 0, 1, 256, "fuzz"))
+    Corpus.open(prefix)
+
+
 def targets() -> dict[str, Target]:
     """All targets; makes files in the folder in which the process runs.
 
@@ -360,6 +373,9 @@ def targets() -> dict[str, Target]:
             lambda _: read_strategies("strategies.yaml"), (STRATEGIES.encode(),), "strategies.yaml"
         ),
         "index": Target(lambda _: Corpus.open("indexed"), (index,), "indexed.idx"),
+        "conversations": Target(
+            lambda _: _conversations(), (CONVERSATION,), "conversations.jsonl"
+        ),
         "masks": Target(lambda _: Corpus.open("masked"), (masked,), "masked.targets.npy"),
         "note": Target(
             lambda _: Corpus.open("corpus"), (json.dumps(NOTE).encode(),), "corpus.json"

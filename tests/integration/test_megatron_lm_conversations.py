@@ -13,11 +13,11 @@ import pytest
 from megatron_lm_runs import (
     BOTH,
     CP2,
+    PATH,
     PP2,
     Flags,
     assert_equal_steps,
     finish,
-    knows,
     launch,
     needs_megatron_lm,
 )
@@ -31,7 +31,9 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 SPECIAL = ["<unk>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>"]
 TEMPLATES = ["nemotron-h-aligned", "nemotron-nano-v2"]
-TEMPLATES += ["identity", "default"] if knows("identity_template") else []
+_LATER = Path(PATH or "", "megatron/core/tokenizers/text/libraries/sft_tokenizer.py")
+if _LATER.exists() and "identity_template" in _LATER.read_text():
+    TEMPLATES += ["identity", "default"]
 WORDS = "the|a|of|sun|moon|runs|12|347|x;|(y),|well\n|/think|no?|yes!|def|f(x):|été"
 
 
@@ -138,6 +140,9 @@ def test_tokens_and_masks_are_megatrons(
     (index,) = tmp_path.glob("chats-*.idx")
     corpus = Corpus.open(index.with_suffix(""))
     assert corpus.targets is not None
+    # Not by Megatron's reader, which warns outside of ranks; so few ids are stored in two bytes.
+    stored = np.fromfile(index.with_suffix(".bin"), np.uint16)
+    documents = np.split(stored, np.cumsum(corpus.lengths)[:-1])
     number = num_targets = 0
     for tokens, loss_mask, ends in np.load(tmp_path / "own.npy", allow_pickle=True):
         begin = 0
@@ -145,8 +150,7 @@ def test_tokens_and_masks_are_megatrons(
             length = int(corpus.lengths[number])
             end = begin + length if end is None else int(end)
             assert end - begin == length
-            stored = corpus.tokens(number, 0, length)
-            assert stored.tolist() == tokens[begin:end].tolist()
+            assert documents[number].tolist() == tokens[begin:end].tolist()
             trained = np.zeros(length, np.float32)
             for start, stop, weight in corpus.targets.of(number):
                 trained[start:stop] = weight
@@ -155,7 +159,8 @@ def test_tokens_and_masks_are_megatrons(
             assert trained[1:].tolist() == loss_mask[begin : end - 1].tolist()
             number, num_targets, begin = number + 1, num_targets + int(trained.sum()), end
     assert number == len(corpus.lengths) == 1020
-    assert 0 < num_targets < corpus.lengths.sum()
+    trains_all = template in ("identity", "default")
+    assert num_targets > 0 and (num_targets == corpus.lengths.sum()) == trains_all
 
 
 def test_runs_with_masks_are_the_same_in_layouts_and_after_resuming(

@@ -249,8 +249,8 @@ def test_dry_run_reads_the_file_of_settings(dry_run) -> None:
     recipe = recipe_with("  --wlb-packing: hold\n", "  --wlb-config: settings.yaml\n")
     Path("settings.yaml").write_text("wlb_packing: wlb\n")
     assert dry_run(recipe)["packing"] == "wlb"
-    Path("settings.yaml").write_text("wlb_packing: wlb\nsft: true\n")
-    assert "--sft does not work" in dry_run(recipe, status=2)
+    Path("settings.yaml").write_text("wlb_packing: wlb\nuse_varlen_dataset: true\n")
+    assert "--use-varlen-dataset does not work" in dry_run(recipe, status=2)
 
 
 def test_dry_run_takes_megatrons_default_of_attention_dropout(dry_run) -> None:

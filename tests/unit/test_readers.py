@@ -41,7 +41,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Targets]:
 
 NAMES = (
     "flags", "settings", "texts", "recipe", "model", "hardware", "cost", "strategies", "index",
-    "masks", "note", "lengths", "array", "sources", "packed", "tokenizer", "ledger", "state",
+    "conversations", "masks", "note", "lengths", "array", "sources", "packed", "tokenizer",
+    "ledger", "state",
     "checkpoint", "tracker", "checksums", "lock", "metrics", "recording", "results",
 )  # fmt: skip
 

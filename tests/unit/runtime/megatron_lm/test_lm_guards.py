@@ -89,7 +89,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--expert-tensor-parallel-num-weight-shards": {"expert_tensor_parallel_num_weight_shards": 6},
     "--data-path": {"data_path": None},
     "--mock-data": {"mock_data": True},
-    "--sft": {"sft": True},
     "--use-varlen-dataset": {"use_varlen_dataset": True},
     "--logits-load-dir": {"logits_load_dir": "logits"},
     "--logits-save-dir": {"logits_save_dir": "logits"},
@@ -316,8 +315,8 @@ def test_delayed_scaling_over_replicas_is_a_warning(
 
 
 def test_flags_that_cannot_run_are_told_at_once() -> None:
-    given = FINE | {"sft": True, "fp4": "e2m1", "world_size": 20, "qk_clip": True}
+    given = FINE | {"use_varlen_dataset": True, "fp4": "e2m1", "world_size": 20, "qk_clip": True}
     with pytest.raises(ConfigError) as raised:
         refusals.check(argparse.Namespace(**given), ["--this is another"])
     told = [line.split()[0] for line in str(raised.value).splitlines()]
-    assert told == ["--qk-clip", "--fp4-format", "--sft", "20", "--this"]
+    assert told == ["--qk-clip", "--fp4-format", "--use-varlen-dataset", "20", "--this"]

@@ -48,7 +48,7 @@ def test_words_of_a_ramp_are_ignored_by_versions_with_schedules_alone(
     ("more", "says"),
     [
         ("--softmax-type=learnable", "^--softmax-type learnable does not work"),
-        ("--sft", "^--sft does not work"),
+        ("--use-varlen-dataset", "^--use-varlen-dataset does not work"),
         ("--position-embedding-type mrope", "^--position-embedding-type mrope does not work"),
         ("--use-distributed-optimizer --save out", "^--use-distributed-optimizer does not work"),
         (
