@@ -63,12 +63,12 @@ def test_what_a_new_user_mistypes_is_one_line(name: str, corpus: Path, tmp_path:
 
 
 def test_all_refusals_are_told_in_one_run(corpus: Path, tmp_path: Path) -> None:
-    flags = BOTH | {"data_path": corpus, "wlb_packing": "hold", "sft": True}
+    flags = BOTH | {"data_path": corpus, "wlb_packing": "hold"}
     flags |= {"fp4_format": "e2m1", "bf16": True, "no_rope_fusion": None, "qk_clip": True}
     ended = launch(tmp_path, 1, flags | {"eval_interval": None}).wait()
     assert ended.code == ConfigError.exit_code
     told = [line.split()[1] for line in ended.errors]
-    assert told == ["--qk-clip", "--fp4-format", "--sft", "--eval-interval", "without"]
+    assert told == ["--qk-clip", "--fp4-format", "--eval-interval", "without"]
 
 
 def test_a_script_with_a_loss_or_data_of_its_own_is_refused(corpus: Path, tmp_path: Path) -> None:
