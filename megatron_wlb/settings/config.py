@@ -122,6 +122,11 @@ class WlbConfig:
         "what a step's loss is the mean over: token, all targets; sample, documents, of each of "
         "which it is the mean over its targets",
     )
+    wlb_loss: str | None = setting(
+        None,
+        "a Python file whose function `loss(log_probs, targets)` replaces cross-entropy "
+        "(docs/losses.md)",
+    )
     wlb_mock_lengths: str | None = setting(
         None,
         "with --mock-data: a distribution (reference, stdlib, magi, slimpack) or a file of "

@@ -137,7 +137,8 @@ def _losses(model: Any, workload: Workload, step: int, factor: float) -> list[An
     counted = workload.counted(step)
     divisors = [sum(float(own[depth:].sum()) for own in counted) for depth in range(depths)]
     whole, means = torch.zeros(()), [0.0] * depths
-    for (tokens, labels), own in zip(examples, counted, strict=True):
+    documents = workload.steps[step]
+    for document, (tokens, labels), own in zip(documents, examples, counted, strict=True):
         length = len(tokens)
         # True is masked.
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
@@ -148,6 +149,10 @@ def _losses(model: Any, workload: Workload, step: int, factor: float) -> list[An
                 ignore_index=-1,
                 reduction="none",
             )
+            if workload.loss is not None and not depth:
+                places = torch.arange(1, length + 1) + document.offset
+                numbers = torch.full((length,), document.number)
+                losses = workload.loss(-losses, numbers, places)
             mean = losses @ torch.from_numpy(own[depth:]).to(losses) / divisors[depth]
             whole = whole + shares[depth] * mean
             means[depth] += mean.item()

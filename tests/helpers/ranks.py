@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from helpers.oracle import State
 from helpers.shards import Held, RankRun, held_by, whole_name
-from helpers.workload import Workload, run_alike, scatter, slice_up
+from helpers.workload import OwnLoss, Workload, run_alike, scatter, slice_up
 from megatron_wlb.plan import StepPlan
 from megatron_wlb.plan.sharding import Sharding, length_multiple
 from megatron_wlb.settings.config import Config
@@ -54,8 +55,13 @@ def build_runner(config: Config, workload: Workload, **options: Any) -> Any:
         reach_tokens=model_reach(model.config),
         num_ahead=model.config.mtp_num_layers or 0,
         has_experts=model.config.num_moe_experts is not None,
+        loss=workload.loss and partial(_own_loss, workload.loss),
     )
     return StepRunner(model, batches, **options)
+
+
+def _own_loss(function: OwnLoss, log_probs: Any, targets: Any) -> Any:
+    return function(log_probs, targets.samples, targets.positions)
 
 
 def scatter_for(config: Config, workload: Workload, world_size: int, step: int) -> StepPlan:

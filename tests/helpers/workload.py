@@ -6,9 +6,10 @@ Plain numpy: what a step trains is known here without torch, Megatron or the pac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import Sharding
 
 Tokens = npt.NDArray[np.int64]
+OwnLoss: TypeAlias = Callable[[Any, Any, Any], Any]
+"""Losses from log-probabilities, numbers of stored documents, and places of targets in them."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Workload:
     vocab_size: int
     weights: tuple[npt.NDArray[np.float64], ...] | None = None
     """What each stored token counts as a label; None: 1."""
+    loss: OwnLoss | None = None
+    """Replaces cross-entropy; None: nothing does."""
 
     def examples(self, step: int) -> list[tuple[Tokens, Tokens]]:
         """``(tokens, labels)`` of each document of a step; -1 where there is no label.

@@ -34,16 +34,22 @@ def check(version: str, forward_step: Any, datasets_provider: Any) -> None:
     """
     known = targets.known(version)
     messages = []
-    for function, own, what in (
-        (forward_step, {v.forward_step for v in targets.VERSIONS.values()}, "forward step or loss"),
-        (datasets_provider, {v.datasets for v in targets.VERSIONS.values()}, "data sets"),
+    versions = targets.VERSIONS.values()
+    for function, own, what, remedy in (
+        (
+            forward_step,
+            {v.forward_step for v in versions},
+            "forward step or loss",
+            " with your loss in --wlb-loss FILE.py",
+        ),
+        (datasets_provider, {v.datasets for v in versions}, "data sets", ""),
     ):
         if (found := fingerprint(function)) not in own:
             place = getattr(getattr(function, "__code__", None), "co_filename", "the script")
             messages.append(
                 f"{place} has {what} of its own ({found}), not those of Megatron-LM's "
                 "pretrain_gpt.py, and they would not run: --wlb-packing brings the plan's; run the "
-                "checkout's unedited pretrain_gpt.py, or leave out the --wlb flags"
+                f"checkout's unedited pretrain_gpt.py{remedy}, or leave out the --wlb flags"
             )
     if known is not None and known.tested:
         refuse_all(messages)

@@ -36,6 +36,7 @@ from megatron_wlb.runtime.rank_main import check_writable, end
 from megatron_wlb.runtime.ranks import agreement, watchdog
 from megatron_wlb.runtime.saving.checkpoint import lock_folder
 from megatron_wlb.runtime.saving.resume import missing_load
+from megatron_wlb.runtime.stepping.losses import load_loss
 from megatron_wlb.runtime.stepping.optimizer import check_checkpoints
 from megatron_wlb.settings.command_line import refuse_arguments
 from megatron_wlb.simulator.choose import settled
@@ -114,6 +115,8 @@ def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs
         arguments.config_of(args), args.world_size, functools.partial(refusals.of_packing, args)
     )
     args.wlb_packing = config.wlb.wlb_packing
+    if config.wlb.wlb_loss is not None:
+        load_loss(config.wlb.wlb_loss)
     layout_guards.check(config, args.world_size)
     layout_guards.check_micro_batches(config, args.world_size)
     if args.eval_iters:

@@ -37,6 +37,7 @@ from megatron_wlb.runtime.gpt.moe import RoutedTokens
 from megatron_wlb.runtime.gpt.prediction import Ahead
 from megatron_wlb.runtime.ranks.reads import Run
 from megatron_wlb.runtime.ranks.transfer import mapped, pinned, to_device
+from megatron_wlb.runtime.stepping.losses import LossFunction, OwnLoss
 
 LOOK_AHEAD = 2
 """Micro-batches that each chunk has made, or being made, before they are asked for."""
@@ -60,6 +61,8 @@ class Batch:
     stage."""
     ahead: Ahead | None = None
     """On the last stage, what layers that predict further ahead take, if there are any."""
+    own_loss: OwnLoss | None = None
+    """On the last stage, the loss that replaces cross-entropy, if there is one."""
 
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -153,6 +156,7 @@ class BatchBuilder:
     they would index beyond the embedding. ``reach_tokens`` is as in :func:`local_params`.
     ``num_ahead`` layers predict further ahead (:mod:`megatron_wlb.runtime.gpt.prediction`). With
     ``has_experts`` batches tell routers of the step, which :meth:`begin` must have been given.
+    ``loss`` replaces cross-entropy.
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class BatchBuilder:
         reach_tokens: int | None = None,
         num_ahead: int = 0,
         has_experts: bool = False,
+        loss: LossFunction | None = None,
     ) -> None:
         self.corpora = corpora
         self.vocab_size = vocab_size
@@ -180,6 +185,7 @@ class BatchBuilder:
         """What a label of each depth counts; who runs a step weighs them."""
         self.step_targets: float = 0
         self.has_experts = has_experts
+        self.loss = loss
         self._step: StepPlan | None = None
         self.slices = SliceStore()
         """The open documents of the step; who runs it begins and ends that."""
@@ -235,6 +241,9 @@ class BatchBuilder:
             return Batch(plan, params.positions[None], params, None, None, None, 0)
         ids, targets, masks = self._read(plan, local, last=last)
         num_targets = float(masks[0].sum(dtype=np.float64)) if last else 0
+        own_loss = None
+        if last and self.loss is not None:
+            own_loss = OwnLoss.of(self.loss, plan, local, targets[0], masks[0])
         for depth, weight in enumerate(self.depth_weights[: len(masks) - 1], start=1):
             masks[depth] *= weight
         tokens, labels, weights = (
@@ -254,6 +263,7 @@ class BatchBuilder:
             weights[0] if last else None,
             num_targets,
             ahead,
+            mapped(own_loss, self._pinned),
         )
 
     def finish(self, made: Batch) -> Batch:
@@ -267,8 +277,8 @@ class BatchBuilder:
             self._moved[index] = own, mapped(own, move)
         params = self._moved[index][1]
         assert params.positions is not None
-        tensors = made.tokens, made.labels, made.loss_mask, made.ahead
-        tokens, labels, loss_mask, ahead = mapped(tensors, move)
+        tensors = made.tokens, made.labels, made.loss_mask, made.ahead, made.own_loss
+        tokens, labels, loss_mask, ahead, own_loss = mapped(tensors, move)
         return replace(
             made,
             position_ids=params.positions[None],
@@ -277,6 +287,7 @@ class BatchBuilder:
             labels=labels,
             loss_mask=loss_mask,
             ahead=ahead,
+            own_loss=own_loss,
         )
 
     def begin(self, plan: StepPlan) -> None:

@@ -38,6 +38,7 @@ from megatron_wlb.runtime.ranks.transfer import HostCopy
 from megatron_wlb.runtime.stepping.batch import Batch, BatchBuilder, Stage
 from megatron_wlb.runtime.stepping.communicator import PlanCommunicator
 from megatron_wlb.runtime.stepping.executor import Links, Transfers, run_actions
+from megatron_wlb.runtime.stepping.losses import LossFunction, load_loss
 from megatron_wlb.runtime.stepping.merge import check_merged, open_groups
 from megatron_wlb.runtime.stepping.recompute import configs_of, recomputed
 from megatron_wlb.settings.config import Config
@@ -76,7 +77,10 @@ def loss_function(
     ``losses`` are ``[1, T/CP]`` per token, of a batch of the last stage.
     """
     assert batch.loss_mask is not None
-    loss_sum = (losses.float() * batch.loss_mask).sum()
+    if batch.own_loss is not None:
+        loss_sum = batch.own_loss.sum(losses)
+    else:
+        loss_sum = (losses.float() * batch.loss_mask).sum()
     # Filled on the device: a copy of one number from the host would wait for all kernels before.
     # Megatron adds integers; by what it is divided is known from the plan.
     num_targets = losses.new_full((), math.ceil(batch.num_targets), dtype=torch.int)
@@ -165,8 +169,14 @@ class StepRunner:
         corpora: Corpora,
         device: str,
         hosts: Hosts | None = None,
+        loss: LossFunction | None = None,
     ) -> StepRunner:
-        """The runner of a run with these settings."""
+        """The runner of a run with these settings; ``loss`` replaces what they say of it.
+
+        Raises :class:`ConfigError` for a ``--wlb-loss`` that is none.
+        """
+        if loss is None and config.wlb.wlb_loss is not None:
+            loss = load_loss(config.wlb.wlb_loss)
         if any(gpt.pre_process or gpt.post_process for gpt in model.gpts):
             for corpus in corpora.corpora:
                 corpus.open_tokens()
@@ -180,6 +190,7 @@ class StepRunner:
             reach_tokens=model_reach(model.config),
             num_ahead=model.config.mtp_num_layers or 0,
             has_experts=model.config.num_moe_experts is not None,
+            loss=loss,
         )
         return cls(
             model,

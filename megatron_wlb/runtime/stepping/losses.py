@@ -1,0 +1,137 @@
+"""A loss of one's own in place of cross-entropy: a function of targets' log-probabilities.
+
+The step sums what the function returns, each target's loss times its weight, and divides once by
+the sum of all weights, as with cross-entropy. So micro-batches, slices and ranks change nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_wlb.errors import ConfigError, TrainingError
+from megatron_wlb.plan import Document, MicroBatchPlan
+from megatron_wlb.reading import one_line
+
+
+@dataclass(frozen=True)
+class TargetTokens:
+    """The targets of one micro-batch on this rank, ``n`` of them, of all spans one after another.
+
+    Context-parallel ranks have parts of a document, and a slice has some of its tokens. A loss that
+    needs all of a sample's tokens at once takes them from a pass before.
+    """
+
+    documents: tuple[Document, ...]
+    """What the micro-batch runs, or slices of it."""
+    owners: torch.Tensor
+    """``[n]`` int64: the place in ``documents`` of that a target belongs to."""
+    samples: torch.Tensor
+    """``[n]`` int64: that document's number in its corpus."""
+    positions: torch.Tensor
+    """``[n]`` int64: the target's place in the stored document, from 1 on: nothing predicts 0."""
+    tokens: torch.Tensor
+    """``[n]`` int64: the ids of the targets."""
+    weights: torch.Tensor
+    """``[n]`` fp32: what each one's loss is multiplied by."""
+
+
+LossFunction: TypeAlias = Callable[[torch.Tensor, TargetTokens], torch.Tensor]
+"""Takes the targets' log-probabilities ``[n]``, fp32, and returns their losses ``[n]``.
+
+``n`` is at least 1. The log-probabilities have a gradient in training and none in an evaluation. It
+must not communicate: ranks call it for unlike micro-batches. With recomputation it is called once.
+"""
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """The loss of one micro-batch by a function of the user's."""
+
+    function: LossFunction
+    rows: torch.Tensor
+    """``[n]`` int64: which of the rank's tokens have a target."""
+    targets: TargetTokens
+
+    @classmethod
+    def of(
+        cls,
+        function: LossFunction,
+        plan: MicroBatchPlan,
+        local: npt.NDArray[np.int64] | slice,
+        labels: npt.NDArray[np.int64],
+        weights: npt.NDArray[np.float32],
+    ) -> OwnLoss:
+        """``labels`` and ``weights`` are ``[T/CP]``, of the ``local`` tokens of the micro-batch."""
+        rows = np.flatnonzero(weights)
+        every = np.arange(plan.padded_length)[local][rows]
+        ends = np.cumsum([span.length for span in plan.spans])
+        owners = np.searchsorted(ends, every, side="right")
+        firsts = np.array([span.document.offset + span.stop + 1 for span in plan.spans], dtype=int)
+        numbers = np.array([span.document.number for span in plan.spans], dtype=int)
+        targets = TargetTokens(
+            tuple(span.document for span in plan.spans),
+            torch.from_numpy(owners),
+            torch.from_numpy(numbers[owners]),
+            torch.from_numpy(every - ends[owners] + firsts[owners]),
+            torch.from_numpy(labels[rows]),
+            torch.from_numpy(weights[rows]),
+        )
+        return cls(function, torch.from_numpy(rows), targets)
+
+    def sum(self, losses: torch.Tensor) -> torch.Tensor:
+        """Σ losses times weights; ``losses`` ``[1, T/CP]`` are cross-entropies of all tokens.
+
+        Raises :class:`TrainingError` for a function that returns anything but a loss a target.
+        """
+        log_probs = -losses.float().view(-1)[self.rows]
+        if not len(self.rows):
+            return log_probs.sum()
+        found = self.function(log_probs, self.targets)
+        name = getattr(self.function, "__name__", "the loss function")
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        if shape != tuple(log_probs.shape):
+            raise TrainingError(
+                f"{name} returned {shape} for {len(log_probs)} targets; return a tensor with a "
+                "loss for each, not their sum or mean"
+            )
+        if log_probs.requires_grad and not found.requires_grad:
+            raise TrainingError(
+                f"{name} returned losses without a gradient; compute them from the "
+                "log-probabilities that it is given"
+            )
+        return (found.float() * self.targets.weights).sum()
+
+
+@cache
+def load_loss(file: str) -> LossFunction:
+    """The function ``loss`` of a Python file, ``--wlb-loss``.
+
+    Raises :class:`ConfigError` for a file that cannot be imported, or has no such function.
+    """
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(f"wlb_loss_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"--wlb-loss {file} is no Python file; give one with a function `loss`")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is the user's code, and raises anything
+        raise ConfigError(
+            f"--wlb-loss {file} cannot be imported ({type(error).__name__}: {one_line(error)}); "
+            "correct it"
+        ) from error
+    function = getattr(module, "loss", None)
+    if not callable(function):
+        raise ConfigError(
+            f"--wlb-loss {file} has no function `loss`; define loss(log_probs, targets)"
+        )
+    return function  # type: ignore[no-any-return]
