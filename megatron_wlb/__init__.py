@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from megatron_wlb.errors import WLBError
     from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
     from megatron_wlb.planning.packing import PackingMetrics
+    from megatron_wlb.runtime.trainer.samples import SampleTrainer
     from megatron_wlb.simulator.step_timeline import StepTimeline
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism", "Span",
-    "StepPlan", "StepTimeline", "WLBError", "__version__", "evaluate_packing", "model_cost",
-    "plan_batch", "plan_steps", "sample_lengths", "simulate_step", "write_targets",
+    "Document", "DocumentCost", "MicroBatchPlan", "PackingMetrics", "Parallelism",
+    "SampleTrainer", "Span", "StepPlan", "StepTimeline", "WLBError", "__version__",
+    "evaluate_packing", "model_cost", "plan_batch", "plan_steps", "sample_lengths",
+    "simulate_step", "write_targets",
 ]  # fmt: skip
 
 
@@ -37,6 +39,10 @@ def __getattr__(name: str) -> Any:
     """Loads the public name when it is used first, so that importing the package stays light."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "SampleTrainer":  # the one that imports torch and Megatron
+        from megatron_wlb.runtime.trainer.samples import SampleTrainer
+
+        return SampleTrainer
     from megatron_wlb import api
 
     return getattr(api, name)

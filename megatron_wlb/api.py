@@ -28,7 +28,7 @@ from megatron_wlb.data.corpora import Corpora
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.data.length_source import LengthSource
 from megatron_wlb.data.lengths import sample_lengths
-from megatron_wlb.data.targets import write_targets
+from megatron_wlb.data.targets import targets_of, write_targets
 from megatron_wlb.errors import ConfigError, WLBError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
 from megatron_wlb.plan.sharding import length_multiple
@@ -37,7 +37,7 @@ from megatron_wlb.planning.from_config import Split
 from megatron_wlb.planning.packing import PackingMetrics, PackingSettings
 from megatron_wlb.planning.packing.reference import REFERENCE_COST
 from megatron_wlb.planning.run import Run, Workload, read_cost
-from megatron_wlb.planning.samples import plan_samples, slice_samples
+from megatron_wlb.planning.samples import plan_step
 from megatron_wlb.reading import MOST_MICRO_BATCHES, MOST_TOKENS, shown, whole_number
 from megatron_wlb.simulator.step import Simulator
 from megatron_wlb.simulator.step_timeline import StepTimeline
@@ -116,6 +116,7 @@ def plan_batch(
     num_micro_batches: int | None = None,
     equal_numbers: bool = True,
     groups: Sequence[int] | None = None,
+    weights: Sequence[npt.ArrayLike] | None = None,
 ) -> StepPlan:
     """Plans one step of given samples, of which none waits: for fine-tuning and RL.
 
@@ -137,10 +138,12 @@ def plan_batch(
             about so many. Chosen by simulated time if not given.
         equal_numbers: whether all ranks have as many micro-batches; not read with ``slices``.
         groups: a number for each sample; those with one number run on one data-parallel rank.
+        weights: what each token of each sample counts in the loss, ``[length]``, 0 where it is no
+            target. Plans are the same; they count targets by it. None: each token counts 1.
 
     Raises:
         WLBError: a whole sample above ``max_tokens``, too few micro-batches, lengths that are none,
-            groups of slices.
+            groups of slices, weights of other lengths or below 0.
     """
     _check(layout=layout)
     stored = LengthSource.of_lengths("lengths", np.asarray(lengths)).stored
@@ -156,20 +159,11 @@ def plan_batch(
     else:
         cost = read_cost(cost, "cost") if isinstance(cost, Path) else cost
         costs = StepCosts(StageCosts.by_layers(cost, layout))
-    if groups is not None and (slices or len(groups) != len(sizes)):
-        why = "slices are not grouped" if slices else f"{len(sizes)} samples need a group each"
-        raise ConfigError(f"groups has {len(groups)} numbers, but {why}; correct or leave it out")
-    if slices:
-        return slice_samples(sizes, max_tokens, cost, costs, layout, number=num_micro_batches)
-    longest = max(range(len(sizes)), key=sizes.__getitem__)
-    if sizes[longest] > max_tokens - max_tokens % multiple:
-        raise ConfigError(
-            f"sample {longest} has {sizes[longest]} tokens, above max_tokens {max_tokens} (a "
-            f"multiple of {multiple} counts); raise it, cut the sample or plan slices"
-        )
-    return plan_samples(
-        sizes, max_tokens, costs, layout,
-        number=num_micro_batches, equal=equal_numbers, groups=groups,
+    targets = None if weights is None else targets_of("the batch", weights, stored)
+    return plan_step(
+        sizes, max_tokens, cost, costs, layout,
+        slices=slices, number=num_micro_batches, equal=equal_numbers, groups=groups,
+        targets=targets,
     )  # fmt: skip
 
 

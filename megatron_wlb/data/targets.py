@@ -66,10 +66,10 @@ class Targets:
         return cls(runs)
 
     def of(self, number: int) -> Runs:
-        """The runs of a document; a whole weight is an int, so that targets are counted."""
+        """The runs of a document."""
         start, stop = np.searchsorted(self.runs["document"], [number, number + 1]).tolist()
         return tuple(
-            (first, last, int(weight) if weight.is_integer() else weight)
+            (first, last, _counted(weight))
             for _, first, last, weight in self.runs[start:stop].tolist()
         )
 
@@ -86,22 +86,41 @@ def write_targets(prefix: str | os.PathLike[str], masks: Iterable[npt.ArrayLike]
     target, else what it counts in the loss. Replaces what the corpus had. Raises CorpusError, and
     writes nothing, for masks that do not fit the corpus, or have negative or infinite weights.
     """
-    lengths, arrays = read_lengths(str(prefix)), [np.asarray(mask) for mask in masks]
+    runs = targets_of(str(prefix), masks, read_lengths(str(prefix)))
+    rows = [(number, *run) for number, own in enumerate(runs) for run in own]
+    with replacing(str(prefix) + SUFFIX) as draft, draft.open("wb") as stream:
+        np.save(stream, np.array(rows, dtype=RUN))
+
+
+def targets_of(
+    name: str, masks: Iterable[npt.ArrayLike], lengths: npt.NDArray[np.int64]
+) -> list[Runs]:
+    """The runs of each mask, of documents of these ``lengths``.
+
+    Raises CorpusError, which begins with ``name``, as :func:`write_targets`.
+    """
+    arrays = [np.asarray(mask) for mask in masks]
     found = np.array([array.size for array in arrays], dtype=np.int64)
     if not np.array_equal(found, lengths):
         raise CorpusError(
-            f"{prefix} has {len(lengths)} documents of {lengths.sum()} tokens, and the masks are "
+            f"{name} has {len(lengths)} documents of {lengths.sum()} tokens, and the masks are "
             f"{len(found)} of {found.sum()}; give one a document, as long as it"
         )
     for number, array in enumerate(arrays):
         if not (np.isfinite(array) & (array >= 0)).all():
             raise CorpusError(
-                f"the mask of document {number} has weights from {array.min()} to {array.max()}; "
-                "give numbers from 0 on"
+                f"{name}: the mask of document {number} has weights from {array.min()} to "
+                f"{array.max()}; give numbers from 0 on"
             )
-    rows = [(n, *run) for n, array in enumerate(arrays) for run in runs_of(array)]
-    with replacing(str(prefix) + SUFFIX) as draft, draft.open("wb") as stream:
-        np.save(stream, np.array(rows, dtype=RUN))
+    return [
+        tuple((start, stop, _counted(weight)) for start, stop, weight in runs_of(array))
+        for array in arrays
+    ]
+
+
+def _counted(weight: float) -> float:
+    """An int where it is whole, so that targets are counted."""
+    return int(weight) if weight.is_integer() else weight
 
 
 def runs_of(mask: npt.NDArray[Any]) -> Runs:

@@ -349,7 +349,7 @@ def _planner(config: Config, split: Split, cost: Cost, dp_size: int) -> Planner:
         split, seed=config.training.seed, long_documents=config.wlb.wlb_long_documents
     )
     if packing.kind.slices:
-        _check_positions(config, documents.longest(packing))
+        check_positions(config, documents.longest(packing))
     costs = shaping_costs(config, run) if packing.simulated else None
     selector = cp_selector(config, run, documents.longest_segment(packing))
     planner = documents.planner(packing, costs=costs, selector=selector)
@@ -376,7 +376,7 @@ def tell_memory(config: Config, has_gib: float) -> None:
         )  # fmt: skip
 
 
-def _check_positions(config: Config, longest: int) -> None:
+def check_positions(config: Config, longest: int) -> None:
     """Raises :class:`ConfigError` for documents that reach beyond learned positions."""
     rows = config.model.max_position_embeddings or config.data.seq_length
     if config.model.position_embedding_type == "learned_absolute" and longest > rows:

@@ -11,19 +11,72 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import heapreplace
 from itertools import islice
 
 from megatron_wlb.cost import CostModel, Parallelism
 from megatron_wlb.cost.step_costs import StepCosts
-from megatron_wlb.errors import PackingError
+from megatron_wlb.errors import ConfigError, PackingError
 from megatron_wlb.plan import Document, MicroBatchPlan, Span, StepPlan
+from megatron_wlb.plan.sharding import length_multiple
 from megatron_wlb.plan.strategy.costs import LEAST_TOKENS, ReplicaCosts
 from megatron_wlb.plan.strategy.layout import Cluster, Scheme, Strategy
+from megatron_wlb.plan.targets import Runs
 from megatron_wlb.planning.assign import bins_of, pack, replica_us
 from megatron_wlb.planning.dispatch import Candidate, Numbers, StepDocuments, dispatch
 from megatron_wlb.planning.numbers import NumberChooser
 from megatron_wlb.planning.slicing import SLICE_MULTIPLE, Slicer
+
+
+def plan_step(
+    lengths: Sequence[int],
+    max_tokens: int,
+    cost: CostModel,
+    costs: StepCosts,
+    layout: Parallelism,
+    *,
+    slices: bool = False,
+    number: int | None = None,
+    equal: bool = True,
+    groups: Sequence[int] | None = None,
+    targets: Sequence[Runs] | None = None,
+) -> StepPlan:
+    """Plans a step as :func:`megatron_wlb.plan_batch` says, by the costs of its stages.
+
+    Raises :class:`ConfigError` and :class:`PackingError` as there.
+    """
+    if groups is not None and (slices or len(groups) != len(lengths)):
+        why = "slices are not grouped" if slices else f"{len(lengths)} samples need a group each"
+        raise ConfigError(f"groups has {len(groups)} numbers, but {why}; correct or leave it out")
+    multiple = length_multiple(layout.tp_size, layout.cp_size, layout.sequence_parallel)
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    if not slices and lengths[longest] > max_tokens - max_tokens % multiple:
+        raise ConfigError(
+            f"sample {longest} has {lengths[longest]} tokens, above max_tokens {max_tokens} (a "
+            f"multiple of {multiple} counts); raise it, cut the sample or plan slices"
+        )
+    if slices:
+        plan = slice_samples(lengths, max_tokens, cost, costs, layout, number=number)
+    else:
+        plan = plan_samples(
+            lengths, max_tokens, costs, layout, number=number, equal=equal, groups=groups
+        )
+    return plan if targets is None else _with_targets(plan, targets)
+
+
+def _with_targets(plan: StepPlan, targets: Sequence[Runs]) -> StepPlan:
+    """The same plan of samples that have ``targets`` each."""
+
+    def made(span: Span) -> Span:
+        document = span.document._replace(targets=targets[span.document.number])
+        return span._replace(document=document)
+
+    ranks = (
+        tuple(replace(m, spans=tuple(map(made, m.spans))) for m in own)
+        for own in plan.micro_batches
+    )
+    return replace(plan, micro_batches=tuple(ranks))
 
 
 def plan_samples(
@@ -36,7 +89,7 @@ def plan_samples(
     equal: bool = True,
     groups: Sequence[int] | None = None,
 ) -> StepPlan:
-    """Plans a step of whole samples, as :func:`megatron_wlb.plan_batch` says.
+    """Plans a step of whole samples, as :func:`plan_step` says.
 
     Raises :class:`PackingError` where they do not fit ``number`` micro-batches of a rank.
     """
@@ -75,7 +128,7 @@ def slice_samples(
     *,
     number: int | None = None,
 ) -> StepPlan:
-    """Plans a step of slices of samples, as :func:`megatron_wlb.plan_batch` says."""
+    """Plans a step of slices of samples, as :func:`plan_step` says."""
     replica = replica_of(costs, layout, max_tokens)
     slicer = Slicer(
         cost,

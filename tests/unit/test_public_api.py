@@ -33,7 +33,7 @@ def test_page_shows_what_its_code_prints(code: str, printed: str) -> None:
 
 
 def test_package_offers_the_names_of_the_api() -> None:
-    assert wlb.__all__ == sorted([*api.__all__, "__version__"])
+    assert wlb.__all__ == sorted([*api.__all__, "SampleTrainer", "__version__"])
     for name in api.__all__:
         assert getattr(wlb, name) is getattr(api, name)
     with pytest.raises(AttributeError, match="no attribute 'plan_step'"):

@@ -137,3 +137,21 @@ def test_bad_batches_are_told(given: dict, complaint: str) -> None:
     right = {"lengths": [5, 6, 7], "max_tokens": 64, "layout": wlb.Parallelism(dp_size=2)}
     with pytest.raises(wlb.WLBError, match=complaint):
         wlb.plan_batch(**right | given)
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_weights_are_counted_and_change_no_plan(slices: bool) -> None:
+    random = np.random.default_rng(1)
+    lengths = random.integers(100, 900, 40)
+    weights = [random.choice([0.0, 1.0, 0.5], n) for n in lengths]
+    given = {"max_tokens": 1024, "layout": wlb.Parallelism(pp_size=2, dp_size=2), "slices": slices}
+    plan = wlb.plan_batch(lengths, **given, weights=weights)
+    plain = wlb.plan_batch(lengths, **given)
+    assert [m.samples for m in plan] == [m.samples for m in plain]
+    assert plan.num_targets == sum(own[1:].sum() for own in weights)  # nothing predicts the first
+    assert plan.digest != plain.digest
+    with pytest.raises(wlb.WLBError, match="the batch has 40 documents of"):
+        wlb.plan_batch(lengths, **given, weights=weights[1:])
+    weights[3][5] = -1
+    with pytest.raises(wlb.WLBError, match="the mask of document 3 has weights from -1"):
+        wlb.plan_batch(lengths, **given, weights=weights)

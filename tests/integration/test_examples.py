@@ -1,0 +1,35 @@
+"""The programs of ``scripts/examples``, as a user starts them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from trainer_runs import ROOT, Finished, spawn
+
+SLIM = ["--wlb-packing", "slim", "--wlb-slice-multiple", "8"]
+
+
+def grpo(folder: Path, num_processes: int, *flags: str) -> list[str]:
+    """What each iteration says."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={num_processes}", str(ROOT / "scripts/examples/grpo.py")]
+    finished: Finished = spawn(folder, [*command, *flags]).wait()
+    assert finished.code == 0, finished.output
+    said = finished.output.replace("-0.0000", "0.0000")
+    return re.findall("^iteration .*", said, re.MULTILINE)
+
+
+def test_grpo_is_the_same_over_replicas_and_slices(tmp_path: Path) -> None:
+    alone = grpo(tmp_path, 1, "--iterations", "3")
+    assert len(alone) == 3
+    assert grpo(tmp_path, 2, "--iterations", "3", *SLIM) == alone
+
+
+def test_grpo_learns_with_slices_in_a_pipeline(tmp_path: Path) -> None:
+    flags = ["--iterations", "30", "--pipeline-model-parallel-size", "2", *SLIM]
+    said = grpo(tmp_path, 2, *flags)
+    rewards = [float(re.search(r"reward ([\d.]+)", line).group(1)) for line in said]
+    assert max(rewards[:3]) < 0.15
+    assert min(rewards[-3:]) > 0.25

@@ -1,0 +1,83 @@
+"""Megatron-LM's own ``pretrain_gpt.py`` with ``--wlb-loss``: a loss of the user's own."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_lm_runs import (
+    BOTH,
+    CP2,
+    PP2,
+    Flags,
+    assert_equal_steps,
+    finish,
+    launch,
+    needs_megatron_lm,
+)
+from trainer_runs import assert_refused, losses, start
+
+from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.errors import ConfigError, TrainingError
+
+pytestmark = needs_megatron_lm
+
+FLAGS: Flags = BOTH | {"wlb_packing": "hold", "seed": 7, "train_iters": 3}
+SLIM: Flags = PP2 | {"wlb_packing": "slim", "wlb_slice_multiple": 8, "wlb_max_step_tokens": 0}
+FOCAL = """
+import torch
+
+def loss(log_probs, targets):
+    far = 1 + (targets.positions > 20).float() + 0.5 * (targets.samples % 2)
+    return -far * (1 - log_probs.exp()) ** 2 * log_probs
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Flags:
+    folder = tmp_path_factory.mktemp("texts")
+    random = np.random.RandomState(11)
+    lengths = np.clip(random.lognormal(3.8, 1.2, 200), 5, 700).astype(int)
+    lines = (json.dumps({"text": "".join(random.choice(list("abc "), n))}) for n in lengths)
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    build_corpus([folder / "a.jsonl"], folder / "a")
+    return {"data_path": folder / "a"}
+
+
+def with_loss(folder: Path, text: str) -> Flags:
+    (folder / "mine.py").write_text(text)
+    return FLAGS | {"wlb_loss": folder / "mine.py"}
+
+
+def test_a_loss_of_ones_own_is_the_same_in_layouts_and_in_the_embedded_trainer(
+    corpus: Flags, tmp_path: Path
+) -> None:
+    flags = with_loss(tmp_path, FOCAL) | corpus
+    finish(launch(tmp_path, 1, flags | {"wlb_metrics": "one"}))
+    finish(launch(tmp_path, 2, flags | CP2 | {"wlb_metrics": "cp2"}))
+    assert_equal_steps(tmp_path / "cp2", tmp_path / "one")
+    finish(launch(tmp_path, 2, flags | SLIM | {"wlb_metrics": "slim"}))
+    finish(start(tmp_path, 2, flags | SLIM | {"wlb_metrics": "embedded"}))
+    expected = losses(tmp_path / "embedded")
+    assert losses(tmp_path / "slim") == pytest.approx(expected, rel=1e-6)
+    # It is another loss than cross-entropy, and that one is the loss of its formula.
+    plain = with_loss(tmp_path, "def loss(log_probs, targets): return -log_probs") | corpus
+    finish(launch(tmp_path, 1, plain | {"wlb_metrics": "written"}))
+    finish(launch(tmp_path, 1, FLAGS | corpus | {"wlb_metrics": "without"}))
+    assert_equal_steps(tmp_path / "written", tmp_path / "without")
+    assert not math.isclose(losses(tmp_path / "one")[1], losses(tmp_path / "without")[1])
+
+
+def test_files_that_are_no_loss_are_refused_before_training(corpus: Flags, tmp_path: Path) -> None:
+    for text, words in (
+        ("import nowhere", "cannot be imported (ModuleNotFoundError"),
+        ("def other(): pass", "has no function `loss`"),
+    ):
+        refused = launch(tmp_path, 1, corpus | with_loss(tmp_path, text)).wait()
+        assert_refused(refused, ConfigError.exit_code, "--wlb-loss", words)
+    flags = corpus | with_loss(tmp_path, "def loss(log_probs, targets): return log_probs.mean()")
+    refused = launch(tmp_path, 1, flags).wait()
+    assert_refused(refused, TrainingError.exit_code, "return a tensor with a loss for each")
