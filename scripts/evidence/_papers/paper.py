@@ -8,10 +8,13 @@ Figure 3, stands for them. What the paper does not say is assumed here, in one p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
+from unittest import mock
 
+from _papers import algorithm_1
 from megatron_wlb.cost import DocumentCost, Execution, Parallelism, load_hardware
 from megatron_wlb.cost.analytic import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from megatron_wlb.cost.model_file import load_model, padded_vocabulary
@@ -20,6 +23,7 @@ from megatron_wlb.plan.sharding.select import Mode
 from megatron_wlb.plan.sharding.shard import Kind
 from megatron_wlb.planning.packing import PackingSettings
 from megatron_wlb.planning.run import Run, Workload
+from megatron_wlb.settings.packings import PACKINGS, Place
 from megatron_wlb.study.compare import Outcome, compare
 from megatron_wlb.study.evaluate import Evaluation, evaluate
 
@@ -28,6 +32,9 @@ VPP_SIZE = 2
 """Chunks a pipeline rank. The paper runs interleaved 1F1B (§6) without saying how many."""
 MAX_WINDOWS = 1.5
 """S_max in windows, less where memory holds less. The paper does not print it."""
+TP_HIDDEN = 0.9
+"""Share of tensor-parallel collectives that matrix products hide where they overlap. The paper
+overlaps them (§6) and does not say how much that hides."""
 DISTRIBUTION = "reference"
 HARDWARE = "h100-sxm"
 
@@ -98,15 +105,23 @@ def scenario(
     layout: tuple[int, int, int, int],
     vpp_size: int = VPP_SIZE,
     hardware: str = HARDWARE,
+    *,
+    overlapped: bool = False,
 ) -> Run:
-    """A row of Table 1: N is PP × DP, as in §7.1."""
+    """A row of Table 1: N is PP × DP, as in §7.1. Tensor-parallel collectives are ``overlapped`` in
+    both passes and :data:`TP_HIDDEN`, or as this project's runtime has them.
+    """
     tp_size, cp_size, pp_size, dp_size = layout
+    machine = load_hardware(hardware)
     return Run(
         padded_vocabulary(load_model(model), tp_size),
         Execution(
-            Parallelism(tp_size, cp_size, pp_size, vpp_size, dp_size, sequence_parallel=tp_size > 1)
+            Parallelism(
+                tp_size, cp_size, pp_size, vpp_size, dp_size, sequence_parallel=tp_size > 1
+            ),
+            tp_overlapped=overlapped,
         ),
-        load_hardware(hardware),
+        replace(machine, tp_overlap=TP_HIDDEN) if overlapped else machine,
         window,
         pp_size * dp_size,
     )
@@ -128,12 +143,46 @@ def forward_cost(base: Run) -> DocumentCost:
     )
 
 
-def table_2(effort: Effort, packings: Sequence[str]) -> dict[str, list[Evaluation]]:
-    """Imbalance of packings at 7B-128K, one evaluation a seed."""
-    base = scenario("7b", 128 * K, TABLE_1["7b", 128 * K], hardware=effort.hardware)
-    cost = forward_cost(base)
-    limit = max_tokens(base)
+def table_2(
+    effort: Effort, packings: Sequence[str], *, overlapped: bool = False
+) -> dict[str, list[Evaluation]]:
+    """Imbalance of packings at 7B-128K, one evaluation a seed; ``overlapped`` as of
+    :func:`scenario`.
+    """
+    base = _row_of_table_2(effort, overlapped=overlapped)
+    cost, limit = forward_cost(base), max_tokens(base)
     return {name: _evaluate(base, cost, name, limit, effort) for name in packings}
+
+
+def _row_of_table_2(effort: Effort, *, overlapped: bool = False) -> Run:
+    layout = TABLE_1["7b", 128 * K]
+    return scenario("7b", 128 * K, layout, hardware=effort.hardware, overlapped=overlapped)
+
+
+def printed_algorithm(effort: Effort, departures: Sequence[str]) -> list[Evaluation]:
+    """Table 2's case by Algorithm 1 as printed but for ``departures``, with one queue."""
+    place = Place("", f"{algorithm_1.__name__}:PrintedPacker")
+    kind = algorithm_1.with_departures(*departures)
+    with (
+        mock.patch.dict(PACKINGS, {kind.name: place}),
+        mock.patch.object(algorithm_1, "PrintedPacker", kind),
+    ):
+        return table_2(effort, [f"{kind.name}:1"])[f"{kind.name}:1"]
+
+
+def sensitivity(
+    effort: Effort, windows: Sequence[float], thresholds: Sequence[Sequence[float]]
+) -> dict[tuple[float, tuple[float, ...]], list[Evaluation]]:
+    """Table 2's case by ``wlb`` for each S_max and each set of thresholds, in windows."""
+    base = _row_of_table_2(effort)
+    cost, found = forward_cost(base), {}
+    for size, shares in itertools.product(windows, map(tuple, thresholds)):
+        queues = tuple(int(share * base.window) for share in shares)
+        setting = PackingSettings.parse("wlb", base.window, int(size * base.window))
+        found[size, shares] = _evaluated(
+            base, cost, replace(setting, queue_thresholds=queues), effort.steps, effort
+        )
+    return found
 
 
 def figure_6(effort: Effort, batches: Sequence[int]) -> dict[int, list[Evaluation]]:
@@ -153,9 +202,14 @@ def _evaluate(
     base: Run, cost: DocumentCost, packing: str, limit: int, effort: Effort
 ) -> list[Evaluation]:
     setting = PackingSettings.parse(packing, base.window, limit, solver_limit=effort.solver_limit)
-    steps, warm_up = effort.steps, effort.warm_up
-    if setting.name == "fixed-solver":  # holds nothing back, so nothing has to fill
-        steps, warm_up = effort.solver_steps, 0
+    holds = setting.name != "fixed-solver"  # which holds nothing back, so nothing has to fill
+    return _evaluated(base, cost, setting, effort.steps if holds else effort.solver_steps, effort)
+
+
+def _evaluated(
+    base: Run, cost: DocumentCost, setting: PackingSettings, steps: int, effort: Effort
+) -> list[Evaluation]:
+    warm_up = 0 if setting.name == "fixed-solver" else effort.warm_up
     documents = LengthSource.of_distribution(DISTRIBUTION)
     workloads = [
         Workload(documents, base.window, base.num_micro_batches, cost, seed)
@@ -196,13 +250,13 @@ LAYER_SHARDINGS: tuple[Mode | Kind, ...] = (
 )  # fmt: skip
 
 
-def figure_15(window: int, effort: Effort) -> dict[str, list[float]]:
+def figure_15(window: int, tp_size: int, effort: Effort) -> dict[str, list[float]]:
     """Times one 7B layer with CP 4, both passes, per sharding and seed: µs over all steps.
 
     ``paper-adaptive`` chooses between per-sequence and §5.1's per-document, ``adaptive`` between
     per-sequence and this project's, which deals out no single rows.
     """
-    base = scenario("7b", window, (1, 4, 1, 1), 1, effort.hardware)
+    base = scenario("7b", window, (tp_size, 4, 1, 1), 1, effort.hardware)
     layer = base.model.layer()
     passes = 1 + BACKWARD_ATTENTION
     choosers = {str(sharding): base.chooser(sharding) for sharding in LAYER_SHARDINGS}
