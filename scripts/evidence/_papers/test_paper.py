@@ -46,10 +46,11 @@ def test_figure_6_is_of_attention_alone() -> None:
     assert one > 1.5 > four > 1
 
 
-def test_figure_15_gains_more_at_the_longer_window() -> None:
+@pytest.mark.parametrize("tp_size", [1, 8])
+def test_figure_15_gains_more_at_the_longer_window(tp_size: int) -> None:
     ratios = []
     for window in (64 * K, 128 * K):
-        times = {name: us[0] for name, us in paper.figure_15(window, QUICK).items()}
+        times = {name: us[0] for name, us in paper.figure_15(window, tp_size, QUICK).items()}
         assert times["paper-adaptive"] <= min(
             times["per-sequence"], times["per-document-remainder"]
         )
