@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Writes docs/claims.md: every claim, its command, its kind, its figure and its spread.
+
+    scripts/evidence/claims.py           # after a figure of claims.yaml or of a page has changed
+    scripts/evidence/claims.py --check   # fails where the page is old, or a figure is nowhere
+
+The claims are in claims.yaml. Each has a quote of the page that its command makes, or that says
+what the command printed; a figure that the page no longer has is an error. So is a number of
+README.md that no claim has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIMS = Path(__file__).with_name("claims.yaml")
+PAGE = ROOT / "docs" / "claims.md"
+NO_CLAIMS = {"16,384", "8,192", "128K", "0.16", "0.19", "0.16.1", "0.19.0", "3.11", "2.0", "2025"}
+"""Numbers of the README that say what is run, not what came of it."""
+HEAD = """\
+# Which command stands behind each figure?
+
+Made by `scripts/evidence/claims.py` of `scripts/evidence/claims.yaml`; do not edit it by hand. A
+figure is *measured*, *counted*, *tested* or *simulated* ([glossary.md](glossary.md)). Each is on
+the page named, which its command makes, or which says what the command printed. A test finds
+numbers of the README that are not here. Nothing was measured on a GPU.
+
+| Claim | Figure | Spread | Kind | Date | Page |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def read() -> list[dict[str, Any]]:
+    claims: list[dict[str, Any]] = yaml.safe_load(CLAIMS.read_text())
+    return claims
+
+
+def page_of(claims: list[dict[str, Any]]) -> str:
+    columns = "claim", "figure", "spread", "kind", "date"
+    rows = [
+        " | ".join(["", *(str(c[name]) for name in columns), f"[{c['page']}]({c['page']})", ""])
+        for c in claims
+    ]
+    commands: dict[str, list[str]] = {}
+    for claim in claims:
+        commands.setdefault(claim["command"], []).append(claim["page"])
+    listed = [
+        f"- `{command}` ({', '.join(dict.fromkeys(pages))})" for command, pages in commands.items()
+    ]
+    return (
+        HEAD
+        + "\n".join(row.strip() for row in rows)
+        + "\n\n## The commands\n\n"
+        + "\n".join(listed)
+        + "\n"
+    )
+
+
+def wrong(claims: list[dict[str, Any]]) -> list[str]:
+    """What is not so: quotes that pages do not have, numbers of the README without a claim."""
+    found = []
+    for claim in claims:
+        text = " ".join((ROOT / "docs" / claim["page"]).read_text().split())
+        if " ".join(claim["quote"].split()) not in text:
+            found.append(f"docs/{claim['page']} has no {claim['quote']!r}: {claim['claim']}")
+    known = {number for claim in claims for number in str(claim.get("readme", "")).split()}
+    numbers = numbers_of((ROOT / "README.md").read_text())
+    found += [f"README.md has {number}, which no claim has" for number in sorted(numbers - known)]
+    found += [f"a claim has {number}, which README.md has not" for number in known - numbers]
+    return found
+
+
+def numbers_of(text: str) -> set[str]:
+    """Numbers that may be figures: with a decimal point or two digits, outside code and links."""
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
+    words = re.findall(r"(?<![\w.,=-])\d[\d.,]*K?(?![\w])", text.replace("-", " "))
+    numbers = {word.rstrip(".,") for word in words}
+    return {number for number in numbers if len(number) > 1} - NO_CLAIMS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    claims = read()
+    problems = wrong(claims)
+    page = page_of(claims)
+    if not options.check:
+        PAGE.write_text(page)
+    elif not PAGE.is_file() or PAGE.read_text() != page:
+        problems.append("docs/claims.md is old; run scripts/evidence/claims.py")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
