@@ -8,6 +8,7 @@ no target. The corpus is made once and kept: the next run opens it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -32,7 +33,9 @@ Tokens: TypeAlias = npt.NDArray[Any]
 
 KEY = "messages"
 _VERSION = 1
-_ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE = 64
+"""Rows of a block, which one process tokenizes."""
+_DRAFT = ".draft."
 
 
 @dataclass(frozen=True)
@@ -58,36 +61,73 @@ class Template:
         return tokens, (targets >= 0) & (targets != self.pad)
 
 
+class Team:
+    """The processes that make a corpus together; this one is all of it.
+
+    Those that share a run wait for each other in its three methods, in this order.
+    """
+
+    number = 0
+    """Of this process. The first one decides and joins; those from ``size`` on only wait."""
+    size = 1
+
+    def told(self, draft: str) -> str:
+        """Returns the first one's ``draft``: the folder of the parts, or "" for nothing to do."""
+        return draft
+
+    def finished(self) -> None:
+        """Says that the own part is written; the first one waits for all."""
+
+    def made(self) -> None:
+        """Waits until the first one has joined the parts."""
+
+
 def conversation_corpus(
     path: str | os.PathLike[str],
     template: Template,
     cache: str | os.PathLike[str] | None = None,
     progress: Progress = lambda what, done, total: None,
+    team: Team | None = None,
 ) -> str:
     """Returns the prefix of the corpus of a file, which it makes unless ``cache`` has it.
 
     ``cache`` is a folder, by default ``cache`` beside the file. Another file (by its place, size or
-    time) or template has another prefix. Raises CorpusError for a file that is missing or has a
+    time) or template has another prefix. Each process of a ``team`` calls it alike and tokenizes a
+    share; the corpus is that of one process. Raises CorpusError for a file that is missing or has a
     line that is no conversation, naming it, and for a cache that cannot be written.
     """
+    path, team = Path(path), team or Team()
     prefix = corpus_prefix(path, template, cache)
-    with suppress(CorpusError):
-        if Corpus.open(prefix).targets is not None:
-            return prefix
     folder = Path(prefix).parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".draft.") as draft:
-            _write(Path(path), template, f"{draft}/corpus", progress)
-            Path(f"{prefix}.idx").unlink(missing_ok=True)  # a corpus is whole once it is there
-            for suffix in (".bin", SUFFIX, ".idx"):
-                os.replace(f"{draft}/corpus{suffix}", prefix + suffix)
+        with contextlib.ExitStack() as stack:
+            draft = ""
+            if team.number == 0 and not _is_there(prefix):
+                folder.mkdir(parents=True, exist_ok=True)
+                draft = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=_DRAFT))
+            draft = team.told(draft)
+            if draft:
+                if team.number < team.size:
+                    _write_part(path, template, Path(draft), team, progress)
+                team.finished()
+                if team.number == 0:
+                    _merge(path, template, Path(draft), team.size)
+                    Path(f"{prefix}.idx").unlink(missing_ok=True)  # with it a corpus is whole
+                    for suffix in (".bin", SUFFIX, ".idx"):
+                        os.replace(f"{draft}/corpus{suffix}", prefix + suffix)
+                team.made()
     except OSError as error:
         raise CorpusError(
             f"cannot write the corpus of {path} to {folder}: {error.strerror or error}; give "
             "another folder (--data-cache-path), or make room"
         ) from error
     return prefix
+
+
+def _is_there(prefix: str) -> bool:
+    with suppress(CorpusError):
+        return Corpus.open(prefix).targets is not None
+    return False
 
 
 def corpus_prefix(
@@ -108,12 +148,15 @@ def corpus_prefix(
     return str(folder / f"{path.stem}-{hashlib.sha256(name.encode()).hexdigest()[:16]}")
 
 
-def read_conversations(path: Path, progress: Progress) -> Iterator[tuple[str, Conversation]]:
-    """Each conversation of a file, and where it stands: file and line, or row.
+def read_conversations(
+    path: Path, progress: Progress, number: int = 0, size: int = 1
+) -> Iterator[tuple[int, str, Conversation]]:
+    """Each conversation of a file's every ``size``-th block of rows, from the ``number``-th on: the
+    block's number, where it stands (file and line, or row), and the conversation.
 
     Raises CorpusError for a file that cannot be read, and for a line that holds no conversation.
     """
-    for where, messages in _rows(path, progress):
+    for block, where, messages in _rows(path, progress, number, size):
         if not isinstance(messages, list) or not messages:
             raise CorpusError(
                 f"{where}: {KEY!r} is {shown(messages)}; give a list of messages, each with a "
@@ -128,55 +171,62 @@ def read_conversations(path: Path, progress: Progress) -> Iterator[tuple[str, Co
                     "content"
                 )
             if role == "system" and current:
-                yield where, current
+                yield block, where, current
                 current = []
             current.append(message)
-        yield where, current
+        yield block, where, current
 
 
-def _rows(path: Path, progress: Progress) -> Iterator[tuple[str, Any]]:
+def _rows(path: Path, progress: Progress, number: int, size: int) -> Iterator[tuple[int, str, Any]]:
     """What each line or row has as messages, and where it stands; blank lines are left out."""
     read = _of_parquet if path.suffix == ".parquet" else _of_lines
     try:
-        for number, (where, messages, done, total) in enumerate(read(path)):
-            if number % _ROWS_AT_ONCE == 0:
+        for at, (block, where, messages, done, total) in enumerate(read(path, number, size)):
+            if at % _ROWS_AT_ONCE == 0:
                 progress(f"tokenizing {path}", done, total)
-            yield where, messages
+            yield block, where, messages
     except (OSError, LookupError, ValueError, TypeError) as error:  # arrow's are some of these
         raise CorpusError(
             f"cannot read {path} ({one_line(error)}); it needs {KEY!r} in each line or row"
         ) from error
 
 
-def _of_lines(path: Path) -> Iterator[tuple[str, Any, int, int]]:
-    counts, size = SourceCounts(), path.stat().st_size
-    for where, line in json_lines(path, counts):
-        if line.strip():
-            yield where, json_value(line, KEY, where), counts.bytes_read, size
+def _of_lines(path: Path, number: int, size: int) -> Iterator[tuple[int, str, Any, int, int]]:
+    counts, stored = SourceCounts(), path.stat().st_size
+    for at, (where, line) in enumerate(json_lines(path, counts)):
+        block = at // _ROWS_AT_ONCE
+        if block % size == number and line.strip():
+            yield block, where, json_value(line, KEY, where), counts.bytes_read, stored
 
 
-def _of_parquet(path: Path) -> Iterator[tuple[str, Any, int, int]]:
+def _of_parquet(path: Path, number: int, size: int) -> Iterator[tuple[int, str, Any, int, int]]:
     try:
         from pyarrow import parquet
     except ImportError:
         raise CorpusError(
             f"{path} is parquet, and pyarrow is not installed; install it, or give JSONL"
         ) from None
-    stored, number = parquet.ParquetFile(path), 0
-    for batch in stored.iter_batches(_ROWS_AT_ONCE, columns=[KEY]):
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path}, row {number}", row[KEY], number, stored.metadata.num_rows
+    stored, row = parquet.ParquetFile(path), 0
+    for block, batch in enumerate(stored.iter_batches(_ROWS_AT_ONCE, columns=[KEY])):
+        if block % size == number:
+            for at, found in enumerate(batch.to_pylist(), start=row + 1):
+                yield block, f"{path}, row {at}", found[KEY], at, stored.metadata.num_rows
+        row += batch.num_rows
 
 
-def _write(path: Path, template: Template, draft: str, progress: Progress) -> None:
-    """Writes ``.bin``, ``.idx`` and targets."""
+def _write_part(
+    path: Path, template: Template, draft: Path, team: Team, progress: Progress
+) -> None:
+    """Writes the documents and targets of this process's blocks, and how many each block has."""
     dataset = megatron_indexed_dataset()
     dtype = dataset.DType.optimal_dtype(template.vocab_size)
-    builder = dataset.IndexedDatasetBuilder(f"{draft}.bin", dtype=dtype)
-    runs, number = [np.empty(0, RUN)], 0
+    part = draft / str(team.number)
+    builder = dataset.IndexedDatasetBuilder(f"{part}.bin", dtype=dtype)
+    runs, blocks, number = [np.empty(0, RUN)], list[int](), 0
     try:
-        for where, conversation in read_conversations(path, progress):
+        for block, where, conversation in read_conversations(
+            path, progress, team.number, team.size
+        ):
             try:
                 tokens, is_target = template.document(conversation)
             except Exception as error:  # a tokenizer and its template raise anything
@@ -192,10 +242,38 @@ def _write(path: Path, template: Template, draft: str, progress: Progress) -> No
             builder.add_document(tokens.astype(dtype), [len(tokens)])
             own = [(number, *run) for run in runs_of(is_target)]
             runs.append(np.array(own, dtype=RUN))
+            blocks.append(block)
             number += 1
-        builder.finalize(f"{draft}.idx")
+        builder.finalize(f"{part}.idx")
     finally:
         builder.data_file.close()
-    if not number:
+    np.save(f"{part}{SUFFIX}", np.concatenate(runs))
+    np.save(f"{part}.blocks.npy", np.array(blocks, dtype=np.int64))
+
+
+def _merge(path: Path, template: Template, draft: Path, size: int) -> None:
+    """Joins the parts, block by block, to ``corpus.bin``, ``.idx`` and its targets."""
+    dataset = megatron_indexed_dataset()
+    dtype = dataset.DType.optimal_dtype(template.vocab_size)
+    blocks = [np.load(draft / f"{n}.blocks.npy") for n in range(size)]
+    order = np.argsort(np.concatenate(blocks), kind="stable")  # a block is of one part
+    if not len(order):
         raise CorpusError(f"{path} has no conversations; give a file that has some")
-    np.save(f"{draft}{SUFFIX}", np.concatenate(runs))
+    firsts = np.cumsum([0, *map(len, blocks)])
+    parts = {n: dataset.IndexedDataset(str(draft / str(n))) for n in range(size) if len(blocks[n])}
+    builder = dataset.IndexedDatasetBuilder(f"{draft}/corpus.bin", dtype=dtype)
+    try:
+        for document in order.tolist():
+            part = int(np.searchsorted(firsts, document, side="right")) - 1
+            tokens = parts[part][document - int(firsts[part])]
+            builder.add_document(tokens, [len(tokens)])
+        builder.finalize(f"{draft}/corpus.idx")
+    finally:
+        builder.data_file.close()
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order))
+    runs = [np.load(f"{draft}/{n}{SUFFIX}") for n in range(size)]
+    for first, own in zip(firsts.tolist(), runs, strict=False):
+        own["document"] = places[first + own["document"]]
+    joined = np.concatenate(runs)
+    np.save(f"{draft}/corpus{SUFFIX}", joined[np.argsort(joined["document"], kind="stable")])

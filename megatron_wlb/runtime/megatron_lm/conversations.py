@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import itertools
 import logging
 import time
 from types import SimpleNamespace
@@ -12,15 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
-from megatron_wlb.data.conversations import Template, conversation_corpus, corpus_prefix
+from megatron_wlb.data.conversations import Team, Template, conversation_corpus
 from megatron_wlb.errors import ConfigError
 from megatron_wlb.runtime.ranks import watchdog
 
 _LOGGER = logging.getLogger(__name__)
-_MADE = "megatron_wlb_conversations"
+_FILES = itertools.count()
 _LONGEST = datetime.timedelta(days=2)
-"""A rank waits so long for the one that makes corpora, whose end torchrun sees."""
+"""A rank waits so long for the others, whose end torchrun sees."""
+_MOST_RANKS = 64
+"""Tokenize: each reads the whole file."""
 _LOG_S = 10.0
 
 
@@ -34,16 +38,37 @@ def with_conversations(
     """
     template = _template(args, tokenizer)
     cache, (paths, weights) = args.data_cache_path, blend
-    prefixes = [corpus_prefix(path, template, cache) for path in paths]
-    store = dist.distributed_c10d._get_default_store()
-    for path, prefix in zip(paths, prefixes, strict=True):
+    prefixes = []
+    for path in paths:
         watchdog.at(f"the corpus of {path}", is_slow=True)
-        if dist.get_rank():
-            store.wait([_MADE + prefix], _LONGEST)
-        else:
-            conversation_corpus(path, template, cache, _Log())
-            store.set(_MADE + prefix, "")
+        prefixes.append(conversation_corpus(path, template, cache, _Log(), _Ranks()))
     return prefixes, weights
+
+
+class _Ranks(Team):
+    """The ranks of the run, which wait for each other at its store."""
+
+    def __init__(self) -> None:
+        self.number, self.size = dist.get_rank(), min(dist.get_world_size(), _MOST_RANKS)
+        # A file may be named twice. All ranks come to each of them in one order.
+        name = f"megatron_wlb/conversations/{next(_FILES)}"
+        self._store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+    def told(self, draft: str) -> str:
+        if self.number == 0:
+            self._store.set("draft", draft)
+        self._store.wait(["draft"], _LONGEST)
+        return str(self._store.get("draft").decode())
+
+    def finished(self) -> None:
+        self._store.set(f"part {self.number}", "")
+        if self.number == 0:
+            self._store.wait([f"part {n}" for n in range(self.size)], _LONGEST)
+
+    def made(self) -> None:
+        if self.number == 0:
+            self._store.set("made", "")
+        self._store.wait(["made"], _LONGEST)
 
 
 class _Log:

@@ -6,13 +6,15 @@ import dataclasses
 import gzip
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_wlb.data.conversations import Template, conversation_corpus
+from megatron_wlb.data.conversations import Team, Template, conversation_corpus
 from megatron_wlb.data.corpus import Corpus
 from megatron_wlb.errors import CorpusError
 
@@ -70,6 +72,59 @@ def test_conversations_are_documents_with_targets(tmp_path: Path, name: str) -> 
             trained[start:stop] = weight == 1
         # The end is a target; "x" (120) is the padding.
         assert trained.tolist() == [*((targets >= 0) & (targets != 120)), True]
+
+
+class Threads(Team):
+    """Threads in place of processes, that wait for each other at a barrier."""
+
+    def __init__(self, number: int, size: int, barrier: threading.Barrier, told: list[str]) -> None:
+        self.number, self.size, self._barrier, self._told = number, size, barrier, told
+
+    def told(self, draft: str) -> str:
+        if self.number == 0:
+            self._told.append(draft)
+        self._barrier.wait()
+        return self._told[-1]
+
+    def finished(self) -> None:
+        self._barrier.wait()
+
+    def made(self) -> None:
+        self._barrier.wait()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize(("size", "processes"), [(2, 2), (3, 5), (7, 7)])
+def test_a_team_makes_the_corpus_that_one_process_does(
+    tmp_path: Path, suffix: str, size: int, processes: int
+) -> None:
+    random = np.random.RandomState(1)
+    lines = [
+        [said("user", "a" * random.randint(1, 20)), said("assistant", str(n)), *LINES[n % 3]]
+        for n in range(300)  # some blocks of 64, of which 7 processes have none
+    ]
+    path = tmp_path / f"chats{suffix}"
+    if suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet.write_table(pyarrow.table({"messages": lines}), path)
+    else:
+        write(path, lines)
+    alone = conversation_corpus(path, TEMPLATE, tmp_path / "alone")
+    barrier, told = threading.Barrier(processes, timeout=60), list[str]()
+    with ThreadPoolExecutor(processes) as pool:
+        members = [Threads(n, size, barrier, told) for n in range(processes)]
+        folder = tmp_path / "together"
+        made = [
+            pool.submit(conversation_corpus, path, TEMPLATE, folder, team=one) for one in members
+        ]
+        (prefix,) = {one.result() for one in made}
+    for ending in (".bin", ".idx", ".targets.npy"):
+        assert Path(prefix + ending).read_bytes() == Path(alone + ending).read_bytes()
+    assert {one.name for one in folder.iterdir()} == {
+        Path(prefix).name + ending for ending in (".bin", ".idx", ".targets.npy")
+    }
+    assert conversation_corpus(path, TEMPLATE, folder, team=Threads(0, 1, threading.Barrier(1), []))
 
 
 def test_corpus_is_made_once_of_each_content_and_template(tmp_path: Path) -> None:
