@@ -2,7 +2,9 @@
 
 A line of a JSONL file, or a row of a parquet file, has ``messages``: a list of ``{"role": …,
 "content": …}``. A system message begins a conversation, as in Megatron-LM's ``SFTDataset``, so that
-a line may hold several. Each conversation is one document, and what the tokenizer says to ignore is
+a line may hold several. It may have ``conversations`` of ``{"from": …, "value": …}`` instead
+(ShareGPT), or an instruction and its answer (Alpaca, Dolly), as Megatron-LM's ``VarlenDataset``
+reads them. Each conversation is one document, and what the tokenizer says to ignore is
 no target. The corpus is made once and kept: the next run opens it.
 """
 
@@ -22,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_wlb.data.corpus import Corpus, megatron_indexed_dataset
-from megatron_wlb.data.sources import Progress, SourceCounts, json_lines, json_value
+from megatron_wlb.data.sources import Progress, SourceCounts, json_lines, json_record
 from megatron_wlb.data.targets import RUN, SUFFIX, runs_of
 from megatron_wlb.errors import CorpusError
 from megatron_wlb.files import open_file
@@ -31,7 +33,21 @@ from megatron_wlb.reading import one_line, shown
 Conversation: TypeAlias = list[dict[str, Any]]
 Tokens: TypeAlias = npt.NDArray[Any]
 
-KEY = "messages"
+KEY, SHARED = "messages", "conversations"
+_FIELDS = (
+    ("instruction", "prompt", "query", "question"),
+    ("input", "context"),
+    ("output", "response", "completion", "answer"),
+)
+"""Names of what is asked, of more of it, and of the answer: the first that a line has counts."""
+_COLUMNS = {KEY, SHARED, *(name for names in _FIELDS for name in names)}
+_ROLES = {
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+    "system": "system",
+}
+"""Roles of ShareGPT's speakers; others are users."""
+_NOTHING_FIRST = ({"role": "system", "content": ""},)
 _VERSION = 1
 _ROWS_AT_ONCE = 64
 """Rows of a block, which one process tokenizes."""
@@ -156,11 +172,12 @@ def read_conversations(
 
     Raises CorpusError for a file that cannot be read, and for a line that holds no conversation.
     """
-    for block, where, messages in _rows(path, progress, number, size):
+    for block, where, row in _rows(path, progress, number, size):
+        messages = _messages(row, where)
         if not isinstance(messages, list) or not messages:
             raise CorpusError(
-                f"{where}: {KEY!r} is {shown(messages)}; give a list of messages, each with a "
-                "role and its content"
+                f"{where}: the messages are {shown(messages)}; give a list, each with a role and "
+                "its content"
             )
         current: Conversation = []
         for at, message in enumerate(messages, start=1):
@@ -177,18 +194,50 @@ def read_conversations(
         yield block, where, current
 
 
-def _rows(path: Path, progress: Progress, number: int, size: int) -> Iterator[tuple[int, str, Any]]:
-    """What each line or row has as messages, and where it stands; blank lines are left out."""
+def _messages(row: dict[str, Any], where: str) -> Any:
+    """What a line has as messages; those of other layouts get an empty system message first."""
+    if KEY in row:
+        return row[KEY]
+    if SHARED in row:
+        turns = row[SHARED]
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            return turns
+        told = [
+            {
+                "role": _ROLES.get(str(turn.get("from")).lower(), "user"),
+                "content": turn.get("value"),
+            }
+            for turn in turns
+        ]
+        return told if not told or told[0]["role"] == "system" else [*_NOTHING_FIRST, *told]
+    if not all(any(name in row for name in names) for names in (_FIELDS[0], _FIELDS[2])):
+        raise CorpusError(
+            f"{where} has no key {KEY!r} (it has {shown([*row])[1:-1]}); give messages, "
+            f"{SHARED}, or an instruction and its output"
+        )
+    asked, more, answer = (
+        next((row[name] for name in names if row.get(name)), "") for names in _FIELDS
+    )
+    user = f"{asked}\n\n{more}" if more and isinstance(asked, str) else asked
+    return [
+        *_NOTHING_FIRST,
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def _rows(
+    path: Path, progress: Progress, number: int, size: int
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Each line or row, and where it stands; blank lines are left out."""
     read = _of_parquet if path.suffix == ".parquet" else _of_lines
     try:
-        for at, (block, where, messages, done, total) in enumerate(read(path, number, size)):
+        for at, (block, where, row, done, total) in enumerate(read(path, number, size)):
             if at % _ROWS_AT_ONCE == 0:
                 progress(f"tokenizing {path}", done, total)
-            yield block, where, messages
+            yield block, where, row
     except (OSError, LookupError, ValueError, TypeError) as error:  # arrow's are some of these
-        raise CorpusError(
-            f"cannot read {path} ({one_line(error)}); it needs {KEY!r} in each line or row"
-        ) from error
+        raise CorpusError(f"cannot read {path} ({one_line(error)}); copy it again") from error
 
 
 def _of_lines(path: Path, number: int, size: int) -> Iterator[tuple[int, str, Any, int, int]]:
@@ -196,7 +245,7 @@ def _of_lines(path: Path, number: int, size: int) -> Iterator[tuple[int, str, An
     for at, (where, line) in enumerate(json_lines(path, counts)):
         block = at // _ROWS_AT_ONCE
         if block % size == number and line.strip():
-            yield block, where, json_value(line, KEY, where), counts.bytes_read, stored
+            yield block, where, json_record(line, where, KEY), counts.bytes_read, stored
 
 
 def _of_parquet(path: Path, number: int, size: int) -> Iterator[tuple[int, str, Any, int, int]]:
@@ -207,10 +256,16 @@ def _of_parquet(path: Path, number: int, size: int) -> Iterator[tuple[int, str, 
             f"{path} is parquet, and pyarrow is not installed; install it, or give JSONL"
         ) from None
     stored, row = parquet.ParquetFile(path), 0
-    for block, batch in enumerate(stored.iter_batches(_ROWS_AT_ONCE, columns=[KEY])):
+    has = [name for name in stored.schema_arrow.names if name in _COLUMNS]
+    if not has:
+        raise CorpusError(
+            f"{path} has no column {KEY!r} (it has {shown(stored.schema_arrow.names)[1:-1]}); give "
+            f"messages, {SHARED}, or an instruction and its output"
+        )
+    for block, batch in enumerate(stored.iter_batches(_ROWS_AT_ONCE, columns=has)):
         if block % size == number:
             for at, found in enumerate(batch.to_pylist(), start=row + 1):
-                yield block, f"{path}, row {at}", found[KEY], at, stored.metadata.num_rows
+                yield block, f"{path}, row {at}", found, at, stored.metadata.num_rows
         row += batch.num_rows
 
 

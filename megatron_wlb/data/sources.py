@@ -153,6 +153,17 @@ def json_lines(path: Path, counts: SourceCounts) -> Iterator[tuple[str, str]]:
 
 def json_value(line: str, key: str, where: str) -> Any:
     """What a line of JSON has under ``key``. Raises CorpusError where it has no such thing."""
+    record = json_record(line, where, key)
+    if key not in record:
+        raise CorpusError(
+            f"{where} has no key {key!r} (it has {shown([*record])[1:-1]}); "
+            "name the key that holds the text"
+        )
+    return record[key]
+
+
+def json_record(line: str, where: str, key: str) -> dict[str, Any]:
+    """The object of a line of JSON. Raises CorpusError where it is none, and asks for a ``key``."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -164,12 +175,7 @@ def json_value(line: str, key: str, where: str) -> Any:
             f"{where} is a JSON {type(record).__name__}, not an object; "
             f'each line must be like {{"{key}": …}}'
         )
-    if key not in record:
-        raise CorpusError(
-            f"{where} has no key {key!r} (it has {shown([*record])[1:-1]}); "
-            "name the key that holds the text"
-        )
-    return record[key]
+    return record
 
 
 def _kind(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,14 @@ from megatron_lm_runs import (
     assert_equal_steps,
     finish,
     launch,
+    logged,
     needs_megatron_lm,
+    validations,
 )
 from trainer_runs import assert_refused, losses, start
 
-from megatron_wlb.data.corpus import build_corpus
+from megatron_wlb.data.corpus import Corpus, build_corpus
+from megatron_wlb.data.targets import write_targets
 from megatron_wlb.errors import ConfigError, TrainingError
 
 pytestmark = needs_megatron_lm
@@ -81,3 +85,14 @@ def test_files_that_are_no_loss_are_refused_before_training(corpus: Flags, tmp_p
     flags = corpus | with_loss(tmp_path, "def loss(log_probs, targets): return log_probs.mean()")
     refused = launch(tmp_path, 1, flags).wait()
     assert_refused(refused, TrainingError.exit_code, "return a tensor with a loss for each")
+
+
+def test_steps_without_a_target_have_the_loss_0(corpus: Flags, tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus['data_path']}{suffix}", tmp_path / f"masked{suffix}")
+    lengths = Corpus.open(corpus["data_path"]).lengths
+    write_targets(tmp_path / "masked", [np.zeros(length) for length in lengths])
+    flags = FLAGS | {"data_path": tmp_path / "masked", "vocab_size": 257, "eval_iters": 1}
+    finished = finish(launch(tmp_path, 2, flags | PP2 | {"wlb_packing": "hold"}))
+    assert logged(finished, "number of nan iterations") == ["0"] * 3
+    assert {float(loss) for loss in validations(finished)} == {0.0}

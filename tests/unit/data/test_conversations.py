@@ -160,9 +160,14 @@ def test_corpus_is_made_once_of_each_content_and_template(tmp_path: Path) -> Non
         ('{"messages": [', ["not valid JSON", "correct the line"]),
         ("[1]", ["JSON list, not an object"]),
         ('{"text": "a"}', ["has no key 'messages'", "['text']"[1:-1]]),
-        ('{"messages": []}', ["'messages' is []", "give a list of messages"]),
-        ('{"messages": null}', ["'messages' is None"]),
-        ('{"messages": "hello"}', ["'messages' is 'hello'"]),
+        ('{"messages": []}', ["the messages are []", "give a list, each with"]),
+        ('{"messages": null}', ["the messages are None"]),
+        ('{"conversations": [3]}', ["message 1 is 3"]),
+        ('{"conversations": []}', ["the messages are []"]),
+        ('{"conversations": [{"from": "gpt"}]}', ["message 2 is", "text as content"]),
+        ('{"prompt": "a"}', ["has no key 'messages'", "an instruction and its output"]),
+        ('{"prompt": ["a"], "output": "b"}', ["message 2 is", "text as content"]),
+        ('{"messages": "hello"}', ["the messages are 'hello'"]),
         ('{"messages": [{"content": "a"}]}', ["message 1 is", "give it a role"]),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', ["message 1 is", "text as content"]),
         (
@@ -196,6 +201,29 @@ def test_file_without_conversations_is_refused(tmp_path: Path) -> None:
         conversation_corpus(write(tmp_path / "chats.jsonl", LINES), small)
 
 
+def test_other_layouts_are_conversations_that_an_empty_system_message_begins(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"conversations": [{"from": "Human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
+        {"conversations": [{"from": "system", "value": "s"}, {"from": "bing", "value": "c"}]},
+        {"instruction": "d", "input": "e", "output": "f", "id": 4},
+        {"question": "g", "context": "", "prompt": "", "answer": "h"},
+    ]
+    expected = [
+        [said("system", ""), said("user", "a?"), said("assistant", "b")],
+        [said("system", "s"), said("assistant", "c")],
+        [said("system", ""), said("user", "d\n\ne"), said("assistant", "f")],
+        [said("system", ""), said("user", "g"), said("assistant", "h")],
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Path(conversation_corpus(path, TEMPLATE))
+    plain = Path(conversation_corpus(write(tmp_path / "chats.jsonl", expected), TEMPLATE))
+    for ending in (".bin", ".targets.npy"):
+        assert Path(f"{found}{ending}").read_bytes() == Path(f"{plain}{ending}").read_bytes()
+
+
 def test_rows_of_parquet_are_lines(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
     from pyarrow import parquet
@@ -206,5 +234,5 @@ def test_rows_of_parquet_are_lines(tmp_path: Path) -> None:
     lines = Corpus.open(conversation_corpus(write(tmp_path / "chats.jsonl", LINES), TEMPLATE))
     assert rows.lengths.tolist() == lines.lengths.tolist()
     parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "texts.parquet")
-    with pytest.raises(CorpusError, match=r"texts\.parquet .* needs a column 'messages'"):
+    with pytest.raises(CorpusError, match=r"texts\.parquet has no column 'messages'"):
         conversation_corpus(tmp_path / "texts.parquet", TEMPLATE)
