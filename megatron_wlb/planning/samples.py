@@ -173,7 +173,9 @@ def _alike(
     while True:
         for at, own in enumerate(ranks):
             if (at, least) not in known:
-                known[at, least] = bins_of(step, costs, own, least)
+                found = bins_of(step, costs, own, least)
+                for number in range(least, len(found) + 1, costs.number_multiple):
+                    known[at, number] = found  # Numbers between have no room for all.
         most = max(len(known[at, least]) for at in range(len(ranks)))
         if most == least:
             return most
@@ -201,7 +203,11 @@ def _together(
     for number, at in enumerate(step.order.tolist()):
         members.setdefault(groups[at], []).append(number)
     times_us = step.us(costs)
-    sums_us = {group: float(times_us[own].sum()) for group, own in members.items()}
+    each_us = times_us.tolist()
+    sums_us = {
+        group: float(times_us[own].sum()) if len(own) > 1 else each_us[own[0]]
+        for group, own in members.items()
+    }
     loads = [(0.0, rank) for rank in range(dp_size)]
     ranks: Numbers = [[] for _ in loads]
     for group in sorted(members, key=lambda group: (-sums_us[group], group)):
